@@ -1,0 +1,67 @@
+"""Errors that cross a public boundary.
+
+    AptJaxError
+     +- ConfigError (ValueError)        a flag or configuration value; the message names the flag
+     +- InvalidRequestError (ValueError)  a request that can never be served; `.field` names the input
+     |   +- DuplicateRequestError       the request id is alive already
+     +- ModelLoadError (ValueError)     unknown model, damaged or mismatching checkpoint
+     +- UnknownRequestError (KeyError)  abort of an id that is not alive
+     +- QueueFullError                  admission limit reached; try again later
+     +- EngineDeadError                 the engine stopped after an error that it could not survive
+
+Ordinary outcomes inside the engine (no free block, nothing to schedule) are return values, not errors.
+"""
+
+
+class AptJaxError(Exception):
+    """Base of every error that apt-jax raises on purpose."""
+
+
+class ConfigError(AptJaxError, ValueError):
+    """A configuration value that cannot be used; one line that names the flag and the rule."""
+
+
+class InvalidRequestError(AptJaxError, ValueError):
+    """A request that can never be served as it stands.
+
+    Attributes:
+        field: the input that is wrong, as the user typed it (``"prompt"``, ``"temperature"``, ...).
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class DuplicateRequestError(InvalidRequestError):
+    """A request with the same id is alive."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__("request_id", f"{request_id!r} is already in use by a live request")
+
+
+class ModelLoadError(AptJaxError, ValueError):
+    """A model that cannot be found or whose files are damaged or contradict each other."""
+
+
+class UnknownRequestError(AptJaxError, KeyError):
+    """No live request has this id."""
+
+    def __str__(self) -> str:
+        return f"no live request has the id {self.args[0]!r}"
+
+
+class QueueFullError(AptJaxError):
+    """The waiting queue is at its limit; nothing was allocated for the request.
+
+    Attributes:
+        retry_after_s: an estimate of when a place may be free, in seconds.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(AptJaxError):
+    """The engine loop has ended after an error; every open request ends with this error."""

@@ -1,0 +1,104 @@
+"""The contract between the engine and whatever runs a step: device, cost model, or test double.
+
+A step is dispatched by `execute` and its result fetched later by `StepHandle.result`, so that the engine can prepare
+the next step while the device works. Steps take effect in the order in which they were dispatched.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.request import SamplingParams
+
+TOKEN_ON_DEVICE = -1
+"""In `StepBatch.token_ids`: take the last token that was sampled for this row's seat; the host has not seen it yet."""
+
+NO_TOKEN = -1
+"""In `StepResult.token_ids`: the row did not sample in this step."""
+
+NULL_BLOCK = 0
+"""Padding in block tables: reserved, never allocated, never read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """One step, on the host. `n` rows; T = sum of `num_tokens`; J = most blocks of one row (of one half for KV).
+
+    Row r computes positions `[start[r], start[r] + num_tokens[r])`, writes their cache through its block table, and
+    attends to positions `[0, start[r] + num_tokens[r])`. Where `samples[r]` a token is sampled from the last position.
+    """
+
+    seats: NDArray[np.int32]
+    """(n,) place of the request in the executor's per-request device state, in [0, max_num_seqs)."""
+    num_tokens: NDArray[np.int32]
+    """(n,) at least 1."""
+    start: NDArray[np.int32]
+    """(n,) positions cached before this step."""
+    kind: NDArray[np.int8]
+    """(n,) `sched.view.KV` or `HIDDEN`."""
+    token_ids: NDArray[np.int32]
+    """(T,) row after row. `TOKEN_ON_DEVICE` only in rows with `num_tokens == 1`, or as the last token of a row."""
+    block_tables: NDArray[np.int32]
+    """(n, 2, J): [:, 0] the K or X blocks, [:, 1] the V blocks (`NULL_BLOCK` for hidden rows)."""
+    samples: NDArray[np.bool_]
+    """(n,)"""
+    position: NDArray[np.int32]
+    """(n,) index of the token to be sampled within the request's outputs (0 for the first): keys the random draw."""
+    params: Sequence[SamplingParams]
+    """(n,) of the row's request."""
+    history: Sequence[NDArray[np.int32]]
+    """(n,) prompt then known output tokens of the row's request; read only for penalties."""
+    prompt_len: NDArray[np.int32]
+    """(n,) how much of `history` is the prompt."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step produced. Rows as in the batch."""
+
+    token_ids: NDArray[np.int32]
+    """(n,) sampled token, `NO_TOKEN` where the row did not sample."""
+    finite: NDArray[np.bool_]
+    """(n,) False: the row's logits were not finite or fully masked, its token is meaningless."""
+    logprob: NDArray[np.float32] | None = None
+    """(n,) log probability of the sampled token, where any row asked for logprobs."""
+    top_ids: NDArray[np.int32] | None = None
+    """(n, k) most likely tokens, best first."""
+    top_logprobs: NDArray[np.float32] | None = None
+    """(n, k)"""
+
+
+class StepHandle(Protocol):
+    """A dispatched step."""
+
+    def result(self) -> StepResult:
+        """Wait for the step to end and fetch its tokens. Raises what the step raised."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps over a pool of `num_blocks` usable blocks with ids in [1, num_blocks]."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+
+    def execute(self, batch: StepBatch) -> StepHandle:
+        """Dispatch one step; must not wait for it. After an exception the pool is gone: call `reset`."""
+        ...
+
+    def reset(self) -> None:
+        """Make the pool anew, all cache lost (a failed step has destroyed the donated arrays)."""
+        ...
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile everything that serving can need; `progress(done, total)` after each program."""
+        ...
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled since `warm_up` ended; stays 0 while serving."""
+        ...

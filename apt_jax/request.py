@@ -1,0 +1,175 @@
+"""The types of a request on its way through the engine.
+
+1. A front end collects raw user input and calls `apt_jax.validation.build_request`, the only maker of
+2. `EngineRequest`: frozen, complete and checked; nothing else reaches the loop.
+3. The engine answers with `RequestOutput`s: growing text and tokens, and at the end a finish reason and `RequestMetrics`.
+
+Field names and defaults follow vLLM, so that code written for it reads the same.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.config import SLO
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+CacheKindName = Literal["kv", "hidden"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. Ranges are checked by `apt_jax.validation`, for every front end alike."""
+
+    max_tokens: int = 16
+    """Most output tokens, at least 1."""
+    temperature: float = 1.0
+    """0: greedy. In [0, 2]."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0: off."""
+    top_p: float = 1.0
+    """Only the smallest set of tokens whose probabilities reach this sum, in (0, 1]."""
+    min_p: float = 0.0
+    """Only tokens at least this likely relative to the most likely one, in [0, 1]."""
+    seed: int | None = None
+    """Draws depend on this seed and the token's position alone; None: the engine picks one."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output; in (0, 2]."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token in the output; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it is in the output; in [-2, 2]."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens; at most 300 entries, values in [-100, 100]."""
+    min_tokens: int = 0
+    """Neither EOS nor a stop token is sampled, and no stop string matches, before this many output tokens."""
+    stop: tuple[str, ...] = ()
+    """Generation ends when one of these appears in the output text; at most 4, of 256 characters."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends after one of these tokens; at most 16."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+    include_stop_str_in_output: bool = False
+    """Keep the matched stop string in the text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    logprobs: int | None = None
+    """Return the log probabilities of the sampled token and of this many most likely ones, at most 20."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_penalties(self) -> bool:
+        """Whether the logits depend on the tokens so far, or on a bias."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or bool(self.logit_bias)
+            or self.min_tokens > 0
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class EngineRequest:
+    """A checked request. Made by `apt_jax.validation.build_request` only."""
+
+    request_id: str
+    """Client's label, at most 128 of ``[A-Za-z0-9._-]``; unique among live requests."""
+    prompt: str | None
+    """The prompt's text where there was one."""
+    prompt_token_ids: NDArray[np.int32]
+    """(prompt_len,), not writeable."""
+    params: SamplingParams
+    """With `seed` filled in and `stop_token_ids` merged with the model's EOS unless `ignore_eos`."""
+    slo: SLO
+    arrival_s: float
+    """On the engine's clock."""
+    slo_class: Literal["rt", "be"] = "rt"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logprob:
+    """One token's log probability and its text."""
+
+    logprob: float
+    rank: int | None
+    """1 for the most likely token; None where it was not among the returned ones."""
+    decoded_token: str | None
+
+
+@dataclasses.dataclass(kw_only=True)
+class RequestMetrics:
+    """Times of one request, on the engine's clock."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    token_times_s: list[float] = dataclasses.field(default_factory=list)
+    """When each output token was delivered."""
+    finished_s: float | None = None
+    num_preemptions: int = 0
+    num_kind_switches: int = 0
+    recomputed_tokens: int = 0
+    """Positions computed again after preemptions."""
+    cache_kind: CacheKindName | None = None
+    """The kind held last."""
+    slo: SLO = SLO()
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to first token; None before it."""
+        return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
+
+    @property
+    def tbt_s(self) -> float | None:
+        """P99 over the gaps between tokens (numpy's linear interpolation); None with fewer than two tokens."""
+        if len(self.token_times_s) < 2:
+            return None
+        return float(np.percentile(np.diff(self.token_times_s), 99))
+
+    @property
+    def ttft_attained(self) -> bool:
+        return self.ttft_s is not None and self.ttft_s <= self.slo.ttft_s
+
+    @property
+    def tbt_attained(self) -> bool:
+        """True with a single token: there is no gap to miss."""
+        return bool(self.token_times_s) and (self.tbt_s is None or self.tbt_s <= self.slo.tbt_s)
+
+    @property
+    def slo_attained(self) -> bool:
+        return self.ttft_attained and self.tbt_attained
+
+
+@dataclasses.dataclass(kw_only=True)
+class CompletionOutput:
+    """One generated sequence."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One entry a token: the sampled token and the most likely ones."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for EOS."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class RequestOutput:
+    """The state of one request, whole so far (not a delta)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: str | None = None
+    """Why it ended with `finish_reason == "error"`."""

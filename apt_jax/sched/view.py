@@ -1,0 +1,197 @@
+"""What a policy sees and what it answers. NumPy only: no device, no block ids, no clock.
+
+The engine owns one `RequestTable`; a policy reads it through a `SchedulerView` and returns a `Plan`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+NO_KIND = -1
+"""`RequestTable.kind` of a request that holds no cache."""
+
+KV = 0
+HIDDEN = 1
+"""Column numbers of the two cache kinds wherever options are arrays of shape (num_requests, num_kinds)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KindSpec:
+    """A cache kind as data: its memory and its extra time over the KV kind (DESIGN.md §5, Apt-Serve Eq. 6)."""
+
+    name: str
+    blocks_per_group: int
+    """Blocks that `block_size` token positions take: 2 for keys and values, 1 for layer inputs."""
+    offered: bool = True
+    """False: the model or the `--cache` flag rules this kind out."""
+    extra_base_s: float = 0.0
+    """c0 of t = c0 + c1 * tokens, seconds a request and decode iteration over KV; may be negative."""
+    extra_per_token_s: float = 0.0
+    """c1, seconds a cached token and decode iteration over KV; may be negative."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """Iteration times that a policy may weigh, from calibration; zeros where nothing is known."""
+
+    prefill_base_s: float = 0.0
+    prefill_per_token_s: float = 0.0
+    decode_base_s: float = 0.0
+    decode_per_request_s: float = 0.0
+    decode_per_token_s: float = 0.0
+    """Per cached KV token read."""
+
+
+class RequestTable:
+    """Struct of arrays over request rows; row numbers are stable while a request lives and are then reused.
+
+    Token counts include the token of a step that is still in flight: at scheduling time `num_tokens` is what the
+    sequence will hold once all dispatched steps have ended.
+    """
+
+    _FIELDS = (
+        ("arrival_s", np.float64),  # time of arrival
+        ("last_token_s", np.float64),  # time of the last delivered token; the arrival before the first one
+        ("rank", np.int64),  # arrival order; kept over preemptions
+        ("prompt_len", np.int32),
+        ("num_tokens", np.int32),  # prompt and output tokens, tokens in flight counted
+        ("max_tokens_total", np.int32),  # prompt_len + the request's max_tokens
+        ("num_cached", np.int32),  # positions whose cache is on the device, steps in flight counted
+        ("kind", np.int8),  # cache kind held, NO_KIND when none
+        ("num_blocks", np.int32),  # blocks held
+        ("num_outputs", np.int32),  # output tokens, tokens in flight counted
+        ("slo_ttft_s", np.float64),
+        ("slo_tbt_s", np.float64),
+        ("num_preemptions", np.int32),
+        ("num_kind_switches", np.int32),
+        ("tokens_since_preemption", np.int32),
+        ("live", np.bool_),
+    )
+
+    arrival_s: NDArray[np.float64]
+    last_token_s: NDArray[np.float64]
+    rank: NDArray[np.int64]
+    prompt_len: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    max_tokens_total: NDArray[np.int32]
+    num_cached: NDArray[np.int32]
+    kind: NDArray[np.int8]
+    num_blocks: NDArray[np.int32]
+    num_outputs: NDArray[np.int32]
+    slo_ttft_s: NDArray[np.float64]
+    slo_tbt_s: NDArray[np.float64]
+    num_preemptions: NDArray[np.int32]
+    num_kind_switches: NDArray[np.int32]
+    tokens_since_preemption: NDArray[np.int32]
+    live: NDArray[np.bool_]
+
+    def __init__(self, capacity: int = 256) -> None:
+        self.capacity = capacity
+        for name, dtype in self._FIELDS:
+            setattr(self, name, np.zeros(capacity, dtype))
+        self.kind[:] = NO_KIND
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def add(
+        self, *, arrival_s: float, rank: int, prompt_len: int, max_tokens: int, slo_ttft_s: float, slo_tbt_s: float
+    ) -> int:
+        """Take a row for a new request (no cache, no outputs) and return its number. Grows when full."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        for name, dtype in self._FIELDS:
+            getattr(self, name)[row] = dtype(0)
+        self.arrival_s[row] = self.last_token_s[row] = arrival_s
+        self.rank[row] = rank
+        self.prompt_len[row] = self.num_tokens[row] = prompt_len
+        self.max_tokens_total[row] = prompt_len + max_tokens
+        self.kind[row] = NO_KIND
+        self.slo_ttft_s[row] = slo_ttft_s
+        self.slo_tbt_s[row] = slo_tbt_s
+        self.live[row] = True
+        return row
+
+    def remove(self, row: int) -> None:
+        """Give the row of an ended request back."""
+        assert self.live[row], f"row {row} is not live"
+        self.live[row] = False
+        self.kind[row] = NO_KIND
+        self._free.append(row)
+
+    def _grow(self) -> None:
+        old, self.capacity = self.capacity, self.capacity * 2
+        for name, dtype in self._FIELDS:
+            grown = np.zeros(self.capacity, dtype)
+            grown[:old] = getattr(self, name)
+            setattr(self, name, grown)
+        self.kind[old:] = NO_KIND
+        self._free = list(range(self.capacity - 1, old - 1, -1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerView:
+    """Everything one scheduling decision may depend on."""
+
+    now_s: float
+    table: RequestTable
+    waiting: NDArray[np.int32]
+    """Rows of requests without cache, by rank. Preempted ones are among them."""
+    running: NDArray[np.int32]
+    """Rows of requests that hold cache, by rank: decoding ones and those whose prompt is only partly computed."""
+    free_blocks: int
+    total_blocks: int
+    """Usable blocks of the pool (the reserved one not counted)."""
+    block_size: int
+    kinds: Sequence[KindSpec]
+    """Indexed by `KV` and `HIDDEN`."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    costs: StepCosts = StepCosts()
+
+    def remaining(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Tokens not computed yet: 1 for a decoding request, more for one in prefill. Shape of `rows`."""
+        return self.table.num_tokens[rows] - self.table.num_cached[rows]
+
+    def blocks_for(self, tokens: NDArray[np.int32], kind: int) -> NDArray[np.int32]:
+        """Blocks that `tokens` positions take with `kind`: `blocks_per_group * ceil(tokens / block_size)`."""
+        return -(-tokens // self.block_size) * np.int32(self.kinds[kind].blocks_per_group)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One iteration: which rows run, over how many tokens, with which kind, and who gives its cache up first.
+
+    Promises that the engine checks before it acts:
+      * `rows` are live, unique, and none is in `preempt`; `1 <= num_tokens <= remaining`; their sum is at most
+        `max_num_batched_tokens`, their count with other cache holders at most `max_num_seqs`;
+      * a row that holds cache keeps its kind (to change it: preempt now, run it in a later iteration);
+      * the blocks needed fit `free_blocks` plus what `preempt` gives back. Where they do not after all (a failed
+        allocation), the engine defers the rows that come last in `rows`.
+    """
+
+    rows: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    kind: NDArray[np.int8]
+    preempt: NDArray[np.int32]
+    """Rows from `running` whose cache is dropped before anything is allocated; they are recomputed later."""
+    iteration: str
+    """"prefill", "decode", "mixed" or "idle"; for logs and metrics only."""
+
+    @classmethod
+    def idle(cls, preempt: NDArray[np.int32] | None = None) -> "Plan":
+        """Nothing runs."""
+        none = np.zeros(0, np.int32)
+        return cls(rows=none, num_tokens=none, kind=none.astype(np.int8), preempt=none if preempt is None else preempt, iteration="idle")
+
+
+class Policy(Protocol):
+    """A scheduling policy: a pure decision. Stateless, or with state that `schedule` alone changes."""
+
+    name: str
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        """Decide one iteration. Must not modify `view.table`."""
+        ...
