@@ -1,0 +1,1191 @@
+"""The engine: one loop that decides, books, runs and delivers. It knows neither the device nor the clock.
+
+The life of a request:
+
+1. `Engine.add_request` gives it a row of the `RequestTable` and puts it among the waiting ones, or refuses it: nothing
+   is allocated for a refused request.
+2. Each `Engine.step` makes four calls: *schedule* (the policy's pure decision), *apply* (block accounting), *execute*
+   (the executor runs the rows) and *commit* (tokens are delivered, requests end).
+3. The first time that it is scheduled it takes a seat and blocks of one kind and is running. Its prompt is computed in
+   one step or in chunks; the step that reaches its end samples the first token, and every later step one more.
+4. A policy may *preempt* it: cache and seat are gone, it waits again under its old rank, and prompt and output so far
+   are computed anew when it is next scheduled, with either kind (Apt-Serve §4.3: a switch of the cache type discards
+   the cache and recomputes it).
+5. It ends once: "stop", "length", "abort" or "error". The last `StepOutput` says so.
+
+Overlap. With `SchedulerConfig.overlap` a step is dispatched before the tokens of the one before it are fetched:
+
+    host    | schedule n+1, apply | execute n+1 | result n, commit n | schedule n+2 ...
+    device  ... step n ............................| step n+1 ................
+
+The table counts tokens in flight, so that the policy sees the lengths that will be; their values are `TOKEN_ON_DEVICE`
+to the next step. Three things follow:
+
+* A request whose last allowed token is in flight takes part in no further step. Its cache is needed no more and is
+  released right after dispatch. Steps run in order: whoever gets the blocks writes them in a later step.
+* A stop token is seen one step late. The row that has been dispatched meanwhile is dropped at its commit, because its
+  request has ended; its blocks were given back before, for the same reason as above.
+* A preempted request's token in flight is delivered like any other. Until it is, the request is not shown to the
+  policy: recomputing takes tokens that the host knows.
+
+Failures. What can be blamed on one request (logits that are not finite, a token outside the vocabulary, its output
+processor) ends that request alone. A step that raises has destroyed the pool: the executor is reset, every request
+that held cache waits again, and the loop goes on; a second failure within a minute ends the engine, visibly. Accounting
+that contradicts itself (`CacheIntegrityError`) ends it at once: better than serving one request another's memory.
+"""
+
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache import NO_SEAT, CacheIntegrityError, CacheKind, HybridCache
+from apt_jax.clock import Clock
+from apt_jax.config import CacheConfig, SchedulerConfig
+from apt_jax.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from apt_jax.executor import TOKEN_ON_DEVICE, Executor, StepBatch, StepHandle, StepResult
+from apt_jax.request import (
+    CacheKindName,
+    EngineRequest,
+    FinishReason,
+    RequestMetrics,
+    SamplingParams,
+)
+from apt_jax.sched.view import (
+    NO_KIND,
+    KindSpec,
+    Plan,
+    Policy,
+    RequestTable,
+    SchedulerView,
+    StepCosts,
+)
+
+logger = logging.getLogger(__name__)
+
+FAILURE_WINDOW_S = 60.0
+"""A second failure of a step within this time ends the engine."""
+
+STALL_LIMIT = 100
+"""Iterations in a row that may schedule nothing, with requests there and nothing in flight, before the engine acts."""
+
+_KIND_NAMES: tuple[CacheKindName, ...] = ("kv", "hidden")
+
+# What `_status` says about a row of the table.
+_FREE = 0  # no request
+_WAITING = 1  # no cache
+_RUNNING = 2  # holds cache and a seat
+_ENDING = 3  # the last allowed token is in flight; holds nothing any more
+
+
+class OutputProcessor(Protocol):
+    """What the front end does with each token: detokenise, and look for stop strings."""
+
+    def on_token(self, request: EngineRequest, token_id: int) -> str | None:
+        """Called in commit, in order, for each token that is not itself a stop token.
+
+        Returns:
+            The stop string that this token completed, else None. Ignored before `min_tokens`. An exception ends this
+            request alone, with `finish_reason="error"`.
+        """
+        ...
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities of one token."""
+
+    logprob: float
+    """Of the sampled token."""
+    top_ids: NDArray[np.int32]
+    """(k,) most likely tokens, best first; k is the request's `logprobs`."""
+    top_logprobs: NDArray[np.float32]
+    """(k,)"""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class StepOutput:
+    """News of one request. A request has any number of these, and exactly one with a `finish_reason`, its last."""
+
+    request: EngineRequest
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a new token where the request asked for it."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it. Validation merges EOS into the stop tokens: it is named here too."""
+    error: str | None = None
+    """Why it ended with "error"."""
+    num_outputs: int = 0
+    """Tokens delivered so far, the new ones included."""
+    metrics: RequestMetrics
+    """Of the whole request; the object goes on changing until the request has ended."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine was made, gauges as of now."""
+
+    num_waiting: int
+    """Requests without cache, preempted ones among them."""
+    num_running: int
+    """Requests that hold cache."""
+    num_ending: int
+    """Requests whose last token is in flight."""
+    waiting_prompt_tokens: int
+    total_blocks: int
+    free_blocks: int
+    blocks_by_kind: dict[str, int]
+    requests_by_kind: dict[str, int]
+    """Running requests by kind."""
+    iterations: dict[str, int]
+    """Steps run, by `Plan.iteration`."""
+    num_preemptions: int
+    kind_switches: dict[tuple[str, str], int]
+    """By (from, to)."""
+    recomputed_tokens: int
+    """Positions computed again after preemptions and failures."""
+    finished: dict[str, int]
+    """Ended requests by reason."""
+    num_refused: int
+    prompt_tokens: int
+    """Prompt tokens of requests that have delivered a token."""
+    generation_tokens: int
+    """Tokens delivered."""
+    deferred_rows: int
+    """Rows that a plan held and for which no block was there after all."""
+    dropped_rows: int
+    """Rows of a step in flight whose request had ended meanwhile."""
+    refused_plan_rows: int
+    """Rows of plans that broke the promises of `Plan`; any is a bug in the policy."""
+    step_failures: int
+    compilations: int
+    host_p50_ms: float
+    """Host work per iteration over the last 4,096: schedule, apply, building the batch, commit; neither dispatch nor
+    waiting for the device. 0 before the first iteration."""
+    host_p99_ms: float
+    schedule_p50_ms: float
+    """The policy's share of it."""
+    dispatch_p50_ms: float
+    """`Executor.execute`, likewise."""
+
+    @property
+    def used_blocks(self) -> int:
+        return self.total_blocks - self.free_blocks
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class _Live:
+    """A live request, host side. `ended` is never undone: a step in flight checks it at commit."""
+
+    request: EngineRequest
+    row: int
+    rank: int
+    """Arrival order; also its name as an owner of blocks."""
+    tokens: NDArray[np.int32]
+    """(prompt_len + max_tokens,) prompt, then the outputs that the host knows."""
+    num_known: int
+    """How much of `tokens` is filled."""
+    prompt_len: int
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    metrics: RequestMetrics
+    last_kind: int = NO_KIND
+    ended: bool = False
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _InFlight:
+    """A dispatched step. It holds the requests themselves: a row of the table may have a new request by its commit."""
+
+    handle: StepHandle
+    requests: list[_Live]
+    samples: NDArray[np.bool_]
+    position: NDArray[np.int32]
+
+
+class _Ring:
+    """The last few thousand of a number."""
+
+    def __init__(self, size: int = 4096) -> None:
+        self._values = np.zeros(size)
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self._values[self._count % self._values.size] = value
+        self._count += 1
+
+    def percentile(self, q: float) -> float:
+        if not self._count:
+            return 0.0
+        return float(np.percentile(self._values[: min(self._count, self._values.size)], q))
+
+
+class Engine:
+    """Serves requests with an executor and a policy; synchronous, for one thread.
+
+    Args:
+        executor: runs steps; its pool and its seats set the limits.
+        policy: decides each iteration.
+        clock: tells the time.
+        kinds: cache kinds as data, indexed by `sched.view.KV` and `HIDDEN`.
+        scheduler_config: limits and whether steps overlap.
+        cache_config: block size.
+        costs: iteration times for the policy; may be replaced at any time (`engine.costs = ...`).
+        vocab_size: V; a sampled token outside [0, V) ends its request. None: only negative ones do.
+        output_processor: the front end's hook for every token.
+        debug: check everything after every step, and let broken promises raise.
+        timer: seconds for the host-time statistics; never enters a decision.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        policy: Policy,
+        clock: Clock,
+        kinds: Sequence[KindSpec],
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+        *,
+        costs: StepCosts = StepCosts(),  # noqa: B008 - frozen
+        vocab_size: int | None = None,
+        output_processor: OutputProcessor | None = None,
+        debug: bool = False,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if executor.block_size != cache_config.block_size:
+            raise ConfigError(
+                f"block_size={cache_config.block_size} differs from the executor's {executor.block_size} (--block-size)"
+            )
+        if len(kinds) != len(CacheKind) or not any(k.offered for k in kinds):
+            raise ConfigError(
+                f"kinds={[k.name for k in kinds if k.offered]}: at least one cache kind must be offered (--cache)"
+            )
+        self.executor = executor
+        self.policy = policy
+        self.clock = clock
+        self.kinds = tuple(kinds)
+        self.costs = costs
+        self.output_processor = output_processor
+        self.debug = debug
+        self.max_num_seqs = min(scheduler_config.max_num_seqs, executor.max_num_seqs)
+        self.table = RequestTable()
+        self.cache = HybridCache(
+            num_blocks=executor.num_blocks,
+            block_size=executor.block_size,
+            max_num_seqs=self.max_num_seqs,
+            blocks_per_group=[k.blocks_per_group for k in kinds],
+        )
+        self.last_plan: Plan | None = None
+        """The last decision, as the policy made it."""
+        self.last_tokens_scheduled = 0
+        """Tokens of the last step that was run."""
+
+        self._config = scheduler_config
+        self._vocab_size = 2**31 if vocab_size is None else vocab_size
+        self._timer = timer
+        # Cheapest first: a request that fits with a later one fits with every earlier one too.
+        self._offered = sorted(
+            (k for k in CacheKind if kinds[k].offered), key=lambda k: kinds[k].blocks_per_group
+        )
+        self._is_offered = np.array([k.offered for k in kinds])
+
+        capacity = self.table.capacity
+        self._status = np.zeros(capacity, np.int8)
+        self._seat = np.full(capacity, NO_SEAT, np.int32)
+        self._in_flight = np.zeros(
+            capacity, np.int8
+        )  # tokens of the row that the host has not seen
+        self._last_token = np.zeros(capacity, np.int32)  # the last one that it has seen
+        self._computed_once = np.zeros(
+            capacity, np.int32
+        )  # positions computed before the cache was last lost
+        self._pinned = np.full(
+            capacity, NO_KIND, np.int8
+        )  # the only kind that can hold the row's request
+        self._by_row: list[_Live | None] = [None] * capacity
+        self._by_id: dict[str, _Live] = {}
+        self._next_rank = 0
+        self._order: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
+
+        self._pending: _InFlight | None = None
+        self._outputs: list[StepOutput] = []
+        self._last_failure_s: float | None = None
+        self._dead: str | None = None
+        self._stalled = 0
+
+        self._iterations: collections.Counter[str] = collections.Counter()
+        self._finished: collections.Counter[str] = collections.Counter()
+        self._kind_switches = np.zeros((len(kinds), len(kinds)), np.int64)
+        self._num_preemptions = 0
+        self._recomputed_tokens = 0
+        self._num_refused = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._deferred_rows = 0
+        self._dropped_rows = 0
+        self._refused_plan_rows = 0
+        self._step_failures = 0
+        self._host_s = _Ring()
+        self._schedule_s = _Ring()
+        self._dispatch_s = _Ring()
+        self._finish_times_s: collections.deque[float] = collections.deque(maxlen=32)
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Put a request among the waiting ones. A refused one leaves no trace.
+
+        Raises:
+            DuplicateRequestError: the id is alive.
+            InvalidRequestError: prompt and `max_tokens` cannot fit the pool with any kind on offer.
+            QueueFullError: the waiting queue is at one of its limits.
+            EngineDeadError: the engine has ended.
+        """
+        self._raise_if_dead()
+        try:
+            pinned = self._check_admission(request)
+        except (InvalidRequestError, QueueFullError):
+            self._num_refused += 1
+            raise
+        prompt_len = int(request.prompt_token_ids.size)
+        params = request.params
+        row = self.table.add(
+            arrival_s=request.arrival_s,
+            rank=self._next_rank,
+            prompt_len=prompt_len,
+            max_tokens=params.max_tokens,
+            slo_ttft_s=request.slo.ttft_s,
+            slo_tbt_s=request.slo.tbt_s,
+        )
+        if row >= self._status.size:
+            self._grow_rows()
+        tokens = np.empty(prompt_len + params.max_tokens, np.int32)
+        tokens[:prompt_len] = request.prompt_token_ids
+        live = _Live(
+            request=request,
+            row=row,
+            rank=self._next_rank,
+            tokens=tokens,
+            num_known=prompt_len,
+            prompt_len=prompt_len,
+            params=params,
+            stop_token_ids=frozenset(params.stop_token_ids),
+            metrics=RequestMetrics(arrival_s=request.arrival_s, slo=request.slo),
+        )
+        self._next_rank += 1
+        self._by_row[row] = live
+        self._by_id[request.request_id] = live
+        self._status[row] = _WAITING
+        self._seat[row] = NO_SEAT
+        self._in_flight[row] = 0
+        self._last_token[row] = tokens[prompt_len - 1]
+        self._computed_once[row] = 0
+        self._pinned[row] = pinned
+        self._order = None
+
+    def abort(self, request_id: str) -> bool:
+        """End a live request now; its blocks are free at once, its terminal output comes with the next `step`.
+
+        Returns:
+            False when no live request has this id (it may have ended already).
+        """
+        live = self._by_id.get(request_id)
+        if live is None:
+            return False
+        self._finish(live, "abort")
+        return True
+
+    def preempt(self, request_id: str) -> bool:
+        """Take a running request's cache from it, as a policy could. For operators and tests.
+
+        Returns:
+            False when no live request with this id holds cache.
+        """
+        live = self._by_id.get(request_id)
+        if live is None or self._status[live.row] != _RUNNING:
+            return False
+        self._preempt(live.row)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another `step` has anything to do."""
+        return bool(self._by_id or self._outputs) or self._pending is not None
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._by_id)
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why the engine ended; None while it lives."""
+        return self._dead
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """One iteration. Returns what there is to deliver: with overlap the tokens of the iteration before.
+
+        Raises:
+            EngineDeadError: the engine ended in an earlier step (which delivered an error to every request).
+        """
+        self._raise_if_dead()
+        try:
+            self._step()
+            if self.debug:
+                self.check_integrity()
+        except Exception as error:
+            if self.debug:
+                raise
+            # Not a step that failed (see `_recover`) but our own accounting or code: what it says is not to be trusted.
+            logger.critical("the engine ends: %s", error, exc_info=True)
+            self._die(f"internal error: {type(error).__name__}")
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _step(self) -> None:
+        started = self._timer()
+        plan = self._schedule()
+        batch, rows = self._apply(plan)
+        prepared = self._timer()
+        dispatched = self._execute(plan, batch, rows) if batch is not None else None
+        launched = self._timer()
+        waited = 0.0
+        if self._config.overlap:
+            oldest, self._pending = self._pending, dispatched
+        else:
+            oldest = dispatched
+        if oldest is not None:
+            result = self._fetch(oldest)
+            waited = self._timer() - launched
+            if result is not None:
+                self._commit(oldest, result)
+        if batch is None and oldest is None:
+            self._note_stall()
+        elif batch is not None:
+            self._stalled = 0
+        self._host_s.add(self._timer() - started - (launched - prepared) - waited)
+        if batch is not None:
+            self._dispatch_s.add(launched - prepared)
+
+    # --- 1. schedule -----------------------------------------------------------------------------------------------
+
+    def view(self) -> SchedulerView:
+        """What the policy is shown."""
+        if self._order is None:
+            rank = self.table.rank
+            waiting = np.flatnonzero(self._status == _WAITING).astype(np.int32)
+            running = np.flatnonzero(self._status == _RUNNING).astype(np.int32)
+            waiting, running = (
+                waiting[np.argsort(rank[waiting])],
+                running[np.argsort(rank[running])],
+            )
+            waiting.flags.writeable = running.flags.writeable = False
+            self._order = waiting, running
+        waiting, running = self._order
+        unseen = self._in_flight[waiting] > 0
+        if (
+            unseen.any()
+        ):  # preempted from outside after its last dispatch: the host must see the token first
+            waiting = waiting[~unseen]
+        return SchedulerView(
+            now_s=self.clock.now_s(),
+            table=self.table,
+            waiting=waiting,
+            running=running,
+            free_blocks=self.cache.pool.num_free,
+            total_blocks=self.cache.pool.num_blocks,
+            block_size=self.cache.block_size,
+            kinds=self.kinds,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            costs=self.costs,
+        )
+
+    def _schedule(self) -> Plan:
+        started = self._timer()
+        view = self.view()
+        if not view.waiting.size and not view.running.size:
+            return Plan.idle()
+        try:
+            plan = self.policy.schedule(view)
+        except Exception as error:
+            if self.debug:
+                raise
+            logger.error("policy %s failed", self.policy.name, exc_info=error)
+            self._is_fatal("the policy failed")
+            return Plan.idle()
+        self.last_plan = plan
+        self._schedule_s.add(self._timer() - started)
+        return plan
+
+    # --- 2. apply --------------------------------------------------------------------------------------------------
+
+    def _apply(self, plan: Plan) -> tuple[StepBatch | None, NDArray[np.int32]]:
+        """Preempt, then reserve in order. Returns the batch (None: nothing to run) and the table rows of its rows."""
+        if plan.preempt.size:
+            for row in plan.preempt.tolist():
+                if self._status[row] == _RUNNING:
+                    self._preempt(row)
+                else:
+                    self._broken_promise(1, f"row {row} holds no cache to preempt")
+        if not plan.rows.size:
+            return None, plan.rows
+        rows, num_tokens, kind = self._checked_rows(plan)
+        if not rows.size:
+            return None, rows
+
+        table = self.table
+        seats = self._seat[rows]
+        ok = self.cache.reserve_rows(
+            table.rank[rows], seats, table.num_cached[rows] + num_tokens, kind
+        )
+        if not ok.all():
+            self._deferred_rows += int(np.count_nonzero(~ok))
+            rows, num_tokens, kind, seats = rows[ok], num_tokens[ok], kind[ok], seats[ok]
+            if not rows.size:
+                return None, rows
+        for i in np.flatnonzero(self._status[rows] == _WAITING).tolist():
+            self._start(int(rows[i]), int(seats[i]), int(kind[i]))
+        return self._build_batch(rows, num_tokens, kind, seats), rows
+
+    def _checked_rows(
+        self, plan: Plan
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int8]]:
+        """The rows of a plan that keep its promises; a policy's mistake must not reach the device."""
+        rows, num_tokens, kind = (
+            np.asarray(plan.rows, np.int32),
+            np.asarray(plan.num_tokens, np.int32),
+            np.asarray(plan.kind, np.int8),
+        )
+        table = self.table
+        known = (rows >= 0) & (rows < self._status.size) & (kind >= 0) & (kind < len(self.kinds))
+        if not known.all():
+            self._broken_promise(int(np.count_nonzero(~known)), "unknown rows or kinds")
+            rows, num_tokens, kind = rows[known], num_tokens[known], kind[known]
+        status = self._status[rows]
+        held = table.kind[rows]
+        fresh = status == _WAITING
+        pinned = self._pinned[rows]
+        kind = np.where(fresh & (pinned != NO_KIND), pinned, kind)
+        ok = (fresh & (self._in_flight[rows] == 0) & self._is_offered[kind]) | (
+            (status == _RUNNING) & (held == kind)
+        )
+        ok &= (num_tokens >= 1) & (num_tokens <= table.num_tokens[rows] - table.num_cached[rows])
+        if plan.preempt.size:
+            ok &= ~np.isin(rows, plan.preempt)
+        ok &= np.cumsum(num_tokens) <= self._config.max_num_batched_tokens
+        if np.unique(rows).size != rows.size:
+            first = np.zeros(rows.size, np.bool_)
+            first[np.unique(rows, return_index=True)[1]] = True
+            ok &= first
+        if not ok.all():
+            bad = np.flatnonzero(~ok)
+            self._broken_promise(
+                bad.size,
+                f"rows {rows[bad].tolist()} with {num_tokens[bad].tolist()} tokens cannot run",
+            )
+            rows, num_tokens, kind = rows[ok], num_tokens[ok], kind[ok]
+        return rows, num_tokens, kind
+
+    def _broken_promise(self, num_rows: int, message: str) -> None:
+        if self.debug:
+            raise AssertionError(f"policy {self.policy.name}: {message}")
+        if not self._refused_plan_rows:
+            logger.error("policy %s broke a promise: %s (reported once)", self.policy.name, message)
+        self._refused_plan_rows += num_rows
+
+    def _start(self, row: int, seat: int, kind: int) -> None:
+        """A waiting request has got its first blocks."""
+        live = self._live(row)
+        self._status[row] = _RUNNING
+        self._seat[row] = seat
+        self._order = None
+        self.table.kind[row] = kind
+        if live.last_kind not in (NO_KIND, kind):
+            self._kind_switches[live.last_kind, kind] += 1
+            self.table.num_kind_switches[row] += 1
+            live.metrics.num_kind_switches += 1
+        live.last_kind = kind
+        live.metrics.cache_kind = _KIND_NAMES[kind]
+        if live.metrics.first_scheduled_s is None:
+            live.metrics.first_scheduled_s = self.clock.now_s()
+
+    def _build_batch(
+        self,
+        rows: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kind: NDArray[np.int8],
+        seats: NDArray[np.int32],
+    ) -> StepBatch:
+        table = self.table
+        start = table.num_cached[rows]
+        total = table.num_tokens[rows]
+        samples = start + num_tokens == total
+        lives = [self._live(row) for row in rows.tolist()]
+        single = samples & (num_tokens == 1)
+        in_flight = self._in_flight[rows] > 0
+        if not (single | ~in_flight).all():
+            raise CacheIntegrityError(
+                "a token that the host has not seen would have to be recomputed"
+            )
+        last = np.where(in_flight, np.int32(TOKEN_ON_DEVICE), self._last_token[rows])
+        if single.all():
+            token_ids = last
+        else:
+            ends = np.cumsum(num_tokens)
+            token_ids = np.empty(int(ends[-1]), np.int32)
+            token_ids[ends[single] - 1] = last[single]
+            for i in np.flatnonzero(~single).tolist():
+                begin, n = int(start[i]), int(num_tokens[i])
+                token_ids[ends[i] - n : ends[i]] = lives[i].tokens[begin : begin + n]
+        return StepBatch(
+            seats=seats,
+            num_tokens=num_tokens,
+            start=start,
+            kind=kind,
+            token_ids=token_ids,
+            block_tables=self.cache.block_tables(seats),
+            samples=samples,
+            position=table.num_outputs[rows],
+            params=[live.params for live in lives],
+            history=[live.tokens[: live.num_known] for live in lives],
+            prompt_len=table.prompt_len[rows],
+        )
+
+    # --- 3. execute ------------------------------------------------------------------------------------------------
+
+    def _execute(self, plan: Plan, batch: StepBatch, rows: NDArray[np.int32]) -> _InFlight | None:
+        try:
+            handle = self.executor.execute(batch)
+        except Exception as error:
+            if self.debug and isinstance(error, AssertionError):
+                raise
+            # The step before it was dispatched in good order: what it sampled is good.
+            oldest, self._pending = self._pending, None
+            result = self._fetch(oldest) if oldest is not None else None
+            if oldest is not None and result is not None:
+                self._commit(oldest, result)
+            if oldest is None or result is not None:  # else `_fetch` has recovered already
+                self._recover(error, "a step failed")
+            return None
+        lives = [self._live(row) for row in rows.tolist()]
+        self._iterations[plan.iteration] += 1
+        self.last_tokens_scheduled = int(batch.token_ids.size)
+        self._book(batch, rows, lives)
+        return _InFlight(
+            handle=handle, requests=lives, samples=batch.samples, position=batch.position
+        )
+
+    def _book(self, batch: StepBatch, rows: NDArray[np.int32], lives: list[_Live]) -> None:
+        """Count what a dispatched step will have done."""
+        table = self.table
+        end = batch.start + batch.num_tokens
+        table.num_cached[rows] = end
+        table.num_blocks[rows] = self.cache.num_blocks_of(batch.seats)
+        again = np.minimum(end, self._computed_once[rows]) - batch.start
+        for i in np.flatnonzero(again > 0).tolist():
+            lives[i].metrics.recomputed_tokens += int(again[i])
+            self._recomputed_tokens += int(again[i])
+        sampling = rows[batch.samples]
+        table.num_tokens[sampling] += 1
+        table.num_outputs[sampling] += 1
+        table.tokens_since_preemption[sampling] += 1
+        self._in_flight[sampling] += 1
+        last = sampling[table.num_tokens[sampling] >= table.max_tokens_total[sampling]]
+        for row in last.tolist():
+            # Its last token is in flight, no later step will read its cache, and steps run in order.
+            self._release(row, _ENDING)
+
+    def _fetch(self, step: _InFlight) -> StepResult | None:
+        """Wait for a step. None: it failed, and everything has been put back to where it can go on."""
+        try:
+            result = step.handle.result()
+            shape = (len(step.requests),)
+            if result.token_ids.shape != shape or result.finite.shape != shape:
+                raise RuntimeError(
+                    f"the step returned {result.token_ids.shape} tokens for {shape} rows"
+                )
+            return result
+        except Exception as error:
+            if self.debug and isinstance(error, AssertionError):
+                raise
+            self._recover(error, "a step failed")
+            return None
+
+    # --- 4. commit -------------------------------------------------------------------------------------------------
+
+    def _commit(self, step: _InFlight, result: StepResult) -> None:
+        """Deliver the tokens of a step and end the requests that are done."""
+        lives = step.requests
+        picks = [i for i in np.flatnonzero(step.samples).tolist() if not lives[i].ended]
+        self._dropped_rows += int(np.count_nonzero(step.samples)) - len(picks)
+        if not picks:
+            return
+        now_s = self.clock.now_s()
+        rows = np.array([lives[i].row for i in picks], np.int32)
+        self._in_flight[rows] -= 1
+        self._last_token[rows] = result.token_ids[picks]
+        self.table.last_token_s[rows] = now_s
+        token_ids, finite, position = (
+            result.token_ids.tolist(),
+            result.finite.tolist(),
+            step.position.tolist(),
+        )
+        for i in picks:
+            live, token = lives[i], token_ids[i]
+            if not finite[i]:
+                self._finish(
+                    live,
+                    "error",
+                    error="numeric: the model's output for this request is not finite",
+                )
+            elif not 0 <= token < self._vocab_size:
+                self._finish(
+                    live, "error", error="numeric: a token outside the vocabulary was sampled"
+                )
+            else:
+                if position[i] != live.num_known - live.prompt_len:
+                    raise CacheIntegrityError(
+                        f"output token {position[i]} arrives after {live.num_known - live.prompt_len}"
+                    )
+                self._deliver(live, token, now_s, self._logprobs(live, result, i))
+
+    def _logprobs(self, live: _Live, result: StepResult, i: int) -> list[TokenLogprobs] | None:
+        k = live.params.logprobs
+        if k is None or result.logprob is None:
+            return None
+        no_ids, no_values = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        top_ids = no_ids if result.top_ids is None else result.top_ids[i, :k]
+        top_logprobs = no_values if result.top_logprobs is None else result.top_logprobs[i, :k]
+        return [
+            TokenLogprobs(
+                logprob=float(result.logprob[i]), top_ids=top_ids, top_logprobs=top_logprobs
+            )
+        ]
+
+    def _deliver(
+        self, live: _Live, token: int, now_s: float, logprobs: list[TokenLogprobs] | None
+    ) -> None:
+        """Append one token and find out whether it is the last: error before stop token, stop string, length."""
+        live.tokens[live.num_known] = token
+        live.num_known += 1
+        count = live.num_known - live.prompt_len
+        live.metrics.token_times_s.append(now_s)
+        self._generation_tokens += 1
+        if count == 1:
+            self._prompt_tokens += live.prompt_len
+        reason: FinishReason | None = None
+        stop: int | str | None = None
+        error: str | None = None
+        may_stop = count >= live.params.min_tokens
+        if may_stop and token in live.stop_token_ids:
+            reason, stop = "stop", token
+        else:
+            if self.output_processor is not None:
+                try:
+                    stop = self.output_processor.on_token(live.request, token)
+                except Exception as caught:
+                    logger.error(
+                        "output processor failed for one request: %s", type(caught).__name__
+                    )
+                    reason, error = "error", f"output processing failed: {type(caught).__name__}"
+            if reason is None and stop is not None and may_stop:
+                reason = "stop"
+            elif reason is None and count >= live.params.max_tokens:
+                reason, stop = "length", None
+        if reason is None:
+            self._outputs.append(
+                StepOutput(
+                    request=live.request,
+                    new_token_ids=[token],
+                    logprobs=logprobs,
+                    num_outputs=count,
+                    metrics=live.metrics,
+                )
+            )
+        else:
+            self._finish(
+                live,
+                reason,
+                stop_reason=stop,
+                error=error,
+                new_token_ids=[token],
+                logprobs=logprobs,
+            )
+
+    # --- changes of state ------------------------------------------------------------------------------------------
+
+    def _preempt(self, row: int) -> None:
+        live = self._live(row)
+        self._release(row, _WAITING)
+        self.table.num_preemptions[row] += 1
+        self.table.tokens_since_preemption[row] = 0
+        live.metrics.num_preemptions += 1
+        self._num_preemptions += 1
+
+    def _release(self, row: int, status: int) -> None:
+        """Take cache and seat from a running row."""
+        table = self.table
+        self.cache.release(int(table.rank[row]))
+        self._computed_once[row] = max(self._computed_once[row], table.num_cached[row])
+        table.num_cached[row] = 0
+        table.num_blocks[row] = 0
+        table.kind[row] = NO_KIND
+        self._seat[row] = NO_SEAT
+        self._status[row] = status
+        self._order = None
+
+    def _finish(
+        self,
+        live: _Live,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+        new_token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """End a request, from any state: the only place where requests end while the engine lives."""
+        row = live.row
+        if self._status[row] == _RUNNING:
+            self._release(row, _FREE)
+        self._status[row] = _FREE
+        self._order = None
+        self._by_row[row] = None
+        del self._by_id[live.request.request_id]
+        self.table.remove(row)
+        self._announce_end(live, reason, stop_reason, error, new_token_ids or [], logprobs)
+        self._finish_times_s.append(self.clock.now_s())
+
+    def _announce_end(
+        self,
+        live: _Live,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        error: str | None,
+        new_token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+    ) -> None:
+        live.ended = True
+        live.metrics.finished_s = self.clock.now_s()
+        self._finished[reason] += 1
+        self._outputs.append(
+            StepOutput(
+                request=live.request,
+                new_token_ids=new_token_ids,
+                logprobs=logprobs,
+                finish_reason=reason,
+                stop_reason=stop_reason,
+                error=error,
+                num_outputs=live.num_known - live.prompt_len,
+                metrics=live.metrics,
+            )
+        )
+
+    # --- failures --------------------------------------------------------------------------------------------------
+
+    def _recover(self, error: Exception, what: str) -> None:
+        """A step failed and took the pool with it: reset the executor, and compute every holder of cache anew."""
+        self._step_failures += 1
+        logger.error("%s; the cache is rebuilt: %s", what, error, exc_info=error)
+        if self._is_fatal(what):
+            return
+        self._pending = None  # computed on the same pool, after the step that failed
+        try:
+            self.executor.reset()
+        except Exception as reset_error:
+            logger.critical("the executor cannot be reset", exc_info=reset_error)
+            self._die("the executor cannot be reset")
+            return
+        for row in np.flatnonzero(self._status == _RUNNING).tolist():
+            self._release(row, _WAITING)
+        # Tokens in flight will never arrive; who waited for nothing else has its last token still to compute.
+        self._status[self._status == _ENDING] = _WAITING
+        self._order = None
+        rows = np.flatnonzero(self._in_flight > 0)
+        rows = rows[self._status[rows] != _FREE]
+        table = self.table
+        table.num_tokens[rows] -= self._in_flight[rows]
+        table.num_outputs[rows] -= self._in_flight[rows]
+        table.tokens_since_preemption[rows] = 0
+        self._in_flight[rows] = 0
+
+    def _is_fatal(self, what: str) -> bool:
+        """Note a failure; True where it is the second one within `FAILURE_WINDOW_S` and has ended the engine."""
+        now_s, last_s = self.clock.now_s(), self._last_failure_s
+        self._last_failure_s = now_s
+        if last_s is not None and now_s - last_s < FAILURE_WINDOW_S:
+            self._die(f"{what}, twice within {FAILURE_WINDOW_S:.0f} s")
+            return True
+        return self._dead is not None
+
+    def _die(self, reason: str) -> None:
+        """End every request with an error. The accounting is left alone: it may be what is wrong."""
+        if self._dead is None:
+            self._dead = reason
+        self._pending = None
+        lives = list(self._by_id.values())
+        self._by_id.clear()
+        for live in lives:
+            self._announce_end(live, "error", None, f"the engine has ended: {reason}", [], None)
+
+    def _raise_if_dead(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine has ended: {self._dead}")
+
+    def _note_stall(self) -> None:
+        """Nothing was scheduled and nothing is in flight. No policy should let that last; never spin for ever."""
+        if not self._by_id:
+            self._stalled = 0
+            return
+        self._stalled += 1
+        if self._stalled < STALL_LIMIT:
+            return
+        self._stalled = 0
+        view = self.view()
+        message = f"{self.policy.name} scheduled nothing in {STALL_LIMIT} iterations"
+        if self.debug:
+            raise AssertionError(
+                f"{message}: {view.waiting.size} waiting, {view.running.size} running, {view.free_blocks} free blocks"
+            )
+        logger.error(
+            "%s: %d waiting, %d running, %d free blocks",
+            message,
+            view.waiting.size,
+            view.running.size,
+            view.free_blocks,
+        )
+        if view.running.size > 1:
+            self._preempt(int(view.running[-1]))
+        else:
+            head = view.running[0] if view.running.size else view.waiting[0]
+            self._finish(self._live(int(head)), "error", error="the request could not be scheduled")
+
+    # --- admission -------------------------------------------------------------------------------------------------
+
+    def _check_admission(self, request: EngineRequest) -> int:
+        """Refuse what cannot be served; returns the only kind that can hold the request, `NO_KIND` where any can.
+
+        The check is on prompt + `max_tokens`: a request that fits a pool of its own always ends, since the policy can
+        give it the whole pool. A kind that could hold only a part of it must never be chosen, or it would run until
+        the pool is full and then be preempted for ever (RELIABILITY R3).
+        """
+        prompt_len, max_tokens = int(request.prompt_token_ids.size), request.params.max_tokens
+        if request.request_id in self._by_id:
+            raise DuplicateRequestError(request.request_id)
+        if prompt_len < 1:
+            raise InvalidRequestError("prompt", "must hold at least one token")
+        if max_tokens < 1:
+            raise InvalidRequestError("max_tokens", f"{max_tokens} must be at least 1")
+        total, pool = prompt_len + max_tokens, self.cache.pool.num_blocks
+        fitting = [kind for kind in self._offered if self.cache.blocks_needed(total, kind) <= pool]
+        if not fitting:
+            least = self.cache.blocks_needed(total, self._offered[0])
+            raise InvalidRequestError(
+                "max_tokens",
+                f"prompt and output of up to {total} tokens take {least} cache blocks of {self.cache.block_size} tokens, the pool has {pool}",
+            )
+        waiting = np.flatnonzero(self._status == _WAITING)
+        limit = self._config.max_num_queued_reqs
+        if waiting.size >= limit:
+            raise QueueFullError(
+                f"{waiting.size} requests are waiting (--max-num-queued-reqs {limit})",
+                self._retry_after_s(),
+            )
+        token_limit = self._config.max_num_queued_tokens
+        if token_limit is not None:
+            queued = int(self.table.prompt_len[waiting].sum())
+            # An empty queue takes any request: one longer than the limit could otherwise never be served.
+            if queued and queued + prompt_len > token_limit:
+                raise QueueFullError(
+                    f"{queued} prompt tokens are waiting (--max-num-queued-tokens {token_limit})",
+                    self._retry_after_s(),
+                )
+        return fitting[0] if len(fitting) < len(self._offered) else NO_KIND
+
+    def _retry_after_s(self) -> float:
+        """When about one more request will have ended, from the last few."""
+        times = self._finish_times_s
+        if len(times) < 2:
+            return 1.0
+        return min(max((times[-1] - times[0]) / (len(times) - 1), 0.1), 30.0)
+
+    # --- looking in ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges; some tens of microseconds."""
+        status = self._status
+        waiting = status == _WAITING
+        kinds = self.table.kind[status == _RUNNING]
+        switches = {
+            (_KIND_NAMES[a], _KIND_NAMES[b]): int(self._kind_switches[a, b])
+            for a in range(len(self.kinds))
+            for b in range(len(self.kinds))
+            if a != b
+        }
+        return EngineStats(
+            num_waiting=int(np.count_nonzero(waiting)),
+            num_running=int(kinds.size),
+            num_ending=int(np.count_nonzero(status == _ENDING)),
+            waiting_prompt_tokens=int(self.table.prompt_len[waiting].sum()),
+            total_blocks=self.cache.pool.num_blocks,
+            free_blocks=self.cache.pool.num_free,
+            blocks_by_kind={
+                _KIND_NAMES[kind]: n for kind, n in self.cache.blocks_by_kind().items()
+            },
+            requests_by_kind={
+                _KIND_NAMES[kind]: int(np.count_nonzero(kinds == kind)) for kind in CacheKind
+            },
+            iterations=dict(self._iterations),
+            num_preemptions=self._num_preemptions,
+            kind_switches=switches,
+            recomputed_tokens=self._recomputed_tokens,
+            finished=dict(self._finished),
+            num_refused=self._num_refused,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            deferred_rows=self._deferred_rows,
+            dropped_rows=self._dropped_rows,
+            refused_plan_rows=self._refused_plan_rows,
+            step_failures=self._step_failures,
+            compilations=self.executor.compilations,
+            host_p50_ms=1e3 * self._host_s.percentile(50),
+            host_p99_ms=1e3 * self._host_s.percentile(99),
+            schedule_p50_ms=1e3 * self._schedule_s.percentile(50),
+            dispatch_p50_ms=1e3 * self._dispatch_s.percentile(50),
+        )
+
+    def check_integrity(self) -> None:
+        """Recount everything: the pool, the tables, and that engine, request table and cache say the same.
+
+        Raises:
+            CacheIntegrityError: they do not.
+        """
+        if self._dead is not None:
+            return
+        table, cache = self.table, self.cache
+        lives = self._by_id.values()
+        cache.check_integrity(live.rank for live in lives)
+
+        def require(condition: object, message: str) -> None:
+            if not condition:
+                raise CacheIntegrityError(message)
+
+        rows = np.array([live.row for live in lives], np.int32)
+        require(np.unique(rows).size == rows.size, "two requests share a row")
+        require(
+            all(self._by_row[live.row] is live and not live.ended for live in lives),
+            "rows and requests differ",
+        )
+        require(
+            np.flatnonzero(self._status != _FREE).tolist() == sorted(rows.tolist()),
+            "a row without a request is in use",
+        )
+        require(
+            np.flatnonzero(table.live).tolist() == sorted(rows.tolist()),
+            "the request table holds other rows",
+        )
+        status, seats = self._status[rows], self._seat[rows]
+        running = status == _RUNNING
+        require(
+            ((seats != NO_SEAT) == running).all(),
+            "a request without cache has a seat, or the reverse",
+        )
+        require(
+            (table.num_cached[rows] >= 0).all()
+            and (table.num_cached[rows] <= table.num_tokens[rows]).all(),
+            "cached positions beyond the tokens",
+        )
+        require(
+            (table.num_cached[rows[~running]] == 0).all()
+            and (table.num_blocks[rows[~running]] == 0).all(),
+            "cache of a request that has none",
+        )
+        require(
+            (table.kind[rows[~running]] == NO_KIND).all(), "cache kind of a request that has none"
+        )
+        require(
+            int(np.count_nonzero(running)) == int(np.count_nonzero(cache.owner >= 0)),
+            "seats and running requests differ",
+        )
+        held, held_seats = rows[running], seats[running]
+        require(
+            (cache.owner[held_seats] == table.rank[held]).all(), "a seat belongs to another request"
+        )
+        require(
+            (cache.kind[held_seats] == table.kind[held]).all(),
+            "cache and table differ about a kind",
+        )
+        require(
+            (cache.num_tokens[held_seats] == table.num_cached[held]).all(),
+            "cache and table differ about positions",
+        )
+        require(
+            (cache.num_blocks_of(held_seats) == table.num_blocks[held]).all(),
+            "cache and table differ about blocks",
+        )
+        known = np.array([live.num_known for live in lives], np.int32)
+        require(
+            (known + self._in_flight[rows] == table.num_tokens[rows]).all(),
+            "tokens in flight are miscounted",
+        )
+        require(
+            (table.num_outputs[rows] == table.num_tokens[rows] - table.prompt_len[rows]).all(),
+            "outputs are miscounted",
+        )
+        require(
+            (table.num_tokens[rows] <= table.max_tokens_total[rows]).all(),
+            "more tokens than max_tokens",
+        )
+        in_flight = np.zeros(self._in_flight.size, np.int8)
+        if self._pending is not None:
+            for i in np.flatnonzero(self._pending.samples).tolist():
+                live = self._pending.requests[i]
+                in_flight[live.row] += not live.ended
+        require((in_flight[rows] == self._in_flight[rows]).all(), "tokens in flight without a step")
+        ending = rows[status == _ENDING]
+        require(
+            (self._in_flight[ending] > 0).all(), "a request waits for a token that will not come"
+        )
+
+    def _live(self, row: int) -> _Live:
+        live = self._by_row[row]
+        if live is None:
+            raise CacheIntegrityError(f"row {row} has no request")
+        return live
+
+    def _grow_rows(self) -> None:
+        more = self.table.capacity - self._status.size
+
+        def grown(values: NDArray, fill: int) -> NDArray:
+            return np.concatenate([values, np.full(more, fill, values.dtype)])
+
+        self._status = grown(self._status, _FREE)
+        self._seat = grown(self._seat, NO_SEAT)
+        self._in_flight = grown(self._in_flight, 0)
+        self._last_token = grown(self._last_token, 0)
+        self._pinned = grown(self._pinned, NO_KIND)
+        self._computed_once = grown(self._computed_once, 0)
+        self._by_row.extend([None] * more)
