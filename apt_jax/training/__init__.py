@@ -1,0 +1,1 @@
+"""Training of the bundled model; needs the optional extra ``train`` (flax, optax, Orbax)."""
