@@ -88,7 +88,7 @@ class BlockPool:
         if num > self._num_free:
             return None
         self._num_free -= num
-        ids = self._stack[self._num_free : self._num_free + num].copy()
+        ids = self._stack[self._num_free : self._num_free + num][::-1].copy()  # top first
         _require(self._is_free[ids].all(), "a block on the free list was in use")
         self._is_free[ids] = False
         return ids

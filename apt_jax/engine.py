@@ -485,7 +485,8 @@ class Engine:
             self._note_stall()
         elif batch is not None:
             self._stalled = 0
-        self._host_s.add(self._timer() - started - (launched - prepared) - waited)
+        if batch is not None or oldest is not None:
+            self._host_s.add(self._timer() - started - (launched - prepared) - waited)
         if batch is not None:
             self._dispatch_s.add(launched - prepared)
 
@@ -505,9 +506,8 @@ class Engine:
             self._order = waiting, running
         waiting, running = self._order
         unseen = self._in_flight[waiting] > 0
-        if (
-            unseen.any()
-        ):  # preempted from outside after its last dispatch: the host must see the token first
+        if unseen.any():
+            # Preempted from outside after its last dispatch: the host must see the token first.
             waiting = waiting[~unseen]
         return SchedulerView(
             now_s=self.clock.now_s(),
@@ -546,7 +546,7 @@ class Engine:
         """Preempt, then reserve in order. Returns the batch (None: nothing to run) and the table rows of its rows."""
         if plan.preempt.size:
             for row in plan.preempt.tolist():
-                if self._status[row] == _RUNNING:
+                if 0 <= row < self._status.size and self._status[row] == _RUNNING:
                     self._preempt(row)
                 else:
                     self._broken_promise(1, f"row {row} holds no cache to preempt")
@@ -755,7 +755,9 @@ class Engine:
         )
         for i in picks:
             live, token = lives[i], token_ids[i]
-            if not finite[i]:
+            if live.ended:  # by the output processor of an earlier row
+                self._dropped_rows += 1
+            elif not finite[i]:
                 self._finish(
                     live,
                     "error",
@@ -789,17 +791,11 @@ class Engine:
         self, live: _Live, token: int, now_s: float, logprobs: list[TokenLogprobs] | None
     ) -> None:
         """Append one token and find out whether it is the last: error before stop token, stop string, length."""
-        live.tokens[live.num_known] = token
-        live.num_known += 1
-        count = live.num_known - live.prompt_len
-        live.metrics.token_times_s.append(now_s)
-        self._generation_tokens += 1
-        if count == 1:
-            self._prompt_tokens += live.prompt_len
+        count = live.num_known - live.prompt_len + 1
+        may_stop = count >= live.params.min_tokens
         reason: FinishReason | None = None
         stop: int | str | None = None
         error: str | None = None
-        may_stop = count >= live.params.min_tokens
         if may_stop and token in live.stop_token_ids:
             reason, stop = "stop", token
         else:
@@ -807,14 +803,22 @@ class Engine:
                 try:
                     stop = self.output_processor.on_token(live.request, token)
                 except Exception as caught:
-                    logger.error(
-                        "output processor failed for one request: %s", type(caught).__name__
-                    )
-                    reason, error = "error", f"output processing failed: {type(caught).__name__}"
+                    name = type(caught).__name__
+                    logger.error("the output processor failed for one request: %s", name)
+                    reason, error = "error", f"output processing failed: {name}"
+                if live.ended:  # it has aborted its own request: the terminal output is out
+                    self._dropped_rows += 1
+                    return
             if reason is None and stop is not None and may_stop:
                 reason = "stop"
             elif reason is None and count >= live.params.max_tokens:
                 reason, stop = "length", None
+        live.tokens[live.num_known] = token
+        live.num_known += 1
+        live.metrics.token_times_s.append(now_s)
+        self._generation_tokens += 1
+        if count == 1:
+            self._prompt_tokens += live.prompt_len
         if reason is None:
             self._outputs.append(
                 StepOutput(
@@ -921,6 +925,7 @@ class Engine:
             return
         for row in np.flatnonzero(self._status == _RUNNING).tolist():
             self._release(row, _WAITING)
+            self.table.tokens_since_preemption[row] = 0
         # Tokens in flight will never arrive; who waited for nothing else has its last token still to compute.
         self._status[self._status == _ENDING] = _WAITING
         self._order = None
@@ -929,7 +934,6 @@ class Engine:
         table = self.table
         table.num_tokens[rows] -= self._in_flight[rows]
         table.num_outputs[rows] -= self._in_flight[rows]
-        table.tokens_since_preemption[rows] = 0
         self._in_flight[rows] = 0
 
     def _is_fatal(self, what: str) -> bool:

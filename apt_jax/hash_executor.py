@@ -91,7 +91,7 @@ def _draw(
 
 
 def reference_tokens(
-    prompt: Sequence[int] | NDArray[np.int32],
+    prompt: Sequence[int] | NDArray[np.integer],
     num_tokens: int,
     *,
     vocab_size: int,
@@ -106,15 +106,15 @@ def reference_tokens(
         params = SamplingParams(temperature=0.0)
     else:
         num_tokens, stop = min(num_tokens, params.max_tokens), frozenset(params.stop_token_ids)
-    prompt = np.asarray(prompt, np.int64)
-    total = np.add.reduce(_pairs(prompt, np.arange(prompt.size)), keepdims=True)
+    known = np.asarray(prompt, np.int64)
+    total = np.add.reduce(_pairs(known, np.arange(known.size)), keepdims=True)
     out: list[int] = []
     for i in range(num_tokens):
         token = int(_draw(total, np.array([i], np.int32), [params], vocab_size)[0])
         out.append(token)
         if token in stop and i + 1 >= params.min_tokens:
             break
-        total = total + _pairs(np.array([token]), np.array([prompt.size + i]))
+        total = total + _pairs(np.array([token]), np.array([known.size + i]))
     return out
 
 

@@ -1,0 +1,190 @@
+"""The simulation finds what it is there to find: each engine below has one bug, and some seed must trip over it.
+
+The same seeds pass with the engine as it is (`test_simulation`). Where only the streams and what production checks are
+looked at (`full_checks=False`), bugs that corrupt one request's tokens must still be seen.
+"""
+
+import dataclasses
+
+import pytest
+from simulation_harness import SimulationError, simulate
+
+from apt_jax.engine import Engine
+from apt_jax.sched.view import NO_KIND
+
+NUM_SEEDS = 60
+
+_WAITING = 1
+
+
+class LeakedBlock(Engine):
+    """A release forgets one of several blocks."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        pool = self.cache.pool
+        free = pool.free
+        pool.free = lambda ids: free(ids[:-1] if ids.size > 2 else ids)
+
+
+class DoubleFree(Engine):
+    """A release puts one block on the free list twice."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        pool = self.cache.pool
+        free = pool.free
+
+        def free_twice(ids):
+            free(ids)
+            pool._stack[pool._num_free : pool._num_free + 1] = ids[0]
+            pool._num_free += 1
+
+        pool.free = free_twice
+
+
+class StaleComputedCount(Engine):
+    """A preempted request is believed to have its first position still."""
+
+    def _release(self, row, status):
+        super()._release(row, status)
+        if status == _WAITING:
+            self.table.num_cached[row] = 1
+
+
+class DroppedToken(Engine):
+    """Some tokens are booked and not delivered."""
+
+    def _deliver(self, live, token, now_s, logprobs):
+        before = len(self._outputs)
+        super()._deliver(live, token, now_s, logprobs)
+        if token == 3 and len(self._outputs) > before and not self._outputs[-1].finished:
+            self._outputs.pop()
+
+
+class DuplicatedToken(Engine):
+    """Some tokens are delivered twice."""
+
+    def _deliver(self, live, token, now_s, logprobs):
+        before = len(self._outputs)
+        super()._deliver(live, token, now_s, logprobs)
+        if token == 3 and len(self._outputs) > before and not self._outputs[-1].finished:
+            self._outputs.append(self._outputs[-1])
+
+
+class WrongKind(Engine):
+    """A request that comes back with another kind is computed as if it had the old one."""
+
+    def _start(self, row, seat, kind):
+        last = self._live(row).last_kind
+        super()._start(row, seat, kind)
+        if last != NO_KIND:
+            self.table.kind[row] = last
+
+    def _build_batch(self, rows, num_tokens, kind, seats):
+        batch = super()._build_batch(rows, num_tokens, kind, seats)
+        return dataclasses.replace(batch, kind=self.table.kind[rows])
+
+
+class ForgottenToken(Engine):
+    """A token is delivered and remembered as another one: seen only when it is recomputed."""
+
+    def _deliver(self, live, token, now_s, logprobs):
+        super()._deliver(live, token, now_s, logprobs)
+        if token == 3:
+            live.tokens[live.num_known - 1] = 4
+
+
+class LateToken(Engine):
+    """A request that has ended gets the token of the step in flight."""
+
+    def _announce_end(self, live, *args):
+        super()._announce_end(live, *args)
+        live.ended = False
+
+
+class NoRollback(Engine):
+    """A reservation that fails keeps a block that it has got."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        cache = self.cache
+        reserve = cache.reserve
+
+        def reserve_or_leak(owner, num_tokens, kind):
+            ok = reserve(owner, num_tokens, kind)
+            if not ok:
+                cache.pool.allocate(1)
+            return ok
+
+        cache.reserve = reserve_or_leak
+
+
+class PlaceholderKept(Engine):
+    """After a failed step the tokens in flight are still counted."""
+
+    def _recover(self, error, what):
+        kept = self._in_flight.copy()
+        super()._recover(error, what)
+        self.table.num_tokens += kept
+        self.table.num_outputs += kept
+
+
+class ForeignBlock(Engine):
+    """A request reads the first block of the one that took its seat last."""
+
+    def _build_batch(self, rows, num_tokens, kind, seats):
+        batch = super()._build_batch(rows, num_tokens, kind, seats)
+        if rows.size > 1:
+            batch.block_tables[-1, 0, 0] = batch.block_tables[0, 0, 0]
+        return batch
+
+
+ENGINES = [
+    LeakedBlock,
+    DoubleFree,
+    StaleComputedCount,
+    DroppedToken,
+    DuplicatedToken,
+    WrongKind,
+    ForgottenToken,
+    LateToken,
+    NoRollback,
+    PlaceholderKept,
+    ForeignBlock,
+]
+
+
+def first_failure(engine_class: type[Engine], *, full_checks: bool) -> tuple[int, str] | None:
+    for seed in range(NUM_SEEDS):
+        try:
+            simulate(seed, engine_class=engine_class, full_checks=full_checks)
+        except SimulationError as error:
+            return seed, str(error).splitlines()[0]
+    return None
+
+
+@pytest.mark.parametrize("engine_class", ENGINES)
+def test_a_planted_bug_is_found(engine_class):
+    failure = first_failure(engine_class, full_checks=True)
+    assert failure is not None
+
+
+@pytest.mark.parametrize("engine_class", ENGINES)
+def test_a_planted_bug_is_found_without_recounting(engine_class):
+    failure = first_failure(engine_class, full_checks=False)
+    assert failure is not None
+
+
+def test_the_failure_says_how_to_replay_it():
+    found = first_failure(DuplicatedToken, full_checks=True)
+    assert found is not None
+    with pytest.raises(SimulationError, match=rf"replay: .*simulation_harness.py {found[0]}$"):
+        simulate(found[0], engine_class=DuplicatedToken)
+
+
+def test_a_planted_bug_that_does_nothing_is_not_found():
+    class Harmless(Engine):
+        pass
+
+    assert first_failure(Harmless, full_checks=False) is None

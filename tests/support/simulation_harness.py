@@ -1,0 +1,682 @@
+"""Deterministic simulation of the real engine: one seed, one history, every promise checked on the way.
+
+`simulate(seed)` draws a scenario (pool, blocks, budget, load, policy, and which faults there are), runs the engine on a
+`HashExecutor` in virtual time, and holds every stream against the one that a cache-free reference gives. First phase:
+arrivals and faults; second phase: both stop, and all that is left must end within a bounded number of iterations, with
+every block free.
+
+Any failure is a `SimulationError` that ends with the command that replays it:
+
+    python tests/support/simulation_harness.py SEED
+"""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import math
+import sys
+from collections.abc import Callable
+
+import numpy as np
+from random_policy import Chaos, PerturbedPolicy, RandomPolicy
+
+from apt_jax.clock import VirtualClock
+from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.engine import Engine, StepOutput
+from apt_jax.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from apt_jax.executor import StepBatch
+from apt_jax.hash_executor import Fault, FaultKind, HashExecutor, reference_tokens
+from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
+from apt_jax.sched.view import HIDDEN, KV, KindSpec, Plan, Policy, SchedulerView, StepCosts
+
+VOCAB_SIZE = 31
+"""Small, so that stop tokens are hit often."""
+
+DRAIN_ITERATIONS = 5_000
+
+REAL_POLICIES: tuple[str, ...] = ()
+
+
+class SimulationError(AssertionError):
+    """A promise was broken; the message ends with the command that replays the seed."""
+
+
+class _ProcessorFailure(Exception):
+    """Raised by the simulated front end for some tokens."""
+
+
+def _expect(condition: object, message: str) -> None:
+    if not condition:
+        raise SimulationError(message)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Scenario:
+    """What a seed draws before anything runs."""
+
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_queued_reqs: int
+    max_num_queued_tokens: int | None
+    offered: tuple[bool, bool]
+    overlap: bool
+    debug: bool
+    policy: str
+    chaos: Chaos
+    num_requests: int
+    burst: float
+    """Mean arrivals an iteration."""
+    p_abort: float
+    p_preempt: float
+    p_allocation_failure: float
+    p_step_failure: float
+    p_bad_row: float
+    p_processor_failure: float
+    p_processor_abort: float
+    second_failure: bool
+    """A step failure is followed by another at once: the engine must end."""
+
+
+def draw_scenario(rng: np.random.Generator) -> Scenario:
+    """Swarm: each fault is there or not, then its rate is drawn (RELIABILITY §3.3)."""
+
+    def rate(most: float, p: float = 0.5) -> float:
+        return float(rng.uniform(0, most)) if rng.random() < p else 0.0
+
+    second_failure = bool(rng.random() < 0.04)
+    block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
+    max_num_seqs = int(rng.choice([1, 2, 4, 8, 16]))
+    names = ["random"] + [f"{name}{wrap}" for name in REAL_POLICIES for wrap in ("", "+chaos")]
+    return Scenario(
+        block_size=block_size,
+        num_blocks=int(rng.choice([2, 3, 8, 12, 16, 24, 40, 80])),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + int(rng.choice([0, 1, 3, 8, 30, 100])),
+        max_num_queued_reqs=int(rng.choice([3, 10, 1000])),
+        max_num_queued_tokens=int(rng.choice([20, 100])) if rng.random() < 0.2 else None,
+        offered=((True, True), (True, True), (True, True), (True, False), (False, True))[
+            int(rng.integers(5))
+        ],
+        overlap=bool(rng.random() < 0.7),
+        debug=bool(rng.random() < 0.5),
+        policy=str(rng.choice(names)),
+        chaos=Chaos(
+            preempt=rate(0.2), skip=rate(0.3), chunk=rate(0.6), flip=rate(0.7), shuffle=rate(0.5)
+        ),
+        num_requests=int(rng.integers(5, 40)),
+        burst=float(rng.choice([0.2, 1.0, 5.0])),
+        p_abort=rate(0.1),
+        p_preempt=rate(0.1),
+        p_allocation_failure=rate(0.1),
+        p_step_failure=0.2 if second_failure else rate(0.04),
+        p_bad_row=rate(0.03),
+        p_processor_failure=rate(0.03, 0.3),
+        p_processor_abort=rate(0.05, 0.3),
+        second_failure=second_failure,
+    )
+
+
+def make_policy_named(name: str, seed: int, chaos: Chaos, kinds: tuple[KindSpec, ...]) -> Policy:
+    """A policy of the swarm."""
+    if name == "random":
+        return RandomPolicy(seed, chaos)
+    from apt_jax.sched import make_policy
+
+    inner, _, wrap = name.partition("+")
+    policy = make_policy(inner, seed=seed)
+    return PerturbedPolicy(policy, seed, chaos) if wrap else policy
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Stream:
+    """A request and what has come of it."""
+
+    request: EngineRequest
+    expected: list[int]
+    reason: str
+    stop_reason: int | str | None
+    processor_fails: bool
+    got: list[int] = dataclasses.field(default_factory=list)
+    finish: str | None = None
+    aborted: bool = False
+    row_fault: bool = False
+
+
+class _CheckedPolicy:
+    """Passes views and plans on, and looks at both."""
+
+    def __init__(self, inner: Policy, note: collections.Counter[str]) -> None:
+        self.name = inner.name
+        self.inner = inner
+        self.engine: Engine | None = None
+        self._note = note
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        table = view.table
+        both = np.concatenate([view.waiting, view.running])
+        _expect(
+            np.unique(both).size == both.size and table.live[both].all(), "view: rows twice or dead"
+        )
+        for rows in (view.waiting, view.running):
+            _expect((np.diff(table.rank[rows]) > 0).all(), "view: rows not by rank")
+        _expect((view.remaining(both) >= 1).all(), "view: a row with nothing to compute")
+        _expect(
+            (table.num_outputs[both] < table.max_tokens_total[both] - table.prompt_len[both]).all(),
+            "view: a row that has all its tokens",
+        )
+        _expect(
+            view.free_blocks + int(table.num_blocks[view.running].sum()) == view.total_blocks,
+            "view: blocks that nobody holds",
+        )
+        _expect(
+            (table.kind[view.waiting] == -1).all() and (table.kind[view.running] >= 0).all(),
+            "view: kinds",
+        )
+        before = {name: getattr(table, name).copy() for name, _ in table._FIELDS}
+        plan = self.inner.schedule(view)
+        _expect(
+            all((before[n] == getattr(table, n)).all() for n in before),
+            "the policy changed the table",
+        )
+        if plan.rows.size:
+            starts = table.num_cached[plan.rows] == 0
+            self._note["mixed prefill and decode"] += bool(starts.any() and not starts.all())
+            chunked = (
+                table.num_cached[plan.rows] + plan.num_tokens < table.num_tokens[plan.rows]
+            ).any()
+            self._note["chunked prefill"] += bool(chunked)
+        return plan
+
+
+@dataclasses.dataclass(kw_only=True)
+class Report:
+    """What happened in one simulation."""
+
+    seed: int
+    iterations: int
+    digest: str
+    """Of every output in order; equal for equal seeds."""
+    sometimes: collections.Counter[str]
+
+
+class Simulation:
+    """One seed's history; see the module docstring.
+
+    Args:
+        seed: everything is drawn from it.
+        full_checks: False: neither accounting nor batches are looked at, only the streams.
+        engine_class: the engine, or one with a planted bug.
+    """
+
+    def __init__(
+        self, seed: int, *, full_checks: bool = True, engine_class: type[Engine] = Engine
+    ) -> None:
+        self.seed = seed
+        self.full_checks = full_checks
+        self.rng = np.random.default_rng([20_250_622, seed])
+        self.scenario = scenario = draw_scenario(self.rng)
+        self.note: collections.Counter[str] = collections.Counter()
+        self.clock = VirtualClock()
+        self.faults_on = True
+        self.num_step_faults = 0
+        self.row_faults_planted = False
+        self._fault_rng = np.random.default_rng([1, seed])
+        self._next_fault_s = 0.0
+        self.executor = HashExecutor(
+            num_blocks=scenario.num_blocks,
+            block_size=scenario.block_size,
+            max_num_seqs=scenario.max_num_seqs,
+            vocab_size=VOCAB_SIZE,
+            clock=self.clock,
+            duration_s=lambda batch: 0.01 + 0.0001 * batch.token_ids.size,
+            fault=self._fault,
+        )
+        if not full_checks:
+            self.executor._check = lambda batch: None  # type: ignore[method-assign]
+        kinds = (
+            KindSpec(name="kv", blocks_per_group=2, offered=scenario.offered[KV]),
+            KindSpec(
+                name="hidden",
+                blocks_per_group=1,
+                offered=scenario.offered[HIDDEN],
+                extra_base_s=1e-4,
+                extra_per_token_s=1e-6,
+            ),
+        )
+        self.policy = _CheckedPolicy(
+            make_policy_named(scenario.policy, seed, scenario.chaos, kinds), self.note
+        )
+        if not full_checks:
+            self.policy = self.policy.inner
+        self.engine = engine_class(
+            self.executor,
+            self.policy,
+            self.clock,
+            kinds,
+            SchedulerConfig(
+                max_num_seqs=scenario.max_num_seqs,
+                max_num_batched_tokens=scenario.max_num_batched_tokens,
+                max_num_queued_reqs=scenario.max_num_queued_reqs,
+                max_num_queued_tokens=scenario.max_num_queued_tokens,
+                overlap=scenario.overlap,
+            ),
+            CacheConfig(block_size=scenario.block_size),
+            costs=StepCosts(
+                prefill_base_s=0.01,
+                prefill_per_token_s=1e-4,
+                decode_base_s=0.01,
+                decode_per_request_s=1e-4,
+            ),
+            vocab_size=VOCAB_SIZE,
+            output_processor=self,
+            debug=scenario.debug and full_checks,
+        )
+        self._instrument()
+        self.streams: dict[str, _Stream] = {}
+        self.open: dict[str, _Stream] = {}
+        self._digest = hashlib.sha256()
+        self._metrics: dict[str, RequestMetrics] = {}
+        self._submitted = 0
+        self.iterations = 0
+
+    # --- faults ----------------------------------------------------------------------------------------------------
+
+    def _fault(self, batch: StepBatch) -> Fault | None:
+        """Step failures stay more than a minute apart, unless the scenario wants the engine to end."""
+        if not self.faults_on:
+            return None
+        rng, scenario = self._fault_rng, self.scenario
+        if rng.random() < scenario.p_step_failure and self.clock.now_s() >= self._next_fault_s:
+            if not scenario.second_failure:
+                self._next_fault_s = math.inf  # until the engine has recovered, see `_step`
+            self.num_step_faults += 1
+            self.note["step failure with >= 2 rows"] += batch.seats.size >= 2
+            self.note["step failure with a token in flight"] += bool((batch.token_ids == -1).any())
+            kinds = (
+                FaultKind.RAISE_BEFORE,
+                FaultKind.RAISE_AFTER,
+                FaultKind.RAISE_IN_RESULT,
+                FaultKind.PARTIAL,
+            )
+            kind = kinds[int(rng.integers(len(kinds)))]
+            self.note[f"step failure: {kind.name.lower()}"] += 1
+            return Fault(kind=kind)
+        if rng.random() < scenario.p_bad_row:
+            row = int(rng.integers(batch.seats.size * 2))
+            if batch.samples[row % batch.seats.size]:
+                self.row_faults_planted = True
+                self.note["bad row with >= 2 bystanders"] += batch.seats.size >= 3
+                return Fault(
+                    kind=FaultKind.NOT_FINITE if rng.random() < 0.5 else FaultKind.BAD_TOKEN,
+                    row=row,
+                )
+        return None
+
+    def _instrument(self) -> None:
+        """Count rare states where they arise, and make allocations fail."""
+        engine, pool, note = self.engine, self.engine.cache.pool, self.note
+        preempt, allocate = engine._preempt, pool.allocate
+
+        def noting_preempt(row: int) -> None:
+            table = engine.table
+            note["preempted in mid-prompt"] += bool(
+                0 < table.num_cached[row] < table.prompt_len[row]
+            )
+            note["preempted with a token in flight"] += bool(engine._in_flight[row] > 0)
+            note["preempted before a new token"] += bool(
+                table.num_preemptions[row] and not table.tokens_since_preemption[row]
+            )
+            preempt(row)
+            note["preempted 3 times"] += bool(table.num_preemptions[row] == 3)
+
+        def failing_allocate(num: int) -> np.ndarray | None:
+            if self.faults_on and self._fault_rng.random() < self.scenario.p_allocation_failure:
+                note["allocation failure of > 1 block"] += num > 1
+                return None
+            return allocate(num)
+
+        engine._preempt = noting_preempt  # type: ignore[method-assign]
+        pool.allocate = failing_allocate  # type: ignore[method-assign]
+
+    # --- the front end ---------------------------------------------------------------------------------------------
+
+    def on_token(self, request: EngineRequest, token_id: int) -> str | None:
+        """The engine's output processor: one token in `request.params.stop` is a stop string."""
+        stream = self.streams[request.request_id]
+        if stream.processor_fails and len(stream.got) >= 1:
+            raise _ProcessorFailure
+        if self.faults_on and self._fault_rng.random() < self.scenario.p_processor_abort:
+            victim = list(self.open.values())[int(self._fault_rng.integers(len(self.open)))]
+            if self.engine.abort(victim.request.request_id):
+                victim.aborted = True
+                self.note["abort in the step that delivers"] += 1
+        return next((s for s in request.params.stop if s == f"<{token_id}>"), None)
+
+    def _draw_request(self) -> EngineRequest:
+        rng, c = self.rng, self.scenario.block_size
+        kind = rng.integers(4)
+        if kind == 0:  # about a block border
+            prompt_len = max(1, c * int(rng.integers(1, 5)) + int(rng.integers(-1, 2)))
+        else:
+            prompt_len = int(rng.integers(1, (3, 12, 40)[kind - 1]))
+        max_tokens = (
+            int(rng.integers(1, 4)) if rng.random() < 0.3 else int(rng.integers(1, 3 * c + 4))
+        )
+        if rng.random() < 0.3:  # ends about a block border
+            max_tokens = max(
+                1, -(prompt_len + max_tokens) % c + max_tokens + int(rng.integers(-1, 2))
+            )
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=int(rng.integers(0, max_tokens + 1)) if rng.random() < 0.2 else 0,
+            temperature=float(rng.choice([0.0, 1.0])),
+            seed=int(rng.integers(2**32)),
+            stop_token_ids=tuple(
+                rng.choice(VOCAB_SIZE, int(rng.integers(0, 4)), replace=False).tolist()
+            ),
+            stop=(f"<{int(rng.integers(VOCAB_SIZE))}>",) if rng.random() < 0.3 else (),
+            logprobs=int(rng.integers(0, 4)) if rng.random() < 0.2 else None,
+        )
+        return EngineRequest(
+            request_id=f"r{self._submitted}",
+            prompt=None,
+            prompt_token_ids=rng.integers(0, VOCAB_SIZE, prompt_len).astype(np.int32),
+            params=params,
+            slo=SLO(
+                ttft_s=float(rng.choice([0.05, 1.0, np.inf])),
+                tbt_s=float(rng.choice([0.02, 1.0, np.inf])),
+            ),
+            arrival_s=self.clock.now_s(),
+        )
+
+    def _submit(self) -> None:
+        request = self._draw_request()
+        self._submitted += 1
+        params, scenario = request.params, self.scenario
+        total = int(request.prompt_token_ids.size) + params.max_tokens
+        groups = -(-total // scenario.block_size)
+        fits = [
+            k
+            for k in (KV, HIDDEN)
+            if scenario.offered[k] and groups * (2, 1)[k] <= scenario.num_blocks
+        ]
+        used = self.engine.cache.pool.num_used
+        try:
+            self.engine.add_request(request)
+        except InvalidRequestError:
+            self.note["refused: never fits"] += 1
+            _expect(not fits, f"{request.request_id} was refused although it fits")
+            _expect(used == self.engine.cache.pool.num_used, "a refused request took blocks")
+            return
+        except QueueFullError as error:
+            self.note["refused: queue full"] += 1
+            _expect(error.retry_after_s > 0, "retry at once")
+            return
+        _expect(fits, f"{request.request_id} was accepted although it never fits")
+        self.note["pinned to hidden"] += fits == [HIDDEN] and scenario.offered == (True, True)
+        expected = reference_tokens(
+            request.prompt_token_ids, params.max_tokens, vocab_size=VOCAB_SIZE, params=params
+        )
+        reason: str = "length"
+        stop_reason: int | str | None = None
+        for count, token in enumerate(expected, 1):
+            if count < params.min_tokens:
+                continue
+            if token in params.stop_token_ids or f"<{token}>" in params.stop:
+                expected = expected[:count]
+                reason, stop_reason = (
+                    "stop",
+                    token if token in params.stop_token_ids else f"<{token}>",
+                )
+                break
+        stream = _Stream(
+            request=request,
+            expected=expected,
+            reason=reason,
+            stop_reason=stop_reason,
+            processor_fails=bool(self.rng.random() < scenario.p_processor_failure),
+        )
+        self.streams[request.request_id] = self.open[request.request_id] = stream
+        if self.rng.random() < 0.05:
+            with contextlib.suppress(DuplicateRequestError):
+                self.engine.add_request(request)
+                raise SimulationError("a duplicate id was accepted")
+
+    def _disturb(self) -> None:
+        """Aborts and preemptions from outside, between two steps."""
+        rng, scenario, engine = self.rng, self.scenario, self.engine
+        live = [s for s in self.open.values() if not s.aborted]
+        if live and rng.random() < scenario.p_abort:
+            stream = live[int(rng.integers(len(live)))]
+            request_id = stream.request.request_id
+            row = engine._by_id[request_id].row if request_id in engine._by_id else None
+            if row is not None:
+                state = ("free", "waiting", "running", "ending")[engine._status[row]]
+                if state == "waiting" and engine.table.num_preemptions[row]:
+                    state = "preempted"
+                if (
+                    state == "running"
+                    and engine.table.num_cached[row] < engine.table.prompt_len[row]
+                ):
+                    state = "prefill"
+                self.note[f"abort: {state}"] += 1
+                self.note["abort with a token in flight"] += bool(engine._in_flight[row] > 0)
+            _expect(engine.abort(request_id), "a live request could not be aborted")
+            stream.aborted = True
+            _expect(not engine.abort(request_id), "a request was aborted twice")
+        if rng.random() < 0.02:
+            _expect(not engine.abort("nobody"), "an unknown request was aborted")
+            ended = [s for s in self.streams.values() if s.finish is not None]
+            _expect(
+                not ended or not engine.abort(ended[-1].request.request_id),
+                "an ended request was aborted",
+            )
+        if live and rng.random() < scenario.p_preempt:
+            for stream in live if rng.random() < 0.1 else [live[int(rng.integers(len(live)))]]:
+                self.note["preempted from outside"] += engine.preempt(stream.request.request_id)
+
+    # --- the history -----------------------------------------------------------------------------------------------
+
+    def run(self) -> Report:
+        """The whole history.
+
+        Raises:
+            SimulationError: something is wrong.
+        """
+        try:
+            with _quiet():
+                self._run()
+        except Exception as error:
+            text = f"seed {self.seed}, iteration {self.iterations}: {type(error).__name__}: {error}\n{self.scenario}"
+            raise SimulationError(
+                f"{text}\nreplay: python tests/support/simulation_harness.py {self.seed}"
+            ) from error
+        return Report(
+            seed=self.seed,
+            iterations=self.iterations,
+            digest=self._digest.hexdigest(),
+            sometimes=self.note,
+        )
+
+    def _run(self) -> None:
+        scenario, engine = self.scenario, self.engine
+        while self._submitted < scenario.num_requests:
+            for _ in range(int(self.rng.poisson(scenario.burst))):
+                self._submit()
+            self._disturb()
+            if not self._step():
+                return
+            _expect(self.iterations < 20_000, "the first phase does not end")
+        self.faults_on = False
+        chaos = getattr(getattr(self.policy, "inner", self.policy), "chaos", None)
+        if chaos is not None:
+            for field in dataclasses.fields(chaos):
+                setattr(chaos, field.name, 0.0)
+        self.note["drained with preempted requests"] += bool(
+            engine.stats().num_waiting and engine.stats().num_preemptions
+        )
+        for _ in range(DRAIN_ITERATIONS):
+            if not engine.has_work:
+                break
+            self._step()
+        _expect(
+            not engine.has_work,
+            f"{len(self.open)} requests do not end within {DRAIN_ITERATIONS} iterations",
+        )
+        stats = engine.stats()
+        _expect(not self.open, "a stream has no end")
+        _expect(stats.free_blocks == stats.total_blocks, f"{stats.used_blocks} blocks are lost")
+        _expect(
+            engine.cache.num_free_seats == scenario.max_num_seqs and not engine.table.live.any(),
+            "seats or rows are lost",
+        )
+        _expect(sum(stats.finished.values()) == len(self.streams), "ends are miscounted")
+        _expect(
+            stats.generation_tokens == sum(len(s.got) for s in self.streams.values()),
+            "tokens are miscounted",
+        )
+        _expect(stats.refused_plan_rows == 0, "the policy broke a promise")
+        _expect(
+            stats.num_preemptions == sum(m.num_preemptions for m in self._metrics.values()),
+            "preemptions are miscounted",
+        )
+        self.note["a kind switch kv to hidden"] += stats.kind_switches["kv", "hidden"]
+        self.note["a kind switch hidden to kv"] += stats.kind_switches["hidden", "kv"]
+        self.note["stop found late, row in flight dropped"] += stats.dropped_rows
+        self.note["row deferred"] += stats.deferred_rows
+        self.note["positions recomputed"] += stats.recomputed_tokens
+        engine.check_integrity()
+
+    def _step(self) -> bool:
+        """One iteration; False when the engine has ended, as it should."""
+        engine = self.engine
+        self.iterations += 1
+        if self.rng.random() < 0.1:
+            self.clock.advance_to(self.clock.now_s() + float(self.rng.choice([0.01, 1.0, 62.0])))
+        resets = self.executor.num_resets
+        outputs = engine.step()
+        if self.executor.num_resets > resets:
+            self._next_fault_s = self.clock.now_s() + 61.0 * (not self.scenario.second_failure)
+        for output in outputs:
+            self._take(output)
+        if engine.dead_reason is not None:
+            _expect(
+                self.scenario.second_failure and self.num_step_faults >= 2,
+                f"the engine ended: {engine.dead_reason}",
+            )
+            self.note["engine ended after two failures"] += 1
+            _expect(not self.open, "the engine ended and a stream did not")
+            try:
+                engine.step()
+            except EngineDeadError:
+                return False
+            raise SimulationError("a dead engine made a step")
+        if self.full_checks:
+            engine.check_integrity()
+        _expect(
+            engine.num_live == len(self.open)
+            or not outputs
+            or any(s.aborted for s in self.open.values()),
+            "live requests are miscounted",
+        )
+        return True
+
+    def _take(self, output: StepOutput) -> None:
+        stream = self.streams[output.request_id]
+        _expect(stream.finish is None, f"{output.request_id}: an output after the end")
+        stream.got.extend(output.new_token_ids)
+        got, expected = stream.got, stream.expected
+        name = output.request_id
+        _expect(
+            got == expected[: len(got)],
+            f"{name}: got {got[-8:]} at {len(got)}, expected {expected[: len(got)][-8:]}",
+        )
+        _expect(
+            output.num_outputs == len(got),
+            f"{name}: num_outputs {output.num_outputs}, {len(got)} came",
+        )
+        metrics = output.metrics
+        self._metrics[name] = metrics
+        if output.new_token_ids and stream.request.params.logprobs is not None:
+            _expect(
+                output.logprobs
+                and output.logprobs[0].top_ids.size == stream.request.params.logprobs,
+                f"{name}: logprobs",
+            )
+        self._digest.update(repr((name, output.new_token_ids, output.finish_reason)).encode())
+        if output.finish_reason is None:
+            return
+        stream.finish = output.finish_reason
+        del self.open[name]
+        self.note[f"finish: {output.finish_reason}"] += 1
+        times = metrics.token_times_s
+        _expect(
+            len(times) == len(got) and times == sorted(times),
+            f"{name}: token times",
+        )
+        _expect(
+            metrics.finished_s is not None and metrics.finished_s >= metrics.arrival_s,
+            f"{name}: times",
+        )
+        if stream.finish in ("stop", "length"):
+            _expect(not stream.aborted, f"{name}: ended after its abort")
+            _expect(got == expected, f"{name}: ended after {len(got)} of {len(expected)} tokens")
+            reasons = output.finish_reason, output.stop_reason
+            _expect(
+                reasons == (stream.reason, stream.stop_reason),
+                f"{name}: {reasons}, expected {stream.reason, stream.stop_reason}",
+            )
+            total = int(stream.request.prompt_token_ids.size) + len(got)
+            self.note["ends at a block border"] += total % self.scenario.block_size == 0
+        elif stream.finish == "abort":
+            _expect(stream.aborted, f"{name}: aborted by nobody")
+        else:
+            allowed = stream.processor_fails or self.row_faults_planted or self.engine.dead_reason
+            _expect(output.error and allowed, f"{name}: error {output.error!r} for no reason")
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Planted faults need no log."""
+    logger = logging.getLogger("apt_jax.engine")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def simulate(seed: int, *, full_checks: bool = True, engine_class: type[Engine] = Engine) -> Report:
+    """Run one seed.
+
+    Raises:
+        SimulationError: a promise was broken.
+    """
+    simulation = Simulation(seed, full_checks=full_checks, engine_class=engine_class)
+    return simulation.run()
+
+
+def main(write: Callable[[str], object] = sys.stdout.write) -> None:
+    """Replay the seeds on the command line: `SEED` or `FIRST LAST`."""
+    first, last = int(sys.argv[1]), int(sys.argv[-1])
+    total: collections.Counter[str] = collections.Counter()
+    for seed in range(first, last + 1):
+        report = simulate(seed)
+        total += report.sometimes
+        if first == last:
+            write(f"seed {seed}: {report.iterations} iterations, {report.digest}\n")
+    for name, count in sorted(total.items()):
+        write(f"{count:8d}  {name}\n")
+
+
+if __name__ == "__main__":
+    main()
