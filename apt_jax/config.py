@@ -38,8 +38,14 @@ class SLO:
     """Gap between two consecutive tokens, seconds."""
 
     def __post_init__(self) -> None:
-        _require(_is_positive(self.ttft_s), f"slo ttft_s={self.ttft_s!r} must be a positive number of seconds")
-        _require(_is_positive(self.tbt_s), f"slo tbt_s={self.tbt_s!r} must be a positive number of seconds")
+        _require(
+            _is_positive(self.ttft_s),
+            f"slo ttft_s={self.ttft_s!r} must be a positive number of seconds",
+        )
+        _require(
+            _is_positive(self.tbt_s),
+            f"slo tbt_s={self.tbt_s!r} must be a positive number of seconds",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +90,25 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "max_position"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "ffn_size",
+            "max_position",
+        ):
             value = getattr(self, name)
-            _require(isinstance(value, int) and 0 < value < 2**31, f"model {name}={value!r} must be a positive integer")
-        _require(self.num_heads % self.num_kv_heads == 0, f"model num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+            _require(
+                isinstance(value, int) and 0 < value < 2**31,
+                f"model {name}={value!r} must be a positive integer",
+            )
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"model num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}",
+        )
 
     @property
     def lane(self) -> int:
@@ -116,7 +137,11 @@ class ModelConfig:
         q, kv = self.num_heads * self.head_dim, self.lane
         b = 1 if self.bias else 0
         layer = d * (q + 2 * kv) + q * d + 2 * d * f + b * (q + 2 * kv + d + f + d) + 4 * d
-        total = self.vocab_size * e + (self.max_position + self.position_offset) * d + self.num_layers * layer
+        total = (
+            self.vocab_size * e
+            + (self.max_position + self.position_offset) * d
+            + self.num_layers * layer
+        )
         total += 2 * d if self.final_norm else 0
         total += 2 * d * e if e != d else 0
         total += 0 if self.tie_embeddings else self.vocab_size * e
@@ -137,12 +162,24 @@ class CacheConfig:
     hidden_attention: HiddenAttention = "auto"
 
     def __post_init__(self) -> None:
-        _require(1 <= self.block_size <= 1024, f"block_size={self.block_size} must lie in [1, 1024] (--block-size)")
+        _require(
+            1 <= self.block_size <= 1024,
+            f"block_size={self.block_size} must lie in [1, 1024] (--block-size)",
+        )
         n = self.num_blocks_override
-        _require(n is None or n >= 2, f"num_blocks_override={n} must be at least 2, one K and one V block (--num-blocks-override)")
+        _require(
+            n is None or n >= 2,
+            f"num_blocks_override={n} must be at least 2, one K and one V block (--num-blocks-override)",
+        )
         u = self.device_memory_utilization
-        _require(0.0 < u <= 1.0, f"device_memory_utilization={u} must lie in (0, 1] (--device-memory-utilization)")
-        _require(self.mode in ("kv", "hidden", "hybrid"), f"cache={self.mode!r} must be one of kv, hidden, hybrid (--cache)")
+        _require(
+            0.0 < u <= 1.0,
+            f"device_memory_utilization={u} must lie in (0, 1] (--device-memory-utilization)",
+        )
+        _require(
+            self.mode in ("kv", "hidden", "hybrid"),
+            f"cache={self.mode!r} must be one of kv, hidden, hybrid (--cache)",
+        )
         _require(
             self.hidden_attention in ("auto", "reproject", "absorb"),
             f"hidden_attention={self.hidden_attention!r} must be one of auto, reproject, absorb (--hidden-attention)",
@@ -171,15 +208,27 @@ class SchedulerConfig:
     """Dispatch the next step before the last one's tokens are fetched."""
 
     def __post_init__(self) -> None:
-        _require(0.0 <= self.violation_decay <= 1.0, f"violation_decay={self.violation_decay} must lie in [0, 1] (--violation-decay)")
-        _require(1 <= self.max_num_seqs <= 4096, f"max_num_seqs={self.max_num_seqs} must lie in [1, 4096] (--max-num-seqs)")
+        _require(
+            0.0 <= self.violation_decay <= 1.0,
+            f"violation_decay={self.violation_decay} must lie in [0, 1] (--violation-decay)",
+        )
+        _require(
+            1 <= self.max_num_seqs <= 4096,
+            f"max_num_seqs={self.max_num_seqs} must lie in [1, 4096] (--max-num-seqs)",
+        )
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs} (--max-num-batched-tokens)",
         )
-        _require(self.max_num_queued_reqs >= 1, f"max_num_queued_reqs={self.max_num_queued_reqs} must be at least 1 (--max-num-queued-reqs)")
+        _require(
+            self.max_num_queued_reqs >= 1,
+            f"max_num_queued_reqs={self.max_num_queued_reqs} must be at least 1 (--max-num-queued-reqs)",
+        )
         n = self.max_num_queued_tokens
-        _require(n is None or n >= 1, f"max_num_queued_tokens={n} must be at least 1 (--max-num-queued-tokens)")
+        _require(
+            n is None or n >= 1,
+            f"max_num_queued_tokens={n} must be at least 1 (--max-num-queued-tokens)",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +239,10 @@ class ParallelConfig:
     """Devices that share every layer (-tp). More than one is not available in this version."""
 
     def __post_init__(self) -> None:
-        _require(self.tensor_parallel_size == 1, f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is available in this version (-tp)")
+        _require(
+            self.tensor_parallel_size == 1,
+            f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is available in this version (-tp)",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,7 +268,16 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model must not be empty (MODEL)")
-        _require(self.dtype in ("float32", "bfloat16", "float16"), f"dtype={self.dtype!r} must be one of float32, bfloat16, float16 (--dtype)")
-        _require(self.load_format in ("auto", "safetensors", "pt", "dummy"), f"load_format={self.load_format!r} must be one of auto, safetensors, pt, dummy (--load-format)")
-        _require(self.max_model_len is None or self.max_model_len >= 2, f"max_model_len={self.max_model_len} must be at least 2 (--max-model-len)")
+        _require(
+            self.dtype in ("float32", "bfloat16", "float16"),
+            f"dtype={self.dtype!r} must be one of float32, bfloat16, float16 (--dtype)",
+        )
+        _require(
+            self.load_format in ("auto", "safetensors", "pt", "dummy"),
+            f"load_format={self.load_format!r} must be one of auto, safetensors, pt, dummy (--load-format)",
+        )
+        _require(
+            self.max_model_len is None or self.max_model_len >= 2,
+            f"max_model_len={self.max_model_len} must be at least 2 (--max-model-len)",
+        )
         _require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32) (--seed)")

@@ -71,7 +71,9 @@ class StepOptions:
     ops: AttentionOps
 
 
-def _dense(x: Float[Array, "T I"], w: Float[Array, "O I"], b: Float[Array, " O"] | None) -> Float[Array, "T O"]:
+def _dense(
+    x: Float[Array, "T I"], w: Float[Array, "O I"], b: Float[Array, " O"] | None
+) -> Float[Array, "T O"]:
     """`x @ w.T + b` in float32. One 16-bit row is padded to two: CPUs have a fast product, but no fast GEMV, for it."""
     rows = x.shape[0]
     if rows == 1 and w.dtype.itemsize == 2:
@@ -89,17 +91,30 @@ def _norm(x: Float[Array, "T D"], p: NormParams, eps: float) -> Float[Array, "T 
     return scaled * p.scale.astype(jnp.float32)[None, :] + p.bias.astype(jnp.float32)[None, :]
 
 
-def _hidden_decode(q: Array, pool: Array, batch: DecoderBatch, p: LayerParams, options: StepOptions) -> Float[Array, "B N H"]:
+def _hidden_decode(
+    q: Array, pool: Array, batch: DecoderBatch, p: LayerParams, options: StepOptions
+) -> Float[Array, "B N H"]:
     rows = (batch.num_kv_rows, batch.num_decode_rows)
     tables = batch.decode_tables[:, 0]
     if not options.absorb:
         return options.ops.decode_reprojected(
-            q, pool, tables, batch.decode_lens, p.wk, p.bk, p.wv, p.bv, block_size=options.block_size, rows=rows
+            q,
+            pool,
+            tables,
+            batch.decode_lens,
+            p.wk,
+            p.bk,
+            p.wv,
+            p.bv,
+            block_size=options.block_size,
+            rows=rows,
         )
     # score = (W_k^T q) . x + q . b_k, and the softmax drops the second term; out = W_v (sum a x) + b_v as sum a = 1.
     scaled = q * jnp.asarray(q.shape[2] ** -0.5, q.dtype)
     q_absorbed = dot(scaled, p.wk, (2, 1), ((1,), (0,))).transpose(1, 0, 2).astype(q.dtype)
-    z = options.ops.decode_absorbed(q_absorbed, pool, tables, batch.decode_lens, block_size=options.block_size, rows=rows)
+    z = options.ops.decode_absorbed(
+        q_absorbed, pool, tables, batch.decode_lens, block_size=options.block_size, rows=rows
+    )
     out = dot(z.astype(p.wv.dtype), p.wv, (2, 2), ((1,), (0,))).transpose(1, 0, 2)
     if p.bv is None:
         return out
@@ -118,8 +133,12 @@ def _attention(
     q = q.astype(dtype).reshape(t, -1, head_dim)
 
     def kv_of(tokens: Array) -> tuple[Array, Array]:
-        k = _dense(tokens, p.wk.reshape(-1, p.wk.shape[2]), None if p.bk is None else p.bk.reshape(-1))
-        v = _dense(tokens, p.wv.reshape(-1, p.wv.shape[2]), None if p.bv is None else p.bv.reshape(-1))
+        k = _dense(
+            tokens, p.wk.reshape(-1, p.wk.shape[2]), None if p.bk is None else p.bk.reshape(-1)
+        )
+        v = _dense(
+            tokens, p.wv.reshape(-1, p.wv.shape[2]), None if p.bv is None else p.bv.reshape(-1)
+        )
         return k.astype(dtype), v.astype(dtype)
 
     lanes = p.wk.shape[0] * p.wk.shape[1]
@@ -141,7 +160,9 @@ def _attention(
     k, v = jnp.concatenate(keys), jnp.concatenate(values)
     first = jnp.where(batch.token_hidden[:, None], x, k) if hidden_rows else k
     rows = jnp.concatenate([first, v]) if kv_rows else first
-    slots = jnp.concatenate([batch.first_slots, batch.second_slots]) if kv_rows else batch.first_slots
+    slots = (
+        jnp.concatenate([batch.first_slots, batch.second_slots]) if kv_rows else batch.first_slots
+    )
     by_slot = pool.reshape(-1, lanes).at[slots].set(rows.astype(pool.dtype), mode="drop")
     pool = by_slot.reshape(pool.shape)
 
@@ -151,7 +172,14 @@ def _attention(
 
         def kv_attention() -> Array:
             rows = (jnp.int32(0), batch.num_kv_rows)
-            return options.ops.decode_kv(q[:b], pool, batch.decode_tables, batch.decode_lens, block_size=options.block_size, rows=rows)
+            return options.ops.decode_kv(
+                q[:b],
+                pool,
+                batch.decode_tables,
+                batch.decode_lens,
+                block_size=options.block_size,
+                rows=rows,
+            )
 
         def hidden_attention() -> Array:
             return _hidden_decode(q[:b], pool, batch, p, options)
@@ -161,7 +189,9 @@ def _attention(
         elif not kv_rows:
             out = hidden_attention()
         else:
-            out = kv_attention() + lax.cond(batch.num_decode_rows > batch.num_kv_rows, hidden_attention, lambda: zeros)
+            out = kv_attention() + lax.cond(
+                batch.num_decode_rows > batch.num_kv_rows, hidden_attention, lambda: zeros
+            )
         outs.append(out.astype(dtype))
     if t > b:
         out = options.ops.prefill(
@@ -187,7 +217,11 @@ def _attention(
 
 
 def decoder_step(
-    params: ModelParams, pools: tuple[Array, ...], batch: DecoderBatch, config: ModelConfig, options: StepOptions
+    params: ModelParams,
+    pools: tuple[Array, ...],
+    batch: DecoderBatch,
+    config: ModelConfig,
+    options: StepOptions,
 ) -> tuple[tuple[Array, ...], Float[Array, "T D"]]:
     """Compute all tokens of a step; returns the pools with their cache written and the last layer's output.
 
@@ -203,7 +237,9 @@ def decoder_step(
         h = params.embed[batch.token_ids]
         if params.project_in is not None:
             h = _dense(h, params.project_in, None)
-        h = h.astype(jnp.float32) + params.position[batch.positions + config.position_offset].astype(jnp.float32)
+        h = h.astype(jnp.float32) + params.position[
+            batch.positions + config.position_offset
+        ].astype(jnp.float32)
     new_pools: list[Any] = []
     for i, p in enumerate(params.layers):
         with jax.named_scope(f"layer{i}/attention"):

@@ -15,7 +15,9 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 
-def gather_positions(pool: Float[Array, "P CE"], table: Int32[Array, " J"], block_size: int) -> Float[Array, "S E"]:
+def gather_positions(
+    pool: Float[Array, "P CE"], table: Int32[Array, " J"], block_size: int
+) -> Float[Array, "S E"]:
     """The slots of one request in the order of its positions; S = J * C."""
     return pool[table].reshape(table.shape[0] * block_size, -1)
 
@@ -39,7 +41,11 @@ def decode_kv(
     num_heads, head_dim = q.shape[1], q.shape[2]
 
     def row(q_row: Array, table: Array, length: Array) -> Array:
-        k = gather_positions(pool, table[0], block_size).astype(jnp.float32).reshape(-1, pool.shape[1] // block_size // head_dim, head_dim)
+        k = (
+            gather_positions(pool, table[0], block_size)
+            .astype(jnp.float32)
+            .reshape(-1, pool.shape[1] // block_size // head_dim, head_dim)
+        )
         v = gather_positions(pool, table[1], block_size).astype(jnp.float32).reshape(k.shape)
         group = num_heads // k.shape[1]
         k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
@@ -99,10 +105,15 @@ def decode_reprojected(
     return jax.vmap(row)(q, tables, lens)
 
 
-def causal_attention(q: Float[Array, "T N H"], k: Float[Array, "S K H"], v: Float[Array, "S K H"]) -> Float[Array, "T N H"]:
+def causal_attention(
+    q: Float[Array, "T N H"], k: Float[Array, "S K H"], v: Float[Array, "S K H"]
+) -> Float[Array, "T N H"]:
     """Attention of the last T of S positions, each over itself and all before it: what a prefill chunk computes."""
     group, head_dim = q.shape[1] // k.shape[1], q.shape[2]
-    k, v = jnp.repeat(k, group, axis=1).astype(jnp.float32), jnp.repeat(v, group, axis=1).astype(jnp.float32)
+    k, v = (
+        jnp.repeat(k, group, axis=1).astype(jnp.float32),
+        jnp.repeat(v, group, axis=1).astype(jnp.float32),
+    )
     scores = jnp.einsum("tnh,snh->nts", q.astype(jnp.float32), k) * head_dim**-0.5
     t, s = q.shape[0], k.shape[0]
     mask = jnp.arange(s)[None, :] <= (jnp.arange(t) + (s - t))[:, None]

@@ -39,7 +39,7 @@ def attention_ops(platform: str, name: str | None = None) -> AttentionOps:
     """
     chosen = name or _PLATFORM_DEFAULT.get(platform)
     if chosen not in _IMPLEMENTATIONS:
-        raise ValueError(f"no attention implementation {chosen!r} for platform {platform!r}; known: {sorted(_IMPLEMENTATIONS)}")
+        raise ValueError(
+            f"no attention implementation {chosen!r} for platform {platform!r}; known: {sorted(_IMPLEMENTATIONS)}"
+        )
     return _IMPLEMENTATIONS[chosen]
-
-

@@ -29,16 +29,26 @@ PREFILL_QUERY_TILE = 128
 PREFILL_KEY_TILE = 128
 
 
-def dot(a: Array, b: Array, contract: tuple[int, int], batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())) -> Array:
+def dot(
+    a: Array,
+    b: Array,
+    contract: tuple[int, int],
+    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> Array:
     """`lax.dot_general` over one axis of each side, accumulated and returned in float32."""
-    return lax.dot_general(a, b, (((contract[0],), (contract[1],)), batch), preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a, b, (((contract[0],), (contract[1],)), batch), preferred_element_type=jnp.float32
+    )
 
 
 def _spread_heads(q: Float[Array, "B N H"], num_kv_heads: int) -> Float[Array, "B N E"]:
     """Head n's query in the lanes of its key/value head n // G, zeros elsewhere; scaled by 1 / sqrt(H)."""
     batch, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
-    own = jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
+    own = (
+        jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group
+        == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
+    )
     scaled = q * jnp.asarray(head_dim**-0.5, q.dtype)
     spread = jnp.where(own[None, :, :, None], scaled[:, :, None, :], jnp.zeros((), q.dtype))
     return spread.reshape(batch, num_heads, num_kv_heads * head_dim)
@@ -48,7 +58,10 @@ def _own_lanes(out: Float[Array, "R N E"], num_kv_heads: int) -> Float[Array, "R
     """The inverse of `_spread_heads` for outputs: of every head's E lanes keep its own key/value head's."""
     rows, num_heads, lanes = out.shape
     group = num_heads // num_kv_heads
-    own = jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
+    own = (
+        jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group
+        == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
+    )
     parts = out.reshape(rows, num_heads, num_kv_heads, lanes // num_kv_heads)
     return jnp.sum(jnp.where(own[None, :, :, None], parts, jnp.zeros((), out.dtype)), axis=2)
 
@@ -91,7 +104,9 @@ def _decode(
             p = jnp.exp(s - m_new[:, :, None])
             rescale = jnp.exp(m - m_new)
             l = l * rescale + jnp.sum(p, axis=-1)
-            acc = acc * rescale[:, :, None] + finish(dot(p.astype(values.dtype), values, (2, 1), ((0,), (0,))))
+            acc = acc * rescale[:, :, None] + finish(
+                dot(p.astype(values.dtype), values, (2, 1), ((0,), (0,)))
+            )
             return j + 1, m_new, l, acc
 
         steps = (jnp.max(len_tile) + t - 1) // t
@@ -103,11 +118,15 @@ def _decode(
         )
         _, _, l, acc = lax.while_loop(lambda c: c[0] < steps, body, init)
         # A masked tile of a shorter row adds exp(0) = 1 to its l when nothing was seen before; such rows have length 0.
-        result = jnp.where(len_tile[:, None, None] > 0, acc / jnp.maximum(l, 1e-30)[:, :, None], 0.0)
+        result = jnp.where(
+            len_tile[:, None, None] > 0, acc / jnp.maximum(l, 1e-30)[:, :, None], 0.0
+        )
         return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
     first, last = rows[0] // r, (rows[1] + r - 1) // r
-    return lax.fori_loop(first, last, row_tile, jnp.zeros((batch, num_heads, out_width), jnp.float32))
+    return lax.fori_loop(
+        first, last, row_tile, jnp.zeros((batch, num_heads, out_width), jnp.float32)
+    )
 
 
 def _fetch_blocks(pool: Array, ids: Int32[Array, "R G"], block_size: int) -> Float[Array, "R T E"]:
@@ -128,7 +147,9 @@ def decode_kv(
     num_kv_heads = pool.shape[1] // block_size // q.shape[2]
 
     def fetch(ids: Array) -> tuple[Array, Array]:
-        return _fetch_blocks(pool, ids[:, 0], block_size), _fetch_blocks(pool, ids[:, 1], block_size)
+        return _fetch_blocks(pool, ids[:, 0], block_size), _fetch_blocks(
+            pool, ids[:, 1], block_size
+        )
 
     return _decode(
         _spread_heads(q, num_kv_heads).astype(pool.dtype),
@@ -169,7 +190,9 @@ def decode_absorbed(
     )
 
 
-def project_kv(x: Float[Array, "T D"], w: Float[Array, "K H D"], b: Float[Array, "K H"] | None) -> Float[Array, "T E"]:
+def project_kv(
+    x: Float[Array, "T D"], w: Float[Array, "K H D"], b: Float[Array, "K H"] | None
+) -> Float[Array, "T E"]:
     """Keys or values of layer inputs, in the dtype of `x`, lanes flattened."""
     out = dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1))
     if b is not None:
@@ -260,10 +283,26 @@ def prefill(
         p = jnp.where(mask[None, :, None, :], jnp.exp(s - m_new[..., None]), 0.0)
         rescale = jnp.exp(m_old - m_new).transpose(1, 0, 2).reshape(tq, num_heads)
         l_add = jnp.sum(p, axis=-1).transpose(1, 0, 2).reshape(tq, num_heads)
-        pv = dot(p.reshape(num_kv_heads, tq * group, -1).astype(values.dtype), values, (2, 0), ((0,), (1,)))
-        pv = pv.reshape(num_kv_heads, tq, group, head_dim).transpose(1, 0, 2, 3).reshape(tq, num_heads, head_dim)
-        new = (m_new.transpose(1, 0, 2).reshape(tq, num_heads), l * rescale + l_add, acc * rescale[..., None] + pv)
-        return tuple(lax.dynamic_update_slice_in_dim(a, b, start, axis=0) for a, b in zip(state, new, strict=True))  # pyright: ignore[reportReturnType]
+        pv = dot(
+            p.reshape(num_kv_heads, tq * group, -1).astype(values.dtype),
+            values,
+            (2, 0),
+            ((0,), (1,)),
+        )
+        pv = (
+            pv.reshape(num_kv_heads, tq, group, head_dim)
+            .transpose(1, 0, 2, 3)
+            .reshape(tq, num_heads, head_dim)
+        )
+        new = (
+            m_new.transpose(1, 0, 2).reshape(tq, num_heads),
+            l * rescale + l_add,
+            acc * rescale[..., None] + pv,
+        )
+        return tuple(
+            lax.dynamic_update_slice_in_dim(a, b, start, axis=0)
+            for a, b in zip(state, new, strict=True)
+        )  # pyright: ignore[reportReturnType]
 
     def row(r: Array, state: State) -> State:
         offset, length, prefix = offsets[r], chunk_lens[r], prefix_lens[r]
@@ -281,7 +320,9 @@ def prefill(
                 return project_kv(first, wk, bk), project_kv(first, wv, bv)
 
             keys, values = lax.cond(hidden[r], from_hidden, from_kv) if with_hidden else from_kv()
-            keys, values = (a.astype(k.dtype).reshape(tp, num_kv_heads, head_dim) for a in (keys, values))
+            keys, values = (
+                a.astype(k.dtype).reshape(tp, num_kv_heads, head_dim) for a in (keys, values)
+            )
             position = j * tp + jnp.arange(tp, dtype=jnp.int32)
 
             def query_tile(i: Array, state: State) -> State:
@@ -300,7 +341,9 @@ def prefill(
                 mask = (k_position[None, :] <= q_position[:, None]) & (q_position < length)[:, None]
                 return update(state, offset + i * tq, keys, values, mask)
 
-            return lax.fori_loop(0, (jnp.minimum((i + 1) * tq, length) + tk - 1) // tk, key_tile, state)
+            return lax.fori_loop(
+                0, (jnp.minimum((i + 1) * tq, length) + tk - 1) // tk, key_tile, state
+            )
 
         state = lax.fori_loop(0, (prefix + tp - 1) // tp, prefix_tile, state)
         return lax.fori_loop(0, q_tiles, own_tile, state)

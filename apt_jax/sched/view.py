@@ -54,7 +54,10 @@ class RequestTable:
 
     _FIELDS = (
         ("arrival_s", np.float64),  # time of arrival
-        ("last_token_s", np.float64),  # time of the last delivered token; the arrival before the first one
+        (
+            "last_token_s",
+            np.float64,
+        ),  # time of the last delivered token; the arrival before the first one
         ("rank", np.int64),  # arrival order; kept over preemptions
         ("prompt_len", np.int32),
         ("num_tokens", np.int32),  # prompt and output tokens, tokens in flight counted
@@ -96,7 +99,14 @@ class RequestTable:
         self._free = list(range(capacity - 1, -1, -1))
 
     def add(
-        self, *, arrival_s: float, rank: int, prompt_len: int, max_tokens: int, slo_ttft_s: float, slo_tbt_s: float
+        self,
+        *,
+        arrival_s: float,
+        rank: int,
+        prompt_len: int,
+        max_tokens: int,
+        slo_ttft_s: float,
+        slo_tbt_s: float,
     ) -> int:
         """Take a row for a new request (no cache, no outputs) and return its number. Grows when full."""
         if not self._free:
@@ -184,7 +194,13 @@ class Plan:
     def idle(cls, preempt: NDArray[np.int32] | None = None) -> "Plan":
         """Nothing runs."""
         none = np.zeros(0, np.int32)
-        return cls(rows=none, num_tokens=none, kind=none.astype(np.int8), preempt=none if preempt is None else preempt, iteration="idle")
+        return cls(
+            rows=none,
+            num_tokens=none,
+            kind=none.astype(np.int8),
+            preempt=none if preempt is None else preempt,
+            iteration="idle",
+        )
 
 
 class Policy(Protocol):

@@ -50,11 +50,17 @@ def test_decode_ops_match_their_references(name: str, dtype: str, shape: tuple[i
     pool, tables, lens = _pool(rng, b, k * h, 150, dtype, 2)
     finite_pool = pool.at[0].set(0)
     tables = _without_unused(tables, lens)
-    expected = reference.decode_kv(q, finite_pool, jnp.asarray(tables), jnp.asarray(lens), block_size=BLOCK)
-    actual = jax.jit(ops.decode_kv, static_argnames="block_size")(q, finite_pool, tables, lens, block_size=BLOCK)
+    expected = reference.decode_kv(
+        q, finite_pool, jnp.asarray(tables), jnp.asarray(lens), block_size=BLOCK
+    )
+    actual = jax.jit(ops.decode_kv, static_argnames="block_size")(
+        q, finite_pool, tables, lens, block_size=BLOCK
+    )
     _close(actual, expected, dtype)
     assert not np.any(np.asarray(actual)[lens == 0])
-    again = jax.jit(ops.decode_kv, static_argnames="block_size")(q, finite_pool, tables, lens, block_size=BLOCK)
+    again = jax.jit(ops.decode_kv, static_argnames="block_size")(
+        q, finite_pool, tables, lens, block_size=BLOCK
+    )
     np.testing.assert_array_equal(np.asarray(actual), np.asarray(again))
 
     if k == n:
@@ -62,13 +68,24 @@ def test_decode_ops_match_their_references(name: str, dtype: str, shape: tuple[i
         pool = pool.at[0].set(0)
         tables = _without_unused(tables, lens)[:, 0]
         q_absorbed = jnp.asarray(rng.standard_normal((b, n, d)) / d**0.5, jnp.float32).astype(dtype)
-        expected = reference.decode_absorbed(q_absorbed, pool, jnp.asarray(tables), jnp.asarray(lens), block_size=BLOCK)
-        actual = jax.jit(ops.decode_absorbed, static_argnames="block_size")(q_absorbed, pool, tables, lens, block_size=BLOCK)
+        expected = reference.decode_absorbed(
+            q_absorbed, pool, jnp.asarray(tables), jnp.asarray(lens), block_size=BLOCK
+        )
+        actual = jax.jit(ops.decode_absorbed, static_argnames="block_size")(
+            q_absorbed, pool, tables, lens, block_size=BLOCK
+        )
         _close(actual, expected, dtype)
 
-        weights = [jnp.asarray(rng.standard_normal(s) / d**0.5, jnp.float32).astype(dtype) for s in ((k, h, d), (k, h), (k, h, d), (k, h))]
-        expected = reference.decode_reprojected(q, pool, jnp.asarray(tables), jnp.asarray(lens), *weights, block_size=BLOCK)
-        actual = jax.jit(ops.decode_reprojected, static_argnames="block_size")(q, pool, tables, lens, *weights, block_size=BLOCK)
+        weights = [
+            jnp.asarray(rng.standard_normal(s) / d**0.5, jnp.float32).astype(dtype)
+            for s in ((k, h, d), (k, h), (k, h, d), (k, h))
+        ]
+        expected = reference.decode_reprojected(
+            q, pool, jnp.asarray(tables), jnp.asarray(lens), *weights, block_size=BLOCK
+        )
+        actual = jax.jit(ops.decode_reprojected, static_argnames="block_size")(
+            q, pool, tables, lens, *weights, block_size=BLOCK
+        )
         _close(actual, expected, dtype)
 
 
@@ -78,7 +95,11 @@ def test_rows_outside_the_range_are_left_out() -> None:
     pool = pool.at[0].set(0)
     q = jnp.asarray(rng.standard_normal((40, 2, 8)), jnp.float32)
     whole = np.asarray(attention_ops("cpu").decode_kv(q, pool, tables, lens, block_size=BLOCK))
-    part = np.asarray(attention_ops("cpu").decode_kv(q, pool, tables, lens, block_size=BLOCK, rows=(jnp.int32(5), jnp.int32(33))))
+    part = np.asarray(
+        attention_ops("cpu").decode_kv(
+            q, pool, tables, lens, block_size=BLOCK, rows=(jnp.int32(5), jnp.int32(33))
+        )
+    )
     np.testing.assert_array_equal(part[5:33], whole[5:33])
     assert not part[:5].any()
     assert not part[33:].any()
@@ -93,20 +114,40 @@ def test_absorption_equals_reprojection_and_kv(dtype: str) -> None:
     pool, tables, lens = _pool(rng, b, d, 90, "float32", 1)
     lens = np.maximum(lens, 1)
     pool = pool.at[0].set(0)
-    wk, bk, wv, bv = (jnp.asarray(rng.standard_normal(s) / d**0.5, jnp.float32) for s in ((n, h, d), (n, h), (n, h, d), (n, h)))
+    wk, bk, wv, bv = (
+        jnp.asarray(rng.standard_normal(s) / d**0.5, jnp.float32)
+        for s in ((n, h, d), (n, h), (n, h, d), (n, h))
+    )
     q = jnp.asarray(rng.standard_normal((b, n, h)), jnp.float32)
     ops = attention_ops("cpu")
-    reprojected = ops.decode_reprojected(q.astype(dtype), pool.astype(dtype), tables[:, 0], lens, wk.astype(dtype), bk.astype(dtype), wv.astype(dtype), bv.astype(dtype), block_size=BLOCK)
+    reprojected = ops.decode_reprojected(
+        q.astype(dtype),
+        pool.astype(dtype),
+        tables[:, 0],
+        lens,
+        wk.astype(dtype),
+        bk.astype(dtype),
+        wv.astype(dtype),
+        bv.astype(dtype),
+        block_size=BLOCK,
+    )
     q_absorbed = jnp.einsum("bnh,nhd->bnd", q, wk) * h**-0.5
-    z = ops.decode_absorbed(q_absorbed.astype(dtype), pool.astype(dtype), tables[:, 0], lens, block_size=BLOCK)
+    z = ops.decode_absorbed(
+        q_absorbed.astype(dtype), pool.astype(dtype), tables[:, 0], lens, block_size=BLOCK
+    )
     absorbed = jnp.einsum("bnd,nhd->bnh", z, wv) + bv[None]
     bound = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
-    assert np.abs(np.asarray(absorbed - reprojected)).max() <= bound * np.abs(np.asarray(absorbed)).max()
+    assert (
+        np.abs(np.asarray(absorbed - reprojected)).max()
+        <= bound * np.abs(np.asarray(absorbed)).max()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-def test_prefill_matches_causal_attention_over_prefix_and_chunk(dtype: str, heads: tuple[int, int]) -> None:
+def test_prefill_matches_causal_attention_over_prefix_and_chunk(
+    dtype: str, heads: tuple[int, int]
+) -> None:
     n, k = heads
     h = 8
     lanes, d = k * h, n * h
@@ -116,12 +157,36 @@ def test_prefill_matches_causal_attention_over_prefix_and_chunk(dtype: str, head
     hidden = np.array([False, False, True, False, True]) if k == n else np.zeros(5, bool)
     offsets = np.concatenate([[0], np.cumsum(chunk)[:-1]]).astype(np.int32)
     t = int(chunk.sum()) + 11
-    q, kk, vv = (jnp.asarray(rng.standard_normal((t, a, h)), jnp.float32).astype(dtype) for a in (n, k, k))
+    q, kk, vv = (
+        jnp.asarray(rng.standard_normal((t, a, h)), jnp.float32).astype(dtype) for a in (n, k, k)
+    )
     pool, tables, _ = _pool(rng, 5, lanes, 220, dtype, 2)
     pool = pool.at[0].set(0)
     tables = _without_unused(tables, prefix)
-    weights = [jnp.asarray(rng.standard_normal(s) / d**0.5, jnp.float32).astype(dtype) for s in ((k, h, d), (k, h), (k, h, d), (k, h))] if k == n else [jnp.zeros((k, h, lanes), dtype), None, jnp.zeros((k, h, lanes), dtype), None]
-    actual = attention_ops("cpu").prefill(q, kk, vv, pool, tables, offsets, chunk, prefix, hidden, jnp.int32(5), *weights, block_size=BLOCK, with_hidden=k == n)
+    weights = (
+        [
+            jnp.asarray(rng.standard_normal(s) / d**0.5, jnp.float32).astype(dtype)
+            for s in ((k, h, d), (k, h), (k, h, d), (k, h))
+        ]
+        if k == n
+        else [jnp.zeros((k, h, lanes), dtype), None, jnp.zeros((k, h, lanes), dtype), None]
+    )
+    prefill = jax.jit(attention_ops("cpu").prefill, static_argnames=("block_size", "with_hidden"))
+    actual = prefill(
+        q,
+        kk,
+        vv,
+        pool,
+        tables,
+        offsets,
+        chunk,
+        prefix,
+        hidden,
+        jnp.int32(5),
+        *weights,
+        block_size=BLOCK,
+        with_hidden=k == n,
+    )
     for r in range(5):
         rows = slice(int(offsets[r]), int(offsets[r] + chunk[r]))
         first = reference.gather_positions(pool, jnp.asarray(tables[r, 0]), BLOCK)[: prefix[r]]
@@ -129,10 +194,18 @@ def test_prefill_matches_causal_attention_over_prefix_and_chunk(dtype: str, head
         if hidden[r]:
             wk, bk, wv, bv = weights
             x = first.astype(jnp.float32)
-            first = (jnp.einsum("sd,khd->skh", x, wk.astype(jnp.float32)) + bk.astype(jnp.float32)[None]).reshape(-1, lanes)
-            second = (jnp.einsum("sd,khd->skh", x, wv.astype(jnp.float32)) + bv.astype(jnp.float32)[None]).reshape(-1, lanes)
-        keys = jnp.concatenate([first.astype(jnp.float32).reshape(-1, k, h), kk[rows].astype(jnp.float32)])
-        values = jnp.concatenate([second.astype(jnp.float32).reshape(-1, k, h), vv[rows].astype(jnp.float32)])
+            first = (
+                jnp.einsum("sd,khd->skh", x, wk.astype(jnp.float32)) + bk.astype(jnp.float32)[None]
+            ).reshape(-1, lanes)
+            second = (
+                jnp.einsum("sd,khd->skh", x, wv.astype(jnp.float32)) + bv.astype(jnp.float32)[None]
+            ).reshape(-1, lanes)
+        keys = jnp.concatenate(
+            [first.astype(jnp.float32).reshape(-1, k, h), kk[rows].astype(jnp.float32)]
+        )
+        values = jnp.concatenate(
+            [second.astype(jnp.float32).reshape(-1, k, h), vv[rows].astype(jnp.float32)]
+        )
         if chunk[r]:
             _close(actual[rows], reference.causal_attention(q[rows], keys, values), dtype)
 

@@ -1,0 +1,572 @@
+"""The executor that runs a real model with JAX.
+
+A step is two jitted programs, so that their shapes do not multiply:
+
+* forward: (decode bucket, prefill bucket) -> cache written, hidden states of the rows that sample;
+* sample: (bucket of sampling rows, variant) -> logits, tokens, device memory of last tokens.
+
+Both are compiled for every bucket by `warm_up`; serving never compiles. The pools and the last-token memory are donated
+and rebound in the statement that calls the program. The host crosses to the device once a program: all integers of a
+step travel as one vector, cut up by static offsets on the device. Sampled tokens are fed into the next step on the
+device, so the next step can be dispatched before the host has seen them.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from apt_jax import sampling
+from apt_jax.config import CacheConfig, ModelConfig
+from apt_jax.errors import ConfigError
+from apt_jax.executor import NO_TOKEN, StepBatch, StepHandle, StepResult
+from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, logits
+from apt_jax.models.params import ModelParams
+from apt_jax.pallas import attention_ops
+from apt_jax.pallas.xla import ROWS_PER_TILE
+from apt_jax.sched.view import HIDDEN, KV
+
+MAX_CPU_POOL_BYTES = 4 << 30
+"""Largest pool that is chosen without being asked for on a CPU."""
+_MIN_PREFILL_BUCKET = 32
+
+
+def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1) -> list[int]:
+    """Powers of two from `smallest`, and last the smallest multiple of `multiple` that holds `largest`."""
+    buckets = []
+    size = smallest
+    while size < largest:
+        buckets.append(size)
+        size *= 2
+    last = largest if largest <= multiple else -(-largest // multiple) * multiple
+    if largest <= multiple:
+        last = size
+    return [b for b in buckets if b < last] + [last]
+
+
+def pool_dtype(dtype: Any, platform: str) -> Any:
+    """The pool's dtype. jax 0.10 upcasts a whole 16-bit pool at every cache write on CPU; float32 avoids that there."""
+    old = tuple(int(p) for p in jax.__version__.split(".")[:2]) < (0, 11)
+    return jnp.float32 if old and platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16 else dtype
+
+
+class _Layout:
+    """Named int32 arrays in one vector: packed on the host, cut up by static offsets on the device."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        self._parts: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.size = 0
+        for name, shape in shapes.items():
+            self._parts[name] = (self.size, shape)
+            self.size += int(np.prod(shape, dtype=np.int64))
+
+    def views(self, vector: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+        """Writeable views of a host vector."""
+        return {
+            n: vector[o : o + int(np.prod(s, dtype=np.int64))].reshape(s)
+            for n, (o, s) in self._parts.items()
+        }
+
+    def unpack(self, vector: Array) -> dict[str, Array]:
+        return {
+            n: vector[o : o + int(np.prod(s, dtype=np.int64))].reshape(s)
+            for n, (o, s) in self._parts.items()
+        }
+
+
+def _forward_layout(
+    num_decode: int, num_prefill: int, num_rows: int, table_len: int, num_samples: int
+) -> _Layout:
+    t = num_decode + num_prefill
+    return _Layout(
+        token_ids=(t,),
+        token_seats=(t,),
+        positions=(t,),
+        first_slots=(t,),
+        second_slots=(t,),
+        token_hidden=(t,),
+        decode_tables=(num_decode, 2, table_len),
+        decode_lens=(num_decode,),
+        prefill_tables=(num_rows, 2, table_len),
+        prefill_offsets=(num_rows,),
+        prefill_lens=(num_rows,),
+        prefix_lens=(num_rows,),
+        prefill_hidden=(num_rows,),
+        counts=(3,),
+        sample_rows=(num_samples,),
+    )
+
+
+def _sample_layout(rows: int) -> _Layout:
+    # temperature, top_p and min_p are float32 bit patterns.
+    return _Layout(
+        seats=(rows,), top_k=(rows,), seed=(rows,), position=(rows,),
+        temperature=(rows,), top_p=(rows,), min_p=(rows,),
+    )  # fmt: skip
+
+
+def _penalty_layout(rows: int, context: int) -> _Layout:
+    # repetition, presence, frequency and bias_values are float32 bit patterns.
+    return _Layout(
+        history=(rows, context), prompt_len=(rows,), history_len=(rows,), last_seat=(rows,),
+        repetition=(rows,), presence=(rows,), frequency=(rows,),
+        bias_ids=(rows, sampling.NUM_BIASES), bias_values=(rows, sampling.NUM_BIASES),
+    )  # fmt: skip
+
+
+def _as_float(bits: Array) -> Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Handle:
+    """A dispatched step; `rows` are the batch rows that sampled, in the order of the device arrays."""
+
+    num_rows: int
+    rows: NDArray[np.int64]
+    tokens: Array | None
+    logprobs: tuple[Array, Array, Array] | None
+
+    def result(self) -> StepResult:
+        token_ids = np.full(self.num_rows, NO_TOKEN, np.int32)
+        finite = np.ones(self.num_rows, bool)
+        if self.tokens is None:
+            return StepResult(token_ids=token_ids, finite=finite)
+        host = np.asarray(self.tokens)
+        n = len(self.rows)
+        token_ids[self.rows] = host[0, :n]
+        finite[self.rows] = host[1, :n] > 0
+        if self.logprobs is None:
+            return StepResult(token_ids=token_ids, finite=finite)
+        chosen, ids, values = (np.asarray(a)[:n] for a in self.logprobs)
+        logprob = np.zeros(self.num_rows, np.float32)
+        top_ids = np.zeros((self.num_rows, ids.shape[1]), np.int32)
+        top_logprobs = np.zeros((self.num_rows, ids.shape[1]), np.float32)
+        logprob[self.rows], top_ids[self.rows], top_logprobs[self.rows] = chosen, ids, values
+        return StepResult(
+            token_ids=token_ids,
+            finite=finite,
+            logprob=logprob,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+        )
+
+
+class JaxExecutor:
+    """Implements `apt_jax.executor.Executor` on one device.
+
+    Args:
+        params: weights on the device, all of one dtype; activations and cache take it.
+        cache: block size, pool size, which kinds may occur, and how hidden rows attend.
+        max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step; they fix the buckets.
+        mixed: also compile steps in which decode rows and prompt chunks have their own attention paths; without it a
+            step with any chunk computes all its rows as chunks.
+        attention: implementation name for `apt_jax.pallas.attention_ops`; None: the platform's default.
+
+    Raises:
+        ConfigError: the cache mode does not suit the model, or not even one request fits the pool.
+    """
+
+    def __init__(
+        self,
+        params: ModelParams,
+        config: ModelConfig,
+        *,
+        cache: CacheConfig,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        mixed: bool = False,
+        attention: str | None = None,
+    ) -> None:
+        self.config, self.cache_config = config, cache
+        self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
+        self.max_num_batched_tokens, self.max_model_len, self.mixed = (
+            max_num_batched_tokens,
+            max_model_len,
+            mixed,
+        )
+        if max_model_len > config.max_position:
+            raise ConfigError(
+                f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions (--max-model-len)"
+            )
+        if cache.mode == "hidden" and not config.supports_hidden:
+            raise ConfigError(
+                f"cache='hidden': the layer inputs of this model are not smaller than its keys and values (width {config.hidden_size}, lane {config.lane}); use --cache kv"
+            )
+        if cache.hidden_attention == "absorb" and not config.supports_absorb:
+            raise ConfigError(
+                "hidden_attention='absorb' is not exact for this model; use --hidden-attention reproject"
+            )
+        hidden = cache.mode in ("hidden", "hybrid") and config.supports_hidden
+        self.kinds_offered = (cache.mode != "hidden", hidden)
+        self.absorbs = hidden and config.supports_absorb and cache.hidden_attention != "reproject"
+        self.params = params
+        self._device = next(iter(params.embed.devices()))
+        self.platform = self._device.platform
+        self._ops = attention_ops(self.platform, attention)
+        self.attention_name = self._ops.name
+        self._pool_dtype = pool_dtype(params.embed.dtype, self.platform)
+        self._table_len = -(-max_model_len // cache.block_size)
+        self.decode_buckets = power_of_two_buckets(1, max_num_seqs, ROWS_PER_TILE)
+        self.prefill_buckets = power_of_two_buckets(
+            min(_MIN_PREFILL_BUCKET, max_num_batched_tokens), max_num_batched_tokens
+        )
+        self.num_blocks = cache.num_blocks_override or self._blocks_from_memory()
+        self._forward_jit = jax.jit(
+            self._forward, static_argnames=("num_decode", "num_prefill"), donate_argnames=("pools",)
+        )
+        self._sample_jit = jax.jit(
+            self._sample, static_argnames=("rows", "variant"), donate_argnames=("last_tokens",)
+        )
+        self._compiled_at_warm_up = 0
+        self.reset()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return (
+            self.config.num_layers
+            * self.block_size
+            * self.config.lane
+            * jnp.dtype(self._pool_dtype).itemsize
+        )
+
+    def _blocks_from_memory(self) -> int:
+        halves = 2 if self.kinds_offered[0] else 1
+        wanted = self.max_num_seqs * self._table_len * halves
+        stats = self._device.memory_stats() if self.platform != "cpu" else None
+        if stats and "bytes_limit" in stats:
+            free = stats["bytes_limit"] - stats["bytes_in_use"]
+            return max(
+                halves, int(free * self.cache_config.device_memory_utilization) // self.block_bytes
+            )
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget = min(int(free * self.cache_config.device_memory_utilization), MAX_CPU_POOL_BYTES)
+        return max(halves, min(wanted, budget // self.block_bytes))
+
+    # ---- device programs
+
+    def _options(self, num_decode: int) -> StepOptions:
+        return StepOptions(
+            num_decode=num_decode,
+            block_size=self.block_size,
+            absorb=self.absorbs,
+            kinds=self.kinds_offered,
+            ops=self._ops,
+        )
+
+    def _layout(self, num_decode: int, num_prefill: int) -> _Layout:
+        return _forward_layout(
+            num_decode,
+            num_prefill,
+            min(self.max_num_seqs, num_prefill),
+            self._table_len,
+            self.decode_buckets[-1],
+        )
+
+    def _forward(
+        self,
+        params: ModelParams,
+        pools: tuple[Array, ...],
+        last_tokens: Array,
+        ints: Array,
+        *,
+        num_decode: int,
+        num_prefill: int,
+    ) -> tuple[tuple[Array, ...], Array]:
+        parts = self._layout(num_decode, num_prefill).unpack(ints)
+        seats, counts, sample_rows = (
+            parts.pop(n) for n in ("token_seats", "counts", "sample_rows")
+        )
+        on_device = last_tokens.at[seats].get(mode="fill", fill_value=0)
+        parts["token_ids"] = jnp.where(parts["token_ids"] < 0, on_device, parts["token_ids"])
+        for name in ("token_hidden", "prefill_hidden"):
+            parts[name] = parts[name] > 0
+        batch = DecoderBatch(
+            **parts, num_kv_rows=counts[0], num_decode_rows=counts[1], num_prefill_rows=counts[2]
+        )
+        pools, hidden = decoder_step(params, pools, batch, self.config, self._options(num_decode))
+        return pools, hidden.at[sample_rows].get(mode="fill", fill_value=0)
+
+    def _sample(
+        self,
+        params: ModelParams,
+        hidden: Array,
+        last_tokens: Array,
+        ints: Array,
+        penalties: Array | None,
+        *,
+        rows: int,
+        variant: str,
+    ) -> tuple[Array, Array, tuple[Array, Array, Array] | None]:
+        parts = _sample_layout(rows).unpack(ints)
+        raw = logits(params, hidden[:rows])
+        scores = raw
+        if penalties is not None:
+            extra = _penalty_layout(rows, self.max_model_len).unpack(penalties)
+            for name in ("repetition", "presence", "frequency", "bias_values"):
+                extra[name] = _as_float(extra[name])
+            scores = sampling.penalise(raw, sampling.PenaltyRows(**extra), last_tokens)
+        if variant == "greedy":
+            tokens, finite = sampling.greedy(scores)
+        else:
+            settings = sampling.SamplingRows(
+                temperature=_as_float(parts["temperature"]),
+                top_k=parts["top_k"],
+                top_p=_as_float(parts["top_p"]),
+                min_p=_as_float(parts["min_p"]),
+                seed=jax.lax.bitcast_convert_type(parts["seed"], jnp.uint32),
+                position=parts["position"],
+            )
+            tokens, finite = sampling.sample(scores, settings)
+        last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
+        packed = jnp.stack([tokens, finite.astype(jnp.int32)])
+        extras = sampling.log_probabilities(raw, tokens) if variant == "full" else None
+        return last_tokens, packed, extras
+
+    # ---- host side
+
+    def reset(self) -> None:
+        """Make the pool and the last-token memory anew; all cache is lost."""
+        shape = (self.num_blocks + 1, self.block_size * self.config.lane)
+        zeros = functools.partial(jnp.zeros, device=self._device)
+        self._pools: tuple[Array, ...] = tuple(
+            zeros(shape, self._pool_dtype) for _ in range(self.config.num_layers)
+        )
+        self._last_tokens = zeros(self.max_num_seqs, jnp.int32)
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled since `warm_up` ended."""
+        return self._num_programs() - self._compiled_at_warm_up
+
+    def _num_programs(self) -> int:
+        return self._forward_jit._cache_size() + self._sample_jit._cache_size()
+
+    def _forward_shapes(self) -> list[tuple[int, int]]:
+        shapes = [(b, 0) for b in self.decode_buckets] + [(0, t) for t in self.prefill_buckets]
+        if self.mixed:
+            shapes += [(self.decode_buckets[-1], t) for t in self.prefill_buckets]
+        return shapes
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile and run every program once, on empty batches that touch no block."""
+        shapes = self._forward_shapes()
+        variants = [(rows, variant) for rows in self.decode_buckets for variant in _VARIANTS]
+        total = len(shapes) + len(variants)
+        hidden = jnp.zeros(
+            (self.decode_buckets[-1], self.config.hidden_size), self.params.embed.dtype
+        )
+        for done, (num_decode, num_prefill) in enumerate(shapes, 1):
+            views, ints = self._empty_forward(num_decode, num_prefill)
+            del views
+            hidden = self._run_forward(ints, num_decode, num_prefill)
+            jax.block_until_ready(hidden)
+            if progress:
+                progress(done, total)
+        for done, (rows, variant) in enumerate(variants, len(shapes) + 1):
+            _, ints = self._empty_sample(rows)
+            penalties = (
+                np.zeros(_penalty_layout(rows, self.max_model_len).size, np.int32)
+                if variant == "full"
+                else None
+            )
+            tokens, _ = self._run_sample(hidden, ints, penalties, rows, variant)
+            jax.block_until_ready(tokens)
+            if progress:
+                progress(done, total)
+        self._compiled_at_warm_up = self._num_programs()
+
+    def _empty_forward(
+        self, num_decode: int, num_prefill: int
+    ) -> tuple[dict[str, NDArray[np.int32]], NDArray[np.int32]]:
+        """A forward batch of padding alone. Fresh memory every time: the device may read it after the call returns."""
+        layout = self._layout(num_decode, num_prefill)
+        ints = np.zeros(layout.size, np.int32)
+        views = layout.views(ints)
+        views["first_slots"][:] = views["second_slots"][:] = self._dropped_slot
+        views["token_seats"][:] = self.max_num_seqs
+        views["sample_rows"][:] = num_decode + num_prefill
+        return views, ints
+
+    def _empty_sample(self, rows: int) -> tuple[dict[str, NDArray[np.int32]], NDArray[np.int32]]:
+        layout = _sample_layout(rows)
+        ints = np.zeros(layout.size, np.int32)
+        views = layout.views(ints)
+        views["seats"][:] = self.max_num_seqs
+        return views, ints
+
+    @property
+    def _dropped_slot(self) -> int:
+        return (self.num_blocks + 1) * self.block_size
+
+    def _run_forward(self, ints: NDArray[np.int32], num_decode: int, num_prefill: int) -> Array:
+        self._pools, hidden = self._forward_jit(
+            self.params,
+            self._pools,
+            self._last_tokens,
+            ints,
+            num_decode=num_decode,
+            num_prefill=num_prefill,
+        )
+        return hidden
+
+    def _run_sample(
+        self,
+        hidden: Array,
+        ints: NDArray[np.int32],
+        penalties: NDArray[np.int32] | None,
+        rows: int,
+        variant: str,
+    ) -> tuple[Array, tuple[Array, Array, Array] | None]:
+        self._last_tokens, tokens, extras = self._sample_jit(
+            self.params, hidden, self._last_tokens, ints, penalties, rows=rows, variant=variant
+        )
+        return tokens, extras
+
+    def execute(self, batch: StepBatch) -> StepHandle:
+        """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
+        chunked = np.any(batch.num_tokens > 1)
+        decodes = (
+            np.flatnonzero(batch.num_tokens == 1)
+            if self.mixed or not chunked
+            else np.zeros(0, np.int64)
+        )
+        # KV rows first, then hidden ones; by length within, so that a tile of rows wastes little.
+        decodes = decodes[np.lexsort((-batch.start[decodes], batch.kind[decodes]))]
+        prefills = (
+            np.flatnonzero(batch.num_tokens > 1)
+            if len(decodes)
+            else np.arange(len(batch.seats))
+            if chunked
+            else np.zeros(0, np.int64)
+        )
+        num_prefill_tokens = int(batch.num_tokens[prefills].sum())
+        if not len(prefills):
+            num_decode, num_prefill = _bucket(self.decode_buckets, len(decodes)), 0
+        else:
+            num_decode = self.decode_buckets[-1] if len(decodes) else 0
+            num_prefill = _bucket(self.prefill_buckets, num_prefill_tokens)
+        views, ints = self._empty_forward(num_decode, num_prefill)
+        token_start = np.cumsum(batch.num_tokens) - batch.num_tokens
+        table_len = batch.block_tables.shape[2]
+
+        n = len(decodes)
+        views["decode_tables"][:n, :, :table_len] = batch.block_tables[decodes]
+        views["decode_lens"][:n] = batch.start[decodes] + 1
+        m = len(prefills)
+        lens = batch.num_tokens[prefills]
+        views["prefill_tables"][:m, :, :table_len] = batch.block_tables[prefills]
+        views["prefill_offsets"][:m] = np.cumsum(lens) - lens
+        views["prefill_lens"][:m] = lens
+        views["prefix_lens"][:m] = batch.start[prefills]
+        views["prefill_hidden"][:m] = batch.kind[prefills] == HIDDEN
+        views["counts"][:] = (np.count_nonzero(batch.kind[decodes] == KV), n, m)
+
+        # Flat tokens: (row, offset in the row's chunk) of every token, decode rows first.
+        owner = np.concatenate([decodes, np.repeat(prefills, lens)])
+        offset = np.concatenate(
+            [
+                np.zeros(n, np.int64),
+                np.arange(num_prefill_tokens) - np.repeat(np.cumsum(lens) - lens, lens),
+            ]
+        )
+        place = np.concatenate([np.arange(n), num_decode + np.arange(num_prefill_tokens)])
+        position = batch.start[owner] + offset
+        block, slot = np.divmod(position, self.block_size)
+        hidden = batch.kind[owner] == HIDDEN
+        views["token_ids"][place] = batch.token_ids[token_start[owner] + offset]
+        views["token_seats"][place] = batch.seats[owner]
+        views["positions"][place] = position
+        views["first_slots"][place] = batch.block_tables[owner, 0, block] * self.block_size + slot
+        second = batch.block_tables[owner, 1, block] * self.block_size + slot
+        views["second_slots"][place] = np.where(hidden, self._dropped_slot, second)
+        views["token_hidden"][place] = hidden
+
+        last_place = np.zeros(len(batch.seats), np.int64)
+        last_place[decodes] = np.arange(n)
+        last_place[prefills] = num_decode + np.cumsum(lens) - 1
+        sampling_rows = np.flatnonzero(batch.samples)
+        views["sample_rows"][: len(sampling_rows)] = last_place[sampling_rows]
+        states = self._run_forward(ints, num_decode, num_prefill)
+        if not len(sampling_rows):
+            return _Handle(
+                num_rows=len(batch.seats), rows=sampling_rows, tokens=None, logprobs=None
+            )
+        tokens, extras = self._dispatch_sample(states, batch, sampling_rows)
+        return _Handle(
+            num_rows=len(batch.seats), rows=sampling_rows, tokens=tokens, logprobs=extras
+        )
+
+    def _dispatch_sample(
+        self, states: Array, batch: StepBatch, rows: NDArray[np.int64]
+    ) -> tuple[Array, tuple[Array, Array, Array] | None]:
+        bucket, n = _bucket(self.decode_buckets, len(rows)), len(rows)
+        params = [batch.params[r] for r in rows]
+        views, ints = self._empty_sample(bucket)
+        views["seats"][:n] = batch.seats[rows]
+        if any(p.needs_penalties or p.logprobs is not None for p in params):
+            variant = "full"
+        else:
+            variant = "greedy" if all(p.is_greedy for p in params) else "sample"
+        if variant != "greedy":
+            views["top_k"][:n] = [p.top_k for p in params]
+            views["seed"][:n] = np.array(
+                [(p.seed or 0) & 0xFFFFFFFF for p in params], np.uint32
+            ).view(np.int32)
+            views["position"][:n] = batch.position[rows]
+            for name in ("temperature", "top_p", "min_p"):
+                views[name][:n] = np.array([getattr(p, name) for p in params], np.float32).view(
+                    np.int32
+                )
+        penalties = self._penalties(batch, rows, bucket) if variant == "full" else None
+        return self._run_sample(states, ints, penalties, bucket, variant)
+
+    def _penalties(
+        self, batch: StepBatch, rows: NDArray[np.int64], bucket: int
+    ) -> NDArray[np.int32]:
+        layout = _penalty_layout(bucket, self.max_model_len)
+        ints = np.zeros(layout.size, np.int32)
+        views = layout.views(ints)
+        views["last_seat"][:] = self.max_num_seqs
+        views["repetition"][:] = np.float32(1.0).view(np.int32)
+        views["bias_ids"][:] = self.config.vocab_size
+        token_end = np.cumsum(batch.num_tokens)
+        for i, r in enumerate(rows):
+            p, history = batch.params[r], batch.history[r]
+            views["history"][i, : len(history)] = history
+            views["prompt_len"][i], views["history_len"][i] = batch.prompt_len[r], len(history)
+            if batch.token_ids[token_end[r] - 1] < 0:
+                views["last_seat"][i] = batch.seats[r]
+            for name, value in (
+                ("repetition", p.repetition_penalty),
+                ("presence", p.presence_penalty),
+                ("frequency", p.frequency_penalty),
+            ):
+                views[name][i] = np.float32(value).view(np.int32)
+            bias = dict(p.logit_bias or {})
+            if batch.position[r] < p.min_tokens:
+                bias.update(dict.fromkeys(p.stop_token_ids, -np.inf))
+                if self.config.eos_token_id is not None:
+                    bias[self.config.eos_token_id] = -np.inf
+            views["bias_ids"][i, : len(bias)] = list(bias)
+            views["bias_values"][i, : len(bias)] = np.array(list(bias.values()), np.float32).view(
+                np.int32
+            )
+        return ints
+
+
+_VARIANTS = ("greedy", "sample", "full")
+"""Programs of the sampler: argmax alone; draws; draws with penalties, bias and log probabilities."""
+
+
+def _bucket(buckets: list[int], size: int) -> int:
+    return next(b for b in buckets if b >= size)

@@ -1,0 +1,235 @@
+"""The jitted steps against a plain forward pass: kinds, attention modes, chunks, batching, mixed steps, sampling."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from apt_jax.config import CacheConfig, ConfigError, ModelConfig
+from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
+from apt_jax.jax_executor import JaxExecutor, power_of_two_buckets
+from apt_jax.models.params import dummy_params
+from apt_jax.models.reference import forward
+from apt_jax.request import SamplingParams
+from apt_jax.sched.view import HIDDEN, KV
+
+CONFIG = ModelConfig(
+    family="opt", vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, ffn_size=64, max_position=256, eos_token_id=2,
+)  # fmt: skip
+PARAMS = dummy_params(CONFIG, "float32", 7)
+PARAMS = dataclasses.replace(
+    PARAMS, embed=PARAMS.embed * 20
+)  # random tiny models are near-uniform otherwise
+GREEDY = SamplingParams(temperature=0.0)
+BLOCK = 4
+
+
+def make_executor(
+    mode: str = "hybrid", attention: str = "auto", mixed: bool = False, **kwargs
+) -> JaxExecutor:
+    cache = CacheConfig(
+        block_size=BLOCK, num_blocks_override=400, mode=mode, hidden_attention=attention
+    )
+    return JaxExecutor(
+        kwargs.pop("params", PARAMS),
+        kwargs.pop("config", CONFIG),
+        cache=cache,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        mixed=mixed,
+    )
+
+
+class Driver:
+    """Feeds an executor by hand: contiguous blocks per request, no scheduler."""
+
+    def __init__(self, executor: JaxExecutor) -> None:
+        self.executor = executor
+        self.tokens: dict[int, list[int]] = {}
+        self.cached: dict[int, int] = {}
+        self.kind: dict[int, int] = {}
+        self.table: dict[int, np.ndarray] = {}
+
+    def add(self, seat: int, prompt: list[int], kind: int) -> None:
+        per_row = 2 * (128 // BLOCK)
+        blocks = (
+            1 + (seat * 48 + np.random.default_rng(seat).permutation(48)) % self.executor.num_blocks
+        )
+        self.table[seat] = (
+            np.stack([blocks[:24], blocks[24:48]])
+            if kind == KV
+            else np.stack([blocks[:24], np.zeros(24, np.int64)])
+        )
+        assert per_row >= 48
+        self.tokens[seat], self.cached[seat], self.kind[seat] = list(prompt), 0, kind
+
+    def step(
+        self, counts: dict[int, int], params: SamplingParams = GREEDY, on_device: bool = False
+    ):
+        seats = list(counts)
+        ids, samples = [], []
+        for s in seats:
+            start, n = self.cached[s], counts[s]
+            piece = self.tokens[s][start : start + n]
+            complete = start + n == len(self.tokens[s])
+            if on_device and n == 1 and complete and start:
+                piece = [TOKEN_ON_DEVICE]
+            ids += piece
+            samples.append(complete)
+        batch = StepBatch(
+            seats=np.array(seats, np.int32),
+            num_tokens=np.array([counts[s] for s in seats], np.int32),
+            start=np.array([self.cached[s] for s in seats], np.int32),
+            kind=np.array([self.kind[s] for s in seats], np.int8),
+            token_ids=np.array(ids, np.int32),
+            block_tables=np.stack([self.table[s] for s in seats]).astype(np.int32),
+            samples=np.array(samples),
+            position=np.zeros(len(seats), np.int32),
+            params=[params] * len(seats),
+            history=[np.array(self.tokens[s], np.int32) for s in seats],
+            prompt_len=np.array([len(self.tokens[s]) for s in seats], np.int32),
+        )
+        result = self.executor.execute(batch).result()
+        for i, s in enumerate(seats):
+            self.cached[s] += counts[s]
+            if samples[i]:
+                self.tokens[s].append(int(result.token_ids[i]))
+            else:
+                assert result.token_ids[i] == -1
+        assert result.finite.all()
+        return result
+
+
+@jax.jit
+def padded_forward(tokens):
+    return forward(PARAMS, tokens, CONFIG)
+
+
+def reference_greedy(prompt: list[int], steps: int) -> list[int]:
+    """Without a cache; padded at the end, where causal attention does not look."""
+    tokens = list(prompt)
+    for _ in range(steps):
+        padded = np.zeros(80, np.int32)
+        padded[: len(tokens)] = tokens
+        tokens.append(int(np.argmax(np.asarray(padded_forward(padded))[len(tokens) - 1])))
+    return tokens
+
+
+PROMPTS = {0: [5, 6, 7], 1: list(range(10, 47)), 2: [3], 3: list(range(60, 77))}
+
+
+@pytest.mark.parametrize("attention", ["reproject", "absorb"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_tokens_equal_a_plain_forward_pass(attention: str, mixed: bool) -> None:
+    """Both kinds side by side, chunked prompts over a cached prefix, decodes beside chunks, tokens fed on the device."""
+    driver = Driver(make_executor(attention=attention, mixed=mixed))
+    for kind_of in ({0: KV, 1: HIDDEN, 2: HIDDEN, 3: KV}, {0: HIDDEN, 1: KV, 2: KV, 3: HIDDEN}):
+        for seat, prompt in PROMPTS.items():
+            driver.add(seat, prompt, kind_of[seat])
+        driver.step({0: 3, 1: 20, 2: 1})
+        driver.step({0: 1, 1: 10, 2: 1, 3: 5})
+        driver.step({0: 1, 1: 7, 2: 1, 3: 12})
+        for i in range(12):
+            driver.step({0: 1, 1: 1, 2: 1, 3: 1}, on_device=i % 2 == 0)
+        for seat, prompt in PROMPTS.items():
+            assert driver.tokens[seat] == reference_greedy(
+                prompt, len(driver.tokens[seat]) - len(prompt)
+            ), seat
+
+
+@pytest.mark.parametrize("mode", ["kv", "hidden"])
+def test_executors_of_one_kind(mode: str) -> None:
+    driver = Driver(make_executor(mode))
+    kind = KV if mode == "kv" else HIDDEN
+    for seat, prompt in PROMPTS.items():
+        driver.add(seat, prompt, kind)
+    driver.step({s: len(p) for s, p in PROMPTS.items()})
+    for _ in range(5):
+        driver.step(dict.fromkeys(PROMPTS, 1))
+    for seat, prompt in PROMPTS.items():
+        assert driver.tokens[seat] == reference_greedy(prompt, 6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
+    """One prefill and one decode step of each kind: log probabilities within 0.05 (bfloat16) of the float32 model."""
+    params = dummy_params(CONFIG, dtype, 7)
+    exact = dummy_params(CONFIG, "float32", 7)
+    expected = np.asarray(forward(exact, jnp.asarray(PROMPTS[1][:30], jnp.int32), CONFIG))[-1]
+    expected = expected - np.log(np.exp(expected).sum())
+    driver = Driver(make_executor(params=params))
+    for seat, kind in ((0, KV), (1, HIDDEN)):
+        driver.add(seat, PROMPTS[1][:30], kind)
+    driver.step({0: 29, 1: 29})
+    result = driver.step({0: 1, 1: 1}, SamplingParams(temperature=0.0, logprobs=5))
+    for row in range(2):
+        np.testing.assert_allclose(
+            result.top_logprobs[row], expected[result.top_ids[row]], atol=0.05
+        )
+
+
+def test_serving_after_warm_up_compiles_nothing() -> None:
+    executor = make_executor(mixed=True)
+    seen = []
+    executor.warm_up(lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] == len(seen)
+    assert executor.compilations == 0
+    driver = Driver(executor)
+    rng = np.random.default_rng(0)
+    for seat in range(8):
+        driver.add(seat, list(rng.integers(3, 97, int(rng.integers(1, 40)))), int(rng.integers(2)))
+    variants = [
+        GREEDY,
+        SamplingParams(seed=1),
+        SamplingParams(seed=1, top_k=5, top_p=0.9, min_p=0.01),
+        SamplingParams(repetition_penalty=1.2, logprobs=3, seed=2),
+    ]
+    for i in range(30):
+        counts, budget = {}, 64
+        for seat in rng.permutation(8)[: rng.integers(1, 9)]:
+            left = len(driver.tokens[seat]) - driver.cached[seat]
+            n = min(budget, int(rng.integers(1, left + 1)))
+            if n and driver.cached[seat] + n < 90:
+                counts[int(seat)] = n
+                budget -= n
+        if counts:
+            driver.step(counts, variants[i % 4])
+    assert executor.compilations == 0
+
+
+def test_a_row_with_nan_is_flagged_and_its_neighbour_is_not() -> None:
+    params = dataclasses.replace(PARAMS, embed=PARAMS.embed.at[50].set(jnp.nan))
+    tied_free = dataclasses.replace(params, head=PARAMS.embed)
+    config = dataclasses.replace(CONFIG, tie_embeddings=False)
+    executor = make_executor(params=tied_free, config=config)
+    driver = Driver(executor)
+    driver.add(0, [5, 6, 7], KV)
+    driver.add(1, [5, 50, 7], KV)
+    with pytest.raises(AssertionError):
+        driver.step({0: 3, 1: 3})
+    driver.add(2, [5, 6, 7], HIDDEN)
+    driver.step({2: 3})
+    assert driver.tokens[2] == reference_greedy([5, 6, 7], 1)
+
+
+def test_buckets() -> None:
+    assert power_of_two_buckets(1, 64, 16) == [1, 2, 4, 8, 16, 32, 64]
+    assert power_of_two_buckets(1, 48, 16) == [1, 2, 4, 8, 16, 32, 48]
+    assert power_of_two_buckets(1, 50, 16) == [1, 2, 4, 8, 16, 32, 64]
+    assert power_of_two_buckets(1, 5, 16) == [1, 2, 4, 8]
+    assert power_of_two_buckets(32, 100) == [32, 64, 100]
+
+
+def test_a_model_that_is_too_short_for_max_model_len_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len=512 exceeds"):
+        JaxExecutor(
+            PARAMS,
+            CONFIG,
+            cache=CacheConfig(),
+            max_num_seqs=4,
+            max_num_batched_tokens=32,
+            max_model_len=512,
+        )

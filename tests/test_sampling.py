@@ -1,0 +1,150 @@
+"""Device sampling against plain NumPy implementations of the same rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from apt_jax import sampling
+
+
+def restrict_by_sorting(scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """The kept set of one row, by sorting: top-k, then top-p of the rest, then min-p; ties at a border stay."""
+    keep = np.ones(len(scores), bool)
+    if 0 < top_k < len(scores):
+        keep &= scores >= np.sort(scores)[-top_k]
+    p = np.exp(scores - scores[keep].max()) * keep
+    p /= p.sum()
+    if top_p < 1.0:
+        order = np.sort(p)[::-1]
+        border = order[np.searchsorted(np.cumsum(order), top_p)]
+        keep &= p >= border
+    keep &= p >= min_p * p.max()
+    return keep
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_restrictions_keep_the_same_tokens_as_sorting(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    b, v = 32, 501
+    scores = (rng.standard_normal((b, v)) * 3).astype(np.float32)
+    top_k = rng.choice([0, 1, 2, 7, 100, 501, 1000], b).astype(np.int32)
+    top_p = rng.choice([1.0, 0.99, 0.9, 0.5, 0.05], b).astype(np.float32)
+    min_p = rng.choice([0.0, 0.01, 0.2, 1.0], b).astype(np.float32)
+    kept = np.isfinite(np.asarray(jax.jit(sampling.restrict)(scores, top_k, top_p, min_p)))
+    for r in range(b):
+        expected = restrict_by_sorting(
+            scores[r].astype(np.float64), int(top_k[r]), float(top_p[r]), float(min_p[r])
+        )
+        np.testing.assert_array_equal(kept[r], expected)
+
+
+def test_ties_at_the_border_stay() -> None:
+    scores = jnp.array([[1.0, 2.0, 2.0, 0.0, -1.0]])
+    kept = sampling.restrict(scores, jnp.array([1], jnp.int32), jnp.array([1.0]), jnp.array([0.0]))
+    assert np.isfinite(np.asarray(kept))[0].tolist() == [False, True, True, False, False]
+
+
+def _rows(
+    b: int, temperature: float, seed: int = 0, position: int = 0, top_k: int = 0
+) -> sampling.SamplingRows:
+    return sampling.SamplingRows(
+        temperature=jnp.full(b, temperature, jnp.float32),
+        top_k=jnp.full(b, top_k, jnp.int32),
+        top_p=jnp.ones(b, jnp.float32),
+        min_p=jnp.zeros(b, jnp.float32),
+        seed=jnp.full(b, seed, jnp.uint32),
+        position=jnp.full(b, position, jnp.int32),
+    )
+
+
+def test_draws_follow_the_distribution_and_the_temperature() -> None:
+    probabilities = np.array([0.5, 0.25, 0.15, 0.1])
+    scores = jnp.log(jnp.asarray(probabilities, jnp.float32))
+    b = 20_000
+    rows = sampling.SamplingRows(**{**vars(_rows(b, 1.0)), "seed": jnp.arange(b, dtype=jnp.uint32)})
+    tokens, finite = jax.jit(sampling.sample)(jnp.tile(scores[None], (b, 1)), rows)
+    assert bool(finite.all())
+    shares = np.bincount(np.asarray(tokens), minlength=4) / b
+    np.testing.assert_allclose(shares, probabilities, atol=4 * np.sqrt(0.25 / b))
+    sharp = sampling.SamplingRows(**{**vars(rows), "temperature": jnp.full(b, 0.5, jnp.float32)})
+    tokens, _ = jax.jit(sampling.sample)(jnp.tile(scores[None], (b, 1)), sharp)
+    expected = probabilities**2 / (probabilities**2).sum()
+    np.testing.assert_allclose(
+        np.bincount(np.asarray(tokens), minlength=4) / b, expected, atol=4 * np.sqrt(0.25 / b)
+    )
+
+
+def test_a_draw_depends_on_seed_and_position_and_not_on_neighbours() -> None:
+    scores = jnp.asarray(np.random.default_rng(0).standard_normal((4, 300)), jnp.float32)
+    alone, _ = sampling.sample(scores[1:2], _rows(1, 1.0, 7, 3))
+    mixed = sampling.SamplingRows(
+        **{
+            **vars(_rows(4, 1.0, 9, 1)),
+            "seed": jnp.array([1, 7, 2, 3], jnp.uint32),
+            "position": jnp.array([0, 3, 5, 3], jnp.int32),
+        }
+    )
+    together, _ = sampling.sample(scores, mixed)
+    assert int(together[1]) == int(alone[0])
+    draws = {int(sampling.sample(scores[1:2], _rows(1, 1.0, 7, p))[0][0]) for p in range(20)}
+    assert len(draws) > 5
+
+
+def test_greedy_rows_take_the_top_and_bad_rows_are_flagged() -> None:
+    scores = jnp.array(
+        [[0.0, 3.0, 3.0], [jnp.nan, 1.0, 2.0], [-jnp.inf, -jnp.inf, -jnp.inf], [0.0, jnp.inf, 1.0]]
+    )
+    tokens, finite = sampling.sample(scores, _rows(4, 0.0))
+    assert int(tokens[0]) == 1
+    assert finite.tolist() == [True, False, False, False]
+
+
+def test_penalties_and_bias_follow_the_published_rules() -> None:
+    rng = np.random.default_rng(1)
+    b, v, s = 3, 40, 16
+    scores = rng.standard_normal((b, v)).astype(np.float32)
+    history = rng.integers(0, v, (b, s)).astype(np.int32)
+    prompt_len, history_len = np.array([4, 0, 7], np.int32), np.array([10, 16, 7], np.int32)
+    last_tokens, last_seat = np.array([5, 6, 7, 8], np.int32), np.array([2, 4, 0], np.int32)
+    repetition, presence, frequency = (
+        np.array([1.3, 1.0, 0.8], np.float32),
+        np.array([0.5, 0.0, -1.0], np.float32),
+        np.array([0.2, 1.5, 0.0], np.float32),
+    )
+    bias_ids = np.full((b, sampling.NUM_BIASES), v, np.int32)
+    bias_values = np.zeros((b, sampling.NUM_BIASES), np.float32)
+    bias_ids[1, :2], bias_values[1, :2] = [3, 9], [2.5, -np.inf]
+    rows = sampling.PenaltyRows(
+        history=jnp.asarray(history), prompt_len=jnp.asarray(prompt_len), history_len=jnp.asarray(history_len), last_seat=jnp.asarray(last_seat),
+        repetition=jnp.asarray(repetition), presence=jnp.asarray(presence), frequency=jnp.asarray(frequency),
+        bias_ids=jnp.asarray(bias_ids), bias_values=jnp.asarray(bias_values),
+    )  # fmt: skip
+    actual = np.asarray(sampling.penalise(jnp.asarray(scores), rows, jnp.asarray(last_tokens)))
+    for r in range(b):
+        prompt, output = (
+            list(history[r, : prompt_len[r]]),
+            list(history[r, prompt_len[r] : history_len[r]]),
+        )
+        if last_seat[r] < 4:
+            output.append(last_tokens[last_seat[r]])
+        expected = scores[r].astype(np.float64)
+        for t in set(prompt) | set(output):
+            expected[t] = (
+                expected[t] / repetition[r] if expected[t] > 0 else expected[t] * repetition[r]
+            )
+        for t in set(output):
+            expected[t] -= frequency[r] * output.count(t) + presence[r]
+        if r == 1:
+            expected[3] += 2.5
+            expected[9] = -np.inf
+        np.testing.assert_allclose(actual[r], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_log_probabilities_are_normalised_and_ordered() -> None:
+    scores = jnp.asarray(np.random.default_rng(2).standard_normal((2, 50)), jnp.float32)
+    chosen, ids, values = sampling.log_probabilities(scores, jnp.array([4, 9], jnp.int32))
+    exact = np.asarray(scores) - np.log(np.exp(np.asarray(scores)).sum(1, keepdims=True))
+    np.testing.assert_allclose(np.asarray(chosen), [exact[0, 4], exact[1, 9]], rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(ids)[0], np.argsort(-exact[0])[:20])
+    np.testing.assert_allclose(np.asarray(values)[1], np.sort(exact[1])[::-1][:20], rtol=1e-5)
