@@ -1,0 +1,76 @@
+"""Typed, checked access to the fields of a Hugging Face ``config.json``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.errors import ModelLoadError
+
+_REQUIRED = object()
+_MAX_SIZE = 2**31 - 1  # sizes are used as int32 on the device
+
+
+class ConfigFields:
+    """Reads fields of one configuration; every method raises `ModelLoadError` that names the field and its value.
+
+    JSON has no integer type of its own and Python takes `True` for 1, so both are checked here: ``768.0`` and ``true``
+    are not sizes.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self._fields.get(name, default)
+        if value is _REQUIRED:
+            raise ModelLoadError(f"config.json: {name} is missing")
+        return default if value is None and default is not _REQUIRED else value
+
+    def positive(self, name: str, default: Any = _REQUIRED) -> int:
+        """An integer in [1, 2**31)."""
+        value = self._value(name, default)
+        if type(value) is not int or not 0 < value <= _MAX_SIZE:
+            raise ModelLoadError(
+                f"config.json: {name}={value!r:.60} must be an integer in [1, {_MAX_SIZE}]"
+            )
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A JSON boolean."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise ModelLoadError(f"config.json: {name}={value!r:.60} must be true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A string."""
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise ModelLoadError(f"config.json: {name}={value!r:.60} must be a string")
+        return value
+
+    def token_ids(
+        self, name: str, default: int | None, vocab_size: int, file: str = "config.json"
+    ) -> tuple[int, ...]:
+        """None, one id or a list of ids, each in [0, vocab_size), as a tuple.
+
+        A default beyond a small vocabulary counts as absent: it was not the model's own word.
+        """
+        if name not in self._fields:
+            return (default,) if default is not None and default < vocab_size else ()
+        value = self._fields[name]
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+            raise ModelLoadError(
+                f"{file}: {name}={value!r:.60} must lie in [0, vocab_size={vocab_size})"
+            )
+        return tuple(ids)
+
+    def token_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
+        """The first of `token_ids`, or None."""
+        ids = self.token_ids(name, default, vocab_size)
+        return ids[0] if ids else None
+
+
+__all__ = ["ConfigFields"]

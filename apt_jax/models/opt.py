@@ -1,0 +1,175 @@
+"""OPT (Zhang et al., 2022) as Hugging Face publishes it: configuration and tensor names.
+
+Sizes from 125M to 66B share one layout: pre-norm, ReLU, learned positions whose table starts with two unused rows, the
+output head tied to the token embeddings. OPT-350M differs: post-norm without a norm at the end, and token embeddings of
+width 512 that two matrices without bias project to and from the model width.
+
+Every leaf of `ModelParams` is one tensor of the checkpoint, reshaped: ``q_proj.weight`` (N*H, D) is `wq` (N, H, D), and
+``out_proj.weight`` (D, N*H) is `wo` (D, N, H). Nothing is transposed or split.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.config import ModelConfig
+from apt_jax.errors import ModelLoadError
+from apt_jax.models.fields import ConfigFields
+
+FAMILY = "opt"
+
+_POSITION_OFFSET = 2
+
+_TOP_LEVEL = {
+    "embed": "embed_tokens.weight",
+    "position": "embed_positions.weight",
+    "project_in": "project_in.weight",
+    "project_out": "project_out.weight",
+    "final_norm.scale": "final_layer_norm.weight",
+    "final_norm.bias": "final_layer_norm.bias",
+    "head": "lm_head.weight",
+}
+
+_IN_LAYER = {
+    "attn_norm.scale": "self_attn_layer_norm.weight",
+    "attn_norm.bias": "self_attn_layer_norm.bias",
+    "wq": "self_attn.q_proj.weight",
+    "bq": "self_attn.q_proj.bias",
+    "wk": "self_attn.k_proj.weight",
+    "bk": "self_attn.k_proj.bias",
+    "wv": "self_attn.v_proj.weight",
+    "bv": "self_attn.v_proj.bias",
+    "wo": "self_attn.out_proj.weight",
+    "bo": "self_attn.out_proj.bias",
+    "ffn_norm.scale": "final_layer_norm.weight",
+    "ffn_norm.bias": "final_layer_norm.bias",
+    "w_up": "fc1.weight",
+    "b_up": "fc1.bias",
+    "w_down": "fc2.weight",
+    "b_down": "fc2.bias",
+}
+
+TIED_HEAD = "lm_head.weight"
+"""May be in a checkpoint with tied embeddings, and is then the embedding table once more."""
+
+IGNORED_TENSORS = frozenset({"version"})
+"""Left over from the format that OPT was converted from."""
+
+
+def model_config(fields: Mapping[str, Any]) -> ModelConfig:
+    """The model shape that a ``config.json`` describes; absent optional fields have Hugging Face's defaults.
+
+    Raises:
+        ModelLoadError: a field is missing, out of range, or asks for something that is not implemented.
+    """
+    get = ConfigFields(fields)
+    hidden_size = get.positive("hidden_size")
+    num_heads = get.positive("num_attention_heads")
+    if hidden_size % num_heads:
+        raise ModelLoadError(
+            f"config.json: hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}"
+        )
+    activation = get.text("activation_function", "relu")
+    if activation != "relu":
+        raise ModelLoadError(
+            f"config.json: activation_function={activation!r} is not supported for OPT; only 'relu' is"
+        )
+    embedding_size = get.positive("word_embed_proj_dim", hidden_size)
+    norm_before = get.flag("do_layer_norm_before", True)
+    vocab_size = get.positive("vocab_size")
+    return ModelConfig(
+        family=FAMILY,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=get.positive("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        ffn_size=get.positive("ffn_dim"),
+        max_position=get.positive("max_position_embeddings"),
+        embedding_size=None if embedding_size == hidden_size else embedding_size,
+        activation="relu",
+        norm_before=norm_before,
+        final_norm=norm_before and not get.flag("_remove_final_layer_norm", False),
+        norm_eps=1e-5,
+        position="learned",
+        position_offset=_POSITION_OFFSET,
+        bias=get.flag("enable_bias", True),
+        tie_embeddings=get.flag("tie_word_embeddings", True),
+        bos_token_id=get.token_id("bos_token_id", 2, vocab_size),
+        eos_token_id=get.token_id("eos_token_id", 2, vocab_size),
+        pad_token_id=get.token_id("pad_token_id", 1, vocab_size),
+    )
+
+
+def constant_leaf(leaf: str, fields: Mapping[str, Any]) -> float | None:
+    """The value of a leaf that the checkpoint does not store: norms without weights scale by one and add zero."""
+    if ConfigFields(fields).flag("layer_norm_elementwise_affine", True):
+        return None
+    if leaf.endswith("norm.scale"):
+        return 1.0
+    return 0.0 if leaf.endswith("norm.bias") else None
+
+
+def tensor_name(leaf: str) -> str:
+    """The bare checkpoint name of a leaf of `param_names`, e.g. ``layers.3.fc1.weight`` for ``layers.3.w_up``."""
+    if not leaf.startswith("layers."):
+        return _TOP_LEVEL[leaf]
+    _, index, rest = leaf.split(".", 2)
+    return f"layers.{index}.{_IN_LAYER[rest]}"
+
+
+def tensor_shape(leaf: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that the checkpoint has for a leaf of `shape`: heads and their dimension are one axis."""
+    field = leaf.rsplit(".", 1)[-1]
+    if field in ("wq", "wk", "wv"):
+        heads, head_dim, width = shape
+        return (heads * head_dim, width)
+    if field in ("bq", "bk", "bv"):
+        heads, head_dim = shape
+        return (heads * head_dim,)
+    if field == "wo":
+        width, heads, head_dim = shape
+        return (width, heads * head_dim)
+    return shape
+
+
+def bare_name(name: str) -> str:
+    """A tensor name without the prefixes that depend on the class it was saved from (``model.``, ``decoder.``)."""
+    return name.removeprefix("model.").removeprefix("decoder.")
+
+
+def _preset(num_layers: int, hidden_size: int, num_heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "vocab_size": 50272,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "ffn_dim": 4 * hidden_size,
+        "max_position_embeddings": 2048,
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "opt-125m": _preset(12, 768, 12),
+    "opt-350m": _preset(24, 1024, 16) | {"word_embed_proj_dim": 512, "do_layer_norm_before": False},
+    "opt-1.3b": _preset(24, 2048, 32),
+    "opt-2.7b": _preset(32, 2560, 32),
+    "opt-6.7b": _preset(32, 4096, 32),
+    "opt-13b": _preset(40, 5120, 40),
+    "opt-30b": _preset(48, 7168, 56),
+    "opt-66b": _preset(64, 9216, 72),
+}
+"""The published sizes, as the fields of their ``config.json`` (Zhang et al., 2022, Table 1)."""
+
+__all__ = [
+    "FAMILY",
+    "IGNORED_TENSORS",
+    "PRESETS",
+    "TIED_HEAD",
+    "bare_name",
+    "constant_leaf",
+    "model_config",
+    "tensor_name",
+    "tensor_shape",
+]
