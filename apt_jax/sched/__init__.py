@@ -1,0 +1,72 @@
+"""Scheduling: the view that a policy gets, the knapsack and its solvers, the value model, the policies."""
+
+from collections.abc import Callable
+
+from apt_jax.config import SchedulerConfig
+from apt_jax.errors import ConfigError
+from apt_jax.sched.apt import AptPolicy
+from apt_jax.sched.check import check_plan
+from apt_jax.sched.exact import solve_exact
+from apt_jax.sched.fcfs import FcfsPolicy
+from apt_jax.sched.greedy import solve_greedy
+from apt_jax.sched.problem import NOT_CHOSEN, KnapsackProblem, Schedule
+from apt_jax.sched.view import (
+    HIDDEN,
+    KV,
+    NO_KIND,
+    KindSpec,
+    Plan,
+    Policy,
+    RequestTable,
+    SchedulerView,
+    StepCosts,
+)
+
+__all__ = [
+    "HIDDEN",
+    "KV",
+    "NOT_CHOSEN",
+    "NO_KIND",
+    "POLICIES",
+    "AptPolicy",
+    "FcfsPolicy",
+    "KindSpec",
+    "KnapsackProblem",
+    "Plan",
+    "Policy",
+    "RequestTable",
+    "Schedule",
+    "SchedulerView",
+    "StepCosts",
+    "check_plan",
+    "make_policy",
+    "solve_exact",
+    "solve_greedy",
+]
+
+POLICIES: dict[str, Callable[[SchedulerConfig, int], Policy]] = {
+    "apt": lambda config, seed: AptPolicy(violation_decay=config.violation_decay),
+    "fcfs": lambda config, seed: FcfsPolicy(),
+}
+"""Policies by the name that `--scheduling-policy` takes: makers from a configuration and a seed."""
+
+
+def make_policy(
+    name: str | None = None, config: SchedulerConfig | None = None, *, seed: int = 0
+) -> Policy:
+    """A policy by name.
+
+    Args:
+        name: a key of `POLICIES`; None: `config.policy`.
+        config: what the policy reads its settings from.
+        seed: of policies that draw at random.
+
+    Raises:
+        ConfigError: no policy has this name.
+    """
+    config = SchedulerConfig() if config is None else config
+    name = config.policy if name is None else name
+    if name not in POLICIES:
+        known = ", ".join(sorted(POLICIES))
+        raise ConfigError(f"policy={name!r} must be one of {known} (--scheduling-policy)")
+    return POLICIES[name](config, seed)

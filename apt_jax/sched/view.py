@@ -68,6 +68,9 @@ class RequestTable:
         ("num_outputs", np.int32),  # output tokens, tokens in flight counted
         ("slo_ttft_s", np.float64),
         ("slo_tbt_s", np.float64),
+        ("num_delivered", np.int32),  # output tokens that `note_tokens` was told of
+        ("ttft_missed", np.bool_),  # the first token came after slo_ttft_s
+        ("num_late_gaps", np.int32),  # gaps between delivered tokens above slo_tbt_s
         ("num_preemptions", np.int32),
         ("num_kind_switches", np.int32),
         ("tokens_since_preemption", np.int32),
@@ -86,6 +89,9 @@ class RequestTable:
     num_outputs: NDArray[np.int32]
     slo_ttft_s: NDArray[np.float64]
     slo_tbt_s: NDArray[np.float64]
+    num_delivered: NDArray[np.int32]
+    ttft_missed: NDArray[np.bool_]
+    num_late_gaps: NDArray[np.int32]
     num_preemptions: NDArray[np.int32]
     num_kind_switches: NDArray[np.int32]
     tokens_since_preemption: NDArray[np.int32]
@@ -123,6 +129,15 @@ class RequestTable:
         self.slo_tbt_s[row] = slo_tbt_s
         self.live[row] = True
         return row
+
+    def note_tokens(self, rows: NDArray[np.int32], now_s: float) -> None:
+        """One token is delivered to each of `rows` (no row twice): sets `last_token_s` and counts what came late."""
+        gap_s = now_s - self.last_token_s[rows]
+        first = self.num_delivered[rows] == 0
+        self.ttft_missed[rows] |= first & (gap_s > self.slo_ttft_s[rows])
+        self.num_late_gaps[rows] += ~first & (gap_s > self.slo_tbt_s[rows])
+        self.num_delivered[rows] += 1
+        self.last_token_s[rows] = now_s
 
     def remove(self, row: int) -> None:
         """Give the row of an ended request back."""

@@ -1,0 +1,73 @@
+"""First come, first served: vLLM's classic policy, the paper's baseline (Apt-Serve §2.2, §6.1)."""
+
+import numpy as np
+
+from apt_jax.sched.policy import (
+    StepPacker,
+    allowed_kinds,
+    blocks_per_group,
+    decode_plan,
+    groups_for,
+    held_blocks_for,
+    split_running,
+    target_tokens,
+    unblock,
+)
+from apt_jax.sched.view import Plan, SchedulerView
+
+WATERMARK = 0.01
+"""Share of the pool that admission leaves free, so that what runs can grow a little before anyone is evicted."""
+
+
+class FcfsPolicy:
+    """Prefill while the head of the waiting queue fits, else decode everything; evict the latest arrival.
+
+    * Admission is strictly by arrival rank, which preempted requests keep: the first that does not fit (blocks of its
+      prompt and one position, watermark, seats, tokens of the step) ends it.
+    * A prompt longer than a step is computed in chunks, before anything else.
+    * When the next positions do not fit the pool, running requests lose their cache, the latest arrived first, and are
+      recomputed.
+    * Every request takes KV, or the hidden kind where KV is not on offer or can never hold it.
+    """
+
+    name = "fcfs"
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        decoding, partial = split_running(view)
+        plan = self._prefill(view, decoding.size + partial.size > 0, partial)
+        if plan.rows.size:
+            return plan
+        if decoding.size:
+            return self._decode(view)
+        return unblock(view, partial) if partial.size else Plan.idle()
+
+    def _prefill(self, view: SchedulerView, anything_runs: bool, partial: np.ndarray) -> Plan:
+        packer = StepPacker(view)
+        if partial.size:
+            packer.go_on(partial)
+        waiting = view.waiting[: max(packer.seats_left, 0)]
+        if not waiting.size or packer.tokens_left < 1:
+            return packer.plan()
+        kind = allowed_kinds(view, waiting).argmax(axis=1)
+        blocks = groups_for(view, target_tokens(view, waiting, 1)) * blocks_per_group(view)[kind]
+        unfinished = (
+            held_blocks_for(view, partial, target_tokens(view, partial, 1))
+            - view.table.num_blocks[partial]
+        )
+        watermark = int(np.ceil(WATERMARK * view.total_blocks)) if anything_runs else 0
+        room = view.free_blocks - int(unfinished.sum()) - watermark
+        num_fitting = int(np.searchsorted(np.cumsum(blocks), room, side="right"))
+        packer.start(waiting[:num_fitting], kind[:num_fitting].astype(np.int8), in_order=True)
+        return packer.plan()
+
+    def _decode(self, view: SchedulerView) -> Plan:
+        """The longest prefix of the running queue by rank whose next positions fit."""
+        rows, table = view.running, view.table
+        remaining = view.remaining(rows)
+        held = table.num_blocks[rows]
+        # Prompts that are partly computed (and blocked, or there would have been a prefill) only keep what they hold.
+        needed = np.where(remaining == 1, held_blocks_for(view, rows, table.num_tokens[rows]), held)
+        have = view.free_blocks + int(held.sum())
+        num_kept = int(np.searchsorted(np.cumsum(needed), have, side="right"))
+        kept, preempt = rows[:num_kept], rows[num_kept:]
+        return decode_plan(view, kept[remaining[:num_kept] == 1], preempt)

@@ -1,0 +1,202 @@
+"""Apt-Serve's greedy solver, for any number of cache kinds (Apt-Serve §5 and its appendix, Algorithm 1).
+
+    options of a request            its upper hull and increments       over all requests
+    value                           value
+      |         x KV                  |        _x  theta_2              sort by theta, take while they fit;
+      |    x hidden                   |    x'      theta_1 > theta_2    the first that does not fit: V' against V;
+      |                               |   /                             then fill what is left
+      +----------- blocks             +----------- blocks
+
+An increment is an edge of the hull: it leads from one option of a request (or from not running) to the next one, and
+its efficiency is theta = (gain in value) / (blocks it adds). The paper's refinement, that hidden is avoided where
+going straight to KV has the better efficiency, is that hidden does not lie on the hull.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.problem import NOT_CHOSEN, KnapsackProblem, Schedule
+
+_FILL_ROUNDS = 64
+"""Most passes of the fill; each takes a maximal run of moves. Ordinary problems need fewer than ten."""
+
+_NO_VALUE = -1e300
+"""Stands for -inf, which has no differences."""
+
+
+def solve_greedy(problem: KnapsackProblem) -> Schedule:
+    """Solve within a factor of two of the optimum, in O(n log n) (Apt-Serve appendix, Theorem 1).
+
+    1. Options that do not fit the capacity alone, and those of no value, are dropped. Without the first rule V' would
+       not be a solution, and the guarantee void.
+    2. Free options (zero blocks) are taken. The upper hull of each request's remaining options gives its increments.
+    3. Increments are taken by falling efficiency while they fit: V. They are concave along a request's hull, so
+       each comes after the one that it builds on. If the first that does not fit leads to an option that is worth
+       more than all of V, that option is the solution instead: V'.
+    4. What is left is filled with further moves that fit, by efficiency. The value only grows.
+
+    Equal efficiencies are taken in the order of the requests (first increments before later ones): a problem has one
+    solution.
+
+    Differences from the appendix: any number of kinds, zero costs, V' counts the whole option (the increment may be an
+    upgrade, and its option is worth more), and step 4.
+    """
+    kind, value, cost = _take_free_options(problem)
+    request, column, gain, blocks = _increments(problem, value, cost)
+    capacity = problem.capacity
+    used = np.cumsum(blocks)
+    num_taken = int(np.searchsorted(used, capacity, side="right"))
+    if num_taken == request.size:
+        kind[request] = column  # NumPy assigns in order: the last increment of a request stays
+        return Schedule.of(problem, kind)
+
+    first_out, leads_to = request[num_taken], column[num_taken]
+    if problem.value[first_out, leads_to] - value[first_out] > gain[:num_taken].sum():
+        request, column = request[num_taken : num_taken + 1], column[num_taken : num_taken + 1]
+    else:
+        request, column = request[:num_taken], column[:num_taken]
+    kind[request] = column
+    value[request] = problem.value[request, column]
+    cost[request] = problem.cost[request, column]
+    left = capacity - int(cost.sum())
+    if left > 0:
+        _fill(problem, kind, value, cost, left)
+    return Schedule.of(problem, kind)
+
+
+def _take_free_options(
+    problem: KnapsackProblem,
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+    """Start of the hulls: the best option of no blocks and some value where there is one, else not running."""
+    n = problem.num_requests
+    kind = np.full(n, NOT_CHOSEN, np.int64)
+    value = np.zeros(n)
+    free = problem.cost == 0
+    if free.any():
+        worth = np.where(free, problem.value, -np.inf)
+        best = worth.argmax(axis=1)
+        top = worth[np.arange(n), best]
+        has = top > 0
+        kind[has] = best[has]
+        value[has] = top[has]
+    return kind, value, np.zeros(n, np.int64)
+
+
+def _increments(
+    problem: KnapsackProblem, value: NDArray[np.float64], cost: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+    """Edges of all hulls by falling efficiency: request, column that the edge leads to, gain in value, blocks added.
+
+    Gift wrapping: from where a request stands, the steepest of its options is the next corner. Each pass does one
+    corner of every request, so that the work is (number of kinds) passes over (requests, kinds).
+    """
+    # (num_kinds, n): every operation below then runs along contiguous memory.
+    option_value = np.maximum(problem.value.T, _NO_VALUE, order="C")
+    option_cost = np.array(problem.cost.T, np.float64, order="C")
+    option_cost[option_cost > problem.capacity] = np.inf
+    rows = np.arange(problem.num_requests)
+    from_value, from_cost, ceiling = value, cost, np.full(rows.size, np.inf)
+    edges: list[tuple[NDArray, ...]] = []
+    for _ in range(problem.num_kinds):
+        rise = option_value - from_value
+        run = option_cost - from_cost
+        slope = rise / np.where(run > 0, run, np.inf)
+        column, at, steepest = _steepest(slope)
+        keep = np.flatnonzero(steepest > 0)
+        if not keep.size:
+            break
+        if keep.size < rows.size:
+            rows, column, at, steepest, ceiling = (
+                rows[keep],
+                column[keep],
+                at[keep],
+                steepest[keep],
+                ceiling[keep],
+            )
+            option_value, option_cost = option_value[:, keep], option_cost[:, keep]
+        gain, blocks = rise.ravel()[at], run.ravel()[at]
+        # Rounding must not let a later edge overtake an earlier one.
+        ceiling = np.minimum(steepest, ceiling)
+        edges.append((ceiling, rows, column, gain, blocks))
+        corner = column * rows.size + np.arange(rows.size)
+        from_value, from_cost = option_value.ravel()[corner], option_cost.ravel()[corner]
+    if not edges:
+        none = np.zeros(0, np.int64)
+        return none, none, np.zeros(0), none
+    theta, request, column, gain, blocks = (
+        np.concatenate(parts) for parts in zip(*edges, strict=True)
+    )
+    order = _falling(theta)
+    return request[order], column[order], gain[order], blocks[order].astype(np.int64)
+
+
+def _steepest(
+    slope: NDArray[np.float64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Of each column of a (num_kinds, n) matrix the first largest row, its flat position, and its value."""
+    n = slope.shape[1]
+    row = (slope[1] > slope[0]).astype(np.int64) if slope.shape[0] == 2 else slope.argmax(axis=0)
+    at = row * n + np.arange(n)
+    return row, at, slope.ravel()[at]
+
+
+def _falling(theta: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Positions by falling theta, equal ones in the order given.
+
+    NumPy's default sort is several times faster than its stable one; runs of equal keys are put right afterwards, by
+    sorting (run, position) as one integer.
+    """
+    order = np.argsort(-theta)
+    ordered = theta[order]
+    differs = ordered[1:] != ordered[:-1]
+    if differs.all():
+        return order
+    key = np.zeros(order.size, np.int64)
+    np.cumsum(differs, out=key[1:])
+    key *= order.size
+    key += order
+    key.sort()
+    return key % order.size
+
+
+def _fill(
+    problem: KnapsackProblem,
+    kind: NDArray[np.int64],
+    value: NDArray[np.float64],
+    cost: NDArray[np.int64],
+    left: int,
+) -> None:
+    """Move requests up to better options that fit the `left` blocks. Changes `kind`, `value` and `cost`.
+
+    Where a corner of the hull does not fit, an option below the hull may: all are looked at. Each round takes the
+    steepest move of every request that has one, in order of efficiency, as far as they fit together; what no longer
+    fits then is dropped for good.
+    """
+    rows = np.flatnonzero(
+        (problem.value > value[:, None]) & (problem.cost <= (cost + left)[:, None])
+    )
+    rows //= problem.num_kinds
+    rows = rows[np.flatnonzero(np.diff(rows, prepend=-1))]
+    for _ in range(_FILL_ROUNDS):
+        if not rows.size:
+            return
+        rise = problem.value[rows].T - value[rows]
+        run = problem.cost[rows].T - cost[rows]
+        # A move that costs nothing or gives blocks back comes first.
+        slope = np.where((rise > 0) & (run <= left), rise / np.maximum(run, 1e-9), -np.inf)
+        column, at, steepest = _steepest(slope)
+        keep = np.flatnonzero(steepest > 0)
+        if not keep.size:
+            return
+        order = keep[_falling(steepest[keep])]
+        used = np.cumsum(run.ravel()[at[order]])
+        over = np.flatnonzero(used > left)
+        taken = order[: over[0]] if over.size else order
+        moved, columns = rows[taken], column[taken]
+        kind[moved] = columns
+        value[moved] = problem.value[moved, columns]
+        cost[moved] = problem.cost[moved, columns]
+        left -= int(used[taken.size - 1])
+        if left == 0:
+            return
+        rows = rows[keep]

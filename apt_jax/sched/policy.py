@@ -1,0 +1,172 @@
+"""What policies share: which kinds a request may take, blocks, and how rows are packed into one step."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.view import Plan, SchedulerView
+
+Rows = NDArray[np.int32]
+
+
+def blocks_per_group(view: SchedulerView) -> NDArray[np.int32]:
+    """(num_kinds,) blocks that `block_size` positions take."""
+    return np.array([kind.blocks_per_group for kind in view.kinds], np.int32)
+
+
+def groups_for(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """ceil(tokens / block_size); times `blocks_per_group` gives blocks."""
+    return -(-tokens // np.int32(view.block_size))
+
+
+def held_blocks_for(
+    view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Blocks that `tokens` positions of running `rows` take with the kind that they hold."""
+    return groups_for(view, tokens) * blocks_per_group(view)[view.table.kind[rows]]
+
+
+def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
+    """(n, num_kinds): kinds on offer with which the whole pool holds the request at its greatest length.
+
+    With any other it would grow until the pool is full and could never end. Where no kind does, the smallest one on
+    offer is allowed.
+    """
+    offered = np.array([kind.offered for kind in view.kinds])
+    per_group = blocks_per_group(view)
+    groups = groups_for(view, view.table.max_tokens_total[rows])
+    allowed = offered & (groups[:, None] * per_group <= view.total_blocks)
+    hopeless = ~allowed.any(axis=1)
+    if hopeless.any():
+        allowed[hopeless, np.where(offered, per_group, np.iinfo(np.int32).max).argmin()] = True
+    return allowed
+
+
+def target_tokens(view: SchedulerView, rows: Rows, ahead: int) -> NDArray[np.int32]:
+    """Positions of `rows` after `ahead` more tokens, at most their greatest length."""
+    table = view.table
+    return np.minimum(table.num_tokens[rows] + np.int32(ahead), table.max_tokens_total[rows])
+
+
+def split_running(view: SchedulerView) -> tuple[Rows, Rows]:
+    """Running rows that decode (one token to compute), and those whose prompt is only partly computed."""
+    remaining = view.remaining(view.running)
+    if (remaining == 1).all():
+        return view.running, view.running[:0]
+    return view.running[remaining == 1], view.running[remaining > 1]
+
+
+class StepPacker:
+    """Collects the rows of one step within token budget, seats and blocks.
+
+    Attributes:
+        tokens_left: of `max_num_batched_tokens`.
+        seats_left: of `max_num_seqs`.
+        blocks_left: free blocks that no row of the step has taken.
+    """
+
+    def __init__(self, view: SchedulerView, preempt: Rows | None = None) -> None:
+        self.view = view
+        self.preempt = view.running[:0] if preempt is None else preempt
+        self.tokens_left = view.max_num_batched_tokens
+        self.seats_left = view.max_num_seqs - (view.running.size - self.preempt.size)
+        self.blocks_left = view.free_blocks + int(view.table.num_blocks[self.preempt].sum())
+        self._rows: list[int] = []
+        self._num_tokens: list[int] = []
+        self._kind: list[int] = []
+
+    def _add(self, row: int, num_tokens: int, kind: int, blocks: int) -> None:
+        self._rows.append(row)
+        self._num_tokens.append(num_tokens)
+        self._kind.append(kind)
+        self.tokens_left -= num_tokens
+        self.blocks_left -= blocks
+
+    def go_on(self, partial: Rows) -> bool:
+        """Next chunks of partly computed prompts, in order; True if any of them got one."""
+        view, table = self.view, self.view.table
+        added = False
+        for row in partial.tolist():
+            kind, held, cached = (
+                int(table.kind[row]),
+                int(table.num_blocks[row]),
+                int(table.num_cached[row]),
+            )
+            per_group = view.kinds[kind].blocks_per_group
+            room = (held + self.blocks_left) // per_group * view.block_size - cached
+            length = min(int(table.num_tokens[row]) - cached, self.tokens_left, room)
+            if length < 1:
+                continue
+            self._add(
+                row, length, kind, -(-(cached + length) // view.block_size) * per_group - held
+            )
+            added = True
+        return added
+
+    def start(self, rows: Rows, kind: NDArray[np.int8], *, in_order: bool) -> None:
+        """Begin waiting `rows`, as far as they go; the caller has seen to it that their blocks are there.
+
+        A prompt longer than a whole step takes what is left of this one; any other is computed in one piece or not
+        begun. With `in_order` the first that does not go ends it, else later ones may still go.
+        """
+        view = self.view
+        for row, kind_of, length in zip(
+            rows.tolist(), kind.tolist(), view.table.num_tokens[rows].tolist(), strict=True
+        ):
+            if self.seats_left < 1 or self.tokens_left < 1:
+                return
+            if length > self.tokens_left:
+                if length <= view.max_num_batched_tokens:
+                    if in_order:
+                        return
+                    continue
+                length = self.tokens_left
+            self._add(
+                row,
+                length,
+                kind_of,
+                -(-length // view.block_size) * view.kinds[kind_of].blocks_per_group,
+            )
+            self.seats_left -= 1
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._rows
+
+    def plan(self) -> Plan:
+        """The step as a prefill iteration; idle if nothing was added."""
+        if self.is_empty:
+            return Plan.idle(self.preempt)
+        return Plan(
+            rows=np.array(self._rows, np.int32),
+            num_tokens=np.array(self._num_tokens, np.int32),
+            kind=np.array(self._kind, np.int8),
+            preempt=self.preempt,
+            iteration="prefill",
+        )
+
+
+def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
+    """One token of each of `rows`, as many as a step may hold, after `preempt` gave their cache up."""
+    rows = rows[: view.max_num_batched_tokens]
+    if not rows.size:
+        return Plan.idle(preempt)
+    return Plan(
+        rows=rows,
+        num_tokens=np.ones(rows.size, np.int32),
+        kind=view.table.kind[rows],
+        preempt=preempt,
+        iteration="decode",
+    )
+
+
+def unblock(view: SchedulerView, partial: Rows) -> Plan:
+    """Only partly computed prompts hold cache, and none can go on: the youngest give theirs up until the oldest can.
+
+    Policies reserve the blocks of a prompt before they begin it, so that this happens only after something outside
+    their plans (a failed allocation, another policy).
+    """
+    for num_kept in range(partial.size - 1, 0, -1):
+        packer = StepPacker(view, partial[num_kept:])
+        if packer.go_on(partial[:1]):
+            return packer.plan()
+    return Plan.idle(partial)

@@ -1,0 +1,204 @@
+"""A tiny engine without device: it does what plans say, counts blocks, and delivers tokens at once."""
+
+import dataclasses
+
+import numpy as np
+
+from apt_jax.sched import (
+    HIDDEN,
+    KV,
+    NO_KIND,
+    KindSpec,
+    Plan,
+    Policy,
+    RequestTable,
+    SchedulerView,
+    StepCosts,
+    check_plan,
+)
+
+
+def kinds(
+    mode: str = "hybrid", base_s: float = 0.0, per_token_s: float = 1e-5
+) -> tuple[KindSpec, KindSpec]:
+    """KV and hidden as `--cache MODE` offers them."""
+    return (
+        KindSpec(name="kv", blocks_per_group=2, offered=mode != "hidden"),
+        KindSpec(
+            name="hidden",
+            blocks_per_group=1,
+            offered=mode != "kv",
+            extra_base_s=base_s,
+            extra_per_token_s=per_token_s,
+        ),
+    )
+
+
+def blocks(tokens: int, kind: int, block_size: int) -> int:
+    return -(-tokens // block_size) * (2 if kind == KV else 1)
+
+
+class World:
+    """Requests, a pool, and a clock that each step moves on."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int = 4,
+        mode: str = "hybrid",
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        costs: StepCosts | None = None,
+        per_token_s: float = 1e-5,
+        base_s: float = 0.0,
+    ) -> None:
+        self.table = RequestTable(4)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.kinds = kinds(mode, base_s, per_token_s)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.costs = StepCosts() if costs is None else costs
+        self.now_s = 0.0
+        self.num_steps = 0
+        self.finished: list[int] = []
+        self.last_kind: dict[int, int] = {}
+        self._rank = 0
+
+    def add(
+        self,
+        prompt_len: int,
+        max_tokens: int = 1000,
+        *,
+        arrival_s: float | None = None,
+        ttft_s: float = np.inf,
+        tbt_s: float = np.inf,
+    ) -> int:
+        row = self.table.add(
+            arrival_s=self.now_s if arrival_s is None else arrival_s,
+            rank=self._rank,
+            prompt_len=prompt_len,
+            max_tokens=max_tokens,
+            slo_ttft_s=ttft_s,
+            slo_tbt_s=tbt_s,
+        )
+        self._rank += 1
+        return row
+
+    def hold(self, row: int, kind: int, num_outputs: int = 1, cached: int | None = None) -> int:
+        """Put a request into the running queue as it stands after `num_outputs` tokens, or with `cached` positions."""
+        table = self.table
+        if cached is None:
+            table.num_outputs[row] = table.num_delivered[row] = num_outputs
+            table.tokens_since_preemption[row] = num_outputs
+            table.num_tokens[row] = table.prompt_len[row] + num_outputs
+            cached = int(table.num_tokens[row]) - 1
+        table.num_cached[row] = cached
+        table.kind[row] = kind
+        table.num_blocks[row] = blocks(cached, kind, self.block_size)
+        return row
+
+    @property
+    def used_blocks(self) -> int:
+        return int(self.table.num_blocks[self.table.live].sum())
+
+    def view(self) -> SchedulerView:
+        table = self.table
+        rows = np.flatnonzero(table.live).astype(np.int32)
+        rows = rows[np.argsort(table.rank[rows])]
+        holds = table.kind[rows] != NO_KIND
+        waiting, running = rows[~holds], rows[holds]
+        waiting.flags.writeable = running.flags.writeable = False
+        return SchedulerView(
+            now_s=self.now_s,
+            table=table,
+            waiting=waiting,
+            running=running,
+            free_blocks=self.num_blocks - self.used_blocks,
+            total_blocks=self.num_blocks,
+            block_size=self.block_size,
+            kinds=self.kinds,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            costs=self.costs,
+        )
+
+    def schedule(self, policy: Policy) -> Plan:
+        """A checked decision, and the proof that it changed nothing."""
+        view = self.view()
+        before = [getattr(self.table, name).copy() for name, _ in RequestTable._FIELDS]
+        plan = policy.schedule(view)
+        for (name, _), old in zip(RequestTable._FIELDS, before, strict=True):
+            assert np.array_equal(getattr(self.table, name), old), f"the policy changed {name}"
+        check_plan(view, plan)
+        return plan
+
+    def apply(self, plan: Plan, *, seconds: float = 0.01) -> None:
+        table = self.table
+        for row in plan.preempt.tolist():
+            table.kind[row] = NO_KIND
+            table.num_cached[row] = table.num_blocks[row] = table.tokens_since_preemption[row] = 0
+            table.num_preemptions[row] += 1
+        self.now_s += seconds
+        for row, n, kind in zip(
+            plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True
+        ):
+            if table.kind[row] == NO_KIND:
+                table.num_kind_switches[row] += self.last_kind.get(row, kind) != kind
+                self.last_kind[row] = kind
+            table.kind[row] = kind
+            table.num_cached[row] += n
+            table.num_blocks[row] = blocks(int(table.num_cached[row]), kind, self.block_size)
+        assert self.used_blocks <= self.num_blocks
+        done = plan.rows[table.num_cached[plan.rows] == table.num_tokens[plan.rows]]
+        table.note_tokens(done, self.now_s)
+        table.num_tokens[done] += 1
+        table.num_outputs[done] += 1
+        table.tokens_since_preemption[done] += 1
+        for row in done[table.num_tokens[done] >= table.max_tokens_total[done]].tolist():
+            table.num_blocks[row] = 0
+            table.remove(row)
+            self.last_kind.pop(row, None)
+            self.finished.append(row)
+        self.num_steps += 1
+
+    def step(self, policy: Policy, *, seconds: float = 0.01) -> Plan:
+        plan = self.schedule(policy)
+        self.apply(plan, seconds=seconds)
+        return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """One request of a workload for `drain`."""
+
+    at_step: int
+    prompt_len: int
+    max_tokens: int
+    ttft_s: float = np.inf
+    tbt_s: float = np.inf
+
+
+def drain(world: World, policy: Policy, arrivals: list[Arrival], limit: int) -> int:
+    """Serve everything; returns the number of steps. Fails when `limit` steps do not do it, or nothing happens."""
+    todo = sorted(arrivals, key=lambda a: a.at_step)
+    idle = 0
+    for step in range(limit):
+        while todo and todo[0].at_step <= step:
+            a = todo.pop(0)
+            world.add(a.prompt_len, a.max_tokens, ttft_s=a.ttft_s, tbt_s=a.tbt_s)
+        if not world.table.live.any():
+            if not todo:
+                assert len(world.finished) == len(arrivals)
+                return step
+            continue
+        plan = world.step(policy)
+        idle = 0 if plan.rows.size else idle + 1
+        assert idle < 4, "nothing is scheduled although requests are there"
+    raise AssertionError(
+        f"{len(arrivals) - len(world.finished)} of {len(arrivals)} requests left after {limit} steps"
+    )
+
+
+__all__ = ["HIDDEN", "KV", "Arrival", "World", "blocks", "drain", "kinds"]
