@@ -1039,7 +1039,7 @@ class Engine:
     # --- looking in ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Counters and gauges; some tens of microseconds."""
+        """Counters and gauges; a tenth of a millisecond."""
         status = self._status
         waiting = status == _WAITING
         kinds = self.table.kind[status == _RUNNING]

@@ -24,7 +24,7 @@ RARE_STATES = {
     "chunked prefill": 20,
     "drained with preempted requests": 20,
     "ends at a block border": 20,
-    "engine ended after two failures": 5,
+    "engine ended after two failures": 3,
     "finish: abort": 20,
     "finish: error": 20,
     "finish: length": 20,

@@ -34,14 +34,15 @@ from apt_jax.errors import (
 from apt_jax.executor import StepBatch
 from apt_jax.hash_executor import Fault, FaultKind, HashExecutor, reference_tokens
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
-from apt_jax.sched.view import HIDDEN, KV, KindSpec, Plan, Policy, SchedulerView, StepCosts
+from apt_jax.sched import POLICIES, check_plan, make_policy
+from apt_jax.sched.view import HIDDEN, KV, NO_KIND, KindSpec, Plan, Policy, SchedulerView, StepCosts
 
 VOCAB_SIZE = 31
 """Small, so that stop tokens are hit often."""
 
 DRAIN_ITERATIONS = 5_000
 
-REAL_POLICIES: tuple[str, ...] = ()
+REAL_POLICIES = tuple(POLICIES)
 
 
 class SimulationError(AssertionError):
@@ -95,7 +96,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
     second_failure = bool(rng.random() < 0.04)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     max_num_seqs = int(rng.choice([1, 2, 4, 8, 16]))
-    names = ["random"] + [f"{name}{wrap}" for name in REAL_POLICIES for wrap in ("", "+chaos")]
+    names = ["random", *(f"{name}{wrap}" for name in REAL_POLICIES for wrap in ("", "+chaos"))]
     return Scenario(
         block_size=block_size,
         num_blocks=int(rng.choice([2, 3, 8, 12, 16, 24, 40, 80])),
@@ -118,7 +119,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         p_preempt=rate(0.1),
         p_allocation_failure=rate(0.1),
         p_step_failure=0.2 if second_failure else rate(0.04),
-        p_bad_row=rate(0.03),
+        p_bad_row=rate(0.08),
         p_processor_failure=rate(0.03, 0.3),
         p_processor_abort=rate(0.05, 0.3),
         second_failure=second_failure,
@@ -129,8 +130,6 @@ def make_policy_named(name: str, seed: int, chaos: Chaos, kinds: tuple[KindSpec,
     """A policy of the swarm."""
     if name == "random":
         return RandomPolicy(seed, chaos)
-    from apt_jax.sched import make_policy
-
     inner, _, wrap = name.partition("+")
     policy = make_policy(inner, seed=seed)
     return PerturbedPolicy(policy, seed, chaos) if wrap else policy
@@ -183,6 +182,7 @@ class _CheckedPolicy:
         )
         before = {name: getattr(table, name).copy() for name, _ in table._FIELDS}
         plan = self.inner.schedule(view)
+        check_plan(view, plan)
         _expect(
             all((before[n] == getattr(table, n)).all() for n in before),
             "the policy changed the table",
@@ -285,6 +285,7 @@ class Simulation:
         self.open: dict[str, _Stream] = {}
         self._digest = hashlib.sha256()
         self._metrics: dict[str, RequestMetrics] = {}
+        self._preempted_before: dict[int, int] = {}  # preemptions up to the last token, by rank
         self._submitted = 0
         self.iterations = 0
 
@@ -325,6 +326,10 @@ class Simulation:
         """Count rare states where they arise, and make allocations fail."""
         engine, pool, note = self.engine, self.engine.cache.pool, self.note
         preempt, allocate = engine._preempt, pool.allocate
+        scenario = self.scenario
+        calm = scenario.policy in REAL_POLICIES and not (
+            scenario.p_preempt or scenario.p_allocation_failure or scenario.p_step_failure
+        )
 
         def noting_preempt(row: int) -> None:
             table = engine.table
@@ -336,6 +341,10 @@ class Simulation:
                 table.num_preemptions[row] and not table.tokens_since_preemption[row]
             )
             preempt(row)
+            live = engine._by_row[row]
+            if calm and live is not None:
+                waits = table.num_preemptions[row] - self._preempted_before.get(live.rank, 0)
+                _expect(waits <= 16, f"preempted {waits} times without a new token")
             note["preempted 3 times"] += bool(table.num_preemptions[row] == 3)
 
         def failing_allocate(num: int) -> np.ndarray | None:
@@ -456,6 +465,14 @@ class Simulation:
         rng, scenario, engine = self.rng, self.scenario, self.engine
         live = [s for s in self.open.values() if not s.aborted]
         if live and rng.random() < scenario.p_abort:
+            rows = [self.engine._by_id[s.request.request_id].row for s in live]
+            preempted = [
+                stream
+                for stream, row in zip(live, rows, strict=True)
+                if engine.table.num_preemptions[row] and engine.table.kind[row] == NO_KIND
+            ]
+            if preempted and rng.random() < 0.7:
+                live = preempted
             stream = live[int(rng.integers(len(live)))]
             request_id = stream.request.request_id
             row = engine._by_id[request_id].row if request_id in engine._by_id else None
@@ -594,6 +611,9 @@ class Simulation:
         stream = self.streams[output.request_id]
         _expect(stream.finish is None, f"{output.request_id}: an output after the end")
         stream.got.extend(output.new_token_ids)
+        live = self.engine._by_id.get(output.request_id)
+        if live is not None and output.new_token_ids:
+            self._preempted_before[live.rank] = output.metrics.num_preemptions
         got, expected = stream.got, stream.expected
         name = output.request_id
         _expect(
