@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -62,6 +62,7 @@ class TensorInfo:
     num_bytes: int
 
 
+@runtime_checkable  # the suite checks annotations at run time
 class Checkpoint(Protocol):
     """The tensors of a model directory."""
 

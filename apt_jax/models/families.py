@@ -1,12 +1,13 @@
 """Which mapping file loads which published architecture. A new family is one file beside this one and one line here."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from apt_jax.config import ModelConfig
 from apt_jax.models import opt
 
 
+@runtime_checkable  # the suite checks annotations at run time
 class Family(Protocol):
     """What a mapping file offers."""
 
