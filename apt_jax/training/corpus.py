@@ -258,6 +258,16 @@ SOURCES = (
     ),
 )
 
+_KNOWN_FILES = {
+    "d58663195ba6780da5f029b920c7ac00cad1e435ee1df7e03bf9ec2470f8dea4": (
+        "sonnets of William Shakespeare (1609)"
+    ),
+    "bed00f18e91cda6838950656f0a95e07e0f4dbe8649a4b959f7602a7e53fbc6e": (
+        'plays of William Shakespeare, the collection known as "tinyshakespeare"'
+    ),
+}
+"""What local files with these digests hold, for the model card."""
+
 
 # --- fetching and writing -------------------------------------------------------------------
 
@@ -322,7 +332,9 @@ def build(work_dir: Path, *, data_dir: Path | None = None, extra_text: Path | No
 
     def add_text_dir(text_dir: Path) -> None:
         for path in sorted([*text_dir.glob("*.txt"), *text_dir.glob("*.txt.gz")]):
-            inputs[path.name] = {"sha256": _sha256(path.read_bytes())}
+            digest = _sha256(path.read_bytes())
+            about = _KNOWN_FILES.get(digest, "text of the user's own")
+            inputs[path.name] = {"sha256": digest, "about": about}
         documents.extend(read_text_dir(text_dir))
 
     if data_dir is not None:

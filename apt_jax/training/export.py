@@ -97,6 +97,7 @@ def write(params: Any, cfg: OptConfig, tokenizer_dir: Path, out_dir: Path) -> No
     out_dir.mkdir(parents=True, exist_ok=True)
     weights = to_float16(jax.device_get(params), cfg)
     save_file(weights, out_dir / "model.safetensors", metadata={"format": "pt"})
+    (out_dir / "model.safetensors").chmod(0o644)  # the library writes it for the owner only
     ids = {
         "bos_token_id": tokenizer.EOS_ID,
         "eos_token_id": tokenizer.EOS_ID,

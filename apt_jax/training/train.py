@@ -173,7 +173,7 @@ class _LossFile:
             with path.open(newline="") as stream:
                 rows = [r for r in csv.DictReader(stream) if int(r["step"]) <= resume_step]
         self._stream = path.open("w", newline="")
-        self._writer = csv.DictWriter(self._stream, _CSV_FIELDS)
+        self._writer = csv.DictWriter(self._stream, _CSV_FIELDS, lineterminator="\n")
         self._writer.writeheader()
         self._writer.writerows(rows)
 
