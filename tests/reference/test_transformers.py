@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from opt_checkpoint import TINY
 
-pytest.importorskip("transformers", reason="runs in the reference environment (make reference)")
-torch = pytest.importorskip("torch", reason="runs in the reference environment (make reference)")
-
-import transformers
-
 from apt_jax.config import EngineConfig
 from apt_jax.models import PRESETS, forward, load_model, reference_generate_greedy
 from apt_jax.models.loader import bundled_models, read_model_config
+
+_WHERE = "runs in the reference environment (make reference)"
+torch = pytest.importorskip("torch", reason=_WHERE)
+transformers = pytest.importorskip("transformers", reason=_WHERE)
 
 _TOLERANCE = 1e-4
 """On logits of size one to ten, in float32: both sides sum in their own order."""

@@ -1,0 +1,83 @@
+# Every target sets up what it needs, from a clone with nothing but Python (3.11 or newer), venv and pip.
+#
+#   make demo        serve the bundled model under load and show what the hybrid cache gains
+#   make test        the test suite
+#   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
+#   make lint types  format, lint and type checks
+#   make check       all of the above but the demo
+#   make lock        resolve the dependencies anew
+#   make clean       remove the environments
+#
+# PYTHON=... and PYTHON_REFERENCE=... choose the interpreters.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+UV_VERSION := 0.13.8
+TORCH_VERSION := 2.13.0
+TRANSFORMERS_VERSION := 5.23.0
+
+# A name on PATH may be a shim that only prints an error, so a candidate counts when it runs and can make environments.
+find_python = $(firstword $(foreach version,$(1),$(shell \
+  for candidate in python$(version) "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$(version).*/bin/python python3; do \
+    "$$candidate" -c 'import ensurepip, sys, venv; sys.exit("%d.%d" % sys.version_info[:2] != "$(version)")' \
+      >/dev/null 2>&1 && { echo "$$candidate"; break; }; \
+  done)))
+
+PYTHON ?= $(or $(call find_python,3.13 3.12 3.11),$(error needs Python 3.11, 3.12 or 3.13 with venv: set PYTHON))
+PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python 3.11 with venv: set PYTHON_REFERENCE))
+
+PIP := -m pip --disable-pip-version-check --no-input
+EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
+
+.PHONY: demo test reference lint types check lock clean
+
+demo: .venv/.ready
+	.venv/bin/apt-jax demo
+
+test: .venv/.ready
+	.venv/bin/python -m pytest -q -n 2
+
+reference: .venv-ref/.ready
+	.venv-ref/bin/python -m pytest -q tests/reference
+
+lint: .venv/.ready-dev
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
+
+types: .venv/.ready-dev
+	.venv/bin/pyright --pythonpath .venv/bin/python
+
+check: lint types test reference
+
+lock:
+	$(or $(wildcard .venv/bin/uv),uv) lock --upgrade
+
+clean:
+	rm -rf .venv .venv-ref
+
+# The environments hold the versions of uv.lock, hashes checked. pip installs them, so that its configuration of indexes,
+# mirrors and certificates holds. The stamps are newer than what they were made from; the package itself is editable.
+.venv/.ready: pyproject.toml uv.lock Makefile
+	$(PYTHON) -m venv --clear .venv
+	.venv/bin/python $(PIP) install -qq uv==$(UV_VERSION)
+	.venv/bin/uv $(EXPORT) --extra serve --extra train --extra demo --group test -o .venv/requirements.txt
+	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements.txt
+	.venv/bin/python $(PIP) install -qq --no-deps -e .
+	touch $@
+
+.venv/.ready-dev: .venv/.ready
+	.venv/bin/uv $(EXPORT) --group dev -o .venv/requirements-dev.txt
+	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements-dev.txt
+	touch $@
+
+# torch is not in uv.lock: on Linux it would bring the CUDA libraries into every environment.
+.venv-ref/.ready: pyproject.toml uv.lock Makefile
+	$(PYTHON_REFERENCE) -m venv --clear .venv-ref
+	.venv-ref/bin/python $(PIP) install -qq uv==$(UV_VERSION)
+	.venv-ref/bin/uv $(EXPORT) --no-hashes --group test -o .venv-ref/requirements.txt
+	.venv-ref/bin/python $(PIP) install -qq -r .venv-ref/requirements.txt \
+	  torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION)
+	.venv-ref/bin/python $(PIP) install -qq --no-deps -e .
+	touch $@
