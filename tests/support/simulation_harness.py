@@ -7,7 +7,7 @@ every block free.
 
 Any failure is a `SimulationError` that ends with the command that replays it:
 
-    python tests/support/simulation_harness.py SEED
+    PYTHONPATH=. python tests/support/simulation_harness.py SEED
 """
 
 import collections
@@ -515,7 +515,7 @@ class Simulation:
         except Exception as error:
             text = f"seed {self.seed}, iteration {self.iterations}: {type(error).__name__}: {error}\n{self.scenario}"
             raise SimulationError(
-                f"{text}\nreplay: python tests/support/simulation_harness.py {self.seed}"
+                f"{text}\nreplay: PYTHONPATH=. python tests/support/simulation_harness.py {self.seed}"
             ) from error
         return Report(
             seed=self.seed,
@@ -544,7 +544,8 @@ class Simulation:
         for _ in range(DRAIN_ITERATIONS):
             if not engine.has_work:
                 break
-            self._step()
+            if not self._step():
+                return
         _expect(
             not engine.has_work,
             f"{len(self.open)} requests do not end within {DRAIN_ITERATIONS} iterations",
