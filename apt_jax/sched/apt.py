@@ -16,7 +16,7 @@ from apt_jax.sched.policy import (
     unblock,
 )
 from apt_jax.sched.problem import KnapsackProblem
-from apt_jax.sched.value import Urgency, option_values, urgency
+from apt_jax.sched.value import NEAR_ZERO, Urgency, option_values, urgency
 from apt_jax.sched.view import Plan, SchedulerView
 
 RESERVE_TOKENS = 8
@@ -49,7 +49,8 @@ class AptPolicy:
     *Decode.* Everything that decodes runs if its next position fits the pool. Otherwise the knapsack decides who stays,
     with the pool less what partly computed prompts need. Who is left out, or is chosen with the kind that it does not
     hold, is preempted. The other kind is charged with the recomputation as Eq. 5 charges time: `(|W| + |R|)` times
-    `prefill_base_s + prefill_per_token_s * tokens`. Without measured costs kinds are not switched.
+    `prefill_base_s + prefill_per_token_s * tokens`. Without measured costs kinds are not switched. Unlike the paper a
+    request that runs is not dropped for a negative value alone, only for want of room.
 
     *Progress.* Each decode iteration keeps one request whatever the knapsack says, the one of the highest value, and it
     yields a token; a prompt is begun only when all its blocks are set aside. A request that was preempted
@@ -161,8 +162,9 @@ class AptPolicy:
         switched = value - (weight * urgent.num_counted * recompute_s)[:, None]
         switched[~self._switchable(view, decoding)] = -np.inf
         stay = value[each, held]
-        # A running request may always keep what it has.
-        stay = np.where(stay > -np.inf, stay, weight * pending_s)
+        # Who runs may keep what it has where there is room: a cache that slows the others down by more than its request
+        # gains (a negative value) must make way first, but dropping it for nothing would only add its recomputation.
+        stay = np.maximum(stay, NEAR_ZERO * weight * pending_s)
         value = switched
         value[each, held] = stay
         cost = groups_for(view, target_tokens(view, decoding, 1))[:, None] * blocks_per_group(view)

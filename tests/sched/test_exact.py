@@ -1,0 +1,45 @@
+import sys
+
+import numpy as np
+import pytest
+from sched_problems import brute_force, check_feasible, optimum, random_problem
+
+from apt_jax.sched import KnapsackProblem, solve_exact, solve_greedy
+
+
+def test_brute_force_dynamic_program_and_highs_agree():
+    rng = np.random.default_rng(7)
+    for _ in range(400):
+        problem = random_problem(rng, num_requests=int(rng.integers(1, 7)))
+        schedule = solve_exact(problem)
+        check_feasible(problem, schedule.kind, schedule.value, schedule.cost)
+        assert schedule.value == pytest.approx(brute_force(problem), rel=1e-9)
+        assert schedule.value == pytest.approx(optimum(problem), rel=1e-9)
+
+
+def test_greedy_is_never_under_half_of_highs():
+    rng = np.random.default_rng(8)
+    ratios = []
+    for i in range(3000):
+        problem = random_problem(rng, num_requests=60 if i % 100 == 0 else None)
+        best = solve_exact(problem).value
+        value = solve_greedy(problem).value
+        assert best / 2 * (1 - 1e-9) <= value <= best * (1 + 1e-9)
+        if best > 0:
+            ratios.append(value / best)
+    print(
+        f"greedy / HiGHS over {len(ratios)} problems: mean {np.mean(ratios):.4f}, least {np.min(ratios):.4f}"
+    )
+    assert np.mean(ratios) > 0.98
+
+
+def test_nothing_that_could_be_chosen():
+    schedule = solve_exact(KnapsackProblem([[1.0, -1.0]], [[5, 0]], 4))
+    assert schedule.kind.tolist() == [-1]
+    assert solve_exact(KnapsackProblem(np.zeros((0, 2)), np.zeros((0, 2), int), 4)).value == 0
+
+
+def test_missing_scipy_is_said_clearly(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ImportError, match="pip install scipy"):
+        solve_exact(KnapsackProblem([[1.0]], [[1]], 1))
