@@ -8,11 +8,14 @@ it with the exact solver (HiGHS) on random problems; that takes about 3 to 10 ms
 """
 
 import argparse
+import contextlib
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -151,6 +154,20 @@ def measure_policies(rng: np.random.Generator) -> list[dict[str, object]]:
     return results
 
 
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """HiGHS prints stray lines on the file descriptor itself, whatever its options say."""
+    sys.stdout.flush()
+    saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(null)
+
+
 def measure_ratio(rng: np.random.Generator, num_problems: int) -> dict[str, float]:
     """Greedy value over the exact optimum."""
     ratios, below_half, optimal = [], 0, 0
@@ -220,7 +237,10 @@ def main() -> None:
         print(
             f"{r['policy']!s:<6}{r['case']!s:<30}{r['min_ms']:>10.3f}{r['median_ms']:>12.3f}{r['p99_ms']:>10.3f}"
         )
-    ratio = measure_ratio(rng, options.problems) if options.problems else None
+    ratio = None
+    if options.problems:
+        with quiet_stdout():
+            ratio = measure_ratio(rng, options.problems)
     if ratio:
         print(
             f"\ngreedy / exact over {ratio['problems']:,} problems: mean {ratio['mean']:.4f}, 1st percentile {ratio['p1']:.4f}, "

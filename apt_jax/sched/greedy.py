@@ -20,6 +20,9 @@ from apt_jax.sched.problem import NOT_CHOSEN, KnapsackProblem, Schedule
 _FILL_ROUNDS = 64
 """Most passes of the fill; each takes a maximal run of moves. Ordinary problems need fewer than ten."""
 
+_CHUNK = 4096
+"""Requests whose hulls are built at a time: their arrays stay in the cache, which is several times faster."""
+
 _NO_VALUE = -1e300
 """Stands for -inf, which has no differences."""
 
@@ -85,19 +88,46 @@ def _take_free_options(
 def _increments(
     problem: KnapsackProblem, value: NDArray[np.float64], cost: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-    """Edges of all hulls by falling efficiency: request, column that the edge leads to, gain in value, blocks added.
+    """Edges of all hulls by falling efficiency: request, column that the edge leads to, gain in value, blocks added."""
+    passes: list[list[tuple[NDArray, ...]]] = [[] for _ in range(problem.num_kinds)]
+    for start in range(0, problem.num_requests, _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        edges = _hull_edges(
+            problem.value[chunk], problem.cost[chunk], problem.capacity, value[chunk], cost[chunk]
+        )
+        for corner, (theta, request, *rest) in enumerate(edges):
+            passes[corner].append((theta, request + start, *rest))
+    parts = [part for corner in passes for part in corner]
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return none, none, np.zeros(0), none
+    theta, request, column, gain, blocks = (
+        np.concatenate(arrays) for arrays in zip(*parts, strict=True)
+    )
+    order = _falling(theta)
+    return request[order], column[order], gain[order], blocks[order].astype(np.int64)
+
+
+def _hull_edges(
+    value: NDArray[np.float64],
+    cost: NDArray[np.int64],
+    capacity: int,
+    from_value: NDArray[np.float64],
+    from_cost: NDArray[np.int64] | NDArray[np.float64],
+) -> list[tuple[NDArray, ...]]:
+    """First edges of the hulls, second edges, ...: each (efficiency, request, column, gain, blocks).
 
     Gift wrapping: from where a request stands, the steepest of its options is the next corner. Each pass does one
-    corner of every request, so that the work is (number of kinds) passes over (requests, kinds).
+    corner of every request, so that the work is (number of kinds) passes over (kinds, requests).
     """
     # (num_kinds, n): every operation below then runs along contiguous memory.
-    option_value = np.maximum(problem.value.T, _NO_VALUE, order="C")
-    option_cost = np.array(problem.cost.T, np.float64, order="C")
-    option_cost[option_cost > problem.capacity] = np.inf
-    rows = np.arange(problem.num_requests)
-    from_value, from_cost, ceiling = value, cost, np.full(rows.size, np.inf)
+    option_value = np.maximum(value.T, _NO_VALUE, order="C")
+    option_cost = np.array(cost.T, np.float64, order="C")
+    option_cost[option_cost > capacity] = np.inf
+    rows = np.arange(value.shape[0])
+    ceiling = np.full(rows.size, np.inf)
     edges: list[tuple[NDArray, ...]] = []
-    for _ in range(problem.num_kinds):
+    for _ in range(value.shape[1]):
         rise = option_value - from_value
         run = option_cost - from_cost
         slope = rise / np.where(run > 0, run, np.inf)
@@ -106,13 +136,8 @@ def _increments(
         if not keep.size:
             break
         if keep.size < rows.size:
-            rows, column, at, steepest, ceiling = (
-                rows[keep],
-                column[keep],
-                at[keep],
-                steepest[keep],
-                ceiling[keep],
-            )
+            rows, column, at = rows[keep], column[keep], at[keep]
+            steepest, ceiling = steepest[keep], ceiling[keep]
             option_value, option_cost = option_value[:, keep], option_cost[:, keep]
         gain, blocks = rise.ravel()[at], run.ravel()[at]
         # Rounding must not let a later edge overtake an earlier one.
@@ -120,14 +145,7 @@ def _increments(
         edges.append((ceiling, rows, column, gain, blocks))
         corner = column * rows.size + np.arange(rows.size)
         from_value, from_cost = option_value.ravel()[corner], option_cost.ravel()[corner]
-    if not edges:
-        none = np.zeros(0, np.int64)
-        return none, none, np.zeros(0), none
-    theta, request, column, gain, blocks = (
-        np.concatenate(parts) for parts in zip(*edges, strict=True)
-    )
-    order = _falling(theta)
-    return request[order], column[order], gain[order], blocks[order].astype(np.int64)
+    return edges
 
 
 def _steepest(
