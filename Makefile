@@ -1,10 +1,11 @@
 # Every target sets up what it needs, from a clone with nothing but Python (3.11 or newer), venv and pip.
 #
 #   make demo        serve the bundled model under load and show what the hybrid cache gains
-#   make test        the test suite
+#   make test        the test suite, without what takes minutes
+#   make test-slow   the rest of it
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make lint types  format, lint and type checks
-#   make check       all of the above but the demo
+#   make check       test, reference, lint and types
 #   make lock        resolve the dependencies anew
 #   make clean       remove the environments
 #
@@ -31,13 +32,16 @@ PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python
 PIP := -m pip --disable-pip-version-check --no-input
 EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
 
-.PHONY: demo test reference lint types check lock clean
+.PHONY: demo test test-slow reference lint types check lock clean
 
 demo: .venv/.ready
 	.venv/bin/apt-jax demo
 
 test: .venv/.ready
-	.venv/bin/python -m pytest -q -n 2
+	.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+
+test-slow: .venv/.ready
+	.venv/bin/python -m pytest -q -m slow --timeout 1800
 
 reference: .venv-ref/.ready
 	.venv-ref/bin/python -m pytest -q tests/reference
@@ -47,7 +51,7 @@ lint: .venv/.ready-dev
 	.venv/bin/ruff check
 
 types: .venv/.ready-dev
-	.venv/bin/pyright --pythonpath .venv/bin/python
+	.venv/bin/pyright --project pyproject.toml --pythonpath .venv/bin/python
 
 check: lint types test reference
 
