@@ -1,0 +1,220 @@
+"""What the latency numbers mean, computed from recorded token times (docs/metrics.md has every symbol and unit).
+
+A request arrives at a and its tokens are delivered at t_1 <= t_2 <= ... <= t_n. TTFT = t_1 - a; the gaps are
+TBT_j = t_{j+1} - t_j; a request attains its SLO when TTFT and the 99th percentile of its own gaps both do.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from apt_jax.config import SLO
+from apt_jax.request import RequestMetrics, RequestOutput
+
+
+def percentile(values: Iterable[float], q: float) -> float | None:
+    """The q-th percentile, q in [0, 100], numpy's linear interpolation; None of nothing."""
+    array = np.asarray(list(values), np.float64)
+    return float(np.percentile(array, q)) if array.size else None
+
+
+def gaps_s(token_times_s: Sequence[float]) -> list[float]:
+    """Times between consecutive tokens, seconds; one fewer than there are tokens."""
+    return np.diff(np.asarray(token_times_s, np.float64)).tolist()
+
+
+def p99_tbt_s(token_times_s: Sequence[float]) -> float | None:
+    """P99 over all gaps of one request, seconds; None with fewer than two tokens."""
+    return percentile(gaps_s(token_times_s), 99)
+
+
+def p99_tbt_drop_first_s(token_times_s: Sequence[float]) -> float | None:
+    """As `p99_tbt_s` without the first gap, as the client of Apt-Serve's authors counts; None without a second gap."""
+    return percentile(gaps_s(token_times_s)[1:], 99)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """One request as its sender saw it. Make one for every request sent, whatever became of it."""
+
+    arrival_s: float
+    """When it was sent."""
+    token_times_s: Sequence[float] = ()
+    finished_s: float | None = None
+    ok: bool = True
+    """It ended with "stop" or "length"; False: an error, a rejection, an abort, a lost connection."""
+    slo: SLO = SLO()  # noqa: RUF009 - frozen
+
+    @classmethod
+    def from_metrics(cls, metrics: RequestMetrics, *, ok: bool = True) -> "RequestRecord":
+        return cls(
+            arrival_s=metrics.arrival_s,
+            token_times_s=tuple(metrics.token_times_s),
+            finished_s=metrics.finished_s,
+            ok=ok,
+            slo=metrics.slo,
+        )
+
+    @classmethod
+    def from_output(cls, output: RequestOutput) -> "RequestRecord":
+        ok = output.finished and all(o.finish_reason in ("stop", "length") for o in output.outputs)
+        return cls.from_metrics(output.metrics, ok=ok)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
+
+    @property
+    def tbt_s(self) -> float | None:
+        """P99 over its gaps."""
+        return p99_tbt_s(self.token_times_s)
+
+    @property
+    def tbt_drop_first_s(self) -> float | None:
+        return p99_tbt_drop_first_s(self.token_times_s)
+
+    @property
+    def completed(self) -> bool:
+        """It ended well and delivered something."""
+        return self.ok and len(self.token_times_s) > 0
+
+    @property
+    def ttft_attained(self) -> bool:
+        return self.completed and self.ttft_s is not None and self.ttft_s <= self.slo.ttft_s
+
+    @property
+    def tbt_attained(self) -> bool:
+        """True with a single token: there is no gap to miss."""
+        return self.completed and (self.tbt_s is None or self.tbt_s <= self.slo.tbt_s)
+
+    @property
+    def slo_attained(self) -> bool:
+        return self.ttft_attained and self.tbt_attained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Percentiles:
+    """Of one quantity over requests; None where no request has it."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "Percentiles":
+        known = [value for value in values if value is not None]
+        return cls(p50=percentile(known, 50), p90=percentile(known, 90), p99=percentile(known, 99))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run in numbers. Fractions are of all requests sent."""
+
+    num_sent: int
+    num_completed: int
+    slo_attainment: float
+    ttft_attainment: float
+    tbt_attainment: float
+    ttft_s: Percentiles
+    """Over completed requests."""
+    tbt_s: Percentiles
+    """Over completed requests, of each one's P99 gap."""
+    p99_tbt_drop_first_s: Percentiles
+    """As `tbt_s`, the first gap of each request left out."""
+    duration_s: float
+    """First arrival to last token."""
+    tokens_per_s: float
+    """Output tokens delivered over `duration_s`."""
+    goodput: float
+    """Requests that attained their SLO over `duration_s`, requests a second."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
+def summarize(records: Sequence[RequestRecord]) -> Summary:
+    """Attainment, latencies and rates of all requests sent.
+
+    Raises:
+        ValueError: no record.
+    """
+    if not records:
+        raise ValueError("no requests to summarise")
+    done = [r for r in records if r.completed]
+    ends = [r.token_times_s[-1] for r in records if r.token_times_s]
+    duration_s = max(ends) - min(r.arrival_s for r in records) if ends else 0.0
+    num_tokens = sum(len(r.token_times_s) for r in records)
+    num_attained = sum(r.slo_attained for r in records)
+
+    def rate(count: int) -> float:
+        return count / duration_s if duration_s > 0 else 0.0
+
+    return Summary(
+        num_sent=len(records),
+        num_completed=len(done),
+        slo_attainment=num_attained / len(records),
+        ttft_attainment=sum(r.ttft_attained for r in records) / len(records),
+        tbt_attainment=sum(r.tbt_attained for r in records) / len(records),
+        ttft_s=Percentiles.of(r.ttft_s for r in done),
+        tbt_s=Percentiles.of(r.tbt_s for r in done),
+        p99_tbt_drop_first_s=Percentiles.of(r.tbt_drop_first_s for r in done),
+        duration_s=duration_s,
+        tokens_per_s=rate(num_tokens),
+        goodput=rate(num_attained),
+    )
+
+
+def effective_throughput(
+    attainment_at: Callable[[float, int], float],
+    *,
+    target: float = 0.9,
+    low: float,
+    high: float,
+    tolerance: float = 0.02,
+    seeds: Sequence[int] = (0, 1, 2),
+) -> float:
+    """The highest request rate at which mean attainment over `seeds` is at least `target`, by bisection.
+
+    Attainment is taken to fall with the rate. `high` is doubled while it still reaches the target, at most 20 times.
+
+    Args:
+        attainment_at: (rate in requests/s, seed) -> attainment in [0, 1].
+        target: in (0, 1].
+        low, high: first bracket, requests/s.
+        tolerance: relative width of the bracket at which the search ends.
+        seeds: at least one run a seed; INTERFACES asks for three.
+
+    Returns:
+        Requests a second; 0.0 if `low` misses the target already.
+
+    Raises:
+        ValueError: an impossible bracket, target or tolerance, or no seed.
+    """
+    if not 0.0 < low < high or not 0.0 < target <= 1.0 or not tolerance > 0.0 or not seeds:
+        raise ValueError(
+            f"{low=} and {high=} must satisfy 0 < low < high, {target=} lie in (0, 1], {tolerance=} be positive, and {seeds=} not be empty"
+        )
+
+    def reaches(rate: float) -> bool:
+        # fsum and a hair of slack: 0.9 as a mean of three attainments must count as 0.9.
+        mean = math.fsum(attainment_at(rate, seed) for seed in seeds) / len(seeds)
+        return mean >= target - 1e-12
+
+    if not reaches(low):
+        return 0.0
+    for _ in range(20):
+        if not reaches(high):
+            break
+        low, high = high, 2.0 * high
+    else:
+        return low
+    while high - low > tolerance * low:
+        middle = 0.5 * (low + high)
+        if reaches(middle):
+            low = middle
+        else:
+            high = middle
+    return low

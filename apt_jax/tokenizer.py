@@ -1,0 +1,341 @@
+"""Text to tokens and back: a thin wrapper of the `tokenizers` library, and what streaming needs beyond it.
+
+* `Tokenizer` reads tokenizer.json of a model directory. Text that looks like a special token is encoded as the plain
+  text that it is: only the tokenizer's own template adds special tokens.
+* `IncrementalDetokenizer` turns tokens into text one by one. A character whose bytes are spread over several tokens
+  comes out whole, with its last byte; the pieces together are exactly the decoded text of all tokens.
+* `StopChecker` finds stop strings wherever token borders fall, and keeps back text that may still become one, so that
+  nothing that was streamed has to be taken back.
+* `OutputText` joins both for one request.
+"""
+
+import codecs
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from apt_jax.errors import ModelLoadError
+
+_logger = logging.getLogger(__name__)
+
+_MAX_FILE_BYTES = 256 << 20
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies (GPT-2): printable Latin-1 as itself, the rest
+    from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    alphabet = {chr(b): b for b in printable}
+    alphabet.update({chr(0x100 + n): b for n, b in enumerate(rest)})
+    return alphabet
+
+
+_BYTES = _byte_alphabet()
+
+
+def _token_bytes(token: str) -> bytes:
+    """What a token of a byte-level vocabulary stands for."""
+    try:
+        return bytes(_BYTES[c] for c in token)
+    except KeyError:  # an added token with other characters
+        return token.encode("utf-8", "replace")
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library with what the engine asks of it.
+
+    Args:
+        backend: the library's tokenizer; its handling of special tokens is changed (see the module docstring).
+
+    Attributes:
+        vocab_size: ids are in [0, vocab_size).
+        path: the directory that it was read from, if any.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, path: Path | None = None) -> None:
+        backend.encode_special_tokens = True
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self.path = path
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        self.is_byte_level = decoder.get("type") == "ByteLevel"
+        self._longest_token = max(
+            (len(_token_bytes(t)) if self.is_byte_level else len(t) for t in vocab), default=1
+        )
+        # A normaliser may shorten text (strip, compose characters): then lengths bound nothing.
+        self._bounded = backend.normalizer is None and self.is_byte_level
+        self._pieces: dict[int, bytes] = {}
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The library's object."""
+        return self._backend
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (OPT: `</s>` first)."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def min_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of `text`, from its length alone."""
+        if not self._bounded:
+            return 1
+        return -(-len(text.encode("utf-8")) // self._longest_token)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids without a token are left out, bytes that are not UTF-8 become U+FFFD."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str | None:
+        """Text of one token alone, special tokens shown; None for an id without a token."""
+        if self._backend.id_to_token(token_id) is None:
+            return None
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def piece(self, token_id: int) -> bytes:
+        """Bytes of one token of a byte-level tokenizer; none for an id without a token."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = self._backend.id_to_token(token_id)
+            piece = self._pieces[token_id] = b"" if token is None else _token_bytes(token)
+        return piece
+
+
+def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> Tokenizer:
+    """Read tokenizer.json from a model directory.
+
+    Args:
+        path: the directory.
+        model_vocab_size: V of the model that it will feed; None: not checked.
+
+    Raises:
+        ModelLoadError: the file is missing or damaged, or it has ids that the model does not.
+    """
+    directory = Path(path)
+    file = directory / "tokenizer.json"
+    try:
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise ModelLoadError(f"{file}: larger than {_MAX_FILE_BYTES >> 20} MiB")
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelLoadError(
+            f"{file}: cannot be read ({error.strerror}); a directory with a tokenizer.json is needed (--tokenizer)"
+        ) from None
+    except UnicodeDecodeError:
+        raise ModelLoadError(f"{file}: damaged, not UTF-8") from None
+    _check_config(directory)
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        reason = " ".join(str(error).split())[:120]
+        raise ModelLoadError(f"{file}: damaged or not a tokenizer ({reason})") from None
+    tokenizer = Tokenizer(backend, directory)
+    if tokenizer.vocab_size == 0:
+        raise ModelLoadError(f"{file}: the vocabulary is empty")
+    if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
+        raise ModelLoadError(
+            f"{file}: token ids up to {tokenizer.vocab_size - 1}, but the model has {model_vocab_size}; "
+            "tokenizer and model do not belong together (--tokenizer)"
+        )
+    return tokenizer
+
+
+def _check_config(directory: Path) -> None:
+    """tokenizer_config.json may be missing. Nothing in it changes the tokenizer; one that asks for code is not obeyed."""
+    file = directory / "tokenizer_config.json"
+    if not file.is_file():
+        return
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise ModelLoadError(f"{file}: damaged, not JSON") from None
+    if not isinstance(fields, dict):
+        raise ModelLoadError(f"{file}: damaged, not a JSON object")
+    if fields.get("auto_map"):
+        _logger.warning("%s: auto_map is ignored: code from model directories is never run", file)
+
+
+class IncrementalDetokenizer:
+    """Tokens to text, a token at a time.
+
+    For every sequence of tokens, the pieces that `push` returns, and last `flush`'s, joined, equal
+    `Tokenizer.decode` of all of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # Without byte-level pieces: text comes from decoding a window of ids again.
+        self._ids: list[int] = []
+        self._window_start = 0
+        self._window_read = 0
+
+    def push(self, token_id: int) -> str:
+        """Text that `token_id` completes; empty while a character lacks bytes."""
+        if self._skip_special and token_id in self._tokenizer.special_ids:
+            return ""
+        if self._tokenizer.is_byte_level:
+            return self._utf8.decode(self._tokenizer.piece(token_id))
+        self._ids.append(token_id)
+        token = self._tokenizer.backend.id_to_token(token_id)
+        if token is None or _is_byte_fallback(token):
+            return ""  # runs of single bytes are decoded as a whole
+        return self._advance()
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for bytes that never became a character."""
+        if self._tokenizer.is_byte_level:
+            return self._utf8.decode(b"", final=True)
+        return self._advance()
+
+    def _advance(self) -> str:
+        before = self._decode(self._window_start, self._window_read)
+        now = self._decode(self._window_start, len(self._ids))
+        self._window_start, self._window_read = self._window_read, len(self._ids)
+        return now[len(before) :]
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip_special)
+
+
+def _is_byte_fallback(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+class _Matcher:
+    """Knuth-Morris-Pratt: how much of one stop string the text so far ends with."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.matched = 0
+        self._fail = [0] * len(pattern)
+        k = 0
+        for i in range(1, len(pattern)):
+            while k and pattern[i] != pattern[k]:
+                k = self._fail[k - 1]
+            k += pattern[i] == pattern[k]
+            self._fail[i] = k
+
+    def feed(self, char: str) -> bool:
+        """True when the text now ends with the whole pattern; `matched` is then its longest proper prefix."""
+        k, pattern = self.matched, self.pattern
+        while k and char != pattern[k]:
+            k = self._fail[k - 1]
+        k += char == pattern[k]
+        if k == len(pattern):
+            self.matched = self._fail[k - 1]
+            return True
+        self.matched = k
+        return False
+
+
+class StopChecker:
+    """Finds the first stop string in text that arrives in pieces.
+
+    The text ends at the first character that completes a stop string; of several completed by the same character the
+    longest counts. Where the borders of the pieces fall makes no difference.
+
+    Args:
+        stop: stop strings, none empty.
+        include_in_output: keep the matched string at the end of the text.
+    """
+
+    def __init__(self, stop: Sequence[str], *, include_in_output: bool = False) -> None:
+        # Longest first: the first one that a character completes is the one that counts.
+        self._matchers = [_Matcher(s) for s in sorted(stop, key=len, reverse=True)]
+        self._include = include_in_output
+        self._held = ""
+
+    def push(self, text: str, *, may_match: bool = True) -> tuple[str, str | None]:
+        """Take the next piece.
+
+        Args:
+            text: the piece.
+            may_match: False: a stop string that ends within this piece does not count (`min_tokens`).
+
+        Returns:
+            Text that is settled and may be shown, and the stop string that was found; after one, push no more.
+        """
+        if not self._matchers:
+            return text, None
+        pending = self._held + text
+        for index, char in enumerate(text):
+            found: str | None = None
+            for matcher in self._matchers:
+                if matcher.feed(char) and found is None:
+                    found = matcher.pattern
+            if found is not None and may_match:
+                end = len(self._held) + index + 1
+                self._held = ""
+                return pending[: end if self._include else end - len(found)], found
+        keep = max(matcher.matched for matcher in self._matchers)
+        self._held = pending[len(pending) - keep :]
+        return pending[: len(pending) - keep], None
+
+    def flush(self) -> str:
+        """Text kept back that became no stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+class OutputText:
+    """The text of one output sequence: detokenised, and cut at a stop string.
+
+    Attributes:
+        stop: the stop string that ended it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens
+        )
+        self._checker = StopChecker(stop, include_in_output=include_stop_str_in_output)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._unread: list[str] = []
+        self._flushed = False
+        self.stop: str | None = None
+
+    def push(self, token_id: int) -> str | None:
+        """Take the next token; returns the stop string that it completes. Tokens after one are ignored."""
+        self._num_tokens += 1
+        if self.stop is not None:
+            return None
+        text = self._detokenizer.push(token_id)
+        if text:
+            shown, self.stop = self._checker.push(
+                text, may_match=self._num_tokens >= self._min_tokens
+            )
+            if shown:
+                self._unread.append(shown)
+        return self.stop
+
+    def take(self, *, final: bool = False) -> str:
+        """Text settled since the last call; with `final` also what was kept back. Nothing is looked for in that."""
+        if final and not self._flushed:
+            self._flushed = True
+            if self.stop is None:
+                self._unread += [self._checker.flush(), self._detokenizer.flush()]
+        text = "".join(self._unread)
+        self._unread.clear()
+        return text

@@ -1,0 +1,145 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apt_jax.config import SLO
+from apt_jax.metrics import (
+    Percentiles,
+    RequestRecord,
+    effective_throughput,
+    gaps_s,
+    p99_tbt_drop_first_s,
+    p99_tbt_s,
+    percentile,
+    summarize,
+)
+from apt_jax.request import CompletionOutput, RequestMetrics, RequestOutput
+
+
+def test_gaps_and_their_percentiles():
+    assert gaps_s([1.0, 1.5, 3.5]) == [0.5, 2.0]
+    assert p99_tbt_s([1.0, 1.5, 3.5]) == pytest.approx(0.5 + 0.99 * 1.5)
+    assert p99_tbt_drop_first_s([1.0, 9.0, 9.5, 10.0]) == 0.5
+    assert p99_tbt_s([1.0]) is None
+    assert p99_tbt_drop_first_s([1.0, 2.0]) is None
+    assert gaps_s([]) == []
+
+
+def test_percentiles_interpolate_and_are_none_of_nothing():
+    assert percentile([1.0, 2.0], 50) == 1.5
+    assert percentile([], 50) is None
+    assert Percentiles.of([None, 1.0, None]) == Percentiles(p50=1.0, p90=1.0, p99=1.0)
+
+
+def record(times, *, ok=True, ttft=1.0, tbt=1.0, arrival=0.0) -> RequestRecord:
+    return RequestRecord(
+        arrival_s=arrival, token_times_s=times, ok=ok, slo=SLO(ttft_s=ttft, tbt_s=tbt)
+    )
+
+
+@pytest.mark.parametrize(
+    ("r", "ttft", "tbt"),
+    [
+        (record([1.0, 2.0]), True, True),  # on the border
+        (record([1.1, 2.0]), False, True),
+        (record([1.0, 2.5]), True, False),
+        (record([0.5]), True, True),  # no gap to miss
+        (record([]), False, False),  # an empty completion
+        (record([], ttft=math.inf, tbt=math.inf), False, False),
+        (record([0.1, 0.2], ok=False), False, False),  # an error after two good tokens
+    ],
+)
+def test_a_request_attains_its_slo_when_both_parts_do(r, ttft, tbt):
+    assert (r.ttft_attained, r.tbt_attained, r.slo_attained) == (ttft, tbt, ttft and tbt)
+
+
+def test_one_long_gap_in_a_hundred_counts_fully_only_near_the_top():
+    times = [float(i) * 0.1 for i in range(201)]
+    assert record(times, tbt=0.11).slo_attained
+    late = [t + (5.0 if i > 100 else 0.0) for i, t in enumerate(times)]
+    assert record(late, tbt=0.11).slo_attained  # one of 200 gaps lies above the P99
+    later = [t + 5.0 * (i > 100) + 5.0 * (i > 150) + 5.0 * (i > 180) for i, t in enumerate(times)]
+    assert not record(later, tbt=0.11).slo_attained
+
+
+def test_attainment_is_over_all_sent():
+    records = [record([0.5, 1.0]), record([2.0, 2.5]), record([]), record([0.1], ok=False)]
+    summary = summarize(records)
+    assert (summary.num_sent, summary.num_completed) == (4, 2)
+    assert summary.slo_attainment == 0.25
+    assert summary.ttft_attainment == 0.25
+    assert summary.tbt_attainment == 0.5
+    assert summary.ttft_s.p50 == 1.25
+    assert summary.duration_s == 2.5
+    assert summary.tokens_per_s == pytest.approx(5 / 2.5)
+    assert summary.goodput == pytest.approx(1 / 2.5)
+    assert set(summary.as_dict()) >= {"slo_attainment", "ttft_s", "tbt_s", "tokens_per_s"}
+
+
+def test_a_run_without_any_token_has_no_rates():
+    summary = summarize([record([])])
+    assert (summary.goodput, summary.tokens_per_s, summary.ttft_s.p99) == (0.0, 0.0, None)
+    with pytest.raises(ValueError, match="no requests"):
+        summarize([])
+
+
+def test_records_come_from_outputs():
+    metrics = RequestMetrics(arrival_s=1.0, token_times_s=[1.5, 2.0], finished_s=2.0)
+
+    def output(reason):
+        completion = CompletionOutput(index=0, text="", token_ids=[1, 2], finish_reason=reason)
+        return RequestOutput(
+            request_id="r", prompt=None, prompt_token_ids=[1], outputs=[completion], finished=True, metrics=metrics,
+        )  # fmt: skip
+
+    assert RequestRecord.from_output(output("stop")).slo_attained
+    assert RequestRecord.from_output(output("length")).slo_attained
+    assert not RequestRecord.from_output(output("error")).slo_attained
+    assert not RequestRecord.from_output(output("abort")).slo_attained
+
+
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=50))
+def test_record_and_engine_metrics_agree(times):
+    times = sorted(times)
+    slo = SLO(ttft_s=5.0, tbt_s=5.0)
+    engine = RequestMetrics(arrival_s=0.0, token_times_s=list(times), slo=slo)
+    mine = RequestRecord.from_metrics(engine)
+    assert mine.ttft_s == engine.ttft_s
+    assert mine.tbt_s == engine.tbt_s
+    assert mine.slo_attained == engine.slo_attained
+
+
+@given(limit=st.floats(0.2, 500.0))
+def test_the_highest_rate_is_found(limit):
+    rate = effective_throughput(
+        lambda rate, seed: 1.0 if rate <= limit else 0.0, low=0.1, high=1.0, tolerance=0.01
+    )
+    assert limit / 1.011 <= rate <= limit
+
+
+def test_attainment_is_the_mean_over_seeds():
+    calls = []
+
+    def attainment(rate: float, seed: int) -> float:
+        calls.append(seed)
+        return {0: 0.8, 1: 0.9, 2: 1.0}[seed] if rate <= 4.0 else 0.0
+
+    assert effective_throughput(attainment, target=0.9, low=1.0, high=2.0) == pytest.approx(
+        4.0, rel=0.02
+    )
+    assert set(calls) == {0, 1, 2}
+    assert effective_throughput(attainment, target=0.91, low=1.0, high=2.0) == 0.0
+
+
+def test_a_system_without_a_limit_ends_the_search():
+    assert effective_throughput(lambda rate, seed: 1.0, low=1.0, high=2.0) == 2.0**20
+
+
+@pytest.mark.parametrize(
+    "fields", [{"low": 0.0, "high": 1.0}, {"low": 2.0, "high": 1.0}, {"low": 1.0, "high": 2.0, "target": 0.0}, {"low": 1.0, "high": 2.0, "seeds": ()}, {"low": 1.0, "high": 2.0, "tolerance": 0.0}]
+)  # fmt: skip
+def test_impossible_searches_are_refused(fields):
+    with pytest.raises(ValueError, match="must satisfy"):
+        effective_throughput(lambda rate, seed: 1.0, **fields)

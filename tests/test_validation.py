@@ -1,0 +1,344 @@
+"""Every bad value of every field is one clear line that names the field; nothing is coerced."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apt_jax.config import SLO
+from apt_jax.errors import InvalidRequestError
+from apt_jax.request import SamplingParams
+from apt_jax.validation import RequestLimits, build_request
+
+LIMITS = RequestLimits(
+    vocab_size=300,
+    max_model_len=64,
+    max_pool_tokens=48,
+    eos_token_ids=(2,),
+    default_slo=SLO(ttft_s=1.0, tbt_s=0.5),
+)
+HUGE = 10**5000
+TINY = 1e-40  # a denormal as a 32-bit number
+
+
+class ByteEncoder:
+    """One token a byte, after a special one."""
+
+    vocab_size = 300
+
+    def __init__(self) -> None:
+        self.num_encoded = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.num_encoded += 1
+        return [2, *(3 + b for b in text.encode())]
+
+    def min_tokens(self, text: str) -> int:
+        return len(text.encode())
+
+
+def build(prompt: object = "hello", *, limits=LIMITS, tokenizer=None, **fields):
+    tokenizer = ByteEncoder() if tokenizer is None else tokenizer
+    return build_request(limits, tokenizer, prompt=prompt, arrival_s=1.5, **fields)
+
+
+def refused(field: str, **fields) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        build(**fields)
+    message = str(caught.value)
+    assert caught.value.field.split("[")[0] == field
+    assert message.startswith(field)
+    assert "\n" not in message
+    assert len(message) < 400
+    return message
+
+
+def test_a_request_is_complete_and_frozen():
+    request = build("hé", params=SamplingParams(max_tokens=3), fallback_seed=7)
+    assert request.prompt == "hé"
+    assert request.prompt_token_ids.tolist() == [2, 3 + 0x68, 3 + 0xC3, 3 + 0xA9]
+    assert request.prompt_token_ids.dtype == np.int32
+    assert request.params == SamplingParams(max_tokens=3, seed=7, stop_token_ids=(2,))
+    assert request.slo == SLO(ttft_s=1.0, tbt_s=0.5)
+    assert (request.slo_class, request.arrival_s) == ("rt", 1.5)
+    with pytest.raises(ValueError, match="read-only"):
+        request.prompt_token_ids[0] = 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        request.prompt = "other"  # type: ignore[misc]
+
+
+def test_the_seed_given_stays_and_eos_can_be_ignored():
+    params = build(params=SamplingParams(seed=5, ignore_eos=True, stop_token_ids=(9, 9))).params
+    assert (params.seed, params.stop_token_ids) == (5, (9,))
+    assert build(params=SamplingParams(stop_token_ids=(9, 2))).params.stop_token_ids == (9, 2)
+
+
+# --- request id ----------------------------------------------------------------------------------------------------
+
+
+def test_request_ids_are_made_up_when_absent():
+    ids = {build().request_id for _ in range(3)}
+    assert len(ids) == 3
+    assert all(i.startswith("req-") for i in ids)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "a" * 129, "a b", "a\n", "a\x1b[0m", "../x", "é", "x" * 10**6, 5, True, b"a", HUGE],
+    ids=lambda _: "value",
+)
+def test_R20_request_ids(value):
+    refused("request_id", request_id=value)
+
+
+def test_a_good_request_id_stays():
+    assert build(request_id="A.b_c-9").request_id == "A.b_c-9"
+
+
+# --- prompt --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["prompt", "prompt_token_ids"])
+def test_R1_empty_prompts(field):
+    refused(field, **{"prompt": None, field: "" if field == "prompt" else []})
+
+
+def test_a_prompt_must_be_given_once():
+    assert "missing" in refused("prompt", prompt=None)
+    assert "not both" in refused("prompt", prompt="a", prompt_token_ids=[1])
+
+
+@pytest.mark.parametrize("value", [5, b"text", ["text"], True, {"text": 1}])
+def test_R14_prompts_of_another_type(value):
+    refused("prompt", prompt=value)
+
+
+def test_R15_a_lone_surrogate_is_refused_and_nul_is_text():
+    assert "character 1" in refused("prompt", prompt="a\ud800b")
+    assert build("a\0b").prompt_token_ids.tolist() == [2, 100, 3, 101]
+
+
+def test_R2_a_long_text_is_refused_before_it_is_tokenised():
+    tokenizer = ByteEncoder()
+    message = refused("prompt", prompt="secret " * 100_000, tokenizer=tokenizer)
+    assert "at least 700000 tokens" in message
+    assert "max_model_len=64" in message
+    assert "secret" not in message
+    assert tokenizer.num_encoded == 0
+
+
+def test_R2_prompt_and_output_together_are_bounded_and_the_message_says_by_how_much():
+    limits = dataclasses.replace(LIMITS, max_pool_tokens=None)
+    message = refused(
+        "max_tokens", prompt="x" * 50, limits=limits, params=SamplingParams(max_tokens=16)
+    )
+    assert "by 3" in message
+    assert "13 at most" in message
+    assert build("x" * 50, limits=limits, params=SamplingParams(max_tokens=13))
+    refused("prompt", prompt="x" * 63, limits=limits, params=SamplingParams(max_tokens=1))
+    assert "64 tokens" in refused(
+        "prompt_token_ids", prompt=None, prompt_token_ids=[1] * 64, limits=limits
+    )
+
+
+def test_R3_what_can_never_fit_the_pool_is_refused():
+    message = refused("max_tokens", prompt="x" * 33, params=SamplingParams(max_tokens=16))
+    assert "48 tokens in all: 2 too many" in message
+    assert build("x" * 31, params=SamplingParams(max_tokens=16))
+
+
+def test_text_of_special_tokens_alone_is_a_prompt():
+    class Nothing(ByteEncoder):
+        def encode(self, text: str) -> list[int]:
+            return [2]
+
+    assert build(" ", tokenizer=Nothing()).prompt_token_ids.tolist() == [2]
+
+
+def test_text_without_any_token_and_models_without_tokenizer():
+    class Nothing(ByteEncoder):
+        def encode(self, text: str) -> list[int]:
+            return []
+
+    refused("prompt", prompt="x", tokenizer=Nothing())
+    with pytest.raises(InvalidRequestError, match="--tokenizer"):
+        build_request(LIMITS, None, prompt="text", arrival_s=0.0)
+    assert build_request(LIMITS, None, prompt_token_ids=[1], arrival_s=0.0)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[-1], [0, 300], [2**31], [2**70], [HUGE], [1.0], ["1"], [True], [None], [[1]], [math.nan], "12", b"12", 5, {1: 2}],
+    ids=lambda _: "value",
+)  # fmt: skip
+def test_R4_token_ids(ids):
+    refused("prompt_token_ids", prompt=None, prompt_token_ids=ids)
+
+
+def test_R4_the_message_names_the_place():
+    with pytest.raises(InvalidRequestError, match=r"prompt_token_ids\[2\]: 300 must be"):
+        build(None, prompt_token_ids=[1, 2, 300])
+
+
+@pytest.mark.parametrize(
+    "ids", [np.array([1.0]), np.array([[1]]), np.array([300]), np.array([-1]), np.array([True])]
+)
+def test_R4_arrays(ids):
+    refused("prompt_token_ids", prompt=None, prompt_token_ids=ids)
+
+
+@pytest.mark.parametrize("ids", [[0, 299], (0, 299), np.array([0, 299]), np.array([0, 299], "u2")])
+def test_token_ids_are_taken_as_they_are(ids):
+    source = ids.copy() if isinstance(ids, np.ndarray) else ids
+    request = build(None, prompt_token_ids=ids)
+    assert request.prompt_token_ids.tolist() == [0, 299]
+    if isinstance(ids, np.ndarray):  # a copy: the caller may write to its own
+        ids[0] = 7
+        assert source[0] == request.prompt_token_ids[0]
+
+
+# --- sampling parameters -------------------------------------------------------------------------------------------
+
+NOT_NUMBERS = ["2", True, None, [1.0], b"1", np.bool_(True), 1j]
+NOT_FINITE = [math.nan, math.inf, -math.inf, np.float32("nan"), TINY, -TINY, 5e-324, HUGE]
+NOT_INTEGERS = ["2", True, [1], 1.5, 1.0, math.nan, np.float64(2.0)]
+BAD = {
+    "max_tokens": [0, -1, None, 2**63, HUGE, *NOT_INTEGERS],
+    "temperature": [-0.1, -0.0, 2.1, 0.001, *NOT_NUMBERS, *NOT_FINITE],
+    "top_k": [-2, 2**31, HUGE, None, *NOT_INTEGERS],
+    "top_p": [0.0, -0.0, -0.5, 1.1, *NOT_NUMBERS, *NOT_FINITE],
+    "min_p": [-0.0, -0.5, 1.1, *NOT_NUMBERS, *NOT_FINITE],
+    "seed": [-1, 2**63, HUGE, *NOT_INTEGERS],
+    "repetition_penalty": [0.0, -0.0, -1.0, 2.1, 1e-9, *NOT_NUMBERS, *NOT_FINITE],
+    "presence_penalty": [-2.1, 2.1, *NOT_NUMBERS, *NOT_FINITE],
+    "frequency_penalty": [-2.1, 2.1, *NOT_NUMBERS, *NOT_FINITE],
+    "logit_bias": [
+        {300: 1.0}, {-1: 1.0}, {2**40: 1.0}, {"2": 1.0}, {True: 1.0}, {1.0: 1.0}, {1: "1"}, {1: True}, {1: math.nan},
+        {1: math.inf}, {1: 100.5}, {1: -101}, {1: TINY}, [(1, 1.0)], "x", 5, dict.fromkeys(range(301), 1.0),
+    ],
+    "min_tokens": [-1, 17, None, 2**63, HUGE, *NOT_INTEGERS],
+    "stop": ["", [""], ["a"] * 5, ["a" * 257], ["a" * 10**6], [1], [None], [b"a"], b"a", 5, True, ["\ud800"], {"a"}],
+    "stop_token_ids": [[300], [-1], [2**40], ["2"], [True], [1.0], "12", 5, list(range(17)), {2}],
+    "ignore_eos": [0, 1, "true", None],
+    "include_stop_str_in_output": [0, "yes", None],
+    "skip_special_tokens": [1, "no", None],
+    "logprobs": [-1, 21, HUGE, *NOT_INTEGERS],
+}  # fmt: skip
+
+
+def test_every_sampling_field_has_bad_values():
+    assert set(BAD) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    ("field", "index"), [(field, i) for field, values in BAD.items() for i in range(len(values))]
+)
+@pytest.mark.parametrize("mapping", [False, True])
+def test_R5_R7_R8_R9_R10_R14_sampling_fields(field, index, mapping):
+    fields = {field: BAD[field][index]}
+    refused(field, params=fields if mapping else SamplingParams(**fields))
+
+
+GOOD = [
+    {"max_tokens": np.int64(3)},
+    {"temperature": 0},
+    {"temperature": 0.01},
+    {"temperature": np.float32(0.5)},
+    {"temperature": 2},
+    {"top_k": 1},
+    {"top_p": 1},
+    {"top_p": 1e-6},
+    {"min_p": 1.0},
+    {"seed": 0},
+    {"seed": 2**63 - 1},
+    {"repetition_penalty": 0.01},
+    {"presence_penalty": -2},
+    {"frequency_penalty": 2.0},
+    {"logit_bias": {0: -100, 299: 100.0}},
+    {"min_tokens": 16},
+    {"stop": ("a" * 256, "b", "c", "d")},
+    {"stop_token_ids": tuple(range(16))},
+    {"logprobs": 0},
+    {"logprobs": 20},
+]
+
+
+@pytest.mark.parametrize("fields", GOOD, ids=str)
+def test_values_on_the_border_are_taken(fields):
+    checked = build(params=fields).params
+    for name, value in fields.items():
+        got = getattr(checked, name)
+        assert set(value) <= set(got) if name == "stop_token_ids" else got == value
+        assert not isinstance(got, np.generic)
+
+
+def test_values_that_mean_off_are_made_one():
+    params = build(
+        params={"top_k": -1, "presence_penalty": -0.0, "logit_bias": {}, "stop": "x"}
+    ).params
+    assert params.top_k == 0
+    assert math.copysign(1.0, params.presence_penalty) == 1.0
+    assert params.logit_bias is None
+    assert params.stop == ("x",)
+    assert build(params={"top_k": 300}).params.top_k == 0
+
+
+def test_R9_cross_field_checks_come_after_defaults():
+    refused("min_tokens", params={"min_tokens": 17})
+    assert build(params={"min_tokens": 17, "max_tokens": 17})
+
+
+def test_R14_an_unknown_parameter_names_the_nearest():
+    assert "'temperature'" in refused("temprature", params={"temprature": 1.0})
+    refused("params", params=3)
+    refused("params", params=[("top_k", 1)])
+
+
+@given(st.dictionaries(st.sampled_from(sorted(BAD)), st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=3))))  # fmt: skip
+def test_whatever_comes_the_answer_is_a_request_or_one_line(fields):
+    try:
+        params = build(params=fields).params
+    except InvalidRequestError as error:
+        message = str(error)
+        assert "\n" not in message
+    else:
+        assert build(params=params).params == params  # checking again changes nothing
+
+
+# --- objectives ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["slo_ttft_ms", "slo_tbt_ms"])
+@pytest.mark.parametrize(
+    "value",
+    [0, 0.0, -0.0, -1, math.nan, math.inf, 1e18, 1e-9, TINY, "100", True, [1], HUGE],
+    ids=lambda _: "value",
+)
+def test_R24_objectives_in_milliseconds(field, value):
+    refused(field, **{field: value})
+
+
+@pytest.mark.parametrize("bad", [1e18, 1e-9, True])
+def test_R24_objectives_of_python(bad):
+    refused("slo.ttft_s", slo=SLO(ttft_s=bad))
+    refused("slo.tbt_s", slo=SLO(tbt_s=bad))
+    refused("slo", slo=(1.0, 1.0))
+
+
+def test_objectives_replace_the_default_part_by_part():
+    assert build(slo_ttft_ms=250).slo == SLO(ttft_s=0.25, tbt_s=0.5)
+    assert build(slo=SLO(tbt_s=2.0), slo_ttft_ms=100).slo == SLO(ttft_s=0.1, tbt_s=2.0)
+    assert build(slo=SLO()).slo == SLO()
+
+
+@pytest.mark.parametrize("value", ["RT", "", "batch", 1, True])
+def test_classes(value):
+    refused("slo_class", slo_class=value)
+
+
+def test_the_two_classes_are_taken():
+    assert build(slo_class="be").slo_class == "be"
+    assert build(slo_class="rt").slo_class == "rt"
