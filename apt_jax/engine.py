@@ -62,6 +62,7 @@ from apt_jax.request import (
     RequestMetrics,
     SamplingParams,
 )
+from apt_jax.sched.check import check_plan
 from apt_jax.sched.view import (
     NO_KIND,
     KindSpec,
@@ -536,6 +537,8 @@ class Engine:
             logger.error("policy %s failed", self.policy.name, exc_info=error)
             self._is_fatal("the policy failed")
             return Plan.idle()
+        if self.debug:
+            check_plan(view, plan)
         self.last_plan = plan
         self._schedule_s.add(self._timer() - started)
         return plan
@@ -747,7 +750,7 @@ class Engine:
         rows = np.array([lives[i].row for i in picks], np.int32)
         self._in_flight[rows] -= 1
         self._last_token[rows] = result.token_ids[picks]
-        self.table.last_token_s[rows] = now_s
+        self.table.note_tokens(rows, now_s)
         token_ids, finite, position = (
             result.token_ids.tolist(),
             result.finite.tolist(),

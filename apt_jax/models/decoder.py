@@ -91,6 +91,10 @@ def _norm(x: Float[Array, "T D"], p: NormParams, eps: float) -> Float[Array, "T 
     return scaled * p.scale.astype(jnp.float32)[None, :] + p.bias.astype(jnp.float32)[None, :]
 
 
+def _finite(x: Array) -> Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+
 def _hidden_decode(
     q: Array, pool: Array, batch: DecoderBatch, p: LayerParams, options: StepOptions
 ) -> Float[Array, "B N H"]:
@@ -157,8 +161,10 @@ def _attention(
         k, v = kv_of(x[b:])
         keys.append(k)
         values.append(v)
-    k, v = jnp.concatenate(keys), jnp.concatenate(values)
-    first = jnp.where(batch.token_hidden[:, None], x, k) if hidden_rows else k
+    # What others may read stays finite by construction: 0 * NaN = NaN, so a NaN would pass the mask of a neighbour in
+    # the same tile, or of a recycled block's next owner. The row that made it still fails, through its own residual.
+    k, v = _finite(jnp.concatenate(keys)), _finite(jnp.concatenate(values))
+    first = jnp.where(batch.token_hidden[:, None], _finite(x), k) if hidden_rows else k
     rows = jnp.concatenate([first, v]) if kv_rows else first
     slots = (
         jnp.concatenate([batch.first_slots, batch.second_slots]) if kv_rows else batch.first_slots

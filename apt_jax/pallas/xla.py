@@ -23,7 +23,7 @@ _MASKED = -1e30
 
 TOKENS_PER_TILE = 64
 """T of decode attention: fewer make the products slow, more waste work on short contexts."""
-ROWS_PER_TILE = 16
+ROWS_PER_TILE = 32
 """R of decode attention."""
 PREFILL_QUERY_TILE = 128
 PREFILL_KEY_TILE = 128
@@ -82,6 +82,8 @@ def _decode(
     """
     batch, num_heads, _ = q.shape
     r = min(batch, ROWS_PER_TILE)
+    if batch % r:
+        raise ValueError(f"{batch=} must be at most {ROWS_PER_TILE} or a multiple of it")
     g = max(1, TOKENS_PER_TILE // block_size)
     t = g * block_size
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % g)))

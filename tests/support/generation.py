@@ -1,0 +1,95 @@
+"""Greedy generation with the real engine under chosen conditions, on one executor."""
+
+import dataclasses
+
+import numpy as np
+
+from apt_jax.clock import WallClock
+from apt_jax.config import SLO, CacheConfig, ModelConfig, SchedulerConfig
+from apt_jax.engine import Engine
+from apt_jax.jax_executor import JaxExecutor
+from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.sched import HIDDEN, KV, KindSpec, make_policy
+
+CONDITIONS = ["one at a time", "batched", "forced preemptions", "chunked prefill"]
+MODES = [("kv", "absorb"), ("hidden", "reproject"), ("hidden", "absorb")]
+"""(kind that requests get, attention over hidden caches)"""
+
+
+def make_executor(
+    params, config: ModelConfig, attention: str, num_blocks: int = 1600
+) -> JaxExecutor:
+    cache = CacheConfig(num_blocks_override=num_blocks, hidden_attention=attention)
+    return JaxExecutor(
+        params, config, cache=cache, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512
+    )
+
+
+def greedy(
+    executor: JaxExecutor,
+    prompts: list[list[int]],
+    max_tokens: int,
+    kind: str,
+    condition: str,
+    policy: str = "apt",
+) -> list[list[int]]:
+    """The output tokens of each prompt, the end-of-sequence token left out. Checks integrity, and that all blocks are free at the end."""
+    budget = 48 if condition == "chunked prefill" else executor.max_num_batched_tokens
+    scheduler = SchedulerConfig(policy=policy, max_num_seqs=16, max_num_batched_tokens=budget)
+    kinds = (
+        KindSpec(name="kv", blocks_per_group=2, offered=kind in ("kv", "hybrid")),
+        KindSpec(name="hidden", blocks_per_group=1, offered=kind in ("hidden", "hybrid")),
+    )
+    engine = Engine(
+        executor, make_policy(policy, scheduler), WallClock(), kinds, scheduler,
+        dataclasses.replace(executor.cache_config), vocab_size=executor.config.vocab_size, debug=True,
+    )  # fmt: skip
+    eos = executor.config.eos_token_id
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, seed=0, stop_token_ids=() if eos is None else (eos,)
+    )
+    outputs: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    rng = np.random.default_rng(0)
+    preempted, steps, kinds_used = 0, 0, set()
+
+    def submit(i: int) -> None:
+        ids = np.asarray(prompts[i], np.int32)
+        ids.setflags(write=False)
+        engine.add_request(
+            EngineRequest(
+                request_id=str(i),
+                prompt=None,
+                prompt_token_ids=ids,
+                params=params,
+                slo=SLO(),
+                arrival_s=engine.clock.now_s(),
+            )
+        )
+
+    def run() -> None:
+        nonlocal preempted, steps
+        while engine.has_work:
+            for out in engine.step():
+                outputs[out.request_id] += out.new_token_ids
+                assert out.finish_reason in (None, "stop", "length"), out.error
+            kinds_used.update(engine.table.kind[engine.table.live].tolist())
+            steps += 1
+            if condition == "forced preemptions" and steps % 4 == 0:
+                preempted += any(engine.preempt(str(i)) for i in rng.permutation(len(prompts)))
+
+    if condition == "one at a time":
+        for i in range(len(prompts)):
+            submit(i)
+            run()
+    else:
+        for i in range(len(prompts)):
+            submit(i)
+        run()
+    engine.check_integrity()
+    stats = engine.stats()
+    assert stats.free_blocks == executor.num_blocks
+    if condition == "forced preemptions":
+        assert preempted >= len(prompts) // 4
+    wrong = {"kv": HIDDEN, "hidden": KV}.get(kind)
+    assert wrong not in kinds_used
+    return [[t for t in tokens if t != eos] for tokens in outputs.values()]
