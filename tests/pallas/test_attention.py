@@ -110,7 +110,7 @@ def test_absorption_equals_reprojection_and_kv(dtype: str) -> None:
     b, n, h = 5, 4, 8
     d = n * h
     pool, tables, lens = _pool(rng, b, d, 90, "float32", 1)
-    lens = np.maximum(lens, 1)
+    tables, lens = jnp.asarray(tables), jnp.asarray(np.maximum(lens, 1))
     pool = pool.at[0].set(0)
     wk, bk, wv, bv = (
         jnp.asarray(rng.standard_normal(s) / d**0.5, jnp.float32)
