@@ -1,0 +1,388 @@
+"""The engine for servers: its loop has a thread of its own, requests come from an asyncio event loop.
+
+1. `AsyncEngine.submit` puts a request into an inbox and returns a `RequestStream`; it never waits.
+2. The loop thread empties the inbox between steps: it adds requests, drops the cancelled ones, ends those whose
+   deadline has passed, and runs one step. With nothing to do it sleeps on a condition.
+3. What a step delivers is merged into the streams, at most one unread delta each, and the event loops that read them
+   are woken once a step. Whoever reads slowly gets more at a time, whoever never reads blocks nobody, and the memory of
+   a stream is bounded by the request's `max_tokens`.
+4. A stream ends once: with a delta that has a `finish_reason`, or with an exception. Leaving it early, by `cancel` or by
+   closing the generator, ends the request within one iteration.
+
+Only the loop thread touches the engine. Other threads may hand it a function to run between two steps (`call`).
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from apt_jax.engine import EngineStats, StepOutput
+from apt_jax.errors import AptJaxError, EngineDeadError
+from apt_jax.llm import EngineParts, OutputDelta, RequestState
+from apt_jax.request import EngineRequest, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineClosedError(EngineDeadError):
+    """The engine is shutting down or has been shut down; not after an error."""
+
+
+class RequestStream:
+    """The answers to one request: an asynchronous iterator of `OutputDelta`s, for one reader.
+
+    The last delta has a `finish_reason`. Raises in place of it:
+        DuplicateRequestError, InvalidRequestError, QueueFullError: refused, nothing was allocated.
+        AptJaxError: it was cancelled, and is read all the same.
+        TimeoutError: the deadline has passed.
+        EngineDeadError: the engine ended, or is closed.
+    """
+
+    def __init__(
+        self, owner: "AsyncEngine", request: EngineRequest, deadline_s: float | None
+    ) -> None:
+        self.request = request
+        self.deadline_s = deadline_s
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._lock = threading.Lock()
+        self._unread: OutputDelta | None = None
+        self._error: BaseException | None = None
+        self._ended = False
+        """The engine has nothing more to say about this request."""
+        self._read_to_end = False
+        self.cancelled = False
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        while not self._read_to_end:
+            with self._lock:
+                delta, self._unread = self._unread, None
+                if delta is None and self._error is not None:
+                    self._read_to_end = True
+                    raise self._error
+                self._news.clear()
+            if delta is not None:
+                self._read_to_end = delta.finished
+                return delta
+            await self._news.wait()
+        raise StopAsyncIteration
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine is done with the request, read or not."""
+        return self._ended
+
+    def cancel(self) -> None:
+        """Read no more; the request ends within one iteration. From any thread, any number of times."""
+        if not self._ended and not self.cancelled:
+            self.cancelled = True
+            self._owner._cancel(self)
+
+    # Called by the loop thread.
+
+    def _push(self, delta: OutputDelta) -> None:
+        with self._lock:
+            if self._unread is None:
+                self._unread = delta
+            else:
+                self._unread.merge(delta)
+            self._ended = delta.finished
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                self._error = error
+
+
+class AsyncEngine:
+    """Runs an engine in a thread and serves requests from asyncio code.
+
+    Args:
+        parts: the engine and what belongs to it, from `apt_jax.llm.build_engine`; from now on it is this object's.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
+        self._engine = parts.engine
+        self._work = threading.Condition()
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._streams: dict[EngineRequest, RequestStream] = {}
+        self._deadlines: dict[EngineRequest, float] = {}
+        self._woken: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
+        self._closing = False
+        self._drain_until_s = 0.0
+        self._end_error: EngineDeadError | None = None
+        self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name="apt-jax-engine", daemon=True)
+        self._thread.start()
+
+    # --- for users -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, *, deadline_s: float | None = None) -> RequestStream:
+        """Hand a request to the engine; call it from a coroutine. A refusal comes when the stream is read.
+
+        Args:
+            request: from `parts.build_request`.
+            deadline_s: on the engine's clock; the request is ended when it has passed. None: none.
+
+        Raises:
+            EngineDeadError: the engine has ended or is closing.
+        """
+        stream = RequestStream(self, request, deadline_s)
+        with self._work:
+            if self._end_error is not None:
+                raise self._end_error
+            if self._closing:
+                raise EngineClosedError("the engine is shutting down")
+            self._inbox.append(lambda: self._add(stream))
+            self._work.notify()
+        return stream
+
+    async def generate(
+        self, request: EngineRequest, *, deadline_s: float | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """The growing output of a request; each one is whole. Raises what `submit` and `RequestStream` do.
+
+        Leaving the loop early and closing the generator ends the request.
+        """
+        stream = self.submit(request, deadline_s=deadline_s)
+        state = RequestState(request)
+        try:
+            async for delta in stream:
+                state.add(delta)
+                yield state.output()
+        finally:
+            stream.cancel()
+
+    def abort(self, request_id: str) -> "concurrent.futures.Future[bool]":
+        """End the live request of this id; its stream ends with `finish_reason="abort"`. False: there is none."""
+        return self.call(lambda: self._engine.abort(request_id))
+
+    async def stats(self) -> EngineStats:
+        """The engine's counters and gauges between two steps."""
+        return await asyncio.wrap_future(self.call(self._engine.stats))
+
+    def call(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        """Run a function of the engine's state in the loop thread, between two steps; it should be short."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._work:
+            if not self._end.done():
+                self._inbox.append(run)
+                self._work.notify()
+                return future
+        run()  # the thread is gone, nobody else touches the engine
+        return future
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether new requests are taken."""
+        return not self._closing and self._end_error is None
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose streams have not ended."""
+        return len(self._streams)
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why the engine ended by itself; None while it lives and after a shutdown."""
+        error = self._end_error
+        return None if error is None or isinstance(error, EngineClosedError) else str(error)
+
+    async def wait_ended(self) -> str | None:
+        """Wait until the loop has ended; returns `dead_reason`."""
+        await asyncio.shield(asyncio.wrap_future(self._end))
+        return self.dead_reason
+
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Take no new requests, let open ones go on for up to `drain_s` seconds, end the rest, end the thread.
+
+        Streams that are cut off raise `EngineClosedError`. A second call can only shorten the wait.
+        """
+        self._close(drain_s)
+        await asyncio.shield(asyncio.wrap_future(self._end))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """As `shutdown`, for synchronous code."""
+        self._close(drain_s)
+        self._end.result()
+
+    # --- between threads -----------------------------------------------------------------------------------------
+
+    def _close(self, drain_s: float) -> None:
+        until_s = self.parts.clock.now_s() + drain_s
+        with self._work:
+            self._drain_until_s = min(self._drain_until_s, until_s) if self._closing else until_s
+            self._closing = True
+            self._work.notify()
+
+    def _cancel(self, stream: RequestStream) -> None:
+        with self._work:
+            self._inbox.append(lambda: self._drop(stream))
+            self._work.notify()
+
+    # --- the loop thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._iterate():
+                pass
+            reason = self._engine.dead_reason
+            error = (
+                EngineClosedError("the engine has been shut down")
+                if reason is None
+                else EngineDeadError(f"the engine has ended: {reason}")
+            )
+        except BaseException as caught:
+            logger.critical("the engine loop ends: %s", type(caught).__name__, exc_info=caught)
+            error = EngineDeadError("the engine has ended: internal error")
+        self._end_all(error)
+
+    def _iterate(self) -> bool:
+        """One turn of the loop; False when it is over."""
+        engine = self._engine
+        with self._work:
+            while not (self._inbox or engine.has_work or self._closing):
+                self._work.wait()
+            commands, self._inbox = self._inbox, collections.deque()
+            closing, drain_until_s = self._closing, self._drain_until_s
+        for command in commands:
+            command()
+        now_s = self.parts.clock.now_s()
+        if closing and (not engine.has_work or now_s >= drain_until_s):
+            return False
+        late = [request for request, deadline_s in self._deadlines.items() if now_s >= deadline_s]
+        for request in late:
+            stream = self._streams[request]
+            self._fail(stream, TimeoutError("the deadline has passed"))
+            self._drop(stream)
+        if engine.has_work:
+            outputs = engine.step()
+            if engine.dead_reason is not None:
+                return False  # `_end_all` tells every stream
+            for output in outputs:
+                self._deliver(output)
+        self._wake()
+        return True
+
+    def _deliver(self, output: StepOutput) -> None:
+        stream = self._streams.get(output.request)
+        try:
+            delta = self.parts.assembler.delta(output)
+        except Exception as error:  # of this request: the others go on
+            logger.error("an output could not be assembled", exc_info=error)
+            if stream is not None:
+                self._fail(stream, AptJaxError("the output could not be assembled"))
+                self._drop(stream)
+            return
+        if stream is None:
+            return  # cancelled
+        if delta.finished:
+            self._forget(stream)
+        stream._push(delta)
+        self._woken.setdefault(stream._loop, []).append(stream)
+
+    def _add(self, stream: RequestStream) -> None:
+        if stream.cancelled:
+            self._fail(stream, _cancelled())
+            return
+        if self._end_error is not None:
+            self._fail(stream, self._end_error)
+            return
+        request = stream.request
+        try:
+            if stream.deadline_s is not None and self.parts.clock.now_s() >= stream.deadline_s:
+                raise TimeoutError("the deadline has passed")
+            self._engine.add_request(request)
+        except (AptJaxError, TimeoutError) as error:
+            self._fail(stream, error)
+            return
+        except Exception as error:  # of this request: the others go on
+            logger.error("a request could not be added", exc_info=error)
+            self._fail(stream, AptJaxError("the request could not be added"))
+            return
+        self._streams[request] = stream
+        if stream.deadline_s is not None:
+            self._deadlines[request] = stream.deadline_s
+
+    def _drop(self, stream: RequestStream) -> None:
+        """End the stream's own request, if it is alive; never another one of the same id."""
+        if self._streams.get(stream.request) is stream:
+            self._forget(stream)
+            self._engine.abort(stream.request.request_id)
+            self._fail(stream, _cancelled())
+
+    def _forget(self, stream: RequestStream) -> None:
+        self._streams.pop(stream.request, None)
+        self._deadlines.pop(stream.request, None)
+
+    def _fail(self, stream: RequestStream, error: BaseException) -> None:
+        stream._fail(error)
+        self._woken.setdefault(stream._loop, []).append(stream)
+
+    def _wake(self) -> None:
+        """One call into each event loop, however many of its streams have news."""
+        for loop, streams in self._woken.items():
+            try:
+                loop.call_soon_threadsafe(_set_all, streams)
+            except RuntimeError:  # the event loop is closed, nobody will read these any more
+                for stream in streams:
+                    self._drop(stream)
+        self._woken.clear()
+
+    def _end_all(self, error: EngineDeadError) -> None:
+        with self._work:
+            self._end_error = error  # `submit` refuses from here on, `_add` what came before
+        for stream in list(self._streams.values()):
+            self._fail(stream, error)
+            self._drop(stream)
+        self._settle()
+        self._empty_inbox()
+        with self._work:
+            self._end.set_result(None)  # `call` runs functions itself from here on
+        self._empty_inbox()
+        self._wake()
+
+    def _empty_inbox(self) -> None:
+        with self._work:
+            commands, self._inbox = self._inbox, collections.deque()
+        for command in commands:
+            command()
+
+    def _settle(self) -> None:
+        """Fetch the step in flight and the last outputs, so that the blocks of all requests are free."""
+        try:
+            while self._engine.has_work and self._engine.dead_reason is None:
+                for output in self._engine.step():
+                    self.parts.assembler.delta(output)
+        except Exception as error:
+            logger.error("the engine did not settle", exc_info=error)
+
+
+def _cancelled() -> AptJaxError:
+    return AptJaxError("the request was cancelled")
+
+
+def _set_all(streams: list[RequestStream]) -> None:
+    for stream in streams:
+        stream._news.set()

@@ -1,0 +1,130 @@
+"""A whole engine without a model: `HashExecutor`, a tokenizer of bytes, the real scheduler, engine and front end."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
+from apt_jax.executor import StepBatch
+from apt_jax.hash_executor import Fault, HashExecutor, reference_tokens
+from apt_jax.llm import EngineParts, make_parts
+from apt_jax.request import EngineRequest
+from apt_jax.sched import KindSpec
+from apt_jax.tokenizer import Tokenizer
+
+SPECIALS = ("<s>", "<pad>", "</s>")
+VOCAB_SIZE = 259
+EOS = 2
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte; `</s>` (id 2) is prepended."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {t: i for i, t in enumerate([*SPECIALS, *alphabet])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIALS))
+    backend.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", EOS)]
+    )
+    return Tokenizer(backend)
+
+
+class GatedExecutor(HashExecutor):
+    """A `HashExecutor` whose steps can be held.
+
+    Attributes:
+        gate: steps wait for it; clear it to hold the engine within a step.
+        step_s: seconds that each step sleeps.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.step_s = 0.0
+
+    def execute(self, batch: StepBatch):
+        self.gate.wait(30)
+        if self.step_s:
+            time.sleep(self.step_s)
+        return super().execute(batch)
+
+
+def toy_parts(
+    *,
+    num_blocks: int = 256,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_model_len: int = 256,
+    tokenizer: Tokenizer | str | None = "bytes",
+    fault: Callable[[StepBatch], Fault | None] | None = None,
+    policy: str = "fcfs",
+    debug: bool = True,
+    step_s: float = 0.0,
+    eos_token_ids: Sequence[int] = (EOS,),
+    **scheduler: Any,
+) -> EngineParts:
+    """An engine on the machine's clock, with both cache kinds."""
+    executor = GatedExecutor(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        vocab_size=VOCAB_SIZE,
+        fault=fault,
+    )
+    executor.step_s = step_s
+    config = EngineConfig(
+        model="toy",
+        cache=CacheConfig(block_size=block_size),
+        scheduler=SchedulerConfig(
+            policy=policy,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(64, max_num_seqs),
+            **scheduler,
+        ),
+    )
+    return make_parts(
+        config,
+        executor,
+        kinds=(
+            KindSpec(name="kv", blocks_per_group=2),
+            KindSpec(name="hidden", blocks_per_group=1),
+        ),
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        tokenizer=byte_tokenizer() if tokenizer == "bytes" else tokenizer,  # type: ignore[arg-type]
+        eos_token_ids=eos_token_ids,
+        debug=debug,
+    )
+
+
+def executor_of(parts: EngineParts) -> GatedExecutor:
+    assert isinstance(parts.executor, GatedExecutor)
+    return parts.executor
+
+
+def expected_tokens(request: EngineRequest) -> list[int]:
+    """The stream that the request must have, computed without engine or cache (stop strings are not looked for)."""
+    return reference_tokens(
+        request.prompt_token_ids,
+        request.params.max_tokens,
+        vocab_size=VOCAB_SIZE,
+        params=request.params,
+    )
+
+
+def assert_clean(parts: EngineParts) -> None:
+    """Nothing is left of any request: blocks, rows, text."""
+    engine = parts.engine
+    engine.check_integrity()
+    stats = engine.stats()
+    assert stats.free_blocks == stats.total_blocks
+    assert (stats.num_running, stats.num_waiting, stats.num_ending) == (0, 0, 0)
+    assert engine.num_live == 0
+    assert parts.assembler.num_open == 0

@@ -1,0 +1,479 @@
+"""The engine loop in its thread: streams, cancellation, deadlines, back-pressure, shutdown, death."""
+
+import asyncio
+import dataclasses
+import itertools
+import threading
+
+import pytest
+from toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
+
+from apt_jax.async_engine import AsyncEngine, EngineClosedError
+from apt_jax.errors import (
+    AptJaxError,
+    DuplicateRequestError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from apt_jax.hash_executor import Fault, FaultKind
+from apt_jax.request import EngineRequest
+from apt_jax.validation import build_request
+
+
+def run(scenario, **toy) -> AsyncEngine:
+    """Run `scenario(engine)` with a fresh engine, shut it down, and see that nothing is left."""
+
+    async def whole() -> AsyncEngine:
+        engine = AsyncEngine(toy_parts(**toy))
+        try:
+            await asyncio.wait_for(scenario(engine), 60)
+        finally:
+            executor_of(engine.parts).gate.set()
+            await engine.shutdown()
+        return engine
+
+    engine = asyncio.run(whole())
+    if engine.dead_reason is None:
+        assert_clean(engine.parts)
+    assert engine.num_open == 0
+    return engine
+
+
+def request(engine: AsyncEngine, prompt: str = "hello", **fields) -> EngineRequest:
+    params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **fields.pop("params", {})}
+    return engine.parts.build_request(prompt=prompt, params=params, **fields)
+
+
+async def collect(engine: AsyncEngine, req: EngineRequest, **kwargs) -> list[int]:
+    outputs = [output async for output in engine.generate(req, **kwargs)]
+    assert outputs[-1].finished
+    return outputs[-1].outputs[0].token_ids
+
+
+async def until(condition, timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def test_streams_equal_their_reference():
+    async def scenario(engine):
+        requests = [request(engine, "x" * n, params={"max_tokens": 5 + n}) for n in range(1, 20)]
+        streams = await asyncio.gather(*(collect(engine, r) for r in requests))
+        for req, tokens in zip(requests, streams, strict=True):
+            assert tokens == expected_tokens(req)
+
+    run(scenario)
+
+
+def test_outputs_grow_and_end_once():
+    async def scenario(engine):
+        req = request(engine)
+        outputs = [o async for o in engine.generate(req)]
+        texts = [o.outputs[0].text for o in outputs]
+        assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+        last = outputs[-1]
+        assert last.outputs[0].finish_reason == "length"
+        assert last.outputs[0].text == engine.parts.tokenizer.decode(last.outputs[0].token_ids)
+        assert last.metrics.ttft_s > 0
+        assert len(last.metrics.token_times_s) == 8
+        assert outputs[0] is not last
+        assert len(outputs[0].outputs[0].token_ids) <= 8
+
+    run(scenario, step_s=0.002)
+
+
+def test_an_idle_engine_sleeps():
+    async def scenario(engine):
+        await collect(engine, request(engine))
+        turns = 0
+        iterate = engine._iterate
+
+        def counting():
+            nonlocal turns
+            turns += 1
+            return iterate()
+
+        engine._iterate = counting
+        await engine.stats()  # the wait in progress ends
+        await asyncio.sleep(0.2)
+        assert turns <= 2
+        steps = executor_of(engine.parts).num_steps
+        await asyncio.sleep(0.05)
+        assert executor_of(engine.parts).num_steps == steps
+
+    run(scenario)
+
+
+# --- cancellation --------------------------------------------------------------------------------------------------
+
+
+def test_C1_cancelled_while_queued_is_never_scheduled():
+    async def scenario(engine):
+        executor = executor_of(engine.parts)
+        executor.gate.clear()
+        first = asyncio.create_task(collect(engine, request(engine, "a")))
+        await until(lambda: engine.parts.engine.num_live == 1)
+        stream = engine.submit(request(engine, "b"))
+        stream.cancel()
+        stream.cancel()
+        executor.gate.set()
+        await first
+        with pytest.raises(AptJaxError, match="cancelled"):
+            await anext(stream)
+        assert engine.parts.engine.stats().finished.get("abort", 0) == 0  # it was never added
+
+    run(scenario)
+
+
+def test_C2_cancelled_during_a_chunked_prompt():
+    async def scenario(engine):
+        stream = engine.submit(request(engine, "x" * 200))  # four chunks of at most 64 tokens
+        await until(lambda: executor_of(engine.parts).num_steps >= 2)
+        stream.cancel()
+        await until(lambda: engine.parts.engine.num_live == 0)
+        assert engine.parts.engine.stats().generation_tokens == 0
+
+    run(scenario, step_s=0.02)
+
+
+def test_C3_leaving_mid_stream_frees_the_blocks_and_bystanders_go_on():
+    async def scenario(engine):
+        other = request(engine, "bystander", params={"max_tokens": 60})
+        bystander = asyncio.create_task(collect(engine, other))
+        outputs = engine.generate(request(engine, "leaver", params={"max_tokens": 200}))
+        async for output in outputs:
+            if len(output.outputs[0].token_ids) >= 3:
+                break
+        await outputs.aclose()
+        await until(lambda: engine.parts.engine.num_live <= 1)
+        assert await bystander == expected_tokens(other)
+
+    run(scenario, step_s=0.002)
+
+
+def test_a_cancelled_task_ends_its_request():
+    async def scenario(engine):
+        task = asyncio.create_task(collect(engine, request(engine, params={"max_tokens": 200})))
+        await until(lambda: engine.parts.engine.num_live == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: engine.parts.engine.num_live == 0)
+
+    run(scenario, step_s=0.002)
+
+
+def test_C10_a_duplicate_is_refused_and_the_first_one_goes_on():
+    async def scenario(engine):
+        executor = executor_of(engine.parts)
+        first = request(engine, request_id="same", params={"max_tokens": 20})
+        executor.gate.clear()
+        running = asyncio.create_task(collect(engine, first))
+        await until(lambda: engine.parts.engine.num_live == 1)
+        second = engine.submit(request(engine, request_id="same"))
+        executor.gate.set()
+        with pytest.raises(DuplicateRequestError):
+            await anext(second)
+        second.cancel()  # of a refused request: must not touch the one that is alive
+        assert await running == expected_tokens(first)
+        assert await collect(engine, request(engine, request_id="same"))  # free again
+
+    run(scenario, step_s=0.001)
+
+
+def test_C11_abort_by_id_is_exact():
+    async def scenario(engine):
+        stream = engine.submit(request(engine, request_id="abc", params={"max_tokens": 200}))
+        await anext(stream)
+        for wrong in ("", "a", "ab", "abcd", "ABC"):
+            assert not await asyncio.wrap_future(engine.abort(wrong))
+        assert await asyncio.wrap_future(engine.abort("abc"))
+        deltas = [d async for d in stream]
+        assert deltas[-1].finish_reason == "abort"
+        assert not await asyncio.wrap_future(engine.abort("abc"))
+
+    run(scenario, step_s=0.002)
+
+
+# --- deadlines -----------------------------------------------------------------------------------------------------
+
+
+def test_C7_a_deadline_in_the_past_runs_nothing():
+    async def scenario(engine):
+        stream = engine.submit(request(engine), deadline_s=engine.parts.clock.now_s() - 1)
+        with pytest.raises(TimeoutError):
+            await anext(stream)
+        assert executor_of(engine.parts).num_steps == 0
+
+    run(scenario)
+
+
+def test_C8_a_deadline_ends_a_running_and_a_queued_request():
+    async def scenario(engine):
+        deadline_s = engine.parts.clock.now_s() + 0.1
+        running = request(engine, params={"max_tokens": 200})
+        queued = request(engine, params={"max_tokens": 200})
+        tasks = [
+            asyncio.create_task(collect(engine, r, deadline_s=deadline_s))
+            for r in (running, queued)
+        ]
+        for task in tasks:
+            with pytest.raises(TimeoutError):
+                await task
+        assert engine.parts.clock.now_s() - deadline_s < 1.0
+        await until(lambda: engine.parts.engine.num_live == 0)
+
+    run(scenario, max_num_seqs=1, step_s=0.005)
+
+
+# --- back-pressure -------------------------------------------------------------------------------------------------
+
+
+def test_C5_a_reader_that_never_reads_blocks_nobody_and_loses_nothing():
+    async def scenario(engine):
+        lazy_request = request(engine, "lazy", params={"max_tokens": 100, "logprobs": 1})
+        lazy = engine.submit(lazy_request)
+        others = [request(engine, "x" * n) for n in range(1, 6)]
+        for req, tokens in zip(
+            others, await asyncio.gather(*(collect(engine, r) for r in others)), strict=True
+        ):
+            assert tokens == expected_tokens(req)
+        await until(lambda: lazy.ended)
+        delta = await anext(lazy)  # one delta holds everything
+        assert delta.finished
+        assert delta.token_ids == expected_tokens(lazy_request)
+        assert len(delta.logprobs) == 100
+        assert delta.text == engine.parts.tokenizer.decode(delta.token_ids)
+        with pytest.raises(StopAsyncIteration):
+            await anext(lazy)
+
+    run(scenario)
+
+
+def test_requests_beyond_the_queue_limit_are_refused_with_a_hint():
+    async def scenario(engine):
+        executor_of(engine.parts).gate.clear()
+        streams = [engine.submit(request(engine, f"r{i}")) for i in range(8)]
+        executor_of(engine.parts).gate.set()
+        refused = 0
+        for stream in streams:
+            try:
+                async for _ in stream:
+                    pass
+            except QueueFullError as error:
+                refused += 1
+                hint_s = error.retry_after_s
+                assert hint_s > 0
+        assert 0 < refused < 8
+
+    run(scenario, max_num_seqs=1, max_num_queued_reqs=2)
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_fit_is_refused_by_the_engine_too():
+    async def scenario(engine):
+        limits = dataclasses.replace(engine.parts.limits, max_pool_tokens=None)
+        big = build_request(
+            limits,
+            engine.parts.tokenizer,
+            prompt="x" * 100,
+            params={"max_tokens": 100},
+            arrival_s=0.0,
+        )
+        with pytest.raises(InvalidRequestError, match="blocks"):
+            await anext(engine.submit(big))
+        assert executor_of(engine.parts).num_steps == 0
+
+    run(scenario, num_blocks=20)
+
+
+def test_one_broken_request_ends_alone():
+    def fault(batch):
+        # Row 0 of the batch is not finite once; whoever it is ends, the rest go on.
+        fault.steps += 1
+        return Fault(kind=FaultKind.NOT_FINITE, row=0) if fault.steps == 3 else None
+
+    fault.steps = 0
+
+    async def scenario(engine):
+        requests = [request(engine, "x" * n) for n in range(1, 5)]
+
+        async def last(req):
+            return [o async for o in engine.generate(req)][-1]
+
+        outputs = await asyncio.gather(*(last(r) for r in requests))
+        broken = [o for o in outputs if o.outputs[0].finish_reason == "error"]
+        assert len(broken) == 1
+        assert broken[0].error.startswith("numeric:")
+        for req, output in zip(requests, outputs, strict=True):
+            if output is not broken[0]:
+                assert output.outputs[0].token_ids == expected_tokens(req)
+
+    run(scenario, fault=fault, debug=False)
+
+
+def test_a_failing_assembler_ends_one_request():
+    async def scenario(engine):
+        assembler = engine.parts.assembler
+        good, bad = request(engine, "good"), request(engine, "bad")
+        delta = assembler.delta
+
+        def failing(output):
+            if output.request is bad and output.num_outputs == 3:
+                delta(output)
+                raise ValueError("planted")
+            return delta(output)
+
+        assembler.delta = failing
+        task = asyncio.create_task(collect(engine, good))
+        with pytest.raises(AptJaxError, match="assembled"):
+            await collect(engine, bad)
+        assert await task == expected_tokens(good)
+        assembler.delta = delta
+
+    run(scenario)
+
+
+def test_P9_engine_death_ends_every_stream_and_refuses_new_requests():
+    async def scenario(engine):
+        tasks = [asyncio.create_task(collect(engine, request(engine, "x" * n))) for n in (1, 2, 3)]
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineDeadError)
+            assert not isinstance(result, EngineClosedError)
+        assert "ended" in await engine.wait_ended()
+        assert engine.dead_reason
+        assert not engine.is_serving
+        with pytest.raises(EngineDeadError):
+            engine.submit(request(engine))
+        assert (await engine.stats()).step_failures >= 2
+
+    def fault(batch):
+        fault.steps += 1
+        return Fault(kind=FaultKind.RAISE_AFTER) if fault.steps > 4 else None
+
+    fault.steps = 0
+    run(scenario, fault=fault, debug=False)
+
+
+def test_an_error_of_the_loop_itself_is_seen_by_all():
+    async def scenario(engine):
+        def broken():
+            raise RuntimeError("planted")
+
+        executor_of(engine.parts).gate.clear()
+        stream = engine.submit(request(engine))
+        engine.parts.engine.step = broken
+        executor_of(engine.parts).gate.set()
+        with pytest.raises(EngineDeadError, match="internal"):
+            [delta async for delta in stream]
+        assert "planted" not in engine.dead_reason
+
+    run(scenario)
+
+
+# --- shutdown ------------------------------------------------------------------------------------------------------
+
+
+def test_H1_drain_lets_open_requests_end():
+    async def scenario(engine):
+        req = request(engine, params={"max_tokens": 40})
+        task = asyncio.create_task(collect(engine, req))
+        await until(lambda: engine.parts.engine.num_live == 1)
+        ending = asyncio.create_task(engine.shutdown(drain_s=30))
+        await until(lambda: not engine.is_serving)
+        with pytest.raises(EngineClosedError):
+            engine.submit(request(engine))
+        assert await task == expected_tokens(req)
+        await ending
+        assert engine.dead_reason is None
+
+    run(scenario, step_s=0.002)
+
+
+def test_H1_what_does_not_end_in_time_is_cut_off():
+    async def scenario(engine):
+        task = asyncio.create_task(collect(engine, request(engine, params={"max_tokens": 200})))
+        await until(lambda: engine.parts.engine.num_live == 1)
+        await engine.shutdown(drain_s=0.05)
+        with pytest.raises(EngineClosedError):
+            await task
+        assert not engine._thread.is_alive() or engine._thread.join(5) is None
+
+    run(scenario, step_s=0.01)
+
+
+def test_shutdown_twice_and_when_idle():
+    async def scenario(engine):
+        await engine.shutdown(5)
+        await engine.shutdown(0)
+        assert await engine.wait_ended() is None
+        assert (await engine.stats()).num_running == 0
+
+    run(scenario)
+
+
+def test_H2_a_second_shutdown_shortens_the_wait():
+    async def scenario(engine):
+        task = asyncio.create_task(collect(engine, request(engine, params={"max_tokens": 200})))
+        await until(lambda: engine.parts.engine.num_live == 1)
+        slow = asyncio.create_task(engine.shutdown(30))
+        await asyncio.sleep(0)
+        await engine.shutdown(0)
+        await slow
+        with pytest.raises(EngineClosedError):
+            await task
+
+    run(scenario, step_s=0.01)
+
+
+def test_a_reader_whose_event_loop_is_gone_does_not_stop_the_others():
+    parts = toy_parts(step_s=0.005)
+    held: list[AsyncEngine] = []
+
+    async def start():
+        engine = AsyncEngine(parts)
+        held.append(engine)
+        engine.submit(request(engine, params={"max_tokens": 200}))
+        await asyncio.sleep(0.02)
+
+    asyncio.run(start())  # closes its loop with the stream unread
+    engine = held[0]
+
+    async def second():
+        req = request(engine, "second")
+        assert await collect(engine, req) == expected_tokens(req)
+        await until(lambda: engine.parts.engine.num_live == 0)
+
+    asyncio.run(second())
+    engine.close()
+    assert_clean(parts)
+
+
+def test_calls_run_in_the_loop_thread():
+    async def scenario(engine):
+        name = await asyncio.wrap_future(engine.call(lambda: threading.current_thread().name))
+        assert name == "apt-jax-engine"
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wrap_future(engine.call(lambda: 1 // 0))
+
+    run(scenario)
+
+
+def test_many_opened_and_cancelled_leave_nothing():
+    async def scenario(engine):
+        async def one(number: int) -> None:
+            outputs = engine.generate(request(engine, f"r{number}", params={"max_tokens": 50}))
+            async for output in outputs:
+                if len(output.outputs[0].token_ids) > number % 7:
+                    break
+            await outputs.aclose()
+
+        for start in range(0, 300, 50):
+            await asyncio.gather(*(one(n) for n in range(start, start + 50)))
+
+    run(scenario)
