@@ -1,0 +1,202 @@
+"""Between protobuf messages and the types of `apt_jax`. No checks here: `apt_jax.validation` makes them all."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from apt_jax.engine import EngineStats
+from apt_jax.errors import InvalidRequestError
+from apt_jax.llm import OutputDelta
+from apt_jax.metrics import RequestRecord
+from apt_jax.request import Logprob, RequestMetrics
+from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+# Objectives in metadata, the first pair that has a part wins for that part.
+_TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+_TBT_KEYS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+_TIER_KEY = "service_tier"
+_TIERS = {"flex": "be", "priority": "rt", "auto": None, "default": None}
+_DECIMAL = re.compile(r"[0-9]{1,12}(\.[0-9]{1,12})?")
+
+_SAMPLING_SCALARS = tuple(
+    field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.is_repeated
+)
+_FINISH_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "abort": pb.FINISH_REASON_ABORT,
+}
+_CACHE_KINDS = {"kv": pb.CACHE_KIND_KV, "hidden": pb.CACHE_KIND_HIDDEN}
+
+
+def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str, Any]:
+    """Arguments for `EngineParts.build_request`.
+
+    Raises:
+        InvalidRequestError: metadata that is no number, or an unknown class.
+    """
+    fields: dict[str, Any] = {"params": _sampling_fields(request.sampling)}
+    if request.request_id:
+        fields["request_id"] = request.request_id
+    match request.WhichOneof("prompt"):
+        case "text":
+            fields["prompt"] = request.text
+        case "token_ids":
+            fields["prompt_token_ids"] = list(request.token_ids.ids)
+    slo = request.slo
+    headers = {key: value for key, value in reversed(metadata)}
+    fields["slo_ttft_ms"] = (
+        slo.ttft_ms if slo.HasField("ttft_ms") else _milliseconds(headers, _TTFT_KEYS)
+    )
+    fields["slo_tbt_ms"] = (
+        slo.tbt_ms if slo.HasField("tbt_ms") else _milliseconds(headers, _TBT_KEYS)
+    )
+    fields["slo_class"] = _slo_class(request.slo_class, headers)
+    return fields
+
+
+def _sampling_fields(params: pb.SamplingParams) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        name: getattr(params, name) for name in _SAMPLING_SCALARS if params.HasField(name)
+    }
+    if params.logit_bias:
+        fields["logit_bias"] = dict(params.logit_bias)
+    if params.stop:
+        fields["stop"] = list(params.stop)
+    if params.stop_token_ids:
+        fields["stop_token_ids"] = list(params.stop_token_ids)
+    return fields
+
+
+def _milliseconds(headers: Mapping[str, str | bytes], keys: Iterable[str]) -> float | None:
+    for key in keys:
+        value = headers.get(key)
+        if value is None:
+            continue
+        text = value.decode("ascii", "replace") if isinstance(value, bytes) else value
+        if not _DECIMAL.fullmatch(text.strip()):
+            raise InvalidRequestError(
+                key, f"{text[:40]!r} is not a number of milliseconds such as 250 or 12.5"
+            )
+        return float(text)
+    return None
+
+
+def _slo_class(value: int, headers: Mapping[str, str | bytes]) -> str | None:
+    if value == pb.SLO_CLASS_RT:
+        return "rt"
+    if value == pb.SLO_CLASS_BE:
+        return "be"
+    if value != pb.SLO_CLASS_UNSPECIFIED:
+        raise InvalidRequestError(
+            "slo_class", f"{value} must be SLO_CLASS_RT (1) or SLO_CLASS_BE (2)"
+        )
+    tier = headers.get(_TIER_KEY)
+    if tier is None:
+        return None
+    text = tier.decode("ascii", "replace") if isinstance(tier, bytes) else tier
+    if text not in _TIERS:
+        raise InvalidRequestError(
+            _TIER_KEY, f"{text[:40]!r} must be one of {', '.join(sorted(_TIERS))}"
+        )
+    return _TIERS[text]
+
+
+def response(delta: OutputDelta, sequence: int, num_tokens: int) -> pb.GenerateResponse:
+    """One message of a stream; `num_tokens` counts the output so far."""
+    message = pb.GenerateResponse(
+        request_id=delta.request.request_id,
+        sequence=sequence,
+        text=delta.text,
+        token_ids=delta.token_ids,
+    )
+    for token_id, entries in zip(delta.token_ids, delta.logprobs or (), strict=False):
+        message.logprobs.append(_token_logprobs(token_id, entries))
+    if delta.finished:
+        message.finish.CopyFrom(_finish(delta, num_tokens))
+    return message
+
+
+def _logprob(token_id: int, entry: Logprob) -> pb.Logprob:
+    return pb.Logprob(
+        token_id=token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        token_text=entry.decoded_token or "",
+    )
+
+
+def _token_logprobs(token_id: int, entries: Mapping[int, Logprob]) -> pb.TokenLogprobs:
+    ranked = sorted(
+        ((e.rank, t, e) for t, e in entries.items() if e.rank is not None), key=lambda x: x[:2]
+    )
+    return pb.TokenLogprobs(
+        sampled=_logprob(token_id, entries[token_id]),
+        top=[_logprob(t, e) for _, t, e in ranked],
+    )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None or not math.isfinite(seconds) else seconds * 1e3
+
+
+def _finish(delta: OutputDelta, num_tokens: int) -> pb.Finish:
+    metrics = delta.metrics
+    finish = pb.Finish(
+        reason=_FINISH_REASONS.get(delta.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
+        usage=pb.Usage(
+            prompt_tokens=int(delta.request.prompt_token_ids.size), completion_tokens=num_tokens
+        ),
+        timings=timings(metrics),
+        slo=_slo_result(metrics, ok=delta.finish_reason in ("stop", "length")),
+        cache_kind=_CACHE_KINDS.get(metrics.cache_kind or "", pb.CACHE_KIND_UNSPECIFIED),
+        num_preemptions=metrics.num_preemptions,
+        num_kind_switches=metrics.num_kind_switches,
+        recomputed_tokens=metrics.recomputed_tokens,
+    )
+    if isinstance(delta.stop_reason, str):
+        finish.stop_string = delta.stop_reason
+    elif delta.stop_reason is not None:
+        finish.stop_token_id = delta.stop_reason
+    return finish
+
+
+def timings(metrics: RequestMetrics) -> pb.Timings:
+    """Latencies of a request; what it does not have is not set."""
+    record = RequestRecord.from_metrics(metrics)
+
+    def since_arrival(at_s: float | None) -> float | None:
+        return None if at_s is None else _ms(at_s - metrics.arrival_s)
+
+    return pb.Timings(
+        queue_ms=since_arrival(metrics.first_scheduled_s),
+        ttft_ms=_ms(record.ttft_s),
+        p99_tbt_ms=_ms(record.tbt_s),
+        p99_tbt_drop_first_ms=_ms(record.tbt_drop_first_s),
+        total_ms=since_arrival(metrics.finished_s),
+    )
+
+
+def _slo_result(metrics: RequestMetrics, *, ok: bool) -> pb.SloResult:
+    record = RequestRecord.from_metrics(metrics, ok=ok)
+    return pb.SloResult(
+        ttft_ms=_ms(metrics.slo.ttft_s),
+        tbt_ms=_ms(metrics.slo.tbt_s),
+        ttft_attained=record.ttft_attained,
+        tbt_attained=record.tbt_attained,
+        attained=record.slo_attained,
+    )
+
+
+def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
+    """The engine's numbers and what the server adds to them."""
+    copied = {
+        name: getattr(stats, name)
+        for name in pb.GetStatsResponse.DESCRIPTOR.fields_by_name
+        if hasattr(stats, name) and name != "kind_switches"
+    }
+    switches = {f"{old}>{new}": count for (old, new), count in stats.kind_switches.items()}
+    return pb.GetStatsResponse(kind_switches=switches, **copied, **facts)

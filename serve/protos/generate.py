@@ -1,0 +1,32 @@
+"""Make the Python stubs from the .proto files again: `python serve/protos/generate.py` at the top of the repository.
+
+Needs grpcio-tools (dependency group `dev`). The stubs are committed; a test compares them with the .proto file.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def generate(out: Path) -> None:
+    """Write the stubs of all protos below `out`, by their path in the repository."""
+    protos = sorted(ROOT.glob("serve/protos/**/*.proto"))
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
+            f"--proto_path={ROOT}",
+            f"--python_out={out}",
+            f"--pyi_out={out}",
+            *(str(p.relative_to(ROOT)) for p in protos),
+        ],
+        check=True,
+        cwd=ROOT,
+    )
+
+
+if __name__ == "__main__":
+    generate(ROOT)
