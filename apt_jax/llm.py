@@ -346,6 +346,40 @@ def make_parts(
     )
 
 
+def with_scheduler(parts: EngineParts, policy: str, cache: CacheMode) -> EngineParts:
+    """A fresh engine over the same executor with another policy and other cache kinds; compiles and loads nothing.
+
+    Only one of them may run at a time: they share the executor's pool.
+
+    Args:
+        parts: from `build_engine`, with both kinds compiled where `cache` needs them.
+        policy: name of the policy.
+        cache: kinds that it may use.
+
+    Raises:
+        ConfigError: unknown policy, or a kind that the executor was not built for.
+    """
+    scheduler = dataclasses.replace(parts.config.scheduler, policy=policy)
+    config = dataclasses.replace(parts.config, scheduler=scheduler)
+    offered = (cache != "hidden", cache != "kv")
+    kinds = [
+        dataclasses.replace(kind, offered=kind.offered and wanted)
+        for kind, wanted in zip(parts.engine.kinds, offered, strict=True)
+    ]
+    return make_parts(
+        config,
+        parts.executor,
+        kinds=kinds,
+        vocab_size=parts.limits.vocab_size,
+        max_model_len=parts.limits.max_model_len,
+        tokenizer=parts.tokenizer,
+        eos_token_ids=parts.limits.eos_token_ids,
+        costs=parts.engine.costs,
+        model_config=parts.model_config,
+        cost_model=parts.cost_model,
+    )
+
+
 def build_engine(
     config: EngineConfig,
     *,

@@ -118,7 +118,7 @@ class RequestMetrics:
     """Positions computed again after preemptions."""
     cache_kind: CacheKindName | None = None
     """The kind held last."""
-    slo: SLO = SLO()
+    slo: SLO = SLO()  # noqa: RUF009 - frozen
 
     @property
     def ttft_s(self) -> float | None:

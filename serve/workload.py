@@ -128,7 +128,7 @@ def derive_workload(
     arrivals = tuple(
         Arrival(
             at_s=float(at[i]),
-            prompt=prompts[order[i]],
+            prompt=str(prompts[order[i]]),
             max_tokens=int(rng.integers(shortest, longest + 1)),
             seed=i,
         )

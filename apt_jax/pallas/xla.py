@@ -28,6 +28,9 @@ ROWS_PER_TILE = 32
 PREFILL_QUERY_TILE = 128
 PREFILL_KEY_TILE = 128
 
+_FlashState = tuple[Array, Array, Array]
+"""Running maximum, denominator and accumulator of flash attention."""
+
 
 def dot(
     a: Array,
@@ -270,9 +273,10 @@ def prefill(
     q = jnp.pad(q * jnp.asarray(head_dim**-0.5, q.dtype), pad)
     k, v = jnp.pad(k, pad), jnp.pad(v, pad)
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % g)))
-    State = tuple[Array, Array, Array]
 
-    def update(state: State, start: Array, keys: Array, values: Array, mask: Array) -> State:
+    def update(
+        state: _FlashState, start: Array, keys: Array, values: Array, mask: Array
+    ) -> _FlashState:
         """Fold keys and values (S, K, H) into the queries [start, start + tq); mask (tq, S)."""
         m, l, acc = (lax.dynamic_slice_in_dim(a, start, tq) for a in state)
         q_tile = lax.dynamic_slice_in_dim(q, start, tq).reshape(tq, num_kv_heads, group, head_dim)
@@ -306,12 +310,12 @@ def prefill(
             for a, b in zip(state, new, strict=True)
         )  # pyright: ignore[reportReturnType]
 
-    def row(r: Array, state: State) -> State:
+    def row(r: Array, state: _FlashState) -> _FlashState:
         offset, length, prefix = offsets[r], chunk_lens[r], prefix_lens[r]
         q_tiles = (length + tq - 1) // tq
         query_index = jnp.arange(tq, dtype=jnp.int32)
 
-        def prefix_tile(j: Array, state: State) -> State:
+        def prefix_tile(j: Array, state: _FlashState) -> _FlashState:
             ids = lax.dynamic_slice(tables, (r, jnp.int32(0), j * g), (1, 2, g))[0]
             first = pool[ids[0]].reshape(tp, -1)
 
@@ -327,16 +331,16 @@ def prefill(
             )
             position = j * tp + jnp.arange(tp, dtype=jnp.int32)
 
-            def query_tile(i: Array, state: State) -> State:
+            def query_tile(i: Array, state: _FlashState) -> _FlashState:
                 mask = (position < prefix)[None, :] & (i * tq + query_index < length)[:, None]
                 return update(state, offset + i * tq, keys, values, mask)
 
             return lax.fori_loop(0, q_tiles, query_tile, state)
 
-        def own_tile(i: Array, state: State) -> State:
+        def own_tile(i: Array, state: _FlashState) -> _FlashState:
             q_position = i * tq + query_index
 
-            def key_tile(j: Array, state: State) -> State:
+            def key_tile(j: Array, state: _FlashState) -> _FlashState:
                 keys = lax.dynamic_slice_in_dim(k, offset + j * tk, tk)
                 values = lax.dynamic_slice_in_dim(v, offset + j * tk, tk)
                 k_position = j * tk + jnp.arange(tk, dtype=jnp.int32)
