@@ -1,0 +1,39 @@
+"""Every notebook runs from top to bottom."""
+
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")  # the kernel's own libraries warn
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_runs(path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(
+        notebook,
+        timeout=500,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+    ).execute()
+    printed = "".join(
+        o.get("text", "")
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for o in cell.outputs
+    )
+    assert "apt, hybrid cache" in printed
+
+
+def test_notebooks_are_kept_without_outputs() -> None:
+    import nbformat
+
+    assert NOTEBOOKS
+    for path in NOTEBOOKS:
+        cells = nbformat.read(path, as_version=4).cells
+        assert not any(cell.outputs for cell in cells if cell.cell_type == "code"), path.name
