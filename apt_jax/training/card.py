@@ -7,27 +7,57 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+_SVG = "http://www.w3.org/2000/svg"
 _ARCHIVES = {"debian": "Debian", "npm": "npm", "pypi": "PyPI (source distribution)"}
 
 
 def plot_loss(loss_csv: Path, out: Path) -> None:
-    """Draws training and validation loss over the tokens seen."""
-    from matplotlib.figure import Figure
-
+    """Draws training and validation loss over the tokens seen, as SVG."""
     with loss_csv.open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    figure = Figure(figsize=(6.4, 3.6), dpi=100, layout="tight")
-    axes = figure.subplots()
-    tokens = [int(r["tokens_seen"]) / 1e6 for r in rows]
-    axes.plot(tokens, [float(r["train_loss"]) for r in rows], lw=1, label="training")
-    val = [(t, float(r["val_loss"])) for t, r in zip(tokens, rows, strict=True) if r["val_loss"]]
+    train = [(int(r["tokens_seen"]) / 1e6, float(r["train_loss"])) for r in rows]
+    val = [(int(r["tokens_seen"]) / 1e6, float(r["val_loss"])) for r in rows if r["val_loss"]]
+    losses = [y for _, y in train + val]
+    low, high = math.floor(min(losses)), math.ceil(max(losses))
+    width, height, left, top = 640, 320, 48, 12
+    right, bottom = width - 12, height - 40
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return (
+            left + (right - left) * x / train[-1][0],
+            bottom - (bottom - top) * (y - low) / max(high - low, 1),
+        )
+
+    def line(points: list[tuple[float, float]], color: str) -> str:
+        joined = " ".join(f"{px:.1f},{py:.1f}" for px, py in (at(*p) for p in points))
+        return f'<polyline points="{joined}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+
+    def label(px: float, py: float, text: str, anchor: str = "middle", color: str = "#333") -> str:
+        return (
+            f'<text x="{px:.0f}" y="{py:.0f}" text-anchor="{anchor}" fill="{color}">{text}</text>'
+        )
+
+    parts = [
+        f'<svg xmlns="{_SVG}" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for loss in range(low, high + 1):
+        y = at(0, loss)[1]
+        parts.append(f'<path d="M{left} {y:.1f}H{right}" stroke="#ddd"/>')
+        parts.append(label(left - 8, y + 4, str(loss), "end"))
+    for i in range(5):
+        tokens = train[-1][0] * i / 4
+        parts.append(label(at(tokens, 0)[0], bottom + 18, f"{tokens:.3g}"))
+    parts.append(label((left + right) / 2, height - 6, "tokens seen (millions)"))
+    parts.append(label(right - 8, top + 16, "training loss (nats per token)", "end", "#4477aa"))
+    parts.append(line(train, "#4477aa"))
     if val:
-        axes.plot(*zip(*val, strict=True), "o-", ms=3, lw=1, label="validation (part)")
-    axes.set_xlabel("tokens seen (millions)")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(out)
+        parts.append(label(right - 8, top + 34, "validation (a part)", "end", "#cc3311"))
+        parts.append(line(val, "#cc3311"))
+        for x, y in (at(*p) for p in val):
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#cc3311"/>')
+    out.write_text("\n".join([*parts, "</svg>"]) + "\n")
 
 
 def _data_table(manifest: dict[str, Any]) -> str:
@@ -48,13 +78,14 @@ def _samples(samples: dict[str, Any]) -> str:
     for sample in samples["samples"]:
         how = "Greedy" if sample["greedy"] else "Sampled, temperature 0.8"
         end = " *(ended by itself)*" if sample["ended"] else ""
-        text = sample["text"].strip("\n").replace("\n", "\n> ")
+        lines = sample["text"].strip("\n").split("\n")
+        text = "\n".join([lines[0], *(f"> {line}".rstrip() for line in lines[1:])])
         parts.append(f"{how}{end}:\n\n> **{sample['prompt']}**{text}")
     return "\n\n".join(parts)
 
 
 def write(work_dir: Path, model_dir: Path) -> None:
-    """Writes ``README.md``, ``loss.csv`` and ``loss.png`` into ``model_dir``.
+    """Writes ``README.md``, ``loss.csv`` and ``loss.svg`` into ``model_dir``.
 
     Reads what the other stages left in ``work_dir``, and ``samples.json`` there.
     """
@@ -63,7 +94,7 @@ def write(work_dir: Path, model_dir: Path) -> None:
     tokens = json.loads((work_dir / "tokens.json").read_text())
     samples = json.loads((work_dir / "samples.json").read_text())
     shutil.copyfile(work_dir / "loss.csv", model_dir / "loss.csv")
-    plot_loss(work_dir / "loss.csv", model_dir / "loss.png")
+    plot_loss(work_dir / "loss.csv", model_dir / "loss.svg")
     model, run = result["model"], result["train"]
     perplexity = result["val_perplexity"]
     best = perplexity[max(perplexity, key=int)]
@@ -119,7 +150,7 @@ Windows sit at random positions of the context, so that every learned position i
 ({result["tokens_seen"] / tokens["train_tokens"]:.1f} passes), {result["train_s"] / 60:.1f} minutes
 of training time at {result["tokens_per_s"]:.0f} tokens/s on {result["device"]}.
 
-![loss](loss.png)
+![loss](loss.svg)
 
 The numbers are in [loss.csv](loss.csv).
 
