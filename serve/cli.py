@@ -1,0 +1,102 @@
+"""`apt-jax VERB`: finds the verb, reads its flags, runs it.
+
+A verb is a module with `add_arguments(parser)` and `run(args) -> int`; only the one asked for is imported. Exit codes: 0
+done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import grpc
+
+from apt_jax import __version__
+from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError
+from serve.errors import CommandError
+from serve.options import Parser, nearest
+
+_VERBS = {
+    "serve": ("serve.verbs.serve", "serve a model over gRPC"),
+    "generate": ("serve.verbs.generate", "complete prompts"),
+    "chat": ("serve.verbs.chat", "talk with a model on the terminal"),
+    "demo": ("serve.demo", "compare cache kinds and policies on this machine"),
+    "info": ("serve.verbs.info", "versions, devices, kernels, model and cache, or a server's numbers"),
+    "calibrate": ("serve.verbs.calibrate", "measure what steps cost on this machine"),
+}  # fmt: skip
+
+
+def _available() -> dict[str, tuple[str, str]]:
+    return {n: v for n, v in _VERBS.items() if importlib.util.find_spec(v[0]) is not None}
+
+
+def _usage() -> str:
+    verbs = _available()
+    width = max(map(len, verbs))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in verbs.items()]
+    return "\n".join(
+        [
+            "usage: apt-jax VERB [flags]",
+            "",
+            "LLM serving in JAX with a hybrid cache and adaptive scheduling.",
+            "",
+            "verbs:",
+            *lines,
+            "",
+            "`apt-jax VERB --help` lists the flags of a verb; `apt-jax --version` prints the version.",
+        ]
+    )
+
+
+def _fail(prog: str, message: str, code: int) -> int:
+    sys.stderr.write(f"{prog}: {' '.join(message.split())}\n")
+    return code
+
+
+def _run(verb: str, module: ModuleType, argv: Sequence[str]) -> int:
+    prog = f"apt-jax {verb}"
+    parser = Parser(prog=prog, description=(module.__doc__ or "").strip().split("\n\n")[0])
+    module.add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        return int(module.run(args) or 0)
+    except (ConfigError, InvalidRequestError) as error:
+        return _fail(prog, str(error), 2)
+    except (AptJaxError, CommandError) as error:
+        return _fail(prog, str(error), 1)
+    except grpc.RpcError as error:
+        code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
+        details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else ""
+        usage = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+        name = code.name if code is not None else "RPC failed"
+        return _fail(prog, f"{name}: {details}", 2 if usage else 1)
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); nothing may be written any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `apt-jax` command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        (sys.stdout if argv else sys.stderr).write(_usage() + "\n")
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        sys.stdout.write(f"apt-jax {__version__}\n")
+        return 0
+    verb, verbs = argv[0], _available()
+    if verb not in verbs:
+        kind = "flag" if verb.startswith("-") else "verb"
+        known = ["--help", "--version"] if kind == "flag" else list(verbs)
+        hint = nearest(verb, known) or f"; verbs: {', '.join(verbs)}"
+        return _fail("apt-jax", f"unknown {kind} {verb!r:.60}{hint}", 2)
+    return _run(verb, importlib.import_module(verbs[verb][0]), argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""One way to complete a prompt, whether the engine is in this process or behind a server."""
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from apt_jax.async_engine import AsyncEngine
+from apt_jax.config import EngineConfig
+from apt_jax.llm import EngineParts, ProgressBars, build_engine
+from serve import messages
+from serve.client import AsyncAptClient
+from serve.options import engine_config
+from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """New text of a completion; the last piece says how it ended."""
+
+    text: str
+    finish: pb.Finish | None = None
+
+
+class Completer(Protocol):
+    """Completes prompts."""
+
+    def stream(self, prompt: str, *, slo_ttft_ms: float | None = None, slo_tbt_ms: float | None = None, **sampling: Any) -> AsyncIterator[Piece]: ...  # fmt: skip
+
+    async def max_model_len(self) -> int: ...
+
+
+class LocalCompleter:
+    """Over an engine in this process."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def stream(
+        self,
+        prompt: str,
+        *,
+        slo_ttft_ms: float | None = None,
+        slo_tbt_ms: float | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[Piece]:
+        request = self._engine.parts.build_request(
+            prompt=prompt, params=sampling, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms
+        )
+        stream = self._engine.submit(request)
+        num_tokens = 0
+        try:
+            async for delta in stream:
+                num_tokens += len(delta.token_ids)
+                message = messages.response(delta, 0, num_tokens)
+                yield Piece(text=delta.text, finish=message.finish if delta.finished else None)
+        finally:
+            stream.cancel()
+
+    async def max_model_len(self) -> int:
+        return self._engine.parts.limits.max_model_len
+
+
+class RemoteCompleter:
+    """Over a running server."""
+
+    def __init__(self, client: AsyncAptClient) -> None:
+        self._client = client
+
+    async def stream(
+        self,
+        prompt: str,
+        *,
+        slo_ttft_ms: float | None = None,
+        slo_tbt_ms: float | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[Piece]:
+        call = self._client.generate(
+            prompt, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling
+        )
+        async with contextlib.aclosing(call):
+            async for message in call:
+                finish = message.finish if message.HasField("finish") else None
+                yield Piece(text=message.text, finish=finish)
+
+    async def max_model_len(self) -> int:
+        return (await self._client.stats()).max_model_len
+
+
+@contextlib.asynccontextmanager
+async def open_completer(args: Any) -> AsyncIterator[Completer]:
+    """The completer that `--target` or the engine flags ask for."""
+    if args.target is not None:
+        async with AsyncAptClient(args.target) as client:
+            yield RemoteCompleter(client)
+        return
+    engine = AsyncEngine(_build(engine_config(args), warm_up=not args.no_warm_up))
+    try:
+        yield LocalCompleter(engine)
+    finally:
+        await engine.shutdown()
+
+
+def _build(config: EngineConfig, *, warm_up: bool) -> EngineParts:
+    """In place: nobody waits for the event loop yet, and Ctrl-C ends it."""
+    bars = ProgressBars()
+    try:
+        return build_engine(config, warm_up=warm_up, calibrate=False, progress=bars)
+    finally:
+        bars.close()
+
+
+def verdict(finish: pb.Finish) -> str:
+    """How a completion went, in one line."""
+    usage, timings, slo = finish.usage, finish.timings, finish.slo
+    parts = [
+        f"{usage.prompt_tokens} prompt and {usage.completion_tokens} output tokens",
+        f"ended by {pb.FinishReason.Name(finish.reason).removeprefix('FINISH_REASON_').lower()}",
+    ]
+    if timings.HasField("ttft_ms"):
+        parts.append(f"TTFT {timings.ttft_ms:.1f} ms")
+    if timings.HasField("p99_tbt_ms"):
+        parts.append(f"P99 TBT {timings.p99_tbt_ms:.1f} ms")
+    if slo.HasField("ttft_ms") or slo.HasField("tbt_ms"):
+        parts.append(f"objectives {'attained' if slo.attained else 'missed'}")
+    if finish.cache_kind:
+        kind = pb.CacheKind.Name(finish.cache_kind).removeprefix("CACHE_KIND_").lower()
+        parts.append(f"{kind} cache")
+    if finish.num_preemptions:
+        parts.append(f"preempted {finish.num_preemptions} times")
+    return ", ".join(parts)

@@ -1,0 +1,342 @@
+"""Command-line flags that several verbs share, and the configuration that they make."""
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from apt_jax.config import (
+    SLO,
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from apt_jax.sched import POLICIES
+from serve.client import address
+
+DEFAULT_MODEL = "tiny-opt"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean X?"``, or nothing where nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults that say something, once."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        if action.default is None or isinstance(action.default, bool) or "default" in text:
+            return text
+        return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are one line that names the flag and the nearest right name; exit code 2."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action,
+                f"{str(value)!r:.60} must be one of {', '.join(known)}{nearest(str(value), known)}",
+            )
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            if word.startswith("-") and word != "-":
+                flags = [f for f in self._option_string_actions if f.startswith("--")]
+                self.error(f"unknown flag {word!r:.60}{nearest(word, flags)}")
+            self.error(f"unexpected argument {word!r:.60}")
+        return parsed
+
+
+def positive(kind: type) -> Any:
+    """An argparse type: a positive number of this kind."""
+
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number") from None
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r:.40} must be positive")
+        return value
+
+    return convert
+
+
+def not_negative(text: str) -> float:
+    """An argparse type: a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be at least 0")
+    return value
+
+
+def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """MODEL; not required: the bundled one."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs=None if required else "?",
+        default=DEFAULT_MODEL,
+        help="bundled name (tiny-opt), directory in Hugging Face format, or with --load-format dummy a published size (opt-125m)",
+    )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the engine; `engine_config` reads them."""
+    cache, scheduler, config = CacheConfig(), SchedulerConfig(), EngineConfig(model="x")
+    group = parser.add_argument_group("cache")
+    group.add_argument(
+        "--cache",
+        choices=("kv", "hidden", "hybrid"),
+        default=cache.mode,
+        help="cache kinds that the scheduler may use",
+    )
+    group.add_argument(
+        "--hidden-attention",
+        choices=("auto", "reproject", "absorb"),
+        default=cache.hidden_attention,
+        help="how attention over a hidden cache is computed",
+    )
+    group.add_argument(
+        "--block-size", type=int, default=cache.block_size, help="token positions a block"
+    )
+    group.add_argument(
+        "--num-blocks-override",
+        type=int,
+        metavar="BLOCKS",
+        help="size of the pool in blocks; without it from the memory at hand",
+    )
+    group.add_argument(
+        "--device-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        default=cache.device_memory_utilization,
+        help="share of the free device memory for the pool, in (0, 1]",
+    )
+    group = parser.add_argument_group("scheduling")
+    group.add_argument(
+        "--scheduling-policy",
+        choices=tuple(sorted(POLICIES)),
+        default=scheduler.policy,
+        help="who runs, and with which cache",
+    )
+    group.add_argument(
+        "--violation-decay",
+        type=float,
+        metavar="FACTOR",
+        default=scheduler.violation_decay,
+        help="value of a request that has missed its objective, in [0, 1]",
+    )
+    group.add_argument(
+        "--max-num-seqs", type=int, default=scheduler.max_num_seqs, help="most requests a step"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=scheduler.max_num_batched_tokens,
+        help="most tokens a step",
+    )
+    group.add_argument(
+        "--max-num-queued-reqs",
+        type=int,
+        default=scheduler.max_num_queued_reqs,
+        help="waiting requests beyond which new ones are refused",
+    )
+    group.add_argument(
+        "--max-num-queued-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="waiting prompt tokens beyond which new requests are refused; without it no limit",
+    )
+    group = parser.add_argument_group("objectives of requests that bring none")
+    group.add_argument(
+        "--default-slo-ttft-ms",
+        type=positive(float),
+        metavar="MS",
+        help="arrival to first token, milliseconds",
+    )
+    group.add_argument(
+        "--default-slo-tbt-ms",
+        type=positive(float),
+        metavar="MS",
+        help="P99 of the gaps between tokens, milliseconds",
+    )
+    group = parser.add_argument_group("model loading")
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default=config.dtype,
+        help="of weights, activations and cache",
+    )
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "safetensors", "pt", "dummy"),
+        default=config.load_format,
+        help="kind of checkpoint; dummy: random weights",
+    )
+    group.add_argument(
+        "--tokenizer", metavar="DIR", help="directory with a tokenizer.json; without it the model's"
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt plus output; without it the model's limit",
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="name that requests use; without it MODEL"
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=config.seed,
+        help="of dummy weights, and of sampled requests that bring none",
+    )
+    group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        metavar="DEVICES",
+        default=ParallelConfig().tensor_parallel_size,
+        help="devices that share every layer",
+    )
+
+
+def add_calibration_argument(parser: argparse.ArgumentParser, default_s: float) -> None:
+    parser.add_argument(
+        "--calibration-time",
+        type=not_negative,
+        metavar="S",
+        default=default_s,
+        help="about how long to measure step costs at the first start, seconds; 0: use stored ones or none",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The configuration that the flags of `add_engine_arguments` and MODEL describe.
+
+    Raises:
+        ConfigError: one line that names the flag.
+    """
+
+    def seconds(ms: float | None) -> float:
+        return float("inf") if ms is None else ms / 1e3
+
+    return EngineConfig(
+        model=args.model,
+        tokenizer=args.tokenizer,
+        dtype=args.dtype,
+        load_format=args.load_format,
+        max_model_len=args.max_model_len,
+        served_model_name=args.served_model_name,
+        seed=args.seed,
+        cache=CacheConfig(
+            block_size=args.block_size,
+            num_blocks_override=args.num_blocks_override,
+            device_memory_utilization=args.device_memory_utilization,
+            mode=args.cache,
+            hidden_attention=args.hidden_attention,
+        ),
+        scheduler=SchedulerConfig(
+            policy=args.scheduling_policy,
+            violation_decay=args.violation_decay,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_num_queued_reqs=args.max_num_queued_reqs,
+            max_num_queued_tokens=args.max_num_queued_tokens,
+            default_slo=SLO(
+                ttft_s=seconds(args.default_slo_ttft_ms), tbt_s=seconds(args.default_slo_tbt_ms)
+            ),
+        ),
+        parallel=ParallelConfig(tensor_parallel_size=args.tensor_parallel_size),
+    )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Flags of one request; `sampling_fields` reads them. Ranges are checked with the request."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, help="most output tokens of one completion"
+    )
+    group.add_argument(
+        "--temperature", type=float, default=0.0, help="0: always the most likely token"
+    )
+    group.add_argument("--top-k", type=int, default=0, help="only the k most likely tokens; 0: off")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, help="only the most likely tokens of this sum; 1: off"
+    )
+    group.add_argument("--min-p", type=float, default=0.0, help="0: off")
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="of tokens seen before; 1: off"
+    )
+    group.add_argument("--sampling-seed", type=int, metavar="SEED", help="of the draws")
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end before this text; may be given up to 4 times",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the end-of-sequence token"
+    )
+    group.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="objective, milliseconds")
+    group.add_argument("--slo-tbt-ms", type=float, metavar="MS", help="objective, milliseconds")
+
+
+def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `SamplingParams`."""
+    fields: dict[str, Any] = {
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "ignore_eos": args.ignore_eos,
+    }
+    if args.sampling_seed is not None:
+        fields["seed"] = args.sampling_seed
+    if args.stop:
+        fields["stop"] = args.stop
+    return fields
+
+
+def _target(text: str) -> str:
+    try:
+        address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def add_target_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        type=_target,
+        metavar="grpc://HOST:PORT",
+        help="ask a running server instead of loading a model here",
+    )
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write what was measured as JSON; -: stdout")

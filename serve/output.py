@@ -1,0 +1,39 @@
+"""What verbs write: tables for people, JSON for programs."""
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from serve.errors import CommandError
+
+
+def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
+    """Two columns on stdout: what, and its value."""
+    table = Table(
+        title=title, show_header=False, box=None, title_justify="left", title_style="bold"
+    )
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(str(value)))
+    Console(highlight=False, emoji=False).print(table)
+
+
+def write_json(path: str | None, values: Any) -> None:
+    """Write `values` to a file, to stdout for ``-``, nowhere for None."""
+    if path is None:
+        return
+    text = json.dumps(values, indent=1, default=str) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise CommandError(f"cannot write {path} ({error.strerror}) (--json)") from None

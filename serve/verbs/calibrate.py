@@ -1,0 +1,68 @@
+"""Measure what prefill and decode steps cost on this machine, with either cache kind, and keep it for later starts."""
+
+import argparse
+import dataclasses
+
+from apt_jax.calibrate import DEFAULT_BUDGET_S, calibrate, calibration_path, store_calibration
+from apt_jax.jax_executor import JaxExecutor
+from apt_jax.llm import ProgressBars, build_engine
+from serve import options
+from serve.errors import CommandError
+from serve.output import print_table, write_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model_argument(parser)
+    parser.add_argument(
+        "--time",
+        type=options.positive(float),
+        metavar="S",
+        default=DEFAULT_BUDGET_S,
+        help="about how long to measure, seconds; every point is measured at least twice",
+    )
+    options.add_json_argument(parser)
+    options.add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = options.engine_config(args)
+    bars = ProgressBars()
+    try:
+        parts = build_engine(config, calibrate=False, progress=bars)
+        executor = parts.executor
+        assert isinstance(executor, JaxExecutor)
+        model = calibrate(executor, args.time, lambda done, total: bars("calibrating", done, total))
+    finally:
+        bars.close()
+    path = calibration_path(executor)
+    try:
+        store_calibration(model, path)
+    except OSError as error:
+        raise CommandError(f"cannot write {path} ({error.strerror})") from None
+    base, per_token, per_square = model.prefill
+    decode_base, kv_token, hidden_token, kv_request, hidden_request = model.decode
+    print_table(
+        f"step costs of {parts.model_name}",
+        [
+            ("prefill: base (ms)", f"{base * 1e3:.3f}"),
+            ("prefill: a token (µs)", f"{per_token * 1e6:.3f}"),
+            ("prefill: a token pair in attention (ns)", f"{per_square * 1e9:.3f}"),
+            ("decode: base (ms)", f"{decode_base * 1e3:.3f}"),
+            ("decode: a kv request (µs)", f"{kv_request * 1e6:.3f}"),
+            ("decode: a hidden request (µs)", f"{hidden_request * 1e6:.3f}"),
+            ("decode: a cached kv token (ns)", f"{kv_token * 1e9:.3f}"),
+            ("decode: a cached hidden token (ns)", f"{hidden_token * 1e9:.3f}"),
+            ("prefill: R², mean error held back", _quality(model.prefill_quality)),
+            ("decode: R², mean error held back", _quality(model.decode_quality)),
+            ("kept in", path),
+        ],
+    )
+    write_json(
+        args.json, {"model": parts.model_name, "path": str(path), **dataclasses.asdict(model)}
+    )
+    return 0
+
+
+def _quality(quality: object) -> str:
+    r2, error = getattr(quality, "r2", 0.0), getattr(quality, "mean_relative_error", 0.0)
+    return f"{r2:.3f}, {100 * error:.0f} %"

@@ -1,0 +1,131 @@
+"""Talk with a model. Models here complete text: the talk is a plain transcript that the model goes on with.
+
+Lines beginning with a slash are commands: /reset forgets the talk, /quit ends it. Ctrl-C stops an answer, Ctrl-D ends.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from typing import Any
+
+from apt_jax.errors import InvalidRequestError
+from serve import options
+from serve.completer import Completer, open_completer, verdict
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model_argument(parser)
+    options.add_target_argument(parser)
+    parser.add_argument("--you", metavar="NAME", default="User", help="your name in the transcript")
+    parser.add_argument(
+        "--name", metavar="NAME", default="Assistant", help="the model's name in the transcript"
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", default="", help="text at the top of the transcript"
+    )
+    parser.add_argument("--timings", action="store_true", help="print how each answer went")
+    parser.add_argument(
+        "--no-warm-up",
+        action="store_true",
+        help="compile each program when it is first needed; the first answers are slow",
+    )
+    options.add_sampling_arguments(parser, max_tokens=128)
+    options.add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return asyncio.run(_talk(args))
+
+
+class Transcript:
+    """A talk as text, the oldest turns forgotten when it grows too long.
+
+    Args:
+        you, name: of the two sides.
+        system: text that stays at the top.
+    """
+
+    def __init__(self, you: str, name: str, system: str = "") -> None:
+        self._you, self._name, self._system = you, name, system
+        self._turns: list[tuple[str, str]] = []
+
+    @property
+    def stop(self) -> str:
+        """Where the model would begin to speak for the user."""
+        return f"\n{self._you}:"
+
+    def prompt(self, question: str) -> str:
+        """The text to complete."""
+        parts = [self._system] if self._system else []
+        parts += [f"{self._you}: {q}\n{self._name}: {a}" for q, a in self._turns]
+        return "\n".join([*parts, f"{self._you}: {question}\n{self._name}:"])
+
+    def add(self, question: str, answer: str) -> None:
+        self._turns.append((question, answer.strip()))
+
+    def forget_oldest(self) -> bool:
+        """False when there is nothing left to forget."""
+        if not self._turns:
+            return False
+        del self._turns[0]
+        return True
+
+    def reset(self) -> None:
+        self._turns.clear()
+
+
+async def _talk(args: argparse.Namespace) -> int:
+    fields = {
+        **options.sampling_fields(args),
+        "slo_ttft_ms": args.slo_ttft_ms,
+        "slo_tbt_ms": args.slo_tbt_ms,
+    }
+    transcript = Transcript(args.you, args.name, args.system)
+    fields["stop"] = list(dict.fromkeys([transcript.stop, *fields.get("stop", [])]))
+    async with open_completer(args) as completer:
+        while True:
+            try:
+                question = await asyncio.to_thread(input, f"{args.you}: ")
+            except EOFError:
+                sys.stdout.write("\n")
+                return 0
+            question = question.strip()
+            if question in ("/quit", "/exit"):
+                return 0
+            if question == "/reset":
+                transcript.reset()
+            elif question.startswith("/"):
+                sys.stderr.write("commands: /reset, /quit\n")
+            elif question:
+                await _answer(completer, transcript, question, fields, args)
+
+
+async def _answer(
+    completer: Completer,
+    transcript: Transcript,
+    question: str,
+    fields: dict[str, Any],
+    args: argparse.Namespace,
+) -> None:
+    parts: list[str] = []
+    while True:
+        stream = completer.stream(transcript.prompt(question), **fields)
+        try:
+            async with contextlib.aclosing(stream):  # type: ignore[type-var]  # an async generator
+                async for piece in stream:
+                    if not parts:
+                        sys.stdout.write(f"{args.name}:")
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
+                    parts.append(piece.text)
+                    if piece.finish is not None:
+                        sys.stdout.write("\n")
+                        if args.timings:
+                            sys.stderr.write(f"[{verdict(piece.finish)}]\n")
+            break
+        except InvalidRequestError as error:
+            if error.field not in ("prompt", "max_tokens") or not transcript.forget_oldest():
+                sys.stderr.write(f"{error}\n")
+                return
+    transcript.add(question, "".join(parts))

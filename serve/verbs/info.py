@@ -1,0 +1,154 @@
+"""Print versions, devices, the kernels chosen, model facts and cache sizes; with --target, a running server's numbers."""
+
+import argparse
+import importlib.metadata
+import platform
+from typing import Any
+
+from apt_jax import __version__
+from apt_jax.calibrate import cache_dir
+from apt_jax.config import EngineConfig
+from apt_jax.jax_executor import JaxExecutor
+from apt_jax.llm import LLM, EngineParts, ProgressBars, build_engine
+from serve import options
+from serve.client import AptClient
+from serve.output import print_table, write_json
+from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "tokenizers", "safetensors", "grpcio", "protobuf")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model_argument(parser)
+    options.add_target_argument(parser)
+    parser.add_argument(
+        "--stats",
+        action="store_true",
+        help="compile, serve 32 short requests, and print host time an iteration",
+    )
+    options.add_json_argument(parser)
+    options.add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.target is not None:
+        with AptClient(args.target) as client:
+            values = server_facts(client.stats())
+        print_table(f"server {args.target}", values.items())
+        write_json(args.json, {"server": values})
+        return 0
+    sections = {"versions": versions(), "devices": devices()}
+    config = options.engine_config(args)
+    bars = ProgressBars()
+    try:
+        parts = build_engine(config, warm_up=args.stats, calibrate=False, progress=bars)
+    finally:
+        bars.close()
+    sections["model"] = model_facts(config, parts)
+    sections["cache and kernels"] = cache_facts(parts)
+    if args.stats:
+        sections["iterations"] = measure(parts)
+    for title, rows in sections.items():
+        print_table(title, rows.items())
+    write_json(args.json, sections)
+    return 0
+
+
+def versions() -> dict[str, Any]:
+    """Of this package, Python and the libraries."""
+    found: dict[str, Any] = {"apt-jax": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def devices() -> dict[str, Any]:
+    import jax
+
+    return {
+        "platform": jax.default_backend(),
+        "devices": ", ".join(f"{d.id}: {d.device_kind}" for d in jax.devices()),
+        "files kept in": str(cache_dir()),
+    }
+
+
+def model_facts(config: EngineConfig, parts: EngineParts) -> dict[str, Any]:
+    model = parts.model_config
+    assert model is not None
+    return {
+        "name": parts.model_name,
+        "family": model.family,
+        "parameters": model.num_params,
+        "dtype": config.dtype,
+        "layers": model.num_layers,
+        "width": model.hidden_size,
+        "heads": f"{model.num_heads} query, {model.num_kv_heads} key/value, {model.head_dim} wide",
+        "vocabulary": model.vocab_size,
+        "tokenizer ids": parts.tokenizer.vocab_size if parts.tokenizer else "no tokenizer",
+        "max_model_len (tokens)": parts.limits.max_model_len,
+        "end-of-sequence ids": ", ".join(map(str, parts.limits.eos_token_ids)) or "none",
+    }
+
+
+def cache_facts(parts: EngineParts) -> dict[str, Any]:
+    executor, engine = parts.executor, parts.engine
+    facts: dict[str, Any] = {
+        "cache": parts.config.cache.mode,
+        "block_size (tokens)": executor.block_size,
+        "blocks": executor.num_blocks,
+    }
+    block_bytes = executor.block_bytes if isinstance(executor, JaxExecutor) else None
+    if block_bytes is not None:
+        facts["pool (MiB)"] = round(block_bytes * executor.num_blocks / 2**20, 1)
+    for kind in engine.kinds:
+        if not kind.offered:
+            facts[kind.name] = "not offered"
+            continue
+        pool_tokens = executor.num_blocks // kind.blocks_per_group * executor.block_size
+        if block_bytes is not None:
+            per_token = block_bytes * kind.blocks_per_group // executor.block_size
+            facts[f"{kind.name}: bytes a token"] = per_token
+        facts[f"{kind.name}: pool (tokens)"] = pool_tokens
+    if isinstance(executor, JaxExecutor):
+        facts["attention"] = executor.attention_name
+        if engine.kinds[1].offered:
+            facts["hidden attention"] = "absorb" if executor.absorbs else "reproject"
+    facts["scheduling policy"] = parts.policy.name
+    model = parts.cost_model
+    facts["calibration"] = (
+        "none stored for this machine (apt-jax calibrate)"
+        if model is None
+        else f"stored; decode R² {model.decode_quality.r2:.3f}, prefill R² {model.prefill_quality.r2:.3f}"
+    )
+    return facts
+
+
+def measure(parts: EngineParts) -> dict[str, Any]:
+    """Host time an iteration, over 32 requests of 16 prompt and 32 output tokens."""
+    prompts = [[3 + (i + j) % (parts.limits.vocab_size - 3) for j in range(16)] for i in range(32)]
+    params = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True}
+    LLM.from_parts(parts).generate(prompts, params, use_tqdm=False)
+    stats = parts.engine.stats()
+    return {
+        "iterations": sum(stats.iterations.values()),
+        "host p50 (ms)": round(stats.host_p50_ms, 3),
+        "host p99 (ms)": round(stats.host_p99_ms, 3),
+        "policy p50 (ms)": round(stats.schedule_p50_ms, 3),
+        "dispatch p50 (ms)": round(stats.dispatch_p50_ms, 3),
+        "compilations after warm-up": stats.compilations,
+    }
+
+
+def server_facts(stats: pb.GetStatsResponse) -> dict[str, Any]:
+    """Everything that a server says, by name."""
+    facts: dict[str, Any] = {}
+    for field in pb.GetStatsResponse.DESCRIPTOR.fields:
+        value = getattr(stats, field.name)
+        if field.is_repeated:  # all of them are maps
+            facts[field.name] = dict(sorted(value.items()))
+        else:
+            facts[field.name] = round(value, 3) if isinstance(value, float) else value
+    return facts
