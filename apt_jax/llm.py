@@ -701,6 +701,7 @@ class LLM:
         """Check everything before anything runs."""
         single = isinstance(prompts, str) or (
             isinstance(prompts, Sequence | np.ndarray)
+            and not isinstance(prompts, bytes | bytearray)
             and len(prompts) > 0
             and isinstance(prompts[0], int | np.integer)
             and not isinstance(prompts[0], bool)

@@ -5,8 +5,11 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+import grpc
+
 from apt_jax.async_engine import AsyncEngine
 from apt_jax.config import EngineConfig
+from apt_jax.errors import InvalidRequestError
 from apt_jax.llm import EngineParts, ProgressBars, build_engine
 from serve import messages
 from serve.client import AsyncAptClient
@@ -78,10 +81,16 @@ class RemoteCompleter:
         call = self._client.generate(
             prompt, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling
         )
-        async with contextlib.aclosing(call):
-            async for message in call:
-                finish = message.finish if message.HasField("finish") else None
-                yield Piece(text=message.text, finish=finish)
+        try:
+            async with contextlib.aclosing(call):
+                async for message in call:
+                    finish = message.finish if message.HasField("finish") else None
+                    yield Piece(text=message.text, finish=finish)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                raise
+            field, _, message = (error.details() or "").partition(": ")
+            raise InvalidRequestError(field, message) from None
 
     async def max_model_len(self) -> int:
         return (await self._client.stats()).max_model_len

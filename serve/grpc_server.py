@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -273,6 +274,21 @@ class AptServe:
             ) from None
 
 
+def _probe(host: str, port: int) -> None:
+    """Bind once ourselves: gRPC's own attempt prints its failure in a format of its own."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise PortInUseError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another address (--grpc-port, --host)"
+        ) from None
+
+
 def _reason_for_client(error: str | None) -> str:
     """From a fixed catalogue: texts of the engine that begin so are written for users, others may hold anything."""
     if error is not None and error.startswith("numeric:"):
@@ -313,14 +329,13 @@ class GrpcServer:
             options=config.options(), maximum_concurrent_rpcs=config.max_concurrent_rpcs
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
+        _probe(config.host, config.port)
         try:
             self.port = server.add_insecure_port(f"{host}:{config.port}")
         except RuntimeError:
-            self.port = 0
-        if self.port == 0:
             raise PortInUseError(
-                f"cannot listen on {host}:{config.port}: the port is in use or the address is not ours; choose another (--grpc-port, --host)"
-            )
+                f"cannot listen on {host}:{config.port}; choose another address (--grpc-port, --host)"
+            ) from None
         server.add_generic_rpc_handlers((self._service.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(

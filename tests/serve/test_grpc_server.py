@@ -489,7 +489,9 @@ def test_C7_a_deadline_in_the_past(serve_toy):
         error = await status_of_call(served.client.generate("hello", timeout_s=0.0))
         assert error.code() is Code.DEADLINE_EXCEEDED
         await served.idle()
-        assert served.executor.num_steps <= 1  # the transport may round the deadline up to a millisecond
+        assert (
+            served.executor.num_steps <= 1
+        )  # the transport may round the deadline up to a millisecond
 
     serve_toy(scenario)
 

@@ -1,0 +1,430 @@
+"""The command line: what it says, and with which exit code."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from toy_serving import executor_of, toy_parts
+
+from apt_jax.config import EngineConfig
+from apt_jax.errors import ModelLoadError
+from serve import cli
+from serve.client import AptClient
+from serve.errors import CommandError
+from serve.grpc_server import ServerConfig
+from serve.verbs import serve as serve_verb
+from serve.verbs.chat import Transcript
+
+VERBS = ("serve", "generate", "chat", "info", "calibrate", "demo")
+
+
+def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    before, sys.stdin = sys.stdin, io.StringIO(stdin)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = cli.main(argv)
+            except SystemExit as exit_:
+                code = int(exit_.code or 0)
+    finally:
+        sys.stdin = before
+    return code, out.getvalue(), err.getvalue()
+
+
+# --- usage ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_the_verbs():
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(f"  {verb} " in out for verb in VERBS)
+    assert run()[0] == 2
+    assert run("--version")[:2] == (0, "apt-jax 0.1.0\n")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb):
+    code, out, _ = run(verb, "--help")
+    assert code == 0
+    assert f"apt-jax {verb}" in out
+
+
+@pytest.mark.parametrize("verb", ["serve", "generate", "chat", "info", "calibrate"])
+def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
+    import importlib
+
+    from serve.options import Parser
+
+    parser = Parser(prog=verb)
+    importlib.import_module(f"serve.verbs.{verb}").add_arguments(parser)
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        if action.dest.endswith("_ms"):
+            assert "milliseconds" in action.help
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("serv",), "unknown verb 'serv'; did you mean serve?"),
+        (("frobnicate",), "verbs: serve"),
+        (("--hlp",), "did you mean --help?"),
+        (("serve", "--grpc-prot", "1"), "unknown flag '--grpc-prot'; did you mean --grpc-port?"),
+        (("serve", "--max-num-seq=3"), "did you mean --max-num-seqs?"),
+        (("serve", "--cache", "hybird"), "--cache: 'hybird' must be one of kv, hidden, hybrid; did you mean hybrid?"),
+        (("serve", "--scheduling-policy", "atp"), "--scheduling-policy: 'atp' must be one of"),
+        (("serve", "--block-size", "x"), "--block-size"),
+        (("serve", "--block-size", "0"), "(--block-size)"),
+        (("serve", "-tp", "2"), "(-tp)"),
+        (("serve", "--default-slo-ttft-ms", "nan"), "--default-slo-ttft-ms"),
+        (("serve", "--default-slo-ttft-ms", "-5"), "--default-slo-ttft-ms"),
+        (("serve", "--shutdown-timeout", "-1"), "--shutdown-timeout"),
+        (("serve", "--host", "0.0.0.0"), "(--insecure-open)"),
+        (("serve", "--host", "::"), "(--insecure-open)"),
+        (("serve", "--grpc-port", "70000"), "(--grpc-port)"),
+        (("serve", "tiny-opt", "surplus"), "unexpected argument 'surplus'"),
+        (("serve", "--max-num-batched-tokens", "3"), "(--max-num-batched-tokens)"),
+        (("generate", "tiny-opt"), "PROMPT"),
+        (("generate", "tiny-opt", "hi", "--target", "http://h:1"), "--target"),
+    ],
+)  # fmt: skip
+def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
+    code, out, err = run(*argv)
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert err.startswith("apt-jax")
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_model_fails_with_one_line():
+    code, _, err = run("generate", "no-such-model", "hi")
+    assert code == 1
+    assert "no-such-model" in err
+    assert err.count("\n") == 1
+
+
+# --- against a server ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server():
+    """A served toy engine in another thread: `(target, parts, stop)`."""
+    parts = toy_parts()
+    started = threading.Event()
+    state = {}
+
+    async def whole() -> None:
+        from apt_jax.async_engine import AsyncEngine
+        from serve.grpc_server import GrpcServer
+
+        grpc_server = GrpcServer(ServerConfig(port=0))
+        await grpc_server.start()
+        await grpc_server.serve(AsyncEngine(parts))
+        state.update(loop=asyncio.get_running_loop(), port=grpc_server.port, end=asyncio.Event())
+        started.set()
+        await state["end"].wait()
+        await grpc_server.stop(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(whole()))
+    thread.start()
+    assert started.wait(30)
+    yield f"grpc://127.0.0.1:{state['port']}", parts
+    state["loop"].call_soon_threadsafe(state["end"].set)
+    thread.join(30)
+
+
+def expected_text(parts, prompt: str, max_tokens: int) -> str:
+    from toy_serving import expected_tokens
+
+    request = parts.build_request(
+        prompt=prompt, params={"max_tokens": max_tokens, "temperature": 0.0}
+    )
+    tokens = [t for t in expected_tokens(request) if t not in parts.limits.eos_token_ids]
+    return parts.tokenizer.decode(tokens)
+
+
+def test_generate_prints_completions(server, tmp_path):
+    target, parts = server
+    code, out, err = run(
+        "generate", "toy", "hello", "--target", target, "--max-tokens", "12", "--slo-ttft-ms", "60000",
+    )  # fmt: skip
+    assert code == 0
+    assert out == f"hello{expected_text(parts, 'hello', 12)}\n"
+    assert "6 prompt and 12 output tokens" in err
+    assert "objectives attained" in err
+    file = tmp_path / "out.json"
+    code, out, err = run(
+        "generate", "toy", "a", "-", "--target", target, "--max-tokens", "5", "--quiet", "--json", str(file), stdin="b",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert out == "".join(f"{p}{expected_text(parts, p, 5)}\n" for p in "ab")
+    completions = json.loads(file.read_text())["completions"]
+    assert [c["prompt"] for c in completions] == ["a", "b"]
+    assert completions[0]["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (("toy", "hi", "--max-tokens", "0"), 2, "max_tokens: 0"),
+        (("toy", "hi", "--temperature", "nan"), 2, "temperature"),
+        (("toy", ""), 2, "prompt"),
+        (("toy", "x" * 400), 2, "prompt"),
+        (("other", "hi"), 2, "NOT_FOUND"),
+        (("toy", "hi", "--slo-ttft-ms", "0"), 2, "slo_ttft_ms"),
+        (("toy", "hi", "--json", "/no/such/dir/f"), 1, "--json"),
+    ],
+)
+def test_what_the_server_refuses_is_one_line(server, argv, code, says):
+    got, _, err = run("generate", *argv, "--quiet", "--target", server[0])
+    assert got == code
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_info_of_a_server(server):
+    target, _ = server
+    code, out, _ = run("info", "--target", target, "--json", "-")
+    assert code == 0
+    assert "host_p99_ms" in out
+    assert json.loads(out[out.index("{\n") :])["server"]["model"] == "toy"
+
+
+def test_a_server_that_is_not_there():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        target = f"grpc://127.0.0.1:{probe.getsockname()[1]}"
+        code, _, err = run("info", "--target", target)
+    assert code == 1
+    assert "UNAVAILABLE" in err
+
+
+def test_chat_keeps_the_talk_and_ends_at_the_end_of_input(server):
+    target, _ = server
+    code, out, err = run(
+        "chat", "--target", target, "--max-tokens", "8", "--timings", stdin="hi\n\n/what\n/reset\nhi\n/quit\n",
+    )  # fmt: skip
+    assert code == 0
+    assert out.count("Assistant:") == 2
+    assert "commands: /reset" in err
+    assert err.count("output tokens") == 2
+    assert run("chat", "--target", target)[0] == 0  # no input at all
+
+
+def test_a_transcript_forgets_its_oldest_turn():
+    talk = Transcript("User", "Assistant", "Be kind.")
+    talk.add("one", " 1\n")
+    talk.add("two", "2")
+    assert talk.prompt("three") == (
+        "Be kind.\nUser: one\nAssistant: 1\nUser: two\nAssistant: 2\nUser: three\nAssistant:"
+    )
+    assert talk.forget_oldest()
+    assert "one" not in talk.prompt("x")
+    assert talk.forget_oldest()
+    assert not talk.forget_oldest()
+    assert talk.stop == "\nUser:"
+
+
+def test_a_long_talk_goes_on_without_its_beginning(server):
+    target, _ = server
+    code, out, err = run(
+        "chat", "--target", target, "--max-tokens", "30", stdin=("question " * 6 + "\n") * 6
+    )
+    assert code == 0
+    assert out.count("Assistant:") == 6
+    assert err == ""
+
+
+# --- serve: its life -----------------------------------------------------------------------------------------------
+
+
+def serve_in_process(scenario, *, build=toy_parts, shutdown_timeout_s: float = 30.0):
+    """Run the serve verb's loop with `scenario(port)` in a thread; returns its exit code and what it printed."""
+    port = free_port()
+    out = io.StringIO()
+    thread = threading.Thread(target=scenario, args=(port,))
+
+    async def whole():
+        thread.start()
+        return await serve_verb.serve(
+            EngineConfig(model="toy"),
+            ServerConfig(port=port),
+            shutdown_timeout_s=shutdown_timeout_s,
+            build=build,
+        )
+
+    try:
+        with contextlib.redirect_stdout(out):
+            code = asyncio.run(whole())
+    finally:
+        thread.join(30)
+    return code, out.getvalue()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_serving(port: int) -> AptClient:
+    client = AptClient(f"127.0.0.1:{port}")
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        with contextlib.suppress(Exception):
+            if client.is_serving():
+                return client
+        time.sleep(0.02)
+    raise AssertionError("not serving")
+
+
+def test_H1_a_signal_drains_and_exits_with_0():
+    parts = toy_parts(step_s=0.005)
+    tokens: list[int] = []
+
+    def scenario(port: int) -> None:
+        with wait_until_serving(port) as client:
+            stream = client.generate("hello", max_tokens=60, temperature=0.0, ignore_eos=True)
+            tokens.extend(next(stream).token_ids)
+            os.kill(os.getpid(), signal.SIGTERM)
+            for message in stream:
+                tokens.extend(message.token_ids)
+
+    code, out = serve_in_process(scenario, build=lambda: parts)
+    assert code == 0
+    assert len(tokens) == 60
+    assert "listening on 127.0.0.1" in out
+    assert "serving toy" in out
+    assert "stopping: 1 open requests" in out
+    assert out.endswith("stopped\n")
+
+
+def test_H2_a_second_signal_ends_it_now():
+    parts = toy_parts(step_s=0.05)
+
+    def scenario(port: int) -> None:
+        with wait_until_serving(port) as client:
+            stream = client.generate("hello", max_tokens=200, temperature=0.0, ignore_eos=True)
+            next(stream)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+            with contextlib.suppress(Exception):
+                list(stream)
+
+    started = time.monotonic()
+    code, _ = serve_in_process(scenario, build=lambda: parts)
+    assert code == 128 + signal.SIGINT
+    assert time.monotonic() - started < 9.0
+
+
+def test_a_signal_while_loading_stops_at_once():
+    gate = threading.Event()
+
+    def build():
+        os.kill(os.getpid(), signal.SIGTERM)
+        gate.wait(30)
+        return toy_parts()
+
+    started = time.monotonic()
+    code, out = serve_in_process(lambda port: None, build=build)
+    gate.set()
+    assert code is None
+    assert "before the model was ready" in out
+    assert time.monotonic() - started < 9.0
+
+
+def test_P9_the_engines_death_exits_with_1():
+    parts = toy_parts(debug=False)
+
+    def scenario(port: int) -> None:
+        with wait_until_serving(port) as client:
+            executor_of(parts).execute = None  # type: ignore[method-assign]  # every step fails
+            with contextlib.suppress(Exception):
+                list(client.generate("hello"))
+
+    code, _ = serve_in_process(scenario, build=lambda: parts)
+    assert code == 1
+
+
+def test_a_model_that_cannot_be_loaded_ends_it():
+    def build():
+        raise ModelLoadError("model 'x' is damaged")
+
+    with pytest.raises(ModelLoadError, match="damaged"):
+        serve_in_process(lambda port: None, build=build)
+
+
+def test_H10_a_port_in_use_is_found_before_the_model_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        def build():
+            raise AssertionError("loaded")
+
+        with pytest.raises(CommandError, match=r"in use.*--grpc-port"):
+            asyncio.run(
+                serve_verb.serve(
+                    EngineConfig(model="toy"),
+                    ServerConfig(port=port),
+                    shutdown_timeout_s=1.0,
+                    build=build,
+                )
+            )
+
+
+# --- a real process ------------------------------------------------------------------------------------------------
+
+
+def test_a_real_server_process_serves_and_stops(tmp_path):
+    from opt_checkpoint import TINY
+    from toy_serving import byte_tokenizer
+
+    model = tmp_path / "small"
+    model.mkdir()
+    config = {**TINY, "vocab_size": 280, "max_position_embeddings": 64}
+    (model / "config.json").write_text(json.dumps(config))
+    byte_tokenizer().backend.save(str(model / "tokenizer.json"))
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format", "dummy", "--grpc-port", str(port),
+            "--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--num-blocks-override", "64",
+            "--calibration-time", "0", "--served-model-name", "small",
+        ],
+        env={**os.environ, "APT_JAX_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert lines[0].startswith("listening on 127.0.0.1")
+        assert lines[1].startswith("serving small on"), process.stderr.read()
+        with AptClient(f"grpc://127.0.0.1:{port}") as client:
+            assert client.is_serving()
+            messages = list(client.generate("hi", max_tokens=5, ignore_eos=True, model="small"))
+            assert sum(len(m.token_ids) for m in messages) == 5
+            assert client.stats().compilations == 0
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+        assert out.endswith("stopped\n")
+        assert "5 tokens" in err
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
