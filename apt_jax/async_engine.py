@@ -17,7 +17,7 @@ import collections
 import concurrent.futures
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
 from apt_jax.engine import EngineStats, StepOutput
@@ -151,7 +151,7 @@ class AsyncEngine:
 
     async def generate(
         self, request: EngineRequest, *, deadline_s: float | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """The growing output of a request; each one is whole. Raises what `submit` and `RequestStream` do.
 
         Leaving the loop early and closing the generator ends the request.

@@ -7,16 +7,17 @@
 Errors are `grpc.RpcError`s, with the status codes that the .proto file lists.
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 _GENERATE = "/aptjax.v1.AptServe/Generate"
 _GET_STATS = "/aptjax.v1.AptServe/GetStats"
+_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -89,6 +90,11 @@ class AptClient:
             request_serializer=pb.GetStatsRequest.SerializeToString,
             response_deserializer=pb.GetStatsResponse.FromString,
         )
+        self._check = self._channel.unary_unary(
+            _HEALTH_CHECK,
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
 
     def generate(
         self,
@@ -97,7 +103,7 @@ class AptClient:
         timeout_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
         **fields: Any,
-    ) -> Iterator[pb.GenerateResponse]:
+    ) -> Generator[pb.GenerateResponse]:
         """Messages as they come; see `make_request` for the fields. Closing the iterator ends the request."""
         call = self._generate(
             make_request(prompt, **fields),
@@ -114,8 +120,7 @@ class AptClient:
 
     def is_serving(self, service: str = "", timeout_s: float = 10.0) -> bool:
         """What the server's health service says."""
-        stub = health_pb2_grpc.HealthStub(self._channel)
-        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        answer = self._check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
     def close(self) -> None:
@@ -143,6 +148,11 @@ class AsyncAptClient:
             request_serializer=pb.GetStatsRequest.SerializeToString,
             response_deserializer=pb.GetStatsResponse.FromString,
         )
+        self._check = self._channel.unary_unary(
+            _HEALTH_CHECK,
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
 
     @property
     def channel(self) -> grpc.aio.Channel:
@@ -155,7 +165,7 @@ class AsyncAptClient:
         timeout_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
         **fields: Any,
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse]:
         """Messages as they come; see `make_request` for the fields. Closing the iterator ends the request."""
         call = self._generate(
             make_request(prompt, **fields),
@@ -173,8 +183,8 @@ class AsyncAptClient:
 
     async def is_serving(self, service: str = "", timeout_s: float = 10.0) -> bool:
         """What the server's health service says."""
-        stub = health_pb2_grpc.HealthStub(self._channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = await self._check(request, timeout=timeout_s)
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
 
 import grpc
@@ -28,7 +28,7 @@ class Piece:
 class Completer(Protocol):
     """Completes prompts."""
 
-    def stream(self, prompt: str, *, slo_ttft_ms: float | None = None, slo_tbt_ms: float | None = None, **sampling: Any) -> AsyncIterator[Piece]: ...  # fmt: skip
+    def stream(self, prompt: str, *, slo_ttft_ms: float | None = None, slo_tbt_ms: float | None = None, **sampling: Any) -> AsyncGenerator[Piece]: ...  # fmt: skip
 
     async def max_model_len(self) -> int: ...
 
@@ -46,7 +46,7 @@ class LocalCompleter:
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece]:
         request = self._engine.parts.build_request(
             prompt=prompt, params=sampling, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms
         )
@@ -77,7 +77,7 @@ class RemoteCompleter:
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece]:
         call = self._client.generate(
             prompt, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling
         )

@@ -145,7 +145,7 @@ class AptServe:
             engine_request = await self._build(engine, request, context)
             request_id = engine_request.request_id
             stream = engine.submit(engine_request, deadline_s=deadline_s)
-            context.add_done_callback(lambda _: stream.cancel())
+            context.add_done_callback(lambda _: stream.cancel())  # type: ignore[arg-type]  # the stubs want a class
             try:
                 sequence = 0
                 async for delta in stream:
@@ -308,7 +308,7 @@ class GrpcServer:
         self.port = 0
         """The bound port, after `start`."""
         self._service = AptServe(config)
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._server: grpc.aio.Server | None = None
         self._engine: AsyncEngine | None = None
         self._stopping: asyncio.Task[None] | None = None

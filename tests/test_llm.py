@@ -39,6 +39,10 @@ def generate(llm: LLM, *args, **kwargs) -> list[RequestOutput]:
     return outputs
 
 
+def text_of(ids) -> str:
+    return byte_tokenizer().decode(ids)
+
+
 def only(output: RequestOutput) -> CompletionOutput:
     assert output.finished
     (completion,) = output.outputs
@@ -89,7 +93,7 @@ def test_outputs_come_in_the_order_of_the_prompts_and_equal_their_reference():
             params=SamplingParams(max_tokens=p.max_tokens, seed=p.seed, stop_token_ids=(EOS,)),
         )
         assert completion.token_ids == want
-        assert completion.text == llm.tokenizer.decode(want)
+        assert completion.text == text_of(want)
         assert completion.finish_reason == ("stop" if want[-1] == EOS else "length")
         assert completion.stop_reason is None
 
@@ -125,8 +129,8 @@ def test_metrics_and_objectives():
     assert fast.metrics.slo_attained
     assert not slow.metrics.slo_attained
     assert slow.metrics.ttft_attained
-    assert fast.metrics.ttft_s > 0
-    assert fast.metrics.tbt_s >= 0.002
+    assert (fast.metrics.ttft_s or 0) > 0
+    assert (fast.metrics.tbt_s or 0) >= 0.002
     assert len(fast.metrics.token_times_s) == 8
     assert fast.metrics.cache_kind in ("kv", "hidden")
 
@@ -134,6 +138,7 @@ def test_metrics_and_objectives():
 def test_log_probabilities():
     (output,) = generate(toy(), "a", SamplingParams(max_tokens=3, temperature=0.0, logprobs=2))
     completion = only(output)
+    assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids)
     for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
         assert next(iter(entry)) == token_id
@@ -162,10 +167,10 @@ def test_stop_tokens_and_stop_strings():
     by_token = run(stop_token_ids=(stop_id,))
     end = ids.index(stop_id)
     assert by_token.token_ids == ids[: end + 1]
-    assert by_token.text == llm.tokenizer.decode(ids[:end])
+    assert by_token.text == text_of(ids[:end])
     assert (by_token.finish_reason, by_token.stop_reason) == ("stop", stop_id)
     kept = run(stop_token_ids=(stop_id,), include_stop_str_in_output=True)
-    assert kept.text == llm.tokenizer.decode(ids[: end + 1])
+    assert kept.text == text_of(ids[: end + 1])
     stop = next(c for c in text if c.isascii() and c.isprintable())
     by_text = run(stop=(stop,))
     assert by_text.text == text[: text.index(stop)]
@@ -263,10 +268,10 @@ def test_one_broken_request_says_why_and_the_others_are_whole():
 
     fault.steps = 0
     outputs = generate(toy(fault=fault, debug=False), ["a", "b", "c"], GREEDY)
-    reasons = sorted(only(o).finish_reason for o in outputs)
+    reasons = sorted(str(only(o).finish_reason) for o in outputs)
     assert reasons == ["error", "length", "length"]
-    broken = next(o for o in outputs if o.error)
-    assert broken.error.startswith("numeric:")
+    (message,) = [o.error for o in outputs if o.error]
+    assert message.startswith("numeric:")
 
 
 def test_engine_death_is_an_error():

@@ -112,7 +112,7 @@ async def _answer(
     while True:
         stream = completer.stream(transcript.prompt(question), **fields)
         try:
-            async with contextlib.aclosing(stream):  # type: ignore[type-var]  # an async generator
+            async with contextlib.aclosing(stream):
                 async for piece in stream:
                     if not parts:
                         sys.stdout.write(f"{args.name}:")

@@ -74,7 +74,7 @@ async def _complete(
 ) -> tuple[str, pb.Finish]:
     parts, finish = [], pb.Finish()
     stream = completer.stream(prompt, **fields)
-    async with contextlib.aclosing(stream):  # type: ignore[type-var]  # an async generator
+    async with contextlib.aclosing(stream):
         async for piece in stream:
             if show and not parts:
                 sys.stdout.write(prompt)

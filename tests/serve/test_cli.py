@@ -409,6 +409,8 @@ def test_a_real_server_process_serves_and_stops(tmp_path):
         env={**os.environ, "APT_JAX_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
     try:
         lines = [process.stdout.readline() for _ in range(2)]
         assert lines[0].startswith("listening on 127.0.0.1")

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from typing import Any
 
 import grpc
 import numpy as np
@@ -31,6 +32,10 @@ def expected(served, prompt, max_tokens: int) -> list[int]:
 async def collect(served, prompt, **fields) -> tuple[list[pb.GenerateResponse], list[int]]:
     chunks = [c async for c in served.client.generate(prompt, **{**GREEDY, **fields})]
     return chunks, [t for c in chunks for t in c.token_ids]
+
+
+def details(error: grpc.aio.AioRpcError) -> str:
+    return error.details() or ""
 
 
 async def status_of_call(call) -> grpc.aio.AioRpcError:
@@ -216,10 +221,10 @@ def test_R1_R2_R4_R5_R7_R8_R9_R10_R20_R24_bad_requests_are_invalid_arguments(ser
             prompt = fields.get("prompt", "hello")
             rest = {k: v for k, v in fields.items() if k != "prompt"}
             error = await status_of_call(served.client.generate(prompt, **rest))
-            details = error.details() or ""
-            assert error.code() is Code.INVALID_ARGUMENT, (fields, details)
-            assert details.startswith(field), (fields, details)
-            assert "\n" not in details
+            message = details(error)
+            assert error.code() is Code.INVALID_ARGUMENT, (fields, message)
+            assert message.startswith(field), (fields, message)
+            assert "\n" not in message
             assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "-1"
             # Trailers only: no headers were sent, so nothing commits the RPC.
             assert "content-type" not in dict(error.initial_metadata() or ())
@@ -236,7 +241,7 @@ def test_R3_what_can_never_fit_the_pool_is_refused(serve_toy):
     async def scenario(served):
         error = await status_of_call(served.client.generate("x" * 80, max_tokens=80))
         assert error.code() is Code.INVALID_ARGUMENT
-        assert "can never fit" in error.details()
+        assert "can never fit" in details(error)
         assert served.executor.num_steps == 0
 
     serve_toy(scenario, num_blocks=30)
@@ -260,7 +265,7 @@ def test_R15_R26_messages_that_cannot_be_read(serve_toy, data):
     async def scenario(served):
         error = await raw_call(served, data)
         assert error.code() is Code.INVALID_ARGUMENT
-        assert "UTF-8" in error.details()
+        assert "UTF-8" in details(error)
 
     serve_toy(scenario)
 
@@ -275,9 +280,9 @@ def test_R26_missing_parts(serve_toy):
         ):
             error = await raw_call(served, message.SerializeToString())
             assert error.code() is Code.INVALID_ARGUMENT
-            assert error.details().startswith(field)
+            assert details(error).startswith(field)
         error = await raw_call(served, pb.GenerateRequest(text="x", slo=pb.Slo(), sampling=pb.SamplingParams(max_tokens=0)).SerializeToString())  # fmt: skip
-        assert error.details().startswith("max_tokens")
+        assert details(error).startswith("max_tokens")
 
     serve_toy(scenario)
 
@@ -295,7 +300,7 @@ def test_an_unknown_model_is_not_found(serve_toy):
     async def scenario(served):
         error = await status_of_call(served.client.generate("hello", model="gpt-5"))
         assert error.code() is Code.NOT_FOUND
-        assert "'toy'" in error.details()
+        assert "'toy'" in details(error)
         chunks, _ = await collect(served, "hello", model="toy")
         assert chunks[-1].finish.reason == pb.FINISH_REASON_LENGTH
 
@@ -477,7 +482,7 @@ def test_C5_a_stalled_write_ends_the_request(serve_toy):
         served.server._service._write = stuck
         error = await status_of_call(served.client.generate("lazy", max_tokens=200))
         assert error.code() is Code.RESOURCE_EXHAUSTED
-        assert "not read" in error.details()
+        assert "not read" in details(error)
         served.server._service._write = write
         await served.idle()
 
@@ -558,8 +563,8 @@ def test_a_request_that_broke_is_internal_with_its_id_and_not_to_be_retried(serv
             served.client.generate("hello", request_id="mine", max_tokens=20, **GREEDY)
         )
         assert error.code() is Code.INTERNAL
-        assert "not finite" in error.details()
-        assert "mine" in error.details()
+        assert "not finite" in details(error)
+        assert "mine" in details(error)
         assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "-1"
         assert (await collect(served, "next"))[0][-1].HasField("finish")
 
@@ -574,8 +579,8 @@ def test_P19_no_text_of_an_exception_reaches_the_client(serve_toy, caplog):
         object.__setattr__(served.parts, "build_request", broken)
         error = await status_of_call(served.client.generate("hello"))
         assert error.code() is Code.INTERNAL
-        assert "secret" not in error.details()
-        assert "internal error" in error.details()
+        assert "secret" not in details(error)
+        assert "internal error" in details(error)
 
     serve_toy(scenario)
 
@@ -626,12 +631,12 @@ def test_P10_health_goes_from_loading_to_serving_to_draining():
             assert not await client.is_serving(service)
         error = await status_of_call(client.generate("hello"))
         assert error.code() is Code.UNAVAILABLE
-        assert "starting" in error.details()
+        assert "starting" in details(error)
         parts = toy_parts(step_s=0.005)
         await server.serve(AsyncEngine(parts))
         for service in ("", SERVICE):
             assert await client.is_serving(service)
-        stub = health_pb2_grpc.HealthStub(client.channel)
+        stub: Any = health_pb2_grpc.HealthStub(client.channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Check(health_pb2.HealthCheckRequest(service="sglang.grpc"))
         assert caught.value.code() is Code.NOT_FOUND
@@ -670,7 +675,7 @@ def test_H1_what_does_not_end_in_the_drain_time_is_unavailable(serve_toy):
 
 def test_reflection_lists_the_service(serve_toy):
     async def scenario(served):
-        stub = reflection_pb2_grpc.ServerReflectionStub(served.client.channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(served.client.channel)
 
         async def requests():
             yield reflection_pb2.ServerReflectionRequest(list_services="")
