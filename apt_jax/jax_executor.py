@@ -28,7 +28,7 @@ from apt_jax.config import CacheConfig, ModelConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor import NO_TOKEN, StepBatch, StepHandle, StepResult
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, logits
-from apt_jax.models.params import ModelParams
+from apt_jax.models.params import ModelParams, fuse_qkv
 from apt_jax.pallas import attention_ops
 from apt_jax.pallas.xla import ROWS_PER_TILE
 from apt_jax.sched.view import HIDDEN, KV
@@ -208,9 +208,9 @@ class JaxExecutor:
         hidden = cache.mode in ("hidden", "hybrid") and config.supports_hidden
         self.kinds_offered = (cache.mode != "hidden", hidden)
         self.absorbs = hidden and config.supports_absorb and cache.hidden_attention != "reproject"
-        self.params = params
         self._device = next(iter(params.embed.devices()))
         self.platform = self._device.platform
+        self.params = fuse_qkv(params) if self.platform == "cpu" else params
         self._ops = attention_ops(self.platform, attention)
         self.attention_name = self._ops.name
         self._pool_dtype = pool_dtype(params.embed.dtype, self.platform)

@@ -133,37 +133,40 @@ def _attention(
     kv_rows, hidden_rows = options.kinds
     head_dim = p.wq.shape[1]
     dtype = x.dtype
-    q = _dense(x, p.wq.reshape(-1, p.wq.shape[2]), None if p.bq is None else p.bq.reshape(-1))
-    q = q.astype(dtype).reshape(t, -1, head_dim)
+    lanes = p.wk.shape[0] * head_dim
+    q_width = p.wq.shape[0] * head_dim
 
-    def kv_of(tokens: Array) -> tuple[Array, Array]:
-        k = _dense(
-            tokens, p.wk.reshape(-1, p.wk.shape[2]), None if p.bk is None else p.bk.reshape(-1)
-        )
-        v = _dense(
-            tokens, p.wv.reshape(-1, p.wv.shape[2]), None if p.bv is None else p.bv.reshape(-1)
-        )
-        return k.astype(dtype), v.astype(dtype)
+    def project(tokens: Array, w: Array, b: Array | None) -> Array:
+        out = _dense(tokens, w.reshape(-1, w.shape[-1]), None if b is None else b.reshape(-1))
+        return out.astype(dtype)
 
-    lanes = p.wk.shape[0] * p.wk.shape[1]
-    keys, values = [], []
-    if b:
-        nothing = jnp.zeros((b, lanes), dtype)
-        if not kv_rows:
-            k, v = nothing, nothing
-        elif not hidden_rows:
-            k, v = kv_of(x[:b])
-        else:
-            k, v = lax.cond(batch.num_kv_rows > 0, lambda: kv_of(x[:b]), lambda: (nothing, nothing))
-        keys.append(k)
-        values.append(v)
+    def q_alone(tokens: Array) -> tuple[Array, Array, Array]:
+        nothing = jnp.zeros((tokens.shape[0], lanes), dtype)
+        return project(tokens, p.wq, p.bq), nothing, nothing
+
+    def qkv(tokens: Array) -> tuple[Array, Array, Array]:
+        if p.wqkv is None:
+            return (
+                project(tokens, p.wq, p.bq),
+                project(tokens, p.wk, p.bk),
+                project(tokens, p.wv, p.bv),
+            )
+        out = project(tokens, p.wqkv, p.bqkv)
+        return out[:, :q_width], out[:, q_width : q_width + lanes], out[:, q_width + lanes :]
+
+    parts = []
+    if b and not (kv_rows and hidden_rows):
+        parts.append(qkv(x[:b]) if kv_rows else q_alone(x[:b]))
+    elif b:
+        parts.append(lax.cond(batch.num_kv_rows > 0, lambda: qkv(x[:b]), lambda: q_alone(x[:b])))
     if t > b:
-        k, v = kv_of(x[b:])
-        keys.append(k)
-        values.append(v)
+        parts.append(qkv(x[b:]))
+    q, k, v = (jnp.concatenate(pieces) for pieces in zip(*parts, strict=True))
+    q = q.reshape(t, -1, head_dim)
+
     # What others may read stays finite by construction: 0 * NaN = NaN, so a NaN would pass the mask of a neighbour in
     # the same tile, or of a recycled block's next owner. The row that made it still fails, through its own residual.
-    k, v = _finite(jnp.concatenate(keys)), _finite(jnp.concatenate(values))
+    k, v = _finite(k), _finite(v)
     first = jnp.where(batch.token_hidden[:, None], _finite(x), k) if hidden_rows else k
     rows = jnp.concatenate([first, v]) if kv_rows else first
     slots = (

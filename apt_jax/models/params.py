@@ -53,6 +53,10 @@ class LayerParams:
     w_down: Any
     """(D, F)"""
     b_down: Any
+    wqkv: Any = None
+    """((N + 2K) * H, D): a copy of wq, wk and wv as one matrix, or None. See `fuse_qkv`."""
+    bqkv: Any = None
+    """((N + 2K) * H,)"""
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +78,9 @@ class ModelParams:
     layers: tuple[LayerParams, ...]
 
 
-def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str, ...]], Any]) -> ModelParams:
+def _build(
+    config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str, ...]], Any]
+) -> ModelParams:
     d, f, h = config.hidden_size, config.ffn_size, config.head_dim
     n, k, v = config.num_heads, config.num_kv_heads, config.vocab_size
     e = config.embedding_size or d
@@ -83,7 +89,10 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
         return leaf(name, shape, axes) if config.bias else None
 
     def norm(name: str) -> NormParams:
-        return NormParams(scale=leaf(f"{name}.scale", (d,), ("embed",)), bias=leaf(f"{name}.bias", (d,), ("embed",)))
+        return NormParams(
+            scale=leaf(f"{name}.scale", (d,), ("embed",)),
+            bias=leaf(f"{name}.bias", (d,), ("embed",)),
+        )
 
     def layer(i: int) -> LayerParams:
         p = f"layers.{i}."
@@ -106,7 +115,9 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
 
     return ModelParams(
         embed=leaf("embed", (v, e), ("vocab", "token_embed")),
-        position=leaf("position", (config.max_position + config.position_offset, d), ("position", "embed")),
+        position=leaf(
+            "position", (config.max_position + config.position_offset, d), ("position", "embed")
+        ),
         project_in=leaf("project_in", (d, e), ("embed", "token_embed")) if e != d else None,
         project_out=leaf("project_out", (e, d), ("token_embed", "embed")) if e != d else None,
         final_norm=norm("final_norm") if config.final_norm else None,
@@ -144,3 +155,19 @@ def dummy_params(config: ModelConfig, dtype: Any, seed: int) -> ModelParams:
         return jnp.asarray(values).astype(dtype)
 
     return _build(config, leaf)
+
+
+def fuse_qkv(params: ModelParams) -> ModelParams:
+    """Add `wqkv` and `bqkv` to every layer: CPUs compute one wide product in less than half the time of three.
+
+    The separate matrices stay: hidden rows need only q, and absorption needs wk and wv by themselves. The copies add a
+    quarter to the layers' memory (less with grouped queries).
+    """
+
+    def fused(layer: LayerParams) -> LayerParams:
+        wqkv = jnp.concatenate([w.reshape(-1, w.shape[2]) for w in (layer.wq, layer.wk, layer.wv)])
+        biases = (layer.bq, layer.bk, layer.bv)
+        bqkv = None if layer.bq is None else jnp.concatenate([b.reshape(-1) for b in biases])
+        return dataclasses.replace(layer, wqkv=wqkv, bqkv=bqkv)
+
+    return dataclasses.replace(params, layers=tuple(fused(layer) for layer in params.layers))
