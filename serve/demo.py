@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-blocks",
         type=int,
-        default=160,
-        help="blocks of the pool, kept small so that memory is contended (default: 160)",
+        default=96,
+        help="blocks of the pool, kept small so that memory is contended (default: 96)",
     )
     parser.add_argument(
         "--duration-s",
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo_config(model: str, num_blocks: int) -> EngineConfig:
-    """Small steps and a small pool: about eight requests with keys and values fit at once."""
+    """Small steps and a small pool: about five requests with keys and values fit at once."""
     return EngineConfig(
         model=model,
         max_model_len=MAX_MODEL_LEN,

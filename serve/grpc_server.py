@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from apt_jax.async_engine import AsyncEngine, EngineClosedError
+from apt_jax.async_engine import AsyncEngine, EngineClosedError, RequestStream
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import EngineRequest
 from serve import messages
@@ -41,7 +41,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["AptServe"].full_name
 _LONG_PROMPT_CHARS = 4096
 """Prompts longer than this are tokenised in a thread, so that the event loop goes on."""
 _MAX_DEADLINE_S = 86_400.0
-_NO_PROMPT_ID = "unnamed"
+_NEWS_S = 1.0
+_NO_ID = "unnamed"
 
 Message = TypeVar("Message")
 
@@ -61,7 +62,9 @@ class ServerConfig:
     keepalive_timeout_s: float = 10.0
     """and cut this much later: a peer that vanished holds its cache blocks no longer."""
     write_stall_s: float = 30.0
-    """A client that has not read for this long loses its stream."""
+    """A client that has not read for this long loses its request."""
+    reflection: bool = True
+    """Tell clients about the services; for addresses that strangers can reach, better not."""
 
     def options(self) -> list[tuple[str, int]]:
         """gRPC channel arguments."""
@@ -83,6 +86,10 @@ class ServerConfig:
 
 class PortInUseError(Exception):
     """The address cannot be bound."""
+
+
+class _ClientGoneError(Exception):
+    """A write failed."""
 
 
 def _decoder(message_type: Any) -> Callable[[bytes], Any]:
@@ -135,7 +142,7 @@ class AptServe:
     async def Generate(
         self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext
     ) -> None:
-        request_id = _NO_PROMPT_ID
+        request_id = _NO_ID
         started_s = time.monotonic()
         num_tokens, reason = 0, "error"
         self.num_open += 1
@@ -153,7 +160,7 @@ class AptServe:
                     if delta.finish_reason == "error":
                         raise RequestFailedError(_reason_for_client(delta.error))
                     message = messages.response(delta, sequence, num_tokens)
-                    await self._write(context, message)
+                    await self._write(context, message, stream)
                     sequence += 1
                     reason = delta.finish_reason or reason
             finally:
@@ -161,8 +168,15 @@ class AptServe:
         except asyncio.CancelledError:
             reason = "cancelled"
             raise
+        except (
+            _ClientGoneError
+        ):  # or its deadline has passed, during a write: nobody hears a status any more
+            reason = "cancelled"
+            # The news of its leaving comes after the failed write; gRPC must have them before the handler returns, or
+            # it tries to send a status and logs that it cannot. It then cancels this task.
+            await asyncio.sleep(_NEWS_S)
         except Exception as error:
-            if context.done():  # by the client or its deadline, while a write was in progress
+            if context.done():
                 reason = "cancelled"
                 return
             status = status_of(error, request_id)
@@ -261,17 +275,36 @@ class AptServe:
             return parts.build_request(**fields)
         return await asyncio.to_thread(parts.build_request, **fields)
 
-    async def _write(self, context: grpc.aio.ServicerContext, message: pb.GenerateResponse) -> None:
+    async def _write(
+        self,
+        context: grpc.aio.ServicerContext,
+        message: pb.GenerateResponse,
+        stream: RequestStream,
+    ) -> None:
+        """Write one message. A client that does not read for too long loses its request, and with it the cache blocks.
+
+        A write that has begun cannot be taken back in gRPC, and no status can be sent before it has ended. So the status
+        waits until the client reads again or goes away; what waits is one message, and the place among the RPCs.
+        """
         stall_s = self._config.write_stall_s
+        slow = False
+
+        def note() -> None:
+            nonlocal slow
+            slow = True
+            stream.cancel()
+
+        timer = asyncio.get_running_loop().call_later(stall_s, note)
         try:
-            async with asyncio.timeout(stall_s) as limit:
-                await context.write(message)
-        except TimeoutError:
-            if not limit.expired():
-                raise
+            await context.write(message)
+        except Exception as error:  # gRPC's type for it is not public
+            raise _ClientGoneError from error
+        finally:
+            timer.cancel()
+        if slow and not message.HasField("finish"):
             raise SlowReaderError(
-                f"the client has not read for {stall_s:.0f} s; read faster or ask for less"
-            ) from None
+                f"the client did not read for {stall_s:.0f} s; read faster or ask for less"
+            )
 
 
 def _probe(host: str, port: int) -> None:
@@ -338,9 +371,10 @@ class GrpcServer:
             ) from None
         server.add_generic_rpc_handlers((self._service.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
+        if config.reflection:
+            reflection.enable_server_reflection(
+                (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+            )
         await self._set_health(serving=False)
         await server.start()
 

@@ -16,14 +16,14 @@ from apt_jax.config import SLO
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.sched.cost_model import CostModel
 
-ARRIVAL_CV = 2.5
+ARRIVAL_CV = 2.0
 """Coefficient of variation of the gaps between arrivals; 1 would be a Poisson process."""
 
-RATE_OVER_KV = 1.0
-"""Mean arrival rate over what keys and values alone sustain."""
-TTFT_IN_STEPS = 15.0
+LOAD = 0.8
+"""Mean arrival rate, over the geometric mean of what keys and values and what hidden cache sustain."""
+TTFT_IN_STEPS = 25.0
 """Objective on the first token, in (decode step + full prefill step)."""
-TBT_IN_STEPS = 4.0
+TBT_IN_STEPS = 5.0
 """Objective on the gaps between tokens, in the same unit."""
 
 
@@ -110,7 +110,7 @@ def derive_workload(
         duration_s: about how long the arrivals last.
     """
     rng = np.random.default_rng(seed)
-    shortest, longest = 32, 64
+    shortest, longest = 48, 96
     output_len, prompt_len = (shortest + longest) / 2, float(np.mean(prompt_lens))
     facts: dict[str, Any] = {
         "num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs,
@@ -118,7 +118,7 @@ def derive_workload(
     }  # fmt: skip
     kv = sustained_rate(model, kind_hidden=False, **facts)
     hybrid = max(kv, sustained_rate(model, kind_hidden=True, **facts))
-    rate = RATE_OVER_KV * kv
+    rate = LOAD * float(np.sqrt(kv * hybrid))
     count = int(np.clip(rate * duration_s, min_requests, max_requests))
     shape = 1.0 / ARRIVAL_CV**2
     gaps = rng.gamma(shape, 1.0 / (shape * rate), count)

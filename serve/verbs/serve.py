@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
             ServerConfig(
                 host=args.host,
                 port=args.grpc_port,
+                reflection=_is_loopback(args.host),
                 max_concurrent_rpcs=config.scheduler.max_num_queued_reqs
                 + config.scheduler.max_num_seqs
                 + 64,

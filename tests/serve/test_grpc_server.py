@@ -436,57 +436,65 @@ def test_C3_a_closed_connection_frees_the_blocks(serve_toy):
     serve_toy(scenario, step_s=0.005)
 
 
-def test_C4_C5_a_client_that_never_reads_does_not_block_others_and_can_leave(serve_toy):
-    """Its answers outgrow what the transport takes, so that the handler is held in a write when the client goes."""
+class Hoarder:
+    """Calls whose answers outgrow what the transport takes, on a connection that nobody reads from."""
 
-    async def scenario(served):
-        channel = grpc.aio.insecure_channel(
+    def __init__(self, served, count: int = 20) -> None:
+        self.channel = grpc.aio.insecure_channel(
             served.target,
             options=[("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)],
         )
-        method = channel.unary_stream(f"/{SERVICE}/Generate")
-        request = make_request("lazy", max_tokens=230, logprobs=20, stop=[], **GREEDY)
-        calls = [method(request.SerializeToString()) for _ in range(20)]
+        method = self.channel.unary_stream(
+            f"/{SERVICE}/Generate", response_deserializer=pb.GenerateResponse.FromString
+        )
+        request = make_request("lazy", max_tokens=230, logprobs=20, **GREEDY)
+        self.calls = [method(request.SerializeToString()) for _ in range(count)]
+
+
+def test_C4_C5_clients_that_never_read_block_nobody_and_can_leave_during_a_write(serve_toy, caplog):
+    async def scenario(served):
+        hoarder = Hoarder(served)
         await served.until(lambda: served.server.num_open == 20)
         for _ in range(3):
             _, tokens = await collect(served, "reader", max_tokens=20)
             assert tokens == expected(served, "reader", 20)
-        for call in calls:
+        # The engine is done with all of them, the handlers are not: they are held in a write.
+        await served.until(lambda: served.parts.engine.num_live == 0)
+        await asyncio.sleep(0.1)
+        assert served.server.num_open > 0
+        for call in hoarder.calls:
             call.cancel()
-        await channel.close()
+        await hoarder.channel.close()
         await served.idle()
+        assert "Traceback" not in caplog.text
 
     serve_toy(scenario, num_blocks=4096, max_num_seqs=32)
 
 
-def test_C5_a_stalled_write_ends_the_request(serve_toy):
+def test_C5_a_client_that_does_not_read_loses_its_blocks_and_learns_why(serve_toy, caplog):
     async def scenario(served):
-        write = served.server._service._write
-        assert served.server.config.write_stall_s == 0.1
-
-        class StuckContext:
-            """A context whose client never reads."""
-
-            def __init__(self, context):
-                self._context = context
-
-            def __getattr__(self, name):
-                return getattr(self._context, name)
-
-            async def write(self, message):
-                await asyncio.sleep(60)
-
-        async def stuck(context, message):
-            await write(StuckContext(context), message)
-
-        served.server._service._write = stuck
-        error = await status_of_call(served.client.generate("lazy", max_tokens=200))
-        assert error.code() is Code.RESOURCE_EXHAUSTED
-        assert "not read" in details(error)
-        served.server._service._write = write
+        hoarder = Hoarder(served)
+        await served.until(lambda: served.parts.engine.num_live == 20)
+        await served.until(lambda: served.parts.engine.num_live == 0)
+        aborted = served.parts.engine.stats().finished["abort"]
+        assert aborted > 0
+        statuses = []
+        for call in hoarder.calls:
+            try:
+                messages = [message async for message in call]
+                assert messages[-1].HasField("finish")
+            except grpc.aio.AioRpcError as error:
+                statuses.append((error.code(), details(error)))
+        assert len(statuses) == aborted
+        assert {code for code, _ in statuses} == {Code.RESOURCE_EXHAUSTED}
+        assert all("did not read" in text for _, text in statuses)
+        await hoarder.channel.close()
         await served.idle()
+        assert "Traceback" not in caplog.text
 
-    serve_toy(scenario, server={"write_stall_s": 0.1}, step_s=0.002)
+    serve_toy(
+        scenario, server={"write_stall_s": 0.2}, num_blocks=4096, max_num_seqs=32, step_s=0.01
+    )
 
 
 def test_C7_a_deadline_in_the_past(serve_toy):
@@ -687,6 +695,16 @@ def test_reflection_lists_the_service(serve_toy):
         assert answers[1].file_descriptor_response.file_descriptor_proto
 
     serve_toy(scenario)
+
+
+def test_reflection_can_be_left_out(serve_toy):
+    async def scenario(served):
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(served.client.channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        error = await status_of_call(stub.ServerReflectionInfo(iter([request])))
+        assert error.code() is Code.UNIMPLEMENTED
+
+    serve_toy(scenario, server={"reflection": False})
 
 
 def test_stats_count_what_happened(serve_toy):
