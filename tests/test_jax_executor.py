@@ -2,129 +2,25 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paged_driver import CONFIG, GREEDY, PARAMS, Driver, make_executor, reference_greedy
 
-from apt_jax.config import CacheConfig, ConfigError, ModelConfig
-from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
+from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
+from apt_jax.errors import ConfigError
 from apt_jax.jax_executor import JaxExecutor, power_of_two_buckets
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
 from apt_jax.request import SamplingParams
 from apt_jax.sched.view import HIDDEN, KV
 
-CONFIG = ModelConfig(
-    family="opt", vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, ffn_size=64, max_position=256, eos_token_id=2,
-)  # fmt: skip
-PARAMS = dummy_params(CONFIG, "float32", 7)
-PARAMS = dataclasses.replace(
-    PARAMS, embed=PARAMS.embed * 20
-)  # random tiny models are near-uniform otherwise
-GREEDY = SamplingParams(temperature=0.0)
-BLOCK = 4
-
-
-def make_executor(
-    mode: str = "hybrid", attention: str = "auto", mixed: bool = False, **kwargs
-) -> JaxExecutor:
-    cache = CacheConfig(
-        block_size=BLOCK, num_blocks_override=400, mode=mode, hidden_attention=attention
-    )
-    return JaxExecutor(
-        kwargs.pop("params", PARAMS),
-        kwargs.pop("config", CONFIG),
-        cache=cache,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=128,
-        mixed=mixed,
-    )
-
-
-class Driver:
-    """Feeds an executor by hand: contiguous blocks per request, no scheduler."""
-
-    def __init__(self, executor: JaxExecutor) -> None:
-        self.executor = executor
-        self.tokens: dict[int, list[int]] = {}
-        self.cached: dict[int, int] = {}
-        self.kind: dict[int, int] = {}
-        self.table: dict[int, np.ndarray] = {}
-
-    def add(self, seat: int, prompt: list[int], kind: int) -> None:
-        per_row = 2 * (128 // BLOCK)
-        blocks = (
-            1 + (seat * 48 + np.random.default_rng(seat).permutation(48)) % self.executor.num_blocks
-        )
-        self.table[seat] = (
-            np.stack([blocks[:24], blocks[24:48]])
-            if kind == KV
-            else np.stack([blocks[:24], np.zeros(24, np.int64)])
-        )
-        assert per_row >= 48
-        self.tokens[seat], self.cached[seat], self.kind[seat] = list(prompt), 0, kind
-
-    def step(
-        self, counts: dict[int, int], params: SamplingParams = GREEDY, on_device: bool = False
-    ):
-        seats = list(counts)
-        ids, samples = [], []
-        for s in seats:
-            start, n = self.cached[s], counts[s]
-            piece = self.tokens[s][start : start + n]
-            complete = start + n == len(self.tokens[s])
-            if on_device and n == 1 and complete and start:
-                piece = [TOKEN_ON_DEVICE]
-            ids += piece
-            samples.append(complete)
-        batch = StepBatch(
-            seats=np.array(seats, np.int32),
-            num_tokens=np.array([counts[s] for s in seats], np.int32),
-            start=np.array([self.cached[s] for s in seats], np.int32),
-            kind=np.array([self.kind[s] for s in seats], np.int8),
-            token_ids=np.array(ids, np.int32),
-            block_tables=np.stack([self.table[s] for s in seats]).astype(np.int32),
-            samples=np.array(samples),
-            position=np.zeros(len(seats), np.int32),
-            params=[params] * len(seats),
-            history=[np.array(self.tokens[s], np.int32) for s in seats],
-            prompt_len=np.array([len(self.tokens[s]) for s in seats], np.int32),
-        )
-        result = self.executor.execute(batch).result()
-        for i, s in enumerate(seats):
-            self.cached[s] += counts[s]
-            if samples[i]:
-                self.tokens[s].append(int(result.token_ids[i]))
-            else:
-                assert result.token_ids[i] == -1
-        broken = np.flatnonzero(~result.finite).tolist()
-        assert not broken, f"not finite: {broken}"
-        return result
-
-
-@jax.jit
-def padded_forward(tokens):
-    return forward(PARAMS, tokens, CONFIG)
-
-
-def reference_greedy(prompt: list[int], steps: int) -> list[int]:
-    """Without a cache; padded at the end, where causal attention does not look."""
-    tokens = list(prompt)
-    for _ in range(steps):
-        padded = np.zeros(80, np.int32)
-        padded[: len(tokens)] = tokens
-        tokens.append(int(np.argmax(np.asarray(padded_forward(padded))[len(tokens) - 1])))
-    return tokens
-
-
 PROMPTS = {0: [5, 6, 7], 1: list(range(10, 47)), 2: [3], 3: list(range(60, 77))}
 
 
 @pytest.mark.parametrize("attention", ["reproject", "absorb"])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_tokens_equal_a_plain_forward_pass(attention: str, mixed: bool) -> None:
+def test_tokens_equal_a_plain_forward_pass(attention: HiddenAttention, mixed: bool) -> None:
     """Both kinds side by side, chunked prompts over a cached prefix, decodes beside chunks, tokens fed on the device."""
     driver = Driver(make_executor(attention=attention, mixed=mixed))
     for kind_of in ({0: KV, 1: HIDDEN, 2: HIDDEN, 3: KV}, {0: HIDDEN, 1: KV, 2: KV, 3: HIDDEN}):
@@ -141,8 +37,44 @@ def test_tokens_equal_a_plain_forward_pass(attention: str, mixed: bool) -> None:
             ), seat
 
 
+LAYOUTS = {
+    "350m": {"norm_before": False, "final_norm": False, "embedding_size": 16},
+    "projected pre-norm": {"embedding_size": 48},
+    "no bias": {"bias": False},
+    "untied": {"tie_embeddings": False},
+    "one head": {"num_heads": 1, "num_kv_heads": 1, "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("attention", ["reproject", "absorb"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probabilities_of_every_layout_are_those_of_the_plain_pass(
+    layout: str, attention: HiddenAttention
+) -> None:
+    """float32, within 1e-4, both kinds, for a whole prompt, a chunk over a cached prefix, and a decode step."""
+    config = dataclasses.replace(CONFIG, **LAYOUTS[layout])
+    params = dummy_params(config, "float32", 3)
+    params = dataclasses.replace(params, embed=params.embed * 10)
+    tokens = PROMPTS[1]
+    expected = np.asarray(forward(params, jnp.asarray(tokens, jnp.int32), config), np.float64)[-1]
+    expected -= np.log(np.exp(expected).sum())
+    driver = Driver(make_executor(attention=attention, params=params, config=config))
+    wanted = SamplingParams(temperature=0.0, logprobs=20)
+    for kind in (KV, HIDDEN):
+        for cut in (0, len(tokens) // 2, len(tokens) - 1):
+            driver.add(0, tokens, kind)
+            if cut:
+                driver.step({0: cut}, wanted)
+            result = driver.step({0: len(tokens) - cut}, wanted)
+            assert result.top_logprobs is not None
+            assert result.top_ids is not None
+            np.testing.assert_allclose(
+                result.top_logprobs[0], expected[result.top_ids[0]], atol=1e-4
+            )
+
+
 @pytest.mark.parametrize("mode", ["kv", "hidden"])
-def test_executors_of_one_kind(mode: str) -> None:
+def test_executors_of_one_kind(mode: CacheMode) -> None:
     driver = Driver(make_executor(mode))
     kind = KV if mode == "kv" else HIDDEN
     for seat, prompt in PROMPTS.items():
@@ -166,6 +98,8 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
         driver.add(seat, PROMPTS[1][:30], kind)
     driver.step({0: 29, 1: 29})
     result = driver.step({0: 1, 1: 1}, SamplingParams(temperature=0.0, logprobs=5))
+    assert result.top_logprobs is not None
+    assert result.top_ids is not None
     for row in range(2):
         np.testing.assert_allclose(
             result.top_logprobs[row], expected[result.top_ids[row]], atol=0.05

@@ -3,13 +3,16 @@
 import numpy as np
 import pytest
 from generation import CONDITIONS, MODES, greedy, make_executor
+from paged_driver import Driver
 
 from apt_jax.assets import ASSETS, sonnet_prompts
 from apt_jax.config import EngineConfig
 from apt_jax.models.loader import load_model
+from apt_jax.request import SamplingParams
+from apt_jax.sched import HIDDEN, KV
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 MAX_TOKENS = 24
 
@@ -21,9 +24,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-opt")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ASSETS / "tiny-opt")
     texts = [
         *sonnet_prompts(44, seed=1, longest_lines=14),
         "A",
@@ -38,10 +39,9 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[list[int]]) -> list[list[int]]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-opt", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        ASSETS / "tiny-opt", dtype=torch.float32
+    )
     outputs = []
     for ids in prompts:
         tokens = torch.tensor([ids])
@@ -86,14 +86,9 @@ def test_logits_of_the_paged_decoder_are_those_of_transformers(
     attention: str, model, prompts, executors
 ) -> None:
     """float32, within 1e-4: the log probabilities of the 20 best tokens after a prefill and after a decode step of each kind."""
-    import torch
-    from test_jax_executor import Driver
-    from transformers import AutoModelForCausalLM
-
-    from apt_jax.request import SamplingParams
-    from apt_jax.sched import HIDDEN, KV
-
-    reference = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-opt", dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        ASSETS / "tiny-opt", dtype=torch.float32
+    )
     executor = executors[attention]
     executor.reset()
     for ids in prompts[:6]:
@@ -111,6 +106,8 @@ def test_logits_of_the_paged_decoder_are_those_of_transformers(
                     result = driver.step({0: len(ids) - cut}, params)
                 else:
                     result = driver.step({0: len(ids)}, params)
+                assert result.top_logprobs is not None
+                assert result.top_ids is not None
                 np.testing.assert_allclose(
                     result.top_logprobs[0], log_p[result.top_ids[0]], atol=1e-4
                 )

@@ -5,19 +5,23 @@ import dataclasses
 import numpy as np
 
 from apt_jax.clock import WallClock
-from apt_jax.config import SLO, CacheConfig, ModelConfig, SchedulerConfig
+from apt_jax.config import SLO, CacheConfig, HiddenAttention, ModelConfig, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import HIDDEN, KV, KindSpec, make_policy
 
 CONDITIONS = ["one at a time", "batched", "forced preemptions", "chunked prefill"]
-MODES = [("kv", "absorb"), ("hidden", "reproject"), ("hidden", "absorb")]
+MODES: list[tuple[str, HiddenAttention]] = [
+    ("kv", "absorb"),
+    ("hidden", "reproject"),
+    ("hidden", "absorb"),
+]
 """(kind that requests get, attention over hidden caches)"""
 
 
 def make_executor(
-    params, config: ModelConfig, attention: str, num_blocks: int = 1600
+    params, config: ModelConfig, attention: HiddenAttention, num_blocks: int = 1600
 ) -> JaxExecutor:
     cache = CacheConfig(num_blocks_override=num_blocks, hidden_attention=attention)
     return JaxExecutor(

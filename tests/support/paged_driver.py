@@ -1,0 +1,121 @@
+"""A tiny random model, an executor for it, and a driver that feeds executors by hand."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from apt_jax.config import CacheConfig, CacheMode, HiddenAttention, ModelConfig
+from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
+from apt_jax.jax_executor import JaxExecutor
+from apt_jax.models.params import dummy_params
+from apt_jax.models.reference import forward
+from apt_jax.request import SamplingParams
+from apt_jax.sched.view import KV
+
+CONFIG = ModelConfig(
+    family="opt", vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, ffn_size=64, max_position=256, eos_token_id=2,
+)  # fmt: skip
+PARAMS = dummy_params(CONFIG, "float32", 7)
+PARAMS = dataclasses.replace(
+    PARAMS, embed=PARAMS.embed * 20
+)  # random tiny models are near-uniform otherwise
+GREEDY = SamplingParams(temperature=0.0)
+BLOCK = 4
+
+
+def make_executor(
+    mode: CacheMode = "hybrid",
+    attention: HiddenAttention = "auto",
+    mixed: bool = False,
+    **kwargs: Any,
+) -> JaxExecutor:
+    cache = CacheConfig(
+        block_size=BLOCK, num_blocks_override=400, mode=mode, hidden_attention=attention
+    )
+    return JaxExecutor(
+        kwargs.pop("params", PARAMS),
+        kwargs.pop("config", CONFIG),
+        cache=cache,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        mixed=mixed,
+    )
+
+
+class Driver:
+    """Feeds an executor by hand: contiguous blocks per request, no scheduler."""
+
+    def __init__(self, executor: JaxExecutor) -> None:
+        self.executor = executor
+        self.tokens: dict[int, list[int]] = {}
+        self.cached: dict[int, int] = {}
+        self.kind: dict[int, int] = {}
+        self.table: dict[int, np.ndarray] = {}
+
+    def add(self, seat: int, prompt: list[int], kind: int) -> None:
+        per_row = 2 * (128 // BLOCK)
+        blocks = (
+            1 + (seat * 48 + np.random.default_rng(seat).permutation(48)) % self.executor.num_blocks
+        )
+        self.table[seat] = (
+            np.stack([blocks[:24], blocks[24:48]])
+            if kind == KV
+            else np.stack([blocks[:24], np.zeros(24, np.int64)])
+        )
+        assert per_row >= 48
+        self.tokens[seat], self.cached[seat], self.kind[seat] = list(prompt), 0, kind
+
+    def step(
+        self, counts: dict[int, int], params: SamplingParams = GREEDY, on_device: bool = False
+    ):
+        seats = list(counts)
+        ids, samples = [], []
+        for s in seats:
+            start, n = self.cached[s], counts[s]
+            piece = self.tokens[s][start : start + n]
+            complete = start + n == len(self.tokens[s])
+            if on_device and n == 1 and complete and start:
+                piece = [TOKEN_ON_DEVICE]
+            ids += piece
+            samples.append(complete)
+        batch = StepBatch(
+            seats=np.array(seats, np.int32),
+            num_tokens=np.array([counts[s] for s in seats], np.int32),
+            start=np.array([self.cached[s] for s in seats], np.int32),
+            kind=np.array([self.kind[s] for s in seats], np.int8),
+            token_ids=np.array(ids, np.int32),
+            block_tables=np.stack([self.table[s] for s in seats]).astype(np.int32),
+            samples=np.array(samples),
+            position=np.zeros(len(seats), np.int32),
+            params=[params] * len(seats),
+            history=[np.array(self.tokens[s], np.int32) for s in seats],
+            prompt_len=np.array([len(self.tokens[s]) for s in seats], np.int32),
+        )
+        result = self.executor.execute(batch).result()
+        for i, s in enumerate(seats):
+            self.cached[s] += counts[s]
+            if samples[i]:
+                self.tokens[s].append(int(result.token_ids[i]))
+            else:
+                assert result.token_ids[i] == -1
+        broken = np.flatnonzero(~result.finite).tolist()
+        assert not broken, f"not finite: {broken}"
+        return result
+
+
+@jax.jit
+def padded_forward(tokens):
+    return forward(PARAMS, tokens, CONFIG)
+
+
+def reference_greedy(prompt: list[int], steps: int) -> list[int]:
+    """Without a cache; padded at the end, where causal attention does not look."""
+    tokens = list(prompt)
+    for _ in range(steps):
+        padded = np.zeros(80, np.int32)
+        padded[: len(tokens)] = tokens
+        tokens.append(int(np.argmax(np.asarray(padded_forward(padded))[len(tokens) - 1])))
+    return tokens
