@@ -62,7 +62,6 @@ from apt_jax.request import (
     RequestMetrics,
     SamplingParams,
 )
-from apt_jax.sched.check import check_plan
 from apt_jax.sched.view import (
     NO_KIND,
     KindSpec,
@@ -537,8 +536,6 @@ class Engine:
             logger.error("policy %s failed", self.policy.name, exc_info=error)
             self._is_fatal("the policy failed")
             return Plan.idle()
-        if self.debug:
-            check_plan(view, plan)
         self.last_plan = plan
         self._schedule_s.add(self._timer() - started)
         return plan
