@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,8 @@ class OutputDelta:
         self.text += later.text
         self.token_ids += later.token_ids
         if later.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *later.logprobs]
+            self.logprobs = self.logprobs or []
+            self.logprobs += later.logprobs
         self.cumulative_logprob += later.cumulative_logprob
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error, self.metrics = later.error, later.metrics
@@ -198,7 +200,8 @@ class RequestState:
         self._token_ids += delta.token_ids
         self._cumulative_logprob += delta.cumulative_logprob
         if delta.logprobs is not None:
-            self._logprobs = [*(self._logprobs or []), *delta.logprobs]
+            self._logprobs = self._logprobs or []
+            self._logprobs += delta.logprobs
         self._last = delta
 
     def output(self) -> RequestOutput:
@@ -380,6 +383,23 @@ def with_scheduler(parts: EngineParts, policy: str, cache: CacheMode) -> EngineP
     )
 
 
+def recalibrated(
+    parts: EngineParts, budget_s: float, progress: Callable[[int, int], None] | None = None
+) -> EngineParts:
+    """The same engine with step costs measured now, about `budget_s` seconds; nothing is loaded or stored.
+
+    The pool is overwritten: call it before anything is served.
+    """
+    from apt_jax.calibrate import calibrate
+    from apt_jax.jax_executor import JaxExecutor
+
+    assert isinstance(parts.executor, JaxExecutor)
+    model = calibrate(parts.executor, budget_s, progress)
+    parts.engine.kinds = tuple(model.kinds(parts.executor.kinds_offered))
+    parts.engine.costs = model.step_costs()
+    return dataclasses.replace(parts, cost_model=model)
+
+
 def build_engine(
     config: EngineConfig,
     *,
@@ -458,14 +478,18 @@ def use_compile_cache() -> bool:
 
     if jax.config.jax_compilation_cache_dir:
         return True
-    directory = cache_dir() / "compiled"
+    parent = cache_dir()
+    directory = parent / "compiled"
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = directory.stat()
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory.mkdir(exist_ok=True, mode=0o700)
+        above, status = parent.stat(), directory.stat()
     except OSError as error:
         logger.info("compiled programs are not kept: %s (%s)", directory, error.strerror)
         return False
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    # Whoever can rename entries of the parent can put a directory of another name in this one's place.
+    replaceable = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
+    if status.st_uid != os.getuid() or status.st_mode & 0o022 or replaceable:
         logger.warning(
             "compiled programs are not kept: %s must belong to this user and be writeable by nobody else",
             directory,

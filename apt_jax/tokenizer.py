@@ -74,8 +74,13 @@ class Tokenizer:
         self._longest_token = max(
             (len(_token_bytes(t)) if self.is_byte_level else len(t) for t in vocab), default=1
         )
-        # A normaliser may shorten text (strip, compose characters): then lengths bound nothing.
-        self._bounded = backend.normalizer is None and self.is_byte_level
+        # A normaliser may shorten text (strip, compose characters), and an added token may swallow the spaces around
+        # it: then lengths bound nothing.
+        self._bounded = (
+            self.is_byte_level
+            and backend.normalizer is None
+            and not any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
+        )
         self._pieces: dict[int, bytes] = {}
 
     @property

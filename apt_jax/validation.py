@@ -260,7 +260,11 @@ def _sampling_params(
     elif isinstance(params, Mapping):
         for name in params:
             if name not in _SAMPLING_FIELDS:
-                near = difflib.get_close_matches(str(name), _SAMPLING_FIELDS, n=1)
+                near = (
+                    difflib.get_close_matches(name, _SAMPLING_FIELDS, n=1)
+                    if isinstance(name, str) and len(name) <= 64
+                    else []
+                )
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise InvalidRequestError(
                     _shown(name).strip("'"), f"no sampling parameter has this name{hint}"

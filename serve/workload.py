@@ -19,7 +19,7 @@ from apt_jax.sched.cost_model import CostModel
 ARRIVAL_CV = 2.0
 """Coefficient of variation of the gaps between arrivals; 1 would be a Poisson process."""
 
-LOAD = 0.8
+LOAD = 0.72
 """Mean arrival rate, over the geometric mean of what keys and values and what hidden cache sustain."""
 TTFT_IN_STEPS = 25.0
 """Objective on the first token, in (decode step + full prefill step)."""

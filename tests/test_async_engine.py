@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import random
 import threading
 
 import pytest
@@ -290,6 +291,94 @@ def test_what_can_never_fit_is_refused_by_the_engine_too():
         assert executor_of(engine.parts).num_steps == 0
 
     run(scenario, num_blocks=20)
+
+
+BAD_REQUESTS = {
+    "R1_empty_prompt": ({"prompt": ""}, "prompt"),
+    "R1_empty_ids": ({"prompt_token_ids": []}, "prompt_token_ids"),
+    "R2_prompt_longer_than_the_context": ({"prompt": "x" * 300}, "prompt"),
+    "R2_max_tokens_past_the_context": ({"params": {"max_tokens": 256}}, "max_tokens"),
+    "R3_never_fits_the_pool": ({"prompt": "x" * 200}, "max_tokens"),
+    "R4_id_past_the_vocabulary": ({"prompt_token_ids": [259]}, "prompt_token_ids[0]"),
+    "R4_negative_id": ({"prompt_token_ids": [5, -1]}, "prompt_token_ids[1]"),
+    "R8_nan_sampling_values": ({"params": {"temperature": float("nan")}}, "temperature"),
+    "R8_infinite_sampling_values": ({"params": {"min_p": float("inf")}}, "min_p"),
+    "R8_negative_sampling_values": ({"params": {"top_p": -0.5}}, "top_p"),
+    "R9_max_tokens_0": ({"params": {"max_tokens": 0}}, "max_tokens"),
+    "R9_min_tokens_above_max_tokens": ({"params": {"min_tokens": 17}}, "min_tokens"),
+    "R10_five_stop_strings": ({"params": {"stop": ["a", "b", "c", "d", "e"]}}, "stop"),
+    "R14_a_flag_for_a_number": ({"params": {"max_tokens": True}}, "max_tokens"),
+    "R14_an_unknown_parameter": ({"params": {"best_of": 2}}, "best_of"),
+    "R15_invalid_utf8": ({"prompt": "a\udcff"}, "prompt"),
+    "R20_request_id_with_a_line_break": ({"request_id": "a\nb"}, "request_id"),
+    "R24_nan_objective": ({"slo_ttft_ms": float("nan")}, "slo_ttft_ms"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_bad_input_allocates_nothing_and_a_bystander_goes_on(case):
+    fields, field = BAD_REQUESTS[case]
+    if "prompt_token_ids" not in fields:
+        fields = {"prompt": "hello", **fields}
+
+    async def scenario(engine):
+        executor = executor_of(engine.parts)
+        bystander = request(engine, "bystander", params={"max_tokens": 12})
+        executor.gate.clear()
+        task = asyncio.create_task(collect(engine, bystander))
+        await until(lambda: engine.parts.engine.num_live == 1)
+        with pytest.raises(InvalidRequestError) as caught:
+            engine.parts.build_request(**fields)
+        assert caught.value.field == field
+        assert "\n" not in str(caught.value)
+        assert engine.num_open == engine.parts.engine.num_live == 1
+        executor.gate.set()
+        assert await task == expected_tokens(bystander)
+        assert (await engine.stats()).finished == {"length": 1}
+
+    run(scenario, num_blocks=40)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_refused_cancelled_and_served_requests_at_once_leave_nothing(seed):
+    """Whatever order the event loop and the engine's thread meet in, every stream ends once and every block returns."""
+    rng = random.Random(seed)
+
+    async def client(engine, number):
+        req = request(
+            engine,
+            "x" * rng.randrange(1, 30),
+            request_id=f"r{rng.randrange(12)}",
+            params={"max_tokens": rng.randrange(1, 24), "logprobs": 2},
+        )
+        leave_after = rng.choice([None, None, 0, 1, 3])
+        await asyncio.sleep(rng.random() * 0.05)
+        outputs = engine.generate(req)
+        seen, last = 0, None
+        try:
+            async for output in outputs:
+                last = output
+                seen += 1
+                if seen == leave_after:
+                    break
+                await asyncio.sleep(rng.random() * 0.004)
+        except (DuplicateRequestError, QueueFullError):
+            assert last is None  # before the first output
+            return "refused"
+        finally:
+            await outputs.aclose()
+        assert last is not None
+        tokens = last.outputs[0].token_ids
+        assert tokens == expected_tokens(req)[: len(tokens)]
+        assert last.outputs[0].text == engine.parts.tokenizer.decode(tokens) or not last.finished
+        return "whole" if last.finished else "left"
+
+    async def scenario(engine):
+        endings = await asyncio.gather(*(client(engine, n) for n in range(60)))
+        assert "whole" in endings
+        await until(lambda: engine.parts.engine.num_live == 0)
+
+    run(scenario, policy="apt", num_blocks=48, max_num_seqs=4, max_num_queued_reqs=6, step_s=0.001)
 
 
 def test_one_broken_request_ends_alone():

@@ -1,9 +1,12 @@
-"""The offline interface, building an engine, and the package's public names."""
+"""The offline interface, and building an engine."""
 
+import dataclasses
+import importlib.resources
 import json
 import os
-import subprocess
-import sys
+import shutil
+import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +21,6 @@ from toy_serving import (
     toy_parts,
 )
 
-import apt_jax
 from apt_jax import LLM, SLO, SamplingParams
 from apt_jax.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
 from apt_jax.hash_executor import Fault, FaultKind, reference_tokens
@@ -47,32 +49,6 @@ def only(output: RequestOutput) -> CompletionOutput:
     assert output.finished
     (completion,) = output.outputs
     return completion
-
-
-# --- public names --------------------------------------------------------------------------------------------------
-
-PUBLIC = [
-    "LLM", "SLO", "AptJaxError", "AsyncEngine", "CacheConfig", "CompletionOutput", "ConfigError", "DuplicateRequestError",
-    "EngineConfig", "EngineDeadError", "InvalidRequestError", "Logprob", "ModelConfig", "ModelLoadError", "ParallelConfig",
-    "QueueFullError", "RequestMetrics", "RequestOutput", "SamplingParams", "SchedulerConfig", "UnknownRequestError",
-    "__version__", "build_engine",
-]  # fmt: skip
-"""The documented names. A change here needs an entry in the changelog."""
-
-
-def test_public_names_are_the_documented_ones():
-    assert sorted(apt_jax.__all__) == sorted(PUBLIC)
-    assert all(getattr(apt_jax, name) is not None for name in PUBLIC)
-    with pytest.raises(AttributeError, match="LLLM"):
-        _ = apt_jax.LLLM
-
-
-def test_scheduling_needs_neither_jax_nor_tokenizers():
-    code = "import sys, apt_jax.sched; print([m for m in ('jax', 'tokenizers', 'grpc') if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.strip() == "[]"
 
 
 # --- generate ------------------------------------------------------------------------------------------------------
@@ -403,6 +379,159 @@ def test_stored_costs_are_used_and_progress_is_told(small_model):
     assert again.calibration_s < 1.0
 
 
+# --- the bundled model ---------------------------------------------------------------------------------------------
+
+BUNDLED = Path(str(importlib.resources.files("apt_jax") / "assets" / "tiny-opt"))
+FEW_PROGRAMS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "num_blocks_override": 64, "warm_up": False, "use_tqdm": False}  # fmt: skip
+LINES = ["Once upon a time", "The king said: «où?» — 你好 🙂", "a"]
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory):
+    """The bundled model with few shapes to compile; tests leave it as they found it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("APT_JAX_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("apt_jax.llm.use_compile_cache", lambda: False)
+        return LLM("tiny-opt", **FEW_PROGRAMS)
+
+
+def test_the_bundled_model_writes_what_its_plain_forward_pass_does(bundled):
+    outputs = generate(bundled, LINES, SamplingParams(max_tokens=4, temperature=0.0))
+    loaded = load_model(bundled.parts.config)
+    for output, line in zip(outputs, LINES, strict=True):
+        completion = only(output)
+        n = len(completion.token_ids)
+        want = reference_generate_greedy(loaded.params, output.prompt_token_ids, n, loaded.config)
+        assert completion.token_ids == list(want)
+        assert output.prompt == line
+        assert output.prompt_token_ids == bundled.tokenizer.encode(line)
+        assert output.prompt_token_ids[0] == 2
+        assert completion.text == bundled.tokenizer.decode(completion.token_ids)
+        assert completion.finish_reason in ("length", "stop")
+        assert len(output.metrics.token_times_s) == n
+        assert output.metrics.slo_attained
+
+
+def test_the_bundled_model_stops_at_a_string_of_its_own_text(bundled):
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    (plain,) = generate(bundled, LINES[0], params)
+    text = only(plain).text
+    stop = text[3:6]
+    cut = text.index(stop)
+    for include in (False, True):
+        (output,) = generate(
+            bundled,
+            LINES[0],
+            dataclasses.replace(params, stop=(stop,), include_stop_str_in_output=include),
+        )
+        assert only(output).text == text[: cut + (len(stop) if include else 0)]
+        assert (only(output).finish_reason, only(output).stop_reason) == ("stop", stop)
+
+
+def test_sampled_text_of_the_bundled_model_depends_on_the_seed_alone(bundled):
+    params = [SamplingParams(max_tokens=6, seed=seed) for seed in (1, 2, 1)]
+    first = [only(o).token_ids for o in generate(bundled, [LINES[0]] * 3, params)]
+    assert first[0] == first[2] != first[1]
+    assert [only(o).token_ids for o in generate(bundled, [LINES[0]] * 3, params)] == first
+
+
+def test_log_probabilities_of_the_bundled_model_are_ordered_and_sum_up(bundled):
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=3, ignore_eos=True)
+    completion = only(generate(bundled, LINES[0], params)[0])
+    assert completion.logprobs is not None
+    for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert len(entry) == 3
+        values = [e.logprob for e in entry.values()]
+        assert values == sorted(values, reverse=True)
+        assert max(values) <= 0.0
+        assert entry[token_id].rank == 1
+    chosen = [e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+CONTEXT = FEW_PROGRAMS["max_model_len"]
+BAD_FOR_A_MODEL = {
+    "R1_empty_prompt": ("", {}, "prompt"),
+    "R1_empty_ids": ([[]], {}, "prompt_token_ids"),
+    "R2_prompt_longer_than_the_context": ("word " * 4000, {}, "prompt"),
+    "R2_ids_longer_than_the_context": ([[5] * CONTEXT], {}, "prompt_token_ids"),
+    "R2_max_tokens_past_the_context": ("a", {"max_tokens": CONTEXT}, "max_tokens"),
+    "R4_id_past_the_vocabulary": ([[4096]], {}, "prompt_token_ids"),
+    "R4_negative_id": ([[-1]], {}, "prompt_token_ids"),
+    "R8_nan_temperature": ("a", {"temperature": float("nan")}, "temperature"),
+    "R8_negative_temperature": ("a", {"temperature": -1.0}, "temperature"),
+    "R8_infinite_penalty": ("a", {"presence_penalty": float("inf")}, "presence_penalty"),
+    "R8_top_p_0": ("a", {"top_p": 0.0}, "top_p"),
+    "R9_max_tokens_0": ("a", {"max_tokens": 0}, "max_tokens"),
+    "R9_min_above_max": ("a", {"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    "R10_empty_stop_string": ("a", {"stop": [""]}, "stop"),
+    "R14_text_for_a_number": ("a", {"top_k": "2"}, "top_k"),
+    "R14_unknown_parameter": ("a", {"top_q": 1}, "top_q"),
+    "R15_invalid_utf8": (b"\xff\xfe".decode("utf-8", "surrogateescape"), {}, "prompt"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOR_A_MODEL)
+def test_bad_input_of_the_bundled_model(bundled, case):
+    prompts, params, field = BAD_FOR_A_MODEL[case]
+    before = bundled.engine.stats()
+    with pytest.raises(InvalidRequestError) as caught:
+        bundled.generate(prompts, params, use_tqdm=False)
+    message = str(caught.value)
+    assert caught.value.field.split("[")[0] == field
+    assert "\n" not in message
+    assert len(message) < 250
+    assert bundled.engine.stats() == before
+    assert_clean(bundled.parts)
+
+
+# --- models that cannot be used ------------------------------------------------------------------------------------
+
+
+def _config(path: Path, **changes: object) -> None:
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**fields, **changes}))
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path / "model.safetensors", (path / "model.safetensors").stat().st_size // 2)
+
+
+def _absurd_header(path: Path) -> None:
+    with (path / "model.safetensors").open("r+b") as file:
+        file.write(struct.pack("<Q", 2**62))
+
+
+DAMAGES = {
+    "truncated_weights": _cut,
+    "absurd_header": _absurd_header,
+    "no_weights": lambda path: (path / "model.safetensors").unlink(),
+    "no_config": lambda path: (path / "config.json").unlink(),
+    "config_is_not_json": lambda path: (path / "config.json").write_text("{"),
+    "other_width": lambda path: _config(path, hidden_size=512),
+    "more_layers": lambda path: _config(path, num_hidden_layers=99),
+    "other_vocabulary": lambda path: _config(path, vocab_size=5000),
+    "another_architecture": lambda path: _config(
+        path, model_type="bert", architectures=["BertModel"]
+    ),
+    "no_tokenizer": lambda path: (path / "tokenizer.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_mismatching_checkpoint_is_one_line(damage, tmp_path, monkeypatch):
+    monkeypatch.setattr("apt_jax.llm.use_compile_cache", lambda: False)
+    path = tmp_path / "model"
+    shutil.copytree(BUNDLED, path)
+    DAMAGES[damage](path)
+    with pytest.raises(ModelLoadError) as caught:
+        LLM(str(path), **FEW_PROGRAMS)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    assert len(message) < 400 + len(str(path))
+
+
 def test_the_compile_cache_must_be_ours_alone(tmp_path, monkeypatch, caplog):
     import jax
 
@@ -417,6 +546,9 @@ def test_the_compile_cache_must_be_ours_alone(tmp_path, monkeypatch, caplog):
         assert not use_compile_cache()
         assert "nobody else" in caplog.text
         os.chmod(directory, 0o700)
+        os.chmod(tmp_path, 0o777)  # anybody could put another directory in its place
+        assert not use_compile_cache()
+        os.chmod(tmp_path, 0o1777)
         assert use_compile_cache()
         assert jax.config.jax_compilation_cache_dir == str(directory)
     finally:

@@ -1,6 +1,8 @@
+import importlib.resources
 import itertools
 import json
 import random
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -88,6 +90,14 @@ def test_encoding_and_decoding_returns_the_text(text):
 def test_the_cheap_bound_never_exceeds_the_number_of_tokens(text):
     assert BYTE_LEVEL.min_tokens(text) <= len(BYTE_LEVEL.encode(text))
     assert BYTE_FALLBACK.min_tokens(text) <= max(1, len(BYTE_FALLBACK.encode(text)))
+
+
+def test_the_cheap_bound_knows_tokens_that_swallow_spaces():
+    backend = byte_level_backend()
+    backend.add_tokens([tokenizers.AddedToken("<greedy>", lstrip=True)])
+    greedy = Tokenizer(backend)
+    text = " " * 5000 + "<greedy>"
+    assert greedy.min_tokens(text) <= len(greedy.encode(text))
 
 
 def test_text_of_one_token_shows_special_tokens():
@@ -288,3 +298,63 @@ def test_random_streams_of_the_real_alphabet_are_exact():
     for _ in range(200):
         ids = [rng.randrange(BYTE_LEVEL.vocab_size) for _ in range(60)]
         assert "".join(streamed(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
+
+
+# --- the bundled tokenizer -----------------------------------------------------------------------------------------
+
+BUNDLED = load_tokenizer(
+    Path(str(importlib.resources.files("apt_jax") / "assets" / "tiny-opt")), model_vocab_size=4096
+)
+
+
+def test_the_bundled_tokenizer_begins_every_text_with_eos():
+    ids = BUNDLED.encode("Once upon a time")
+    assert ids[0] == 2
+    assert 2 not in ids[1:]
+    assert BUNDLED.special_ids >= {2}
+    assert BUNDLED.is_byte_level
+
+
+@given(st.text())
+def test_R17_the_bundled_tokenizer_returns_any_text(text):
+    ids = BUNDLED.encode(text)
+    assert BUNDLED.decode(ids) == text
+    assert BUNDLED.min_tokens(text) <= len(ids)
+    detokenizer = IncrementalDetokenizer(BUNDLED)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
+    assert "".join(pieces) + detokenizer.flush() == text
+
+
+@given(st.lists(st.integers(0, BUNDLED.vocab_size - 1)), st.booleans())
+def test_pieces_of_the_bundled_tokenizer_are_the_decoded_text_of_any_ids(ids, skip):
+    detokenizer = IncrementalDetokenizer(BUNDLED, skip_special_tokens=skip)
+    text = "".join([*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()])
+    assert text == BUNDLED.decode(ids, skip_special_tokens=skip)
+
+
+@given(
+    st.lists(st.integers(3, BUNDLED.vocab_size - 1), min_size=1, max_size=30),
+    st.data(),
+    st.booleans(),
+)
+def test_R10_stop_strings_in_the_output_of_the_bundled_tokenizer(ids, data, include):
+    """The stop string is cut from the whole text, anywhere, so that it lies across tokens and characters' bytes."""
+    whole = BUNDLED.decode(ids)
+    start = data.draw(st.integers(0, max(len(whole) - 1, 0)))
+    stop = whole[start : start + data.draw(st.integers(1, 6))] or "absent"
+    output = OutputText(BUNDLED, stop=(stop,), include_stop_str_in_output=include)
+    shown, found = "", None
+    for token_id in ids:
+        found = output.push(token_id)
+        shown += output.take()
+        assert whole.startswith(shown)  # what was streamed is never withdrawn
+        if found:
+            break
+    shown += output.take(final=True)
+    if found:
+        assert shown == whole[: whole.index(stop) + (len(stop) if include else 0)]
+    else:
+        # U+FFFD of bytes that are left at the very end comes with the flush, in which nothing is looked for.
+        assert shown == whole
+        assert stop not in whole or whole.endswith("\ufffd")
