@@ -376,6 +376,7 @@ class Engine:
             max_tokens=params.max_tokens,
             slo_ttft_s=request.slo.ttft_s,
             slo_tbt_s=request.slo.tbt_s,
+            best_effort=request.slo_class == "be",
         )
         if row >= self._status.size:
             self._grow_rows()

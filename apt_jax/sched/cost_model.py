@@ -82,13 +82,16 @@ class CostModel:
 
     def step_costs(self) -> StepCosts:
         """The part that policies weigh."""
-        base, per_kv_token, _, per_kv_request, _ = self.decode
+        base, kv_token, hidden_token, kv_request, hidden_request = self.decode
         return StepCosts(
             prefill_base_s=self.prefill[0],
             prefill_per_token_s=self.prefill[1],
+            prefill_per_pair_s=self.prefill[2],
             decode_base_s=base,
-            decode_per_request_s=per_kv_request,
-            decode_per_token_s=per_kv_token,
+            decode_per_request_s=kv_request,
+            decode_per_token_s=kv_token,
+            decode_per_hidden_request_s=hidden_request,
+            decode_per_hidden_token_s=hidden_token,
         )
 
     def kinds(self, offered: tuple[bool, bool]) -> tuple[KindSpec, KindSpec]:

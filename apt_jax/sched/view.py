@@ -35,14 +35,90 @@ class KindSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Iteration times that a policy may weigh, from calibration; zeros where nothing is known."""
+    """Time of a step as a linear model of what is in it (DESIGN.md §7; InferMax §3.2, BROS §4.1).
+
+    From calibration or a hardware description; all in seconds, zero where nothing is known. A row decodes when it
+    computes one token over cached positions, else it is a prefill chunk of c tokens over m cached ones. Per phase:
+
+        linear   prefill:  base + per_request * chunks + per_token * sum(c)
+                 decode:   base + per_request * requests (a coefficient a kind)
+        read     prefill:  per_pair * sum(c^2 + 2 m c) + per_kv_prefix * m (or per_hidden_prefix * m)
+                 decode:   per_token * (m + 1), a coefficient a kind
+
+    A step of one phase takes linear + read. In a mixed step the linear layers run once over all tokens, so it takes
+    both reads, and the linear part of whichever phase is dearer with all tokens counted to it.
+    """
 
     prefill_base_s: float = 0.0
     prefill_per_token_s: float = 0.0
+    prefill_per_pair_s: float = 0.0
+    prefill_per_request_s: float = 0.0
+    prefill_per_kv_prefix_s: float = 0.0
+    """Per cached KV token that a chunk attends to."""
+    prefill_per_hidden_prefix_s: float = 0.0
+    """Per cached hidden token that a chunk attends to."""
     decode_base_s: float = 0.0
     decode_per_request_s: float = 0.0
     decode_per_token_s: float = 0.0
     """Per cached KV token read."""
+    decode_per_hidden_request_s: float = 0.0
+    decode_per_hidden_token_s: float = 0.0
+    """Per cached hidden token read."""
+
+    def step_s(
+        self,
+        num_tokens: NDArray[np.int32],
+        start: NDArray[np.int32],
+        kind: NDArray[np.int8],
+    ) -> float:
+        """Predicted time of one step, seconds.
+
+        Args:
+            num_tokens: (n,) tokens that each row computes.
+            start: (n,) positions cached before.
+            kind: (n,) cache kinds.
+        """
+        n = num_tokens.size
+        if n == 0:
+            return 0.0
+        decode = (num_tokens == 1) & (start > 0)
+        num_decode = int(np.count_nonzero(decode))
+        linear_s = read_s = 0.0
+        if num_decode:
+            read = start + 1
+            hidden = kind == HIDDEN
+            if num_decode < n:
+                hidden = hidden & decode
+                read = np.where(decode, read, 0)
+            num_hidden = int(np.count_nonzero(hidden))
+            num_read = int(read.sum())
+            hidden_read = int(read[hidden].sum()) if num_hidden else 0
+            linear_s = (
+                self.decode_base_s
+                + self.decode_per_request_s * (num_decode - num_hidden)
+                + self.decode_per_hidden_request_s * num_hidden
+            )
+            read_s = (
+                self.decode_per_token_s * (num_read - hidden_read)
+                + self.decode_per_hidden_token_s * hidden_read
+            )
+            if num_decode == n:
+                return linear_s + read_s
+        chunk = ~decode
+        c = num_tokens[chunk].astype(np.float64)
+        m = start[chunk].astype(np.float64)
+        tokens = float(c.sum())
+        read_s += self.prefill_per_pair_s * float(c @ (c + 2 * m))
+        if m.any():
+            hidden_m = float(m[kind[chunk] == HIDDEN].sum())
+            read_s += self.prefill_per_kv_prefix_s * (float(m.sum()) - hidden_m)
+            read_s += self.prefill_per_hidden_prefix_s * hidden_m
+        prefill_s = (
+            self.prefill_base_s
+            + self.prefill_per_request_s * (n - num_decode)
+            + self.prefill_per_token_s * (tokens + num_decode)
+        )
+        return max(linear_s, prefill_s) + read_s
 
 
 class RequestTable:
@@ -74,6 +150,7 @@ class RequestTable:
         ("num_preemptions", np.int32),
         ("num_kind_switches", np.int32),
         ("tokens_since_preemption", np.int32),
+        ("best_effort", np.bool_),  # class "be", without objectives of its own (BROS §2)
         ("live", np.bool_),
     )
 
@@ -95,6 +172,7 @@ class RequestTable:
     num_preemptions: NDArray[np.int32]
     num_kind_switches: NDArray[np.int32]
     tokens_since_preemption: NDArray[np.int32]
+    best_effort: NDArray[np.bool_]
     live: NDArray[np.bool_]
 
     def __init__(self, capacity: int = 256) -> None:
@@ -113,6 +191,7 @@ class RequestTable:
         max_tokens: int,
         slo_ttft_s: float,
         slo_tbt_s: float,
+        best_effort: bool = False,
     ) -> int:
         """Take a row for a new request (no cache, no outputs) and return its number. Grows when full."""
         if not self._free:
@@ -127,6 +206,7 @@ class RequestTable:
         self.kind[row] = NO_KIND
         self.slo_ttft_s[row] = slo_ttft_s
         self.slo_tbt_s[row] = slo_tbt_s
+        self.best_effort[row] = best_effort
         self.live[row] = True
         return row
 
