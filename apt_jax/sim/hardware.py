@@ -50,12 +50,13 @@ class Hardware:
     `hidden_blocks_per_group` * ceil(n / block_size)."""
     hidden_blocks_per_group: int | None
     """Blocks that `block_size` positions of layer inputs take: 1 with multi-head attention. None: layer inputs are not
-    smaller than keys and values (few KV heads), so the hidden kind is not offered."""
+    smaller than keys and values (few KV heads) or were not measured, so the hidden kind is not offered."""
     costs: Mapping[str, StepCosts]
-    """By attention over hidden cache: ``reproject``, and ``absorb`` where it is exact; ``kv`` alone where the hidden
-    kind is not offered. The coefficients of KV requests are the same in all."""
+    """By attention over hidden cache: ``reproject``, ``absorb`` where it is exact, at least one; ``kv`` alone where the
+    hidden kind is not offered. The coefficients of KV requests are the same in all."""
     basis: Mapping[str, str]
-    """Where the numbers come from, by number or group of numbers."""
+    """Where the numbers come from, by number or group of numbers. ``hidden``, ``reproject`` and ``absorb`` say why the
+    kind or the attention is missing where it is."""
     source: str
     """The data behind the description, in prose."""
     fit: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
@@ -77,9 +78,9 @@ class Hardware:
         for mode in self.costs:
             if mode not in known:
                 raise ValueError(f"costs: {mode!r} must be {' or '.join(known)} for this model")
-        if known[0] not in self.costs:
-            raise ValueError(f"costs: {known[0]!r} is missing")
-        first = self.costs[known[0]]
+        if not self.costs:
+            raise ValueError(f"costs: {' or '.join(known)} is missing")
+        given, first = next(iter(self.costs.items()))
         for mode, costs in self.costs.items():
             for name in _COEFFICIENTS:
                 value = getattr(costs, name)
@@ -87,7 +88,7 @@ class Hardware:
                     raise ValueError(f"costs.{mode}.{name}: {value} must be finite and not < 0")
                 if name not in _HIDDEN_COEFFICIENTS and value != getattr(first, name):
                     raise ValueError(
-                        f"costs.{mode}.{name}: {value} must equal that of {known[0]!r}, a KV cost"
+                        f"costs.{mode}.{name}: {value} must equal that of {given!r}, a KV cost"
                     )
 
     @property
@@ -101,24 +102,25 @@ class Hardware:
         """Coefficients with one way to attend over hidden cache.
 
         Args:
-            hidden_attention: ``auto`` takes absorption where it is exact, else reprojection. Without a hidden kind
+            hidden_attention: ``auto`` takes absorption where it is described, else reprojection. Without a hidden kind
                 ``auto`` and ``reproject`` are the costs of KV.
 
         Raises:
-            ConfigError: ``absorb`` where it is not exact, or an unknown name.
+            ConfigError: an attention that is not described, or an unknown name.
         """
         if hidden_attention not in ("auto", "reproject", "absorb"):
             raise ConfigError(
                 f"hidden_attention={hidden_attention!r} must be one of auto, reproject, absorb (--hidden-attention)"
             )
-        if hidden_attention == "absorb" and "absorb" not in self.costs:
-            raise ConfigError(
-                f"hidden_attention='absorb' is not exact for {self.model}; use --hidden-attention reproject"
-            )
-        if self.hidden_blocks_per_group is None:
+        if self.hidden_blocks_per_group is None and hidden_attention != "absorb":
             return self.costs["kv"]
         if hidden_attention == "auto":
             hidden_attention = "absorb" if "absorb" in self.costs else "reproject"
+        if hidden_attention not in self.costs:
+            reason = self.basis.get(hidden_attention, "no costs are given")
+            raise ConfigError(
+                f"hidden_attention={hidden_attention!r} is not described for {self.model} on {self.name}: {reason} (--hidden-attention)"
+            )
         return self.costs[hidden_attention]
 
     def kinds(
@@ -139,8 +141,9 @@ class Hardware:
             raise ConfigError(f"cache={cache!r} must be one of kv, hidden, hybrid (--cache)")
         possible = self.hidden_blocks_per_group is not None
         if cache == "hidden" and not possible:
+            reason = self.basis.get("hidden", "not offered")
             raise ConfigError(
-                f"cache='hidden': the layer inputs of {self.model} are not smaller than its keys and values; use --cache kv"
+                f"cache='hidden' is not described for {self.model} on {self.name}: {reason}; use --cache kv"
             )
         costs = self.step_costs(hidden_attention)
         both = cache == "hybrid" and possible
