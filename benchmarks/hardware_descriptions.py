@@ -513,9 +513,8 @@ def _describe(
     basis = {**basis, "prefill_per_kv_prefix_s": _PREFIX}
     if extra_s is None:
         costs = {"kv": kv}
-        basis["hidden"] = (
-            "not offered: with few KV heads layer inputs are not smaller than keys and values"
-        )
+        few = "with few KV heads layer inputs are not smaller than keys and values"
+        basis |= {"hidden": few, "absorb": few}
     else:
         reproject = _reproject(kv, extra_s)
         costs = {"reproject": _rounded(reproject)}
