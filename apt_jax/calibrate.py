@@ -27,6 +27,7 @@ from apt_jax.sched.cost_model import (
     fit_cost_model,
 )
 from apt_jax.sched.view import HIDDEN, KV
+from apt_jax.sim.hardware import Hardware
 
 DEFAULT_BUDGET_S = 30.0
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -210,3 +211,45 @@ def load_or_calibrate(
         with contextlib.suppress(OSError):  # a read-only home is no reason not to serve
             store_calibration(model, path)
     return model
+
+
+def describe(model: CostModel, executor: JaxExecutor, model_name: str) -> Hardware:
+    """What this machine is to the simulator: a calibration with the pool that it was made with.
+
+    Args:
+        model: the calibration of `executor`.
+        executor: offers the KV kind, alone or with the hidden one.
+        model_name: what the simulator's ``--model`` will take.
+
+    Raises:
+        ValueError: `executor` does not offer KV, so that its costs are not known.
+    """
+    kv, hidden = executor.kinds_offered
+    if not kv:
+        raise ValueError("the costs of the KV kind were not measured; use --cache kv or hybrid")
+    device = jax.devices()[0].device_kind
+    dtype = executor.params.embed.dtype
+    mode = ("absorb" if executor.absorbs else "reproject") if hidden else "kv"
+    basis = {
+        "prefill, decode": "fitted to steps timed on this machine, host time included; `fit`: on points held back",
+        "num_blocks": "the pool of the calibrated engine",
+        mode: "fitted to steps timed on this machine",
+    }
+    for name in ("reproject", "absorb") if hidden else ("hidden", "reproject", "absorb"):
+        basis.setdefault(name, "not measured by this calibration")
+    return Hardware(
+        name=device.lower().replace(" ", "-"),
+        model=model_name,
+        num_devices=1,
+        max_model_len=executor.max_model_len,
+        block_size=executor.block_size,
+        num_blocks=executor.num_blocks,
+        hidden_blocks_per_group=1 if hidden else None,
+        costs={mode: model.step_costs()},
+        basis=basis,
+        source=f"apt-jax calibrate on {device} ({executor.platform}), {dtype}, jax {jax.__version__}",
+        fit={
+            "prefill": dataclasses.asdict(model.prefill_quality),
+            "decode": dataclasses.asdict(model.decode_quality),
+        },
+    )

@@ -1,13 +1,29 @@
 """Calibration on a tiny random model: what is measured, what is kept, what a broken file does."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-from paged_driver import make_executor
+from paged_driver import BLOCK, make_executor
 
-from apt_jax.calibrate import calibrate, calibration_path, load_calibration, load_or_calibrate
-from apt_jax.config import CacheMode
-from apt_jax.sched.cost_model import DecodePoint, PrefillPoint, fit_cost_model
+from apt_jax.calibrate import (
+    calibrate,
+    calibration_path,
+    describe,
+    load_calibration,
+    load_or_calibrate,
+)
+from apt_jax.config import CacheMode, HiddenAttention
+from apt_jax.errors import ConfigError
+from apt_jax.sched.cost_model import (
+    CostModel,
+    DecodePoint,
+    FitQuality,
+    PrefillPoint,
+    fit_cost_model,
+)
 from apt_jax.sched.view import HIDDEN, KV
+from apt_jax.sim.hardware import load_hardware, save_hardware
 
 
 def test_a_fit_finds_the_coefficients_that_made_its_points() -> None:
@@ -75,3 +91,41 @@ def test_calibrations_are_stored_by_what_they_depend_on_and_loaded(tmp_path, mon
     path.write_text("{broken")
     assert load_calibration(path) is None
     assert load_or_calibrate(executor, 0.2) != first
+
+
+QUALITY = FitQuality(
+    num_points=9, num_held_back=2, r2=0.99, worst_relative_error=0.1, mean_relative_error=0.05
+)
+MODEL = CostModel(
+    prefill=(5e-3, 1e-4, 1e-8),
+    decode=(2e-2, 8e-7, 2e-6, 4e-5, 9e-5),
+    prefill_quality=QUALITY,
+    decode_quality=QUALITY,
+)
+
+
+@pytest.mark.parametrize(("attention", "mode"), [("auto", "absorb"), ("reproject", "reproject")])
+def test_a_calibration_becomes_a_description_that_the_simulator_reads(
+    tmp_path: Path, attention: HiddenAttention, mode: HiddenAttention
+) -> None:
+    executor = make_executor("hybrid", attention)
+    path = str(tmp_path / "here.json")
+    save_hardware(describe(MODEL, executor, "tiny"), path)
+    found = load_hardware("tiny", path)
+    assert (found.num_devices, found.block_size, found.num_blocks) == (1, BLOCK, 400)
+    assert found.max_model_len == 128
+    assert found.step_costs() == found.step_costs(mode) == MODEL.step_costs()
+    assert found.kinds("hybrid") == MODEL.kinds((True, True))
+    assert found.fit["decode"]["r2"] == 0.99
+    other: HiddenAttention = "absorb" if mode == "reproject" else "reproject"
+    with pytest.raises(ConfigError, match=f"'{other}' is not described .* not measured"):
+        found.step_costs(other)
+
+
+def test_a_calibration_without_both_kinds_describes_what_it_measured() -> None:
+    found = describe(MODEL, make_executor("kv"), "tiny")
+    assert [kind.offered for kind in found.kinds("hybrid")] == [True, False]
+    with pytest.raises(ConfigError, match="not measured by this calibration"):
+        found.kinds("hidden")
+    with pytest.raises(ValueError, match="KV kind were not measured"):
+        describe(MODEL, make_executor("hidden"), "tiny")

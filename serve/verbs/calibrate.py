@@ -2,10 +2,18 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 
-from apt_jax.calibrate import DEFAULT_BUDGET_S, calibrate, calibration_path, store_calibration
+from apt_jax.calibrate import (
+    DEFAULT_BUDGET_S,
+    calibrate,
+    calibration_path,
+    describe,
+    store_calibration,
+)
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.llm import ProgressBars, build_engine
+from apt_jax.sim.hardware import save_hardware
 from serve import options
 from serve.errors import CommandError
 from serve.output import print_table, write_json
@@ -20,12 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_BUDGET_S,
         help="about how long to measure, seconds; every point is measured at least twice",
     )
+    parser.add_argument(
+        "--describe",
+        type=_description_file,
+        metavar="FILE",
+        help="write what was measured as a hardware description for the simulator, a .json file",
+    )
     options.add_json_argument(parser)
     options.add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     config = options.engine_config(args)
+    if args.describe and config.cache.mode == "hidden":
+        raise CommandError("--describe needs the costs of the KV kind; use --cache kv or hybrid")
+    if args.describe and not args.describe.parent.is_dir():  # better known before than after
+        raise CommandError(f"cannot write {args.describe} (no such directory) (--describe)")
     bars = ProgressBars()
     try:
         parts = build_engine(config, calibrate=False, progress=bars)
@@ -39,6 +57,13 @@ def run(args: argparse.Namespace) -> int:
         store_calibration(model, path)
     except OSError as error:
         raise CommandError(f"cannot write {path} ({error.strerror})") from None
+    if args.describe:
+        try:
+            save_hardware(describe(model, executor, parts.model_name), args.describe)
+        except OSError as error:
+            raise CommandError(
+                f"cannot write {args.describe} ({error.strerror}) (--describe)"
+            ) from None
     base, per_token, per_square = model.prefill
     decode_base, kv_token, hidden_token, kv_request, hidden_request = model.decode
     print_table(
@@ -55,12 +80,19 @@ def run(args: argparse.Namespace) -> int:
             ("prefill: R², mean error held back", _quality(model.prefill_quality)),
             ("decode: R², mean error held back", _quality(model.decode_quality)),
             ("kept in", path),
+            *([("described in", args.describe)] if args.describe else []),
         ],
     )
     write_json(
         args.json, {"model": parts.model_name, "path": str(path), **dataclasses.asdict(model)}
     )
     return 0
+
+
+def _description_file(text: str) -> Path:
+    if not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .json")
+    return Path(text)
 
 
 def _quality(quality: object) -> str:

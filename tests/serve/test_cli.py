@@ -95,6 +95,7 @@ def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
         (("serve", "--grpc-port", "70000"), "(--grpc-port)"),
         (("serve", "tiny-opt", "surplus"), "unexpected argument 'surplus'"),
         (("serve", "--max-num-batched-tokens", "3"), "(--max-num-batched-tokens)"),
+        (("calibrate", "tiny-opt", "--describe", "here.txt"), "--describe: 'here.txt' must end in .json"),
         (("generate", "tiny-opt"), "PROMPT"),
         (("generate", "tiny-opt", "hi", "--target", "http://h:1"), "--target"),
     ],
