@@ -1,3 +1,4 @@
+import itertools
 import sys
 
 import numpy as np
@@ -43,3 +44,17 @@ def test_missing_scipy_is_said_clearly(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match="pip install scipy"):
         solve_exact(KnapsackProblem([[1.0]], [[1]], 1))
+
+
+def test_every_problem_of_up_to_four_requests_is_solved():
+    """All multisets of options from a small grid, with every capacity."""
+    options = [(1.0, 2.0, 2, 1), (3.0, 1.0, 2, 1), (2.0, 2.0, 4, 2), (2.0, -1.0, 4, 2)]
+    for n in range(1, 5):
+        for chosen in itertools.combinations_with_replacement(options, n):
+            value = [row[:2] for row in chosen]
+            cost = [row[2:] for row in chosen]
+            for capacity in range(0, sum(row[0] for row in cost) + 1, 2 if n == 4 else 1):
+                problem = KnapsackProblem(value, cost, capacity)
+                schedule = solve_exact(problem)
+                check_feasible(problem, schedule.kind, schedule.value, schedule.cost)
+                assert schedule.value == pytest.approx(brute_force(problem), rel=1e-9)
