@@ -185,6 +185,7 @@ class EngineStats:
     host_p99_ms: float
     schedule_p50_ms: float
     """The policy's share of it."""
+    schedule_p99_ms: float
     dispatch_p50_ms: float
     """`Executor.execute`, likewise."""
 
@@ -1079,6 +1080,7 @@ class Engine:
             host_p50_ms=1e3 * self._host_s.percentile(50),
             host_p99_ms=1e3 * self._host_s.percentile(99),
             schedule_p50_ms=1e3 * self._schedule_s.percentile(50),
+            schedule_p99_ms=1e3 * self._schedule_s.percentile(99),
             dispatch_p50_ms=1e3 * self._dispatch_s.percentile(50),
         )
 

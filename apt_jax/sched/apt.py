@@ -49,8 +49,11 @@ class AptPolicy:
     *Decode.* Everything that decodes runs if its next position fits the pool. Otherwise the knapsack decides who stays,
     with the pool less what partly computed prompts need. Who is left out, or is chosen with the kind that it does not
     hold, is preempted. The other kind is charged with the recomputation as Eq. 5 charges time: `(|W| + |R|)` times
-    `prefill_base_s + prefill_per_token_s * tokens`. Without measured costs kinds are not switched. Unlike the paper a
-    request that runs is not dropped for a negative value alone, only for want of room.
+    `prefill_base_s + prefill_per_token_s * tokens`, spread over the `SWITCH_WINDOW_TOKENS` tokens that it shall serve.
+    Without measured costs kinds are not switched. Unlike the paper a request that runs is not dropped for a negative
+    value alone, only for want of room.
+
+    *Solver.* The greedy one of the paper, which stops at the first increment that does not fit (`fill=False`).
 
     *Progress.* Each decode iteration keeps one request whatever the knapsack says, the one of the highest value, and it
     yields a token; a prompt is begun only when all its blocks are set aside. A request that was preempted
@@ -133,7 +136,7 @@ class AptPolicy:
             value[protected] += np.maximum(value.max(), 0.0) + urgent.pending_s[:n][protected, None]
         groups = groups_for(view, target_tokens(view, rows, 1))
         cost = groups[:, None] * blocks_per_group(view)
-        kind = solve_greedy(KnapsackProblem(value, cost, capacity)).kind
+        kind = solve_greedy(KnapsackProblem(value, cost, capacity), fill=False).kind
         chosen = np.flatnonzero(kind >= 0)
         density = value[chosen, kind[chosen]] / view.table.num_tokens[rows[chosen]]
         chosen = chosen[np.argsort(-density, kind="stable")]
@@ -159,7 +162,9 @@ class AptPolicy:
         value = option_values(view, decoding, pending_s, weight, urgent.num_counted)
         costs = view.costs
         recompute_s = costs.prefill_base_s + costs.prefill_per_token_s * table.num_tokens[decoding]
-        switched = value - (weight * urgent.num_counted * recompute_s)[:, None]
+        switched = (
+            value - (weight * urgent.num_counted * recompute_s / SWITCH_WINDOW_TOKENS)[:, None]
+        )
         switched[~self._switchable(view, decoding)] = -np.inf
         stay = value[each, held]
         # Who runs may keep what it has where there is room: a cache that slows the others down by more than its request
@@ -186,7 +191,7 @@ class AptPolicy:
             stays[keep] = True
             capacity -= int(needed[keep])
         problem = KnapsackProblem(value[others], cost[others], max(capacity, 0))
-        stays[others] = solve_greedy(problem).kind == held[others]
+        stays[others] = solve_greedy(problem, fill=False).kind == held[others]
         return decode_plan(view, decoding[stays], np.concatenate([given_up, decoding[~stays]]))
 
     def _run_all_but_one_switch(

@@ -27,7 +27,7 @@ _NO_VALUE = -1e300
 """Stands for -inf, which has no differences."""
 
 
-def solve_greedy(problem: KnapsackProblem) -> Schedule:
+def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
     """Solve within a factor of two of the optimum, in O(n log n) (Apt-Serve appendix, Theorem 1).
 
     1. Options that do not fit the capacity alone, and those of no value, are dropped. Without the first rule V' would
@@ -37,6 +37,8 @@ def solve_greedy(problem: KnapsackProblem) -> Schedule:
        each comes after the one that it builds on. If the first that does not fit leads to an option that is worth
        more than all of V, that option is the solution instead: V'.
     4. What is left is filled with further moves that fit, by efficiency. The value only grows.
+
+    `fill=False` leaves step 4 out, as the appendix does.
 
     Equal efficiencies are taken in the order of the requests (first increments before later ones): a problem has one
     solution.
@@ -62,7 +64,7 @@ def solve_greedy(problem: KnapsackProblem) -> Schedule:
     value[request] = problem.value[request, column]
     cost[request] = problem.cost[request, column]
     left = capacity - int(cost.sum())
-    if left > 0:
+    if fill and left > 0:
         _fill(problem, kind, value, cost, left)
     return Schedule.of(problem, kind)
 

@@ -242,18 +242,18 @@ def test_a_preempted_request_keeps_its_rank_and_is_recomputed_whole():
 def test_a_switch_is_charged_with_its_recomputation(monkeypatch):
     problems = []
 
-    def spy(problem):
+    def spy(problem, **options):
         problems.append(problem)
-        return solve_greedy(problem)
+        return solve_greedy(problem, **options)
 
     monkeypatch.setattr("apt_jax.sched.apt.solve_greedy", spy)
     world = full_pool("hybrid", COSTS)
     set_pending(world, r0=3.0, r1=1.0, r2=2.0)
     world.table.tokens_since_preemption[:3] = (64, 64, 31)
     assert world.schedule(AptPolicy()).preempt.tolist() == [1]
-    # The request of most value stays in any case; the others: p, and p - 3 (t + recomputation) of 17 tokens
+    # The request of most value stays in any case; the others: p, and p - 3 (t + recomputation / 64) of 17 tokens
     recompute_s = 0.01 + 17e-3
-    hidden = 1.0 - 3 * (17e-5 + recompute_s)
+    hidden = 1.0 - 3 * (17e-5 + recompute_s / 64)
     assert problems[0].value == pytest.approx(np.array([[1.0, hidden], [2.0, -np.inf]]))
     assert problems[0].cost.tolist() == [[10, 5], [10, 5]]
     assert problems[0].capacity == 26 - 10
@@ -292,8 +292,8 @@ def idle_hidden(extra_s: float, costs: StepCosts, settled: int = 64) -> Plan:
     return world.schedule(AptPolicy())
 
 
-def test_a_kind_changes_when_one_iteration_pays_for_the_recomputation():
-    recompute_s = 0.01 + 79 * 1e-3
+def test_a_kind_changes_when_64_tokens_pay_for_the_recomputation():
+    recompute_s = (0.01 + 79 * 1e-3) / 64
     assert idle_hidden(0.9 * recompute_s, COSTS).preempt.tolist() == []
     plan = idle_hidden(1.1 * recompute_s, COSTS)
     assert (plan.rows.tolist(), plan.preempt.tolist()) == ([1], [0])

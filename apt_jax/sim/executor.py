@@ -1,0 +1,78 @@
+"""An executor that only takes time: the engine, the scheduler and the block accounting above it are those that serve."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from apt_jax.clock import VirtualClock
+from apt_jax.executor import NO_TOKEN, StepBatch, StepResult
+
+
+@dataclasses.dataclass(slots=True)
+class _Handle:
+    clock: VirtualClock
+    ready_s: float
+    samples: np.ndarray
+
+    def result(self) -> StepResult:
+        self.clock.advance_to(self.ready_s)
+        n = self.samples.size
+        token_ids = np.zeros(n, np.int32)
+        if not self.samples.all():
+            token_ids[~self.samples] = NO_TOKEN
+        return StepResult(token_ids=token_ids, finite=np.ones(n, np.bool_))
+
+
+class SimulatedExecutor:
+    """An `Executor` whose steps take as long as a cost model says and always sample token 0.
+
+    Steps queue behind each other as on a device; `result` moves the clock to the end of its step.
+
+    Args:
+        clock: the engine's clock.
+        step_s: seconds that a step takes.
+        num_blocks: usable blocks of the pool.
+        block_size: token positions a block.
+        max_num_seqs: seats.
+
+    Attributes:
+        num_steps: steps executed.
+        busy_s: seconds that the simulated device has worked.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        step_s: Callable[[StepBatch], float],
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+    ) -> None:
+        self.clock = clock
+        self.step_s = step_s
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self._busy_until_s = 0.0
+
+    def execute(self, batch: StepBatch) -> _Handle:
+        duration_s = self.step_s(batch)
+        self.num_steps += 1
+        self.busy_s += duration_s
+        self._busy_until_s = max(self._busy_until_s, self.clock.now_s()) + duration_s
+        return _Handle(self.clock, self._busy_until_s, batch.samples)
+
+    def reset(self) -> None:
+        pass
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        if progress is not None:
+            progress(1, 1)
+
+    @property
+    def compilations(self) -> int:
+        return 0

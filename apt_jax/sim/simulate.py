@@ -1,0 +1,371 @@
+"""One simulated run: a workload through the engine that serves, on a cost model and a virtual clock.
+
+    trace, arrivals ──► Engine (policy, cache accounting, metrics) ──► SimulatedExecutor (StepCosts.step_s) ──► VirtualClock
+
+Everything above the executor is the code that serves. A run depends on its configuration alone: the same seed draws the
+same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.clock import VirtualClock
+from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SchedulerConfig
+from apt_jax.engine import Engine
+from apt_jax.errors import ConfigError, InvalidRequestError
+from apt_jax.executor import StepBatch
+from apt_jax.metrics import RequestRecord, Summary, summarize
+from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
+from apt_jax.sched import HIDDEN, Policy, make_policy
+from apt_jax.sim.executor import SimulatedExecutor
+from apt_jax.sim.hardware import Hardware, load_hardware
+from apt_jax.sim.trace import Trace, draw_arrivals, load_trace, scale_arrivals
+
+_IDLE_S = 0.01
+"""Where a policy lets requests wait with nothing running, time goes on by this much, or to the next arrival."""
+
+_NO_TEXT = np.zeros(1 << 20, np.int32)
+_NO_TEXT.flags.writeable = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulationConfig:
+    """What to simulate; the fields are the flags of `apt-jax simulate`."""
+
+    model: str = "opt-13b"
+    hardware: str = "a100-40gb"
+    """A name from `apt_jax.sim.hardware.known_hardware`, or a description file."""
+    num_devices: int | None = None
+    """Devices of the replica, where the hardware is described for several numbers."""
+    trace: str = "sharegpt"
+    """A name from `apt_jax.sim.trace.known_traces`, or a CSV file."""
+    rate: float | None = None
+    """Requests a second; None: as recorded."""
+    cv: float | None = None
+    """Coefficient of variation of the gaps, drawn from a Gamma distribution. None: recorded arrivals where the trace
+    has them, else 1 (Poisson)."""
+    num_requests: int = 1000
+    """Drawn from the trace at random; with recorded arrivals its first ones."""
+    seed: int = 0
+    policy: str = "apt"
+    violation_decay: float = 0.0
+    cache: CacheMode = "hybrid"
+    hidden_attention: HiddenAttention = "auto"
+    slo: SLO = SLO(ttft_s=1.0, tbt_s=1.0)
+    output_scale: float = 1.0
+    drop_too_long: bool = False
+    """Leave out requests that are longer than the model allows instead of refusing the trace."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    """None: 2,048, as vLLM 0.5 has it for a model of 2,048 positions, or the model's positions up to 16,384."""
+    num_blocks: int | None = None
+    """Blocks of the pool; None: the hardware's."""
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, message: str) -> None:
+            if not ok:
+                raise ConfigError(message)
+
+        rate, cv = self.rate, self.cv
+        require(
+            rate is None or 0 < rate < 1e9, f"rate={rate!r} must be positive requests/s (--rate)"
+        )
+        require(cv is None or 0.05 <= cv <= 100, f"cv={cv!r} must lie in [0.05, 100] (--cv)")
+        require(
+            self.num_requests >= 1,
+            f"num_requests={self.num_requests} must be at least 1 (--num-requests)",
+        )
+        require(
+            0 < self.output_scale <= 1000,
+            f"output_scale={self.output_scale!r} must be positive (--output-scale)",
+        )
+        require(self.seed >= 0, f"seed={self.seed} must be at least 0 (--seed)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """The requests of one run: lengths, arrivals, classes."""
+
+    prompt_tokens: NDArray[np.int32]
+    output_tokens: NDArray[np.int32]
+    arrival_s: NDArray[np.float64]
+    best_effort: NDArray[np.bool_]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SimulationResult:
+    """What a run showed."""
+
+    config: SimulationConfig
+    summary: Summary
+    preemptions: int
+    recomputed_tokens: int
+    kind_switches: int
+    hidden_token_fraction: float
+    """Share of decoded tokens whose request held the hidden kind."""
+    iterations: int
+    iterations_by_type: dict[str, int]
+    device_busy_fraction: float
+    """Share of the run that the simulated device worked."""
+    schedule_ms: tuple[float, float]
+    """p50 and p99 of a scheduling call on this host, ms; the only numbers that are not deterministic with the next."""
+    sim_wall_s: float
+    requests: list[RequestMetrics | None]
+    """In order of arrival; None: refused."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result keys of `apt-jax simulate --json`."""
+        s = self.summary
+        config = dataclasses.asdict(self.config)
+        return {
+            "config": config,
+            "slo_attainment": s.slo_attainment,
+            "ttft_attainment": s.ttft_attainment,
+            "tbt_attainment": s.tbt_attainment,
+            "ttft_s": dataclasses.asdict(s.ttft_s),
+            "tbt_s": dataclasses.asdict(s.tbt_s),
+            "p99_tbt_drop_first_s": dataclasses.asdict(s.p99_tbt_drop_first_s),
+            "tokens_per_s": s.tokens_per_s,
+            "goodput": s.goodput,
+            "duration_s": s.duration_s,
+            "num_sent": s.num_sent,
+            "num_completed": s.num_completed,
+            "preemptions": self.preemptions,
+            "recomputed_tokens": self.recomputed_tokens,
+            "kind_switches": self.kind_switches,
+            "hidden_token_fraction": self.hidden_token_fraction,
+            "iterations": self.iterations,
+            "iterations_by_type": self.iterations_by_type,
+            "device_busy_fraction": self.device_busy_fraction,
+            "schedule_ms": {"p50": self.schedule_ms[0], "p99": self.schedule_ms[1]},
+            "sim_wall_s": self.sim_wall_s,
+        }
+
+
+def fitting(trace: Trace, hardware: Hardware, config: SimulationConfig) -> Trace:
+    """The trace with scaled outputs, without (or refused for) requests that the hardware can never serve.
+
+    Raises:
+        ConfigError: a request that can never fit, unless `drop_too_long` or the trace is a bundled one.
+    """
+    trace = trace.scale_outputs(config.output_scale)
+    kinds = hardware.kinds(config.cache, config.hidden_attention)
+    num_blocks = config.num_blocks or hardware.num_blocks
+    cheapest = min(k.blocks_per_group for k in kinds if k.offered)
+    limit = min(hardware.max_model_len, num_blocks // cheapest * hardware.block_size)
+    total = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
+    fits = total <= limit
+    if fits.all():
+        return trace
+    if not (
+        config.drop_too_long or trace.lines is None or not config.trace.endswith((".csv", ".gz"))
+    ):
+        i = int(np.flatnonzero(~fits)[0])
+        raise ConfigError(
+            f"{trace.name} line {trace.lines[i]}: {trace.prompt_tokens[i]} prompt and {trace.output_tokens[i]} output "
+            f"tokens can never fit {config.model} on {hardware.name} ({limit} tokens a request); "
+            "--drop-too-long leaves such requests out"
+        )
+    kept = trace.take(np.flatnonzero(fits))
+    if not kept.num_requests:
+        raise ConfigError(
+            f"{trace.name}: no request fits {config.model} on {hardware.name} ({limit} tokens a request)"
+        )
+    return kept
+
+
+def draw_workload(trace: Trace, config: SimulationConfig) -> Workload:
+    """Requests and arrivals of a run, from its seed."""
+    rng = np.random.default_rng([config.seed, 0xA97])
+    n = config.num_requests
+    recorded = trace.arrival_s is not None and config.cv is None
+    if recorded:
+        n = min(n, trace.num_requests)
+        picked = trace.take(np.arange(n))
+        assert picked.arrival_s is not None
+        arrival_s = scale_arrivals(picked.arrival_s, config.rate)
+    else:
+        if config.rate is None:
+            raise ConfigError(
+                f"trace {trace.name} has no arrivals: say how many requests a second (--rate)"
+            )
+        # Without replacement while there are enough.
+        index = rng.permutation(trace.num_requests)[:n]
+        if n > index.size:
+            index = np.concatenate([index, rng.integers(0, trace.num_requests, n - index.size)])
+        picked = trace.take(index)
+        cv = 1.0 if config.cv is None else config.cv
+        arrival_s = draw_arrivals(n, config.rate, cv, np.random.default_rng([config.seed, 0x7A1]))
+    best_effort = picked.best_effort
+    return Workload(
+        prompt_tokens=picked.prompt_tokens,
+        output_tokens=picked.output_tokens,
+        arrival_s=arrival_s,
+        best_effort=np.zeros(n, np.bool_) if best_effort is None else best_effort,
+    )
+
+
+def simulate(
+    config: SimulationConfig,
+    *,
+    hardware: Hardware | None = None,
+    workload: Workload | None = None,
+    policy: Policy | None = None,
+    step_s: Callable[[StepBatch], float] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    on_step: Callable[[Engine], None] | None = None,
+    debug: bool = False,
+) -> SimulationResult:
+    """Run one simulation.
+
+    Args:
+        config: what to run.
+        hardware: None: the one that `config` names.
+        workload: None: drawn from the trace that `config` names.
+        policy: None: the one that `config` names.
+        step_s: durations of steps; None: the hardware's cost model.
+        progress: told (ended requests, all) now and then.
+        on_step: called with the engine after every iteration, for pictures.
+        debug: the engine checks its accounting after every step.
+
+    Raises:
+        ConfigError: unknown names, impossible settings, a trace that cannot be served.
+    """
+    started = time.perf_counter()
+    hardware = hardware or load_hardware(config.model, config.hardware, config.num_devices)
+    if workload is None:
+        workload = draw_workload(fitting(load_trace(config.trace), hardware, config), config)
+    n = workload.arrival_s.size
+    costs = hardware.step_costs(config.hidden_attention)
+    budget = config.max_num_batched_tokens
+    if budget is None:
+        budget = min(max(2048, hardware.max_model_len), 16384)
+    scheduler = SchedulerConfig(
+        policy=config.policy,
+        violation_decay=config.violation_decay,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_num_queued_reqs=max(n, 1),
+        overlap=False,
+    )
+    clock = VirtualClock()
+    executor = SimulatedExecutor(
+        clock,
+        step_s or (lambda batch: costs.step_s(batch.num_tokens, batch.start, batch.kind)),
+        num_blocks=config.num_blocks or hardware.num_blocks,
+        block_size=hardware.block_size,
+        max_num_seqs=config.max_num_seqs,
+    )
+    engine = Engine(
+        executor,
+        make_policy(config=scheduler, seed=config.seed) if policy is None else policy,
+        clock,
+        hardware.kinds(config.cache, config.hidden_attention),
+        scheduler,
+        CacheConfig(block_size=hardware.block_size, mode=config.cache),
+        costs=costs,
+        debug=debug,
+    )
+    requests, hidden_tokens = _run(engine, executor, clock, workload, config, progress, on_step)
+    stats = engine.stats()
+    records = [
+        RequestRecord(arrival_s=float(workload.arrival_s[i]), ok=False, slo=config.slo)
+        if metrics is None
+        else RequestRecord.from_metrics(metrics, ok=metrics.finished_s is not None)
+        for i, metrics in enumerate(requests)
+    ]
+    summary = summarize(records)
+    return SimulationResult(
+        config=config,
+        summary=summary,
+        preemptions=stats.num_preemptions,
+        recomputed_tokens=stats.recomputed_tokens,
+        kind_switches=sum(stats.kind_switches.values()),
+        hidden_token_fraction=hidden_tokens / max(stats.generation_tokens, 1),
+        iterations=executor.num_steps,
+        iterations_by_type=stats.iterations,
+        device_busy_fraction=executor.busy_s / summary.duration_s
+        if summary.duration_s > 0
+        else 0.0,
+        schedule_ms=(stats.schedule_p50_ms, stats.schedule_p99_ms),
+        sim_wall_s=time.perf_counter() - started,
+        requests=requests,
+    )
+
+
+def _run(
+    engine: Engine,
+    executor: SimulatedExecutor,
+    clock: VirtualClock,
+    workload: Workload,
+    config: SimulationConfig,
+    progress: Callable[[int, int], None] | None,
+    on_step: Callable[[Engine], None] | None,
+) -> tuple[list[RequestMetrics | None], int]:
+    """Feed the engine until every request has ended; returns their metrics and the tokens decoded from hidden cache."""
+    n = workload.arrival_s.size
+    arrival_s = workload.arrival_s.tolist()
+    prompt_tokens, output_tokens = workload.prompt_tokens.tolist(), workload.output_tokens.tolist()
+    best_effort = workload.best_effort.tolist()
+    greedy: dict[int, SamplingParams] = {}
+    requests: list[RequestMetrics | None] = [None] * n
+    index_of: dict[str, int] = {}
+    sent = ended = hidden_tokens = 0
+    plan = None
+    while ended < n:
+        now_s = clock.now_s()
+        if sent < n and not engine.has_work and arrival_s[sent] > now_s:
+            clock.advance_to(arrival_s[sent])
+            now_s = clock.now_s()
+        while sent < n and arrival_s[sent] <= now_s:
+            request_id, length = str(sent), output_tokens[sent]
+            params = greedy.get(length)
+            if params is None:
+                params = greedy[length] = SamplingParams(max_tokens=length, temperature=0.0)
+            request = EngineRequest(
+                request_id=request_id,
+                prompt=None,
+                prompt_token_ids=_prompt(prompt_tokens[sent]),
+                params=params,
+                slo=config.slo,
+                arrival_s=arrival_s[sent],
+                slo_class="be" if best_effort[sent] else "rt",
+            )
+            index_of[request_id] = sent
+            sent += 1
+            try:
+                engine.add_request(request)
+            except InvalidRequestError:
+                ended += 1
+        before = executor.num_steps
+        outputs = engine.step()
+        for output in outputs:
+            if output.finish_reason is not None:
+                requests[index_of[output.request.request_id]] = output.metrics
+                ended += 1
+        if executor.num_steps == before:
+            if not outputs and engine.has_work:
+                next_s = arrival_s[sent] if sent < n else now_s + _IDLE_S
+                clock.advance_to(min(next_s, now_s + _IDLE_S))
+        else:
+            plan = engine.last_plan
+            if plan is not None and plan.kind.any():
+                hidden_tokens += int(np.count_nonzero(plan.kind == HIDDEN))
+            if on_step is not None:
+                on_step(engine)
+        if progress is not None and not executor.num_steps % 512:
+            progress(ended, n)
+    if progress is not None:
+        progress(n, n)
+    return requests, hidden_tokens
+
+
+def _prompt(length: int) -> NDArray[np.int32]:
+    if length <= _NO_TEXT.size:
+        return _NO_TEXT[:length]
+    return np.zeros(length, np.int32)

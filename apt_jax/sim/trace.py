@@ -1,0 +1,245 @@
+"""Traces: how long prompts and outputs are, and when requests arrive.
+
+A trace file is CSV (or gzipped CSV) with the columns `prompt_tokens`, `output_tokens` and optionally `arrival_s` (seconds,
+not falling) and `class` (`rt` or `be`); other columns are ignored. `traces/` holds those that the papers use, by name.
+"""
+
+import csv
+import dataclasses
+import gzip
+import io
+import math
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.errors import ConfigError
+
+_MAX_TOKENS = 10_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """Requests of a workload; arrays of one length."""
+
+    name: str
+    prompt_tokens: NDArray[np.int32]
+    output_tokens: NDArray[np.int32]
+    arrival_s: NDArray[np.float64] | None = None
+    """Recorded arrivals, not falling; None: only lengths are known."""
+    best_effort: NDArray[np.bool_] | None = None
+    """Class "be"; None: all real-time."""
+    lines: NDArray[np.int32] | None = None
+    """Line of the file that each request came from, for messages."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.prompt_tokens.size
+
+    def take(self, index: NDArray[np.integer]) -> "Trace":
+        """The requests of these positions, in this order."""
+
+        def pick(values: NDArray | None) -> NDArray | None:
+            return None if values is None else values[index]
+
+        return Trace(
+            name=self.name,
+            prompt_tokens=self.prompt_tokens[index],
+            output_tokens=self.output_tokens[index],
+            arrival_s=pick(self.arrival_s),
+            best_effort=pick(self.best_effort),
+            lines=pick(self.lines),
+        )
+
+    def scale_outputs(self, factor: float) -> "Trace":
+        """Output lengths times `factor`, rounded, at least one token."""
+        if factor == 1.0:
+            return self
+        scaled = np.maximum(np.rint(self.output_tokens * factor), 1).astype(np.int32)
+        return dataclasses.replace(self, output_tokens=scaled)
+
+
+# --- synthetic lengths ---------------------------------------------------------------------------------------------
+
+_TABLE_7 = {
+    # dataset: (least (our assumption), median, most, exponent of the upper half) of prompts and outputs. For u uniform in
+    # (0, 1): below the median linear, above it median + (most - median) * (2u - 1)^exponent. Apt-Serve Table 7 gives
+    # median, mean and most; the exponents meet its means.
+    "wikitext": ((200, 871, 1840, 1.2989), (50, 552, 992, 1.328)),
+    "arxiv": ((1500, 6853, 19600, 1.7744), (50, 226, 9754, 19.0168)),
+    "bookcorpus": ((8000, 14781, 23706, 0.1566), (20, 221, 299, 1.7368)),
+}
+_BROS_TABLE_2 = {
+    # workload: (mu, sigma) of the log of prompts and outputs, from the means and deviations of BROS Table 2.
+    "bros-sharegpt": ((4.9844, 0.9184), (5.0387, 0.9152)),
+    "bros-lmsys": ((3.8521, 1.143), (5.1403, 0.8099)),
+}
+_BROS_BEST_EFFORT = ((512, 1024), (32, 128))  # uniform bounds of prompts and outputs
+SYNTHETIC = (*_TABLE_7, *_BROS_TABLE_2, "bros-best-effort")
+"""Traces that are drawn from published distributions instead of read."""
+
+_NUM_SYNTHETIC = 4096
+_SYNTHETIC_SEED = 20250611
+
+
+def _synthetic(name: str) -> Trace:
+    rng = np.random.default_rng([_SYNTHETIC_SEED, SYNTHETIC.index(name)])
+
+    def skewed(least: float, median: float, most: float, exponent: float) -> NDArray[np.float64]:
+        u = rng.random(_NUM_SYNTHETIC)
+        lower = median - (median - least) * (1.0 - 2.0 * u)
+        upper = median + (most - median) * np.maximum(2.0 * u - 1.0, 0.0) ** exponent
+        return np.where(u < 0.5, lower, upper)
+
+    if name in _TABLE_7:
+        prompt, output = (skewed(*side) for side in _TABLE_7[name])
+    elif name in _BROS_TABLE_2:
+        prompt, output = (rng.lognormal(mu, s, _NUM_SYNTHETIC) for mu, s in _BROS_TABLE_2[name])
+        prompt, output = np.minimum(prompt, 1024), np.minimum(output, 1024)  # OPT's 2,048 in all
+    else:
+        prompt, output = (
+            rng.integers(low, high, _NUM_SYNTHETIC, endpoint=True).astype(np.float64)
+            for low, high in _BROS_BEST_EFFORT
+        )
+    return Trace(
+        name=name,
+        prompt_tokens=np.maximum(np.rint(prompt), 1).astype(np.int32),
+        output_tokens=np.maximum(np.rint(output), 1).astype(np.int32),
+        best_effort=np.ones(_NUM_SYNTHETIC, np.bool_) if name == "bros-best-effort" else None,
+    )
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def known_traces() -> list[str]:
+    """Names that `load_trace` takes."""
+    folder = resources.files("apt_jax.sim") / "traces"
+    bundled = [
+        f.name.removesuffix(".csv.gz") for f in folder.iterdir() if f.name.endswith(".csv.gz")
+    ]
+    return sorted([*bundled, *SYNTHETIC])
+
+
+def load_trace(name: str | Path) -> Trace:
+    """A trace by name (`known_traces`), or from a file.
+
+    Raises:
+        ConfigError: no such trace, or a file that is not one; the message names file, line and column.
+    """
+    text = str(name)
+    if text in SYNTHETIC:
+        return _synthetic(text)
+    bundled = resources.files("apt_jax.sim") / "traces" / f"{text}.csv.gz"
+    if "/" not in text and bundled.is_file():
+        return _parse(gzip.decompress(bundled.read_bytes()).decode(), text)
+    path = Path(text)
+    if not path.is_file():
+        raise ConfigError(
+            f"trace {text!r} is neither a file nor one of {', '.join(known_traces())} (--trace)"
+        )
+    try:
+        data = path.read_bytes()
+        decoded = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{text}: cannot be read as CSV ({error}) (--trace)") from None
+    return _parse(decoded, text)
+
+
+def _parse(text: str, name: str) -> Trace:
+    reader = csv.reader(io.StringIO(text))
+    header = [column.strip() for column in next(reader, [])]
+    missing = [c for c in ("prompt_tokens", "output_tokens") if c not in header]
+    if missing:
+        raise ConfigError(
+            f"{name}: column {missing[0]!r} is missing; the header is {','.join(header)[:80]!r} (--trace)"
+        )
+    at = {column: i for i, column in enumerate(header)}
+    arrivals: list[float] = []
+    lengths: dict[str, list[int]] = {"prompt_tokens": [], "output_tokens": []}
+    best_effort: list[bool] = []
+    lines: list[int] = []
+    for row in reader:
+        if not any(cell.strip() for cell in row):
+            continue
+        line = reader.line_num
+        if len(row) < len(header):
+            raise ConfigError(
+                f"{name} line {line}: {len(row)} values for {len(header)} columns (--trace)"
+            )
+        for column, values in lengths.items():
+            values.append(_length(row[at[column]], name, line, column))
+        if "arrival_s" in at:
+            arrival_s = _number(row[at["arrival_s"]], name, line)
+            if arrivals and arrival_s < arrivals[-1]:
+                raise ConfigError(
+                    f"{name} line {line}: arrival_s={arrival_s:g} is before {arrivals[-1]:g} of the request above; sort the file (--trace)"
+                )
+            arrivals.append(arrival_s)
+        if "class" in at:
+            cell = row[at["class"]].strip()
+            if cell not in ("rt", "be"):
+                raise ConfigError(
+                    f"{name} line {line}: class={cell!r:.40} must be rt or be (--trace)"
+                )
+            best_effort.append(cell == "be")
+        lines.append(line)
+    if not lines:
+        raise ConfigError(f"{name}: holds no request (--trace)")
+    return Trace(
+        name=name,
+        prompt_tokens=np.array(lengths["prompt_tokens"], np.int32),
+        output_tokens=np.array(lengths["output_tokens"], np.int32),
+        arrival_s=np.array(arrivals) if arrivals else None,
+        best_effort=np.array(best_effort) if best_effort else None,
+        lines=np.array(lines, np.int32),
+    )
+
+
+def _length(cell: str, name: str, line: int, column: str) -> int:
+    try:
+        value = int(cell)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= _MAX_TOKENS:
+        raise ConfigError(
+            f"{name} line {line}: {column}={cell.strip()!r:.40} must be a whole number of at least 1 (--trace)"
+        )
+    return value
+
+
+def _number(cell: str, name: str, line: int) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ConfigError(
+            f"{name} line {line}: arrival_s={cell.strip()!r:.40} must be a number of seconds of at least 0 (--trace)"
+        )
+    return value
+
+
+# --- arrivals ------------------------------------------------------------------------------------------------------
+
+
+def draw_arrivals(
+    num_requests: int, rate: float, cv: float, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Arrival times, seconds: gaps are Gamma with mean 1 / rate and coefficient of variation `cv` (1: Poisson).
+
+    The same generator state gives the same pattern at every rate, only stretched.
+    """
+    shape = 1.0 / (cv * cv)
+    gaps = rng.gamma(shape, 1.0 / shape, num_requests)
+    return np.cumsum(gaps) / rate
+
+
+def scale_arrivals(arrival_s: NDArray[np.float64], rate: float | None) -> NDArray[np.float64]:
+    """Recorded arrivals from 0 on, stretched to a mean of `rate` requests a second (None: as recorded)."""
+    arrival_s = arrival_s - arrival_s[0]
+    if rate is None or arrival_s[-1] <= 0:
+        return arrival_s
+    return arrival_s * ((arrival_s.size - 1) / (arrival_s[-1] * rate))
