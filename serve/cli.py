@@ -24,6 +24,8 @@ _VERBS = {
     "chat": ("serve.verbs.chat", "talk with a model on the terminal"),
     "demo": ("serve.demo", "compare cache kinds and policies on this machine"),
     "info": ("serve.verbs.info", "versions, devices, kernels, model and cache, or a server's numbers"),
+    "optimal": ("serve.verbs.optimal", "find the best possible schedule of a few requests"),
+    "simulate": ("serve.verbs.simulate", "what a policy would do to a workload on other hardware"),
     "calibrate": ("serve.verbs.calibrate", "measure what steps cost on this machine"),
 }  # fmt: skip
 

@@ -442,6 +442,16 @@ def _simple_schedule(
     return _schedule(problem, steps)
 
 
+def fcfs_schedule(problem: OptimalProblem, *, eviction: bool = True) -> OptimalSchedule:
+    """First come first served, prefill first: as vLLM does (InferMax Table 1) or, without eviction, its EF variant.
+
+    Raises:
+        RuntimeError: it ends in a state that it cannot leave, such as an evicted request that is longer than a batch.
+    """
+    kind = next(k for k, s in enumerate(problem.kinds) if s.offered)
+    return _simple_schedule(problem, kind, reserve=not eviction, decode_first=False)
+
+
 def _best_simple(problem: OptimalProblem) -> OptimalSchedule:
     found = []
     for kind in [k for k, s in enumerate(problem.kinds) if s.offered]:
@@ -978,4 +988,16 @@ def _read(
                 at[i] = arc.target
         if rows:
             steps.append((rows, preempt))
-    return steps
+    # Equal requests are numbered as they start.
+    starts = dict.fromkeys(at, -1)
+    for j, (rows, _) in enumerate(steps):
+        for i, *_ in rows:
+            if starts[i] < 0:
+                starts[i] = j
+    new = {}
+    for members in classes.values():
+        new.update(zip(sorted(members, key=lambda i: (starts[i], i)), members, strict=True))
+    return [
+        ([(new[i], c, m, kind) for i, c, m, kind in rows], [new[i] for i in gone])
+        for rows, gone in steps
+    ]

@@ -24,7 +24,7 @@ from serve.grpc_server import ServerConfig
 from serve.verbs import serve as serve_verb
 from serve.verbs.chat import Transcript
 
-VERBS = ("serve", "generate", "chat", "info", "calibrate", "demo")
+VERBS = ("serve", "generate", "chat", "info", "calibrate", "optimal", "demo")
 
 
 def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:

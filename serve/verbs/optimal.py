@@ -1,0 +1,394 @@
+"""Find the best possible schedule of a few requests, with all lengths known beforehand (InferMax §5)."""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from apt_jax.errors import ConfigError
+from apt_jax.sched.optimal import (
+    OBJECTIVES,
+    OptimalProblem,
+    OptimalRequest,
+    OptimalSchedule,
+    Replay,
+    check_schedule,
+    solve_optimal,
+)
+from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.trace import Trace, load_trace
+from serve import options
+from serve.errors import CommandError
+from serve.output import print_table, write_json
+
+_STYLES = {"P": "bold reverse", "p": "bold", "D": "dim reverse", "E": "bold red"}
+_CELL = 4
+"""Characters a batch in the picture."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--requests",
+        required=True,
+        metavar="FILE",
+        help="CSV with the columns prompt_tokens, output_tokens and optionally arrival_s, not falling",
+    )
+    group = parser.add_argument_group("costs and memory")
+    group.add_argument("--model", default="llama-2-7b", help="model of the hardware description")
+    group.add_argument(
+        "--hardware", default="a100-80gb", help="described hardware, or a .json description"
+    )
+    group.add_argument(
+        "--capacity-tokens",
+        type=options.positive(int),
+        metavar="TOKENS",
+        help="tokens that fit the cache as keys and values; without it the hardware's",
+    )
+    group.add_argument(
+        "--cache",
+        choices=("kv", "hidden", "hybrid"),
+        default="kv",
+        help="cache kinds a request may hold",
+    )
+    group = parser.add_argument_group("limits")
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=options.positive(int),
+        default=4096,
+        help="most tokens a batch",
+    )
+    group.add_argument(
+        "--chunk",
+        type=options.positive(int),
+        metavar="TOKENS",
+        help="most prefill tokens a batch, prompts in pieces; without it prompts run whole",
+    )
+    group.add_argument(
+        "--chunk-step",
+        type=options.positive(int),
+        metavar="TOKENS",
+        default=1,
+        help="pieces end at multiples of this; larger is faster to solve and less exact",
+    )
+    group.add_argument(
+        "--no-hybrid-batching",
+        action="store_true",
+        help="prefill and decode never share a batch",
+    )
+    group.add_argument("--no-eviction", action="store_true", help="a cache is kept until the end")
+    group = parser.add_argument_group("what is best")
+    group.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="latency",
+        help="least end of all, sum of completion times, or sum of times to first token; or most requests whose first "
+        "token comes within --slo-ttft-ms",
+    )
+    group.add_argument(
+        "--slo-ttft-ms", type=options.positive(float), metavar="MS", help="for --objective slo"
+    )
+    group.add_argument(
+        "--time-limit",
+        type=options.positive(float),
+        metavar="S",
+        default=60.0,
+        help="stop the search after this time and show the best schedule found",
+    )
+    options.add_json_argument(parser)
+    parser.add_argument("--png", metavar="FILE", help="draw the schedule; needs matplotlib")
+
+
+def run(args: argparse.Namespace) -> int:
+    trace, problem = _problem(args)
+    if (misfit := problem.misfit()) is not None:
+        row, why = misfit
+        raise ConfigError(
+            f"{_where(args, trace, row)}: the request can never run: it {why}; a block is half a token of keys and values (--capacity-tokens, "
+            "--max-num-batched-tokens, --chunk)"
+        )
+    if args.png is not None:
+        try:
+            import matplotlib as _  # noqa: F401 - better known before the search than after
+        except ImportError:
+            raise CommandError("--png needs matplotlib: pip install 'apt-jax[demo]'") from None
+    start_s = time.monotonic()
+    try:
+        schedule = _solve(problem, args.time_limit)
+    except ConfigError as error:
+        raise ConfigError(f"{args.requests}: {error} (--requests, --chunk-step)") from None
+    solve_s = time.monotonic() - start_s
+    replay = check_schedule(problem, schedule)
+    to_stdout = args.json == "-"
+    if not to_stdout:
+        _print(problem, schedule, replay, solve_s)
+    write_json(args.json, _facts(problem, schedule, replay, solve_s))
+    if args.png is not None:
+        _draw(problem, schedule, replay, args.png)
+    return 0
+
+
+def _where(args: argparse.Namespace, trace: Trace, row: int) -> str:
+    return f"{args.requests} line {trace.lines[row]}" if trace.lines is not None else args.requests
+
+
+def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
+    if (args.objective == "slo") != (args.slo_ttft_ms is not None):
+        raise ConfigError("--objective slo and --slo-ttft-ms go together")
+    if args.chunk is not None and not args.chunk_step <= args.chunk <= args.max_num_batched_tokens:
+        raise ConfigError(
+            f"--chunk {args.chunk} must be between --chunk-step {args.chunk_step} and "
+            f"--max-num-batched-tokens {args.max_num_batched_tokens}"
+        )
+    try:
+        trace = load_trace(args.requests)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("(--trace)", "(--requests)")) from None
+    hardware = load_hardware(args.model, args.hardware)
+    kinds = hardware.kinds(args.cache)
+    tokens = hardware.num_kv_tokens if args.capacity_tokens is None else args.capacity_tokens
+    slo_s = float("inf") if args.slo_ttft_ms is None else args.slo_ttft_ms / 1e3
+    requests = tuple(
+        OptimalRequest(
+            prompt_tokens=int(prompt),
+            output_tokens=int(output),
+            arrival_s=0.0 if trace.arrival_s is None else float(trace.arrival_s[i]),
+            slo_ttft_s=slo_s,
+        )
+        for i, (prompt, output) in enumerate(
+            zip(trace.prompt_tokens, trace.output_tokens, strict=True)
+        )
+    )
+    problem = OptimalProblem(
+        requests=requests,
+        capacity_blocks=tokens * kinds[0].blocks_per_group,  # a block: half a KV token
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        chunk=args.chunk,
+        chunk_step=args.chunk_step,
+        hybrid_batching=not args.no_hybrid_batching,
+        eviction=not args.no_eviction,
+        kinds=kinds,
+        costs=hardware.step_costs(),
+        objective=args.objective,
+    )
+    return trace, problem
+
+
+@contextlib.contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """HiGHS now and then prints a line past Python; it would end up in the JSON."""
+    try:
+        saved = os.dup(1)
+    except OSError:  # no stdout at all
+        yield
+        return
+    sys.stdout.flush()
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 1)
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(null)
+
+
+def _solve(problem: OptimalProblem, time_limit_s: float) -> OptimalSchedule:
+    """`solve_optimal` beside a spinner, so that Ctrl-C works while HiGHS runs."""
+    found: list[OptimalSchedule] = []
+    failed: list[Exception] = []
+
+    def work() -> None:
+        try:
+            found.append(solve_optimal(problem, time_limit_s=time_limit_s))
+        except Exception as error:  # raised again below, in the thread that waits
+            failed.append(error)
+
+    worker = threading.Thread(target=work, daemon=True)
+    start_s = time.monotonic()
+    with _quiet_stdout(), contextlib.ExitStack() as stack:
+        worker.start()
+        status: Status | None = None
+        while worker.is_alive():
+            worker.join(0.1)
+            passed_s = time.monotonic() - start_s
+            if passed_s > 2:
+                text = f"solving: {passed_s:.0f} s of at most {time_limit_s:g} s"
+                if status is None:
+                    status = stack.enter_context(Status(text, console=Console(stderr=True)))
+                status.update(text)
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def cells(problem: OptimalProblem, schedule: OptimalSchedule) -> list[list[str]]:
+    """Request by batch, as in InferMax Fig. 15: P prefill or refill, p a piece of one, D decode, E evicted."""
+    length = [r.prompt_tokens for r in problem.requests]
+    picture = [[""] * len(schedule.batches) for _ in problem.requests]
+    for j, batch in enumerate(schedule.batches):
+        for i in batch.preempt:
+            picture[i][j] = "E"
+        for i, c, m in zip(batch.rows, batch.num_tokens, batch.start, strict=True):
+            ends = m + c == length[i]
+            decodes = c == 1 and m > 0 and m >= problem.requests[i].prompt_tokens
+            picture[i][j] = "D" if decodes and ends else "P" if ends else "p"
+            length[i] += ends
+    return picture
+
+
+def _print(
+    problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, solve_s: float
+) -> None:
+    console = Console(highlight=False, emoji=False)
+    picture = cells(problem, schedule)
+    both = sum(k.offered for k in problem.kinds) > 1
+    kinds = [
+        {i: k for i, k in zip(b.rows, b.kind, strict=True)} if both else {}
+        for b in schedule.batches
+    ]
+    names = [f"{r.prompt_tokens}+{r.output_tokens}" for r in problem.requests]
+    label = max(len("memory %"), *(len(f"{i + 1}: {n}") for i, n in enumerate(names)))
+    columns = max(1, (console.width - label - 1) // _CELL)
+    for first in range(0, len(schedule.batches), columns):
+        last = min(first + columns, len(schedule.batches))
+        table = Table(box=None, pad_edge=False, padding=0, show_header=True)
+        table.add_column("batch", width=label + 1, no_wrap=True)
+        for j in range(first, last):
+            table.add_column(str(j + 1), width=_CELL, justify="center", no_wrap=True)
+        for i, name in enumerate(names):
+            row = [Text(f"{i + 1}: {name}")]
+            for j in range(first, last):
+                what = picture[i][j]
+                mark = "h" if kinds[j].get(i) == 1 else ""
+                row.append(Text(f" {what}{mark} " if what else "·", _STYLES.get(what, "dim")))
+            table.add_row(*row)
+        share = [100 * u / problem.capacity_blocks for u in replay.used_blocks[first:last]]
+        table.add_row(Text("memory %"), *(Text(f"{s:.0f}", "blue") for s in share))
+        console.print(table)
+        console.print()
+    console.print(
+        "P prefill or refill, p a piece of one, D decode, E evicted"
+        + ("; h: hidden cache" if both else ""),
+        style="dim",
+    )
+    print_table(
+        "optimal schedule" if schedule.status == "optimal" else "best schedule found",
+        _rows(problem, schedule, replay, solve_s),
+    )
+
+
+def _rows(
+    problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, solve_s: float
+) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = [("latency (ms)", f"{1e3 * schedule.latency_s:.3f}")]
+    if problem.objective == "slo":
+        rows.append(
+            ("first tokens in time", f"{schedule.objective:.0f} of {len(problem.requests)}")
+        )
+    elif problem.objective != "latency":
+        rows.append((f"sum of {problem.objective} (ms)", f"{1e3 * schedule.objective:.3f}"))
+    if schedule.status == "optimal":
+        rows.append(("proof", f"complete, in {solve_s:.1f} s"))
+    else:
+        unit = 1.0 if problem.objective == "slo" else 1e3
+        rows.append(
+            (
+                "proof",
+                f"not complete after {solve_s:.1f} s; no schedule is better than {unit * schedule.bound:.3f} (--time-limit)",
+            )
+        )
+    rows += [
+        ("batches", len(schedule.batches)),
+        ("evictions", schedule.num_evictions),
+        ("waiting for arrivals (ms)", f"{1e3 * (replay.latency_s - replay.busy_s):.3f}"),
+    ]
+    return rows
+
+
+def _facts(
+    problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, solve_s: float
+) -> dict[str, Any]:
+    return {
+        "objective": problem.objective,
+        "status": schedule.status,
+        "value": schedule.objective,
+        "bound": schedule.bound if abs(schedule.bound) < float("inf") else None,
+        "latency_s": schedule.latency_s,
+        "busy_s": replay.busy_s,
+        "solve_s": solve_s,
+        "num_evictions": schedule.num_evictions,
+        "requests": [
+            {
+                "prompt_tokens": r.prompt_tokens,
+                "output_tokens": r.output_tokens,
+                "arrival_s": r.arrival_s,
+                "first_token_s": first,
+                "finish_s": finish,
+            }
+            for r, first, finish in zip(
+                problem.requests, replay.first_token_s, replay.finish_s, strict=True
+            )
+        ],
+        "batches": [
+            {
+                **dataclasses.asdict(batch),
+                "kind": [problem.kinds[k].name for k in batch.kind],
+                "memory": used / problem.capacity_blocks,
+            }
+            for batch, used in zip(schedule.batches, replay.used_blocks, strict=True)
+        ],
+    }
+
+
+def plot_schedule(
+    axis: Any, problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay
+) -> None:
+    """Draw a schedule in the manner of InferMax Fig. 15 on a matplotlib axis."""
+    colors = {"P": "black", "p": "dimgray", "D": "silver", "E": "red"}
+    for i, row in enumerate(cells(problem, schedule)):
+        for j, what in enumerate(row):
+            if what:
+                axis.barh(i, 0.92, left=j + 0.04, height=0.8, color=colors[what])
+    n = len(problem.requests)
+    axis.set(
+        xlim=(0, len(schedule.batches)), ylim=(n - 0.5, -0.5), xlabel="batch", ylabel="request"
+    )
+    axis.set_yticks(range(n), [str(i + 1) for i in range(n)])
+    memory = axis.twinx()
+    memory.plot(
+        [j + 0.5 for j in range(len(schedule.batches))],
+        [100 * u / problem.capacity_blocks for u in replay.used_blocks],
+        color="tab:blue",
+        marker=".",
+    )
+    memory.set(ylim=(0, 105), ylabel="memory (%)")
+    memory.yaxis.label.set_color("tab:blue")
+
+
+def _draw(problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(
+        figsize=(
+            max(4.0, 0.35 * len(schedule.batches)),
+            max(2.0, 0.35 * len(problem.requests) + 1),
+        ),
+        layout="constrained",
+    )
+    axis = figure.subplots()
+    plot_schedule(axis, problem, schedule, replay)
+    axis.set_title(f"{1e3 * schedule.latency_s:.1f} ms, {schedule.status}")
+    try:
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise CommandError(f"cannot write {path} ({error.strerror}) (--png)") from None
