@@ -56,7 +56,7 @@ class SimulationConfig:
     violation_decay: float = 0.0
     cache: CacheMode = "hybrid"
     hidden_attention: HiddenAttention = "auto"
-    slo: SLO = SLO(ttft_s=1.0, tbt_s=1.0)
+    slo: SLO = SLO(ttft_s=1.0, tbt_s=1.0)  # noqa: RUF009 - frozen
     output_scale: float = 1.0
     drop_too_long: bool = False
     """Leave out requests that are longer than the model allows instead of refusing the trace."""

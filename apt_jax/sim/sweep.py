@@ -1,0 +1,255 @@
+"""Many runs in parallel processes, kept as they finish; effective throughput by bisection.
+
+A store is a file of JSON lines, one finished run each, under a key made of everything that the run depends on. A sweep
+that was interrupted and is started again with the same store runs only what is missing.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apt_jax import __version__
+from apt_jax.errors import ConfigError
+from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.simulate import SimulationConfig, simulate
+
+Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EffectiveRate:
+    """The highest request rate that meets an attainment target, over seeds (INTERFACES §6)."""
+
+    target: float
+    rates: tuple[float, ...]
+    """Requests a second, one a seed, each found by bisection."""
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.rates))
+
+    @property
+    def std(self) -> float:
+        """Spread over the seeds: sample standard deviation, 0 with one seed."""
+        return float(np.std(self.rates, ddof=1)) if len(self.rates) > 1 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"target": self.target, "mean": self.mean, "std": self.std, "by_seed": self.rates}
+
+
+def run_key(config: SimulationConfig, **more: Any) -> str:
+    """Names a run in a store: the configuration, the contents of files it names, and the version of this package."""
+    facts: dict[str, Any] = {"version": __version__, **dataclasses.asdict(config), **more}
+    for field in ("trace", "hardware"):
+        path = Path(str(facts[field]))
+        if path.is_file():
+            facts[field] = hashlib.sha256(path.read_bytes()).hexdigest()
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class Store:
+    """Finished runs on disk, or in memory without a path. A line that was cut off is dropped."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._runs: dict[str, dict[str, Any]] = {}
+        if path is None:
+            return
+        try:
+            text = path.read_text() if path.exists() else ""
+            for line in text.splitlines():
+                try:
+                    entry = json.loads(line)
+                    self._runs[entry["key"]] = entry["run"]
+                except (ValueError, KeyError, TypeError):
+                    continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if text and not text.endswith("\n"):
+                with path.open("a") as file:
+                    file.write("\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be used to keep runs ({error.strerror}) (--store)"
+            ) from None
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        return self._runs.get(key)
+
+    def put(self, key: str, run: dict[str, Any]) -> None:
+        self._runs[key] = run
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"key": key, "run": run}, default=str) + "\n")
+
+
+def _simulate(config: SimulationConfig) -> dict[str, Any]:
+    return simulate(config).as_dict()
+
+
+def _find(task: tuple[SimulationConfig, float, float, float]) -> dict[str, Any]:
+    config, target, guess, tolerance = task
+    rate, runs = bisect_rate(
+        lambda rate: simulate(dataclasses.replace(config, rate=rate)).summary.slo_attainment,
+        target=target,
+        guess=guess,
+        tolerance=tolerance,
+    )
+    return {"rate": rate, "runs": runs}
+
+
+def bisect_rate(
+    attainment_at: Callable[[float], float],
+    *,
+    target: float,
+    guess: float = 2.0,
+    tolerance: float = 0.02,
+) -> tuple[float, dict[str, float]]:
+    """The highest rate whose attainment reaches `target`, taken to fall with the rate; and the runs made.
+
+    Doubles or halves from `guess` until the rate is bracketed, then bisects to a relative width of `tolerance`.
+
+    Returns:
+        Requests a second (0.0 where even a hundredth of one misses), and attainment by rate.
+    """
+    runs: dict[str, float] = {}
+
+    def reaches(rate: float) -> bool:
+        attained = runs[f"{rate:.6g}"] = attainment_at(rate)
+        return attained >= target - 1e-12
+
+    low, high = 0.0, guess
+    if reaches(guess):
+        low = guess
+        for _ in range(16):
+            high = low * 1.6
+            if not reaches(high):
+                break
+            low = high
+    else:
+        while high > 0.01:
+            low = high / 1.6
+            if reaches(low):
+                break
+            high, low = low, 0.0
+    while low > 0 and high - low > tolerance * low:
+        middle = 0.5 * (low + high)
+        if reaches(middle):
+            low = middle
+        else:
+            high = middle
+    return low, runs
+
+
+def sweep(
+    configs: Sequence[SimulationConfig],
+    *,
+    store: Store | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Run every configuration once; results (`SimulationResult.as_dict`) in the same order.
+
+    Args:
+        configs: what to run.
+        store: runs that are there already are taken from it, new ones put into it.
+        workers: processes; None: one a core. One: no processes at all.
+        progress: told (done, total).
+
+    Raises:
+        ConfigError: of the first configuration that is refused; finished runs are kept.
+    """
+    store = Store() if store is None else store
+    keys = [run_key(config) for config in configs]
+    _map(_simulate, dict(zip(keys, configs, strict=True)), store, workers, progress)
+    return [store.get(key) or {} for key in keys]
+
+
+def find_rates(
+    configs: Sequence[SimulationConfig],
+    *,
+    target: float = 0.9,
+    seeds: Iterable[int] = (0, 1, 2),
+    guesses: Sequence[float] | None = None,
+    tolerance: float = 0.02,
+    store: Store | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> list[EffectiveRate]:
+    """Effective throughput of each configuration (its `rate` and `seed` do not count), by bisection for every seed.
+
+    Args:
+        guesses: where to begin, requests a second, one a configuration; None: 2.
+        store, workers, progress: as in `sweep`; a unit of work is one configuration and seed.
+    """
+    store = Store() if store is None else store
+    if not 0 < target <= 1:
+        raise ConfigError(f"target attainment {target!r} must lie in (0, 1] (--find-rate)")
+    seeds = tuple(seeds)
+    tasks: dict[str, tuple[SimulationConfig, float, float, float]] = {}
+    names: list[list[str]] = []
+    for i, config in enumerate(configs):
+        row = []
+        for seed in seeds:
+            one = dataclasses.replace(config, rate=1.0, seed=seed)
+            key = run_key(one, target=target, tolerance=tolerance)
+            tasks[key] = (one, target, guesses[i] if guesses is not None else 2.0, tolerance)
+            row.append(key)
+        names.append(row)
+    _map(_find, tasks, store, workers, progress)
+    return [
+        EffectiveRate(target=target, rates=tuple(float((store.get(k) or {})["rate"]) for k in row))
+        for row in names
+    ]
+
+
+def _map(
+    function: Callable[[Any], dict[str, Any]],
+    tasks: dict[str, Any],
+    store: Store,
+    workers: int | None,
+    progress: Progress | None,
+) -> None:
+    """Run the tasks that the store lacks, each result stored when it is there."""
+    missing = {key: task for key, task in tasks.items() if store.get(key) is None}
+    total, done = len(tasks), len(tasks) - len(missing)
+    if progress is not None:
+        progress(done, total)
+
+    def keep(key: str, result: dict[str, Any]) -> None:
+        nonlocal done
+        store.put(key, result)
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    workers = workers or os.cpu_count() or 1
+    if min(workers, len(missing)) <= 1:
+        for key, task in missing.items():
+            keep(key, function(task))
+        return
+    # Not forked: the caller may have threads (JAX has).
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(missing)), context)
+    try:
+        futures = {pool.submit(function, task): key for key, task in missing.items()}
+        for future in concurrent.futures.as_completed(futures):
+            keep(futures[future], future.result())
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def check_hardware(configs: Iterable[SimulationConfig]) -> None:
+    """Raise the `ConfigError` of an unknown model or hardware before any process is started."""
+    for model, hardware, devices in sorted(
+        {(c.model, c.hardware, c.num_devices) for c in configs}, key=str
+    ):
+        load_hardware(model, hardware, devices)
