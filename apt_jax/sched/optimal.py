@@ -23,7 +23,7 @@ batch generates a token, and no schedule may take longer than the best of a few 
 An evicted request may run again from the next batch on, with either kind. In-between arrivals a batch may wait.
 
 **Solver.** HiGHS through SciPy, already a dependency: with 4 equal requests of 4 tokens, whose optimum takes 11 to 16
-batches, it proves the optimum in 0.1 to 3 s on one core with the linear costs of InferMax §5.1, whatever the prompt. OR-Tools
+batches, it proves the optimum in 0.1 to 8 s on one core with the linear costs of InferMax §5.1, whatever the prompt. OR-Tools
 CP-SAT (9.15, one worker, Eqs. 1 to 4 as written) finds the same optima, but proves one with prompts of 1 token in 9 s,
 and none in 100 s with prompts of 32 and 128. It could not be installed beside this package either: it needs
 protobuf < 6.34, the gRPC service needs protobuf >= 7.35.
