@@ -604,6 +604,18 @@ def _least_batch_s(problem: OptimalProblem) -> float:
     )
 
 
+def _simple_bound(problem: OptimalProblem) -> float:
+    """A bound that needs no solver: each token of a request takes a batch."""
+    least_s, requests = _least_batch_s(problem), problem.requests
+    if problem.objective == "slo":
+        return float(len(requests))
+    if problem.objective == "latency":
+        return max(r.arrival_s + r.output_tokens * least_s for r in requests)
+    if problem.objective == "ttft":
+        return len(requests) * least_s
+    return sum(r.output_tokens for r in requests) * least_s
+
+
 def _longest_batch_s(problem: OptimalProblem) -> float:
     """No batch takes more."""
     costs, c = problem.costs, problem.max_num_batched_tokens
@@ -733,6 +745,7 @@ def solve_optimal(problem: OptimalProblem, *, time_limit_s: float | None = None)
         offset = sum(r.arrival_s for r in problem.requests)
     bound = -math.inf if answer.mip_dual_bound is None else float(answer.mip_dual_bound)
     bound = sign * bound / unit - offset
+    bound = sign * max(sign * bound, sign * _simple_bound(problem))
     found = simple
     if answer.x is not None:
         solved = _schedule(problem, _read(classes, flows, answer.x))
