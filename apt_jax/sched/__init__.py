@@ -10,6 +10,7 @@ from apt_jax.sched.exact import solve_exact
 from apt_jax.sched.fcfs import FcfsPolicy
 from apt_jax.sched.greedy import solve_greedy
 from apt_jax.sched.problem import NOT_CHOSEN, KnapsackProblem, Schedule
+from apt_jax.sched.random_order import RandomPolicy
 from apt_jax.sched.view import (
     HIDDEN,
     KV,
@@ -34,6 +35,7 @@ __all__ = [
     "KnapsackProblem",
     "Plan",
     "Policy",
+    "RandomPolicy",
     "RequestTable",
     "Schedule",
     "SchedulerView",
@@ -47,6 +49,7 @@ __all__ = [
 POLICIES: dict[str, Callable[[SchedulerConfig, int], Policy]] = {
     "apt": lambda config, seed: AptPolicy(violation_decay=config.violation_decay),
     "fcfs": lambda config, seed: FcfsPolicy(),
+    "random": lambda config, seed: RandomPolicy(seed),
 }
 """Policies by the name that `--scheduling-policy` takes: makers from a configuration and a seed."""
 
