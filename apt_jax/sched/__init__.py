@@ -5,6 +5,7 @@ from collections.abc import Callable
 from apt_jax.config import SchedulerConfig
 from apt_jax.errors import ConfigError
 from apt_jax.sched.apt import AptPolicy
+from apt_jax.sched.apt_s import AptSPolicy
 from apt_jax.sched.check import check_plan
 from apt_jax.sched.exact import solve_exact
 from apt_jax.sched.fcfs import FcfsPolicy
@@ -30,6 +31,7 @@ __all__ = [
     "NO_KIND",
     "POLICIES",
     "AptPolicy",
+    "AptSPolicy",
     "FcfsPolicy",
     "KindSpec",
     "KnapsackProblem",
@@ -48,6 +50,7 @@ __all__ = [
 
 POLICIES: dict[str, Callable[[SchedulerConfig, int], Policy]] = {
     "apt": lambda config, seed: AptPolicy(violation_decay=config.violation_decay),
+    "apt-s": lambda config, seed: AptSPolicy(violation_decay=config.violation_decay),
     "fcfs": lambda config, seed: FcfsPolicy(),
     "random": lambda config, seed: RandomPolicy(seed),
 }
