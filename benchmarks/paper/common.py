@@ -1,0 +1,337 @@
+"""What the benchmarks that repeat a paper's numbers share: targets, settings, runs that are kept, tables and verdicts.
+
+`targets.csv` holds every number that the three papers state in words or tables, one a row with a stable id:
+
+* AptServe: Gao et al., "Apt-Serve: Adaptive Request Scheduling on Hybrid Cache for Scalable LLM Inference Serving",
+  SIGMOD 2025.
+* InferMax: Kim et al., "Optimizing LLM Inference for Database Systems: Cost-Aware Scheduling for Concurrent Requests".
+* BROS: Wan et al., "Efficient LLM Serving on Hybrid Real-time and Best-effort Requests".
+
+A command measures, compares each target with `compare` or `claim` and merges the rows into one table with `write_rows`.
+Verdicts are computed:
+
+* reproduced: ours is within the spread over seeds (one standard deviation) or within 10 % of the paper; a bound is met.
+* same direction: another size, but the order or sign that the paper reports (the command says what that is).
+* differs: neither.
+"""
+
+import argparse
+import concurrent.futures
+import csv
+import dataclasses
+import functools
+import hashlib
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from apt_jax.config import SLO
+from apt_jax.llm import ProgressBars
+from apt_jax.sim.simulate import SimulationConfig
+from apt_jax.sim.sweep import Store, run_key
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "results" / "paper"
+_PACKAGE = HERE.parents[1] / "apt_jax"
+
+# --- targets -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A number that a paper states; the fields are the columns of `targets.csv`."""
+
+    id: str
+    paper: str
+    where: str
+    metric: str
+    dataset: str
+    setting: str
+    value: str
+    unit: str
+    note: str
+
+    @property
+    def number(self) -> float:
+        """The value; ValueError where the paper gives a range or several."""
+        return float(self.value)
+
+    @property
+    def bound(self) -> int:
+        """1: the paper says "more than" the value, -1: "less than", 0: the value itself."""
+        if "greater than" in self.unit or "more than" in self.unit:
+            return 1
+        return -1 if "less than" in self.unit or "not above" in self.unit else 0
+
+
+@functools.cache
+def targets() -> Mapping[str, Target]:
+    """All targets by id."""
+    with (HERE / "targets.csv").open(newline="", encoding="utf-8") as file:
+        return {row["id"]: Target(**row) for row in csv.DictReader(file)}
+
+
+# --- settings of Apt-Serve §6.2 ------------------------------------------------------------------------------------
+
+TRACES = {"ShareGPT": "sharegpt", "HumanEval": "humaneval", "LongBench": "longbench"}
+MODELS = {"13B": "opt-13b", "30B": "opt-30b", "66B": "opt-66b"}
+OUTPUT_SCALE = {"LongBench": 0.4}
+"""Reference answers of LongBench are longer than what the paper's rates allow: with whole ones even 1 request/s is far
+beyond what the hardware can do, where the paper serves 1.5 to 3. Its client lets models stop early."""
+
+
+def slo_of(dataset: str, model: str) -> SLO:
+    """Apt-Serve Table 3; `model` is 13B, 30B or 66B."""
+    ttft, tbt = (targets()[f"T3-{dataset}-{model}-{which}"].number for which in ("ttft", "tbt"))
+    return SLO(ttft_s=ttft, tbt_s=tbt)
+
+
+def paper_config(dataset: str, model: str = "13B", **changes: Any) -> SimulationConfig:
+    """A run under Apt-Serve's own conditions: A100 40 GB, Table 2's devices, hidden cache reprojected."""
+    return SimulationConfig(
+        **{
+            "model": MODELS[model],
+            "hardware": "a100-40gb",
+            "num_devices": int(targets()[f"T2-{model}-gpus"].number),
+            "trace": TRACES[dataset],
+            "output_scale": OUTPUT_SCALE.get(dataset, 1.0),
+            "hidden_attention": "reproject",
+            "slo": slo_of(dataset, model),
+            **changes,
+        }
+    )
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------
+
+
+def source_digest() -> str:
+    """Of the package's sources and data: runs of another state of the code are never taken for this one's."""
+    digest = hashlib.sha256()
+    for folder, pattern in ((_PACKAGE, "*.py"), (_PACKAGE / "sched", "*.py"), (_PACKAGE / "sim", "**/*")):  # fmt: skip
+        for path in sorted(folder.glob(pattern)):
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def add_options(parser: argparse.ArgumentParser, *, requests: int, seeds: int = 3) -> None:
+    """Options that every command has; `requests` and `seeds` are the defaults."""
+    parser.add_argument(
+        "--quick", action="store_true", help="few requests, one seed: seconds instead of minutes"
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help=f"default {seeds}; quick: 1")
+    parser.add_argument("--requests", type=int, metavar="N", help=f"default {requests}; quick: 100")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=str(RESULTS))
+    parser.add_argument(
+        "--store",
+        type=Path,
+        metavar="FILE",
+        help="finished runs; default build/paper-runs-<digest of the sources>.jsonl",
+    )
+    parser.set_defaults(default_requests=requests, default_seeds=seeds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runs:
+    """How a command runs: what it was told, and where finished runs are kept."""
+
+    quick: bool
+    num_requests: int
+    seeds: tuple[int, ...]
+    workers: int
+    out: Path
+    store: Store
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "Runs":
+        store = args.store or Path("build") / f"paper-runs-{source_digest()}.jsonl"
+        num_seeds = args.seeds or (1 if args.quick else args.default_seeds)
+        args.out.mkdir(parents=True, exist_ok=True)
+        return cls(
+            quick=args.quick,
+            num_requests=args.requests or (100 if args.quick else args.default_requests),
+            seeds=tuple(range(num_seeds)),
+            workers=args.workers,
+            out=args.out,
+            store=Store(store),
+        )
+
+    def map(
+        self,
+        what: str,
+        function: Callable[..., dict[str, Any]],
+        configs: Iterable[SimulationConfig],
+        *more: Any,
+    ) -> list[dict[str, Any]]:
+        """`function(config, *more)` of every configuration, in their order, from the store where it is there.
+
+        Args:
+            what: shown at the progress bar.
+            function: of a module, so that other processes find it; returns JSON values.
+            more: further arguments, the same for all.
+        """
+        configs = list(configs)
+        keys = [run_key(c, function=function.__name__, more=more) for c in configs]
+        missing = {k: c for k, c in zip(keys, configs, strict=True) if self.store.get(k) is None}
+        bars, done = ProgressBars(), len(keys) - len(missing)
+        try:
+            bars(what, done, len(keys))
+            for key, result in self._results(function, missing, more):
+                self.store.put(key, result)
+                done += 1
+                bars(what, done, len(keys))
+        finally:
+            bars.close()
+        return [self.store.get(key) or {} for key in keys]
+
+    def _results(
+        self,
+        function: Callable[..., dict[str, Any]],
+        missing: Mapping[str, SimulationConfig],
+        more: Sequence[Any],
+    ) -> Iterable[tuple[str, dict[str, Any]]]:
+        workers = min(self.workers, len(missing))
+        if workers <= 1:
+            for key, config in missing.items():
+                yield key, function(config, *more)
+            return
+        # Not forked: the caller may have threads (JAX has).
+        context = multiprocessing.get_context("spawn")
+        pool = concurrent.futures.ProcessPoolExecutor(workers, context)
+        try:
+            futures = {pool.submit(function, config, *more): k for k, config in missing.items()}
+            for future in concurrent.futures.as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+# --- comparison ----------------------------------------------------------------------------------------------------
+
+_CLOSE = 0.1
+_COLUMNS = ["id", "variant", "where", "metric", "dataset", "setting", "unit", "paper", "ours", "spread", "seeds", "requests", "ratio", "verdict"]  # fmt: skip
+
+
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Sample standard deviation over seeds; 0 of one value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def verdict(target: Target, values: Sequence[float], agrees: bool | None) -> str:
+    """See the top of this file."""
+    ours, paper = mean(values), target.number
+    if target.bound:
+        met = ours > paper if target.bound > 0 else ours <= paper
+    else:
+        met = abs(ours - paper) <= max(spread(values), _CLOSE * abs(paper))
+    if met:
+        return "reproduced"
+    return "same direction" if agrees else "differs"
+
+
+def compare(
+    target_id: str,
+    ours: Sequence[float] | float,
+    *,
+    agrees: bool | None = None,
+    variant: str = "",
+    requests: int | None = None,
+) -> dict[str, Any]:
+    """A row of the table of targets.
+
+    Args:
+        target_id: of `targets.csv`.
+        ours: one value a seed, in the target's unit.
+        agrees: whether the order or sign is the paper's, where that can be said.
+        variant: which of several ways ours was measured.
+        requests: a run had, where runs were simulated.
+    """
+    target = targets()[target_id]
+    values = [ours] if isinstance(ours, int | float) else list(ours)
+    number = target.number
+    return {
+        **{c: getattr(target, c) for c in ("id", "where", "metric", "dataset", "setting", "unit")},
+        "variant": variant,
+        "paper": f"{number:g}",
+        "ours": _text(mean(values)),
+        "spread": _text(spread(values)) if len(values) > 1 else "",
+        "seeds": len(values) if len(values) > 1 else "",
+        "requests": requests or "",
+        "ratio": _text(mean(values) / number) if number else "",
+        "verdict": verdict(target, values, agrees),
+    }
+
+
+def claim(
+    claim_id: str, where: str, text: str, holds: Sequence[bool], *, variant: str = ""
+) -> dict[str, Any]:
+    """A row for a statement without a number: ours is the share of the cases in which it holds."""
+    share = sum(holds) / len(holds)
+    said = "reproduced" if share == 1 else "same direction" if share > 0.5 else "differs"
+    return {
+        **dict.fromkeys(_COLUMNS, ""),
+        "id": claim_id,
+        "variant": variant,
+        "where": where,
+        "metric": text,
+        "unit": f"of {len(holds)} cases",
+        "paper": "all",
+        "ours": f"{sum(holds)}",
+        "ratio": _text(share),
+        "verdict": said,
+    }
+
+
+def _text(value: float) -> str:
+    return f"{value:.4g}"
+
+
+# --- output --------------------------------------------------------------------------------------------------------
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table; columns are those of the first row. Floats with five digits."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Merge rows of `compare` and `claim` into a table: those of the same id and variant are replaced."""
+    kept: dict[tuple[str, str], Mapping[str, Any]] = {}
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            kept = {(row["id"], row["variant"]): row for row in csv.DictReader(file)}
+    kept.update({(row["id"], row["variant"]): row for row in rows})
+    order = {target_id: i for i, target_id in enumerate(targets())}
+    ordered = sorted(kept.values(), key=lambda r: (order.get(r["id"], len(order)), r["id"]))
+    write_csv(path, [{column: row[column] for column in _COLUMNS} for row in ordered])
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    for row in rows:
+        shown = f"{row['ours']} ± {row['spread']}" if row["spread"] else row["ours"]
+        name = f"{row['id']} [{row['variant']}]" if row["variant"] else row["id"]
+        print(f"{name:<52} paper {row['paper']:>6}  ours {shown:<18} {row['verdict']}")
+
+
+def new_figure(rows: int, columns: int, *, width: float = 4.2, height: float = 3.2) -> Any:
+    """A Matplotlib figure and its axes, a list of rows."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).tolist()
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=110)
