@@ -70,9 +70,18 @@ class StepPacker:
         self.tokens_left = view.max_num_batched_tokens
         self.seats_left = view.max_num_seqs - (view.running.size - self.preempt.size)
         self.blocks_left = view.free_blocks + int(view.table.num_blocks[self.preempt].sum())
+        self._decoding = view.running[:0]
         self._rows: list[int] = []
         self._num_tokens: list[int] = []
         self._kind: list[int] = []
+
+    def decode(self, rows: Rows) -> None:
+        """One token of each of `rows`, before anything else; the caller has seen to it that their blocks are there."""
+        table = self.view.table
+        self._decoding = rows
+        self.tokens_left -= rows.size
+        needed = held_blocks_for(self.view, rows, table.num_tokens[rows])
+        self.blocks_left -= int((needed - table.num_blocks[rows]).sum())
 
     def _add(self, row: int, num_tokens: int, kind: int, blocks: int) -> None:
         self._rows.append(row)
@@ -102,11 +111,14 @@ class StepPacker:
             added = True
         return added
 
-    def start(self, rows: Rows, kind: NDArray[np.int8], *, in_order: bool) -> None:
+    def start(
+        self, rows: Rows, kind: NDArray[np.int8], *, in_order: bool, split: bool = False
+    ) -> None:
         """Begin waiting `rows`, as far as they go; the caller has seen to it that their blocks are there.
 
         A prompt longer than a whole step takes what is left of this one; any other is computed in one piece or not
-        begun. With `in_order` the first that does not go ends it, else later ones may still go.
+        begun, unless prompts may be `split`. With `in_order` the first that does not go ends it, else later ones may
+        still go.
         """
         view = self.view
         for row, kind_of, length in zip(
@@ -115,7 +127,7 @@ class StepPacker:
             if self.seats_left < 1 or self.tokens_left < 1:
                 return
             if length > self.tokens_left:
-                if length <= view.max_num_batched_tokens:
+                if length <= view.max_num_batched_tokens and not split:
                     if in_order:
                         return
                     continue
@@ -130,18 +142,28 @@ class StepPacker:
 
     @property
     def is_empty(self) -> bool:
-        return not self._rows
+        return not self._rows and not self._decoding.size
 
     def plan(self) -> Plan:
-        """The step as a prefill iteration; idle if nothing was added."""
+        """The step, an iteration of whatever is in it; idle if nothing was added."""
         if self.is_empty:
             return Plan.idle(self.preempt)
+        decoding = self._decoding
+        if not self._rows:
+            return decode_plan(self.view, decoding, self.preempt)
+        rows = np.array(self._rows, np.int32)
+        num_tokens = np.array(self._num_tokens, np.int32)
+        kind = np.array(self._kind, np.int8)
+        if decoding.size:
+            rows = np.concatenate([decoding, rows])
+            num_tokens = np.concatenate([np.ones(decoding.size, np.int32), num_tokens])
+            kind = np.concatenate([self.view.table.kind[decoding], kind])
         return Plan(
-            rows=np.array(self._rows, np.int32),
-            num_tokens=np.array(self._num_tokens, np.int32),
-            kind=np.array(self._kind, np.int8),
+            rows=rows,
+            num_tokens=num_tokens,
+            kind=kind,
             preempt=self.preempt,
-            iteration="prefill",
+            iteration="mixed" if decoding.size else "prefill",
         )
 
 
