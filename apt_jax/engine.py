@@ -881,6 +881,8 @@ class Engine:
         self._order = None
         self._by_row[row] = None
         del self._by_id[live.request.request_id]
+        if reason in ("stop", "length"):
+            self.table.note_length(live.num_known - live.prompt_len)
         self.table.remove(row)
         self._announce_end(live, reason, stop_reason, error, new_token_ids or [], logprobs)
         self._finish_times_s.append(self.clock.now_s())

@@ -1,6 +1,7 @@
 """Scheduling: the view that a policy gets, the knapsack and its solvers, the value model, the policies."""
 
 from collections.abc import Callable
+from typing import Any
 
 from apt_jax.config import SchedulerConfig
 from apt_jax.errors import ConfigError
@@ -8,10 +9,12 @@ from apt_jax.sched.apt import AptPolicy
 from apt_jax.sched.apt_s import AptSPolicy
 from apt_jax.sched.check import check_plan
 from apt_jax.sched.exact import solve_exact
+from apt_jax.sched.fastgen import FastGenPolicy
 from apt_jax.sched.fcfs import FcfsPolicy
 from apt_jax.sched.greedy import solve_greedy
 from apt_jax.sched.problem import NOT_CHOSEN, KnapsackProblem, Schedule
 from apt_jax.sched.random_order import RandomPolicy
+from apt_jax.sched.unified import UnifiedPolicy
 from apt_jax.sched.view import (
     HIDDEN,
     KV,
@@ -32,6 +35,7 @@ __all__ = [
     "POLICIES",
     "AptPolicy",
     "AptSPolicy",
+    "FastGenPolicy",
     "FcfsPolicy",
     "KindSpec",
     "KnapsackProblem",
@@ -42,17 +46,45 @@ __all__ = [
     "Schedule",
     "SchedulerView",
     "StepCosts",
+    "UnifiedPolicy",
     "check_plan",
     "make_policy",
     "solve_exact",
     "solve_greedy",
 ]
 
+_UNIFIED: dict[str, dict[str, Any]] = {
+    "fcfs": {"first": "prefill", "hybrid": False, "chunked": False, "prefill_tokens": 4096},
+    "infermax": {"longest_first": True, "reserve": "estimate"},
+    "rank-i": {"first": "nobody", "order": "input"},
+    "rank-o": {"first": "nobody", "order": "output"},
+    "sarathi": {},
+    "sarathi-nocp": {"chunked": False, "prefill_tokens": 4096},
+    "sarathi-nohy": {"hybrid": False, "chunked": False, "prefill_tokens": 4096},
+    "sarathi-pc": {"prefill_tokens": 4096},
+    "vllm-hy": {"first": "prefill", "chunked": False, "prefill_tokens": 4096},
+}
+"""Configurations of InferMax Algorithm 1: Table 1, §4.6 and §6. P is at most C (`max_num_batched_tokens`)."""
+
+_EVICTION_FREE = ("fcfs", "sarathi", "sarathi-nocp", "sarathi-nohy", "sarathi-pc", "vllm-hy")
+"""Those of Table 1, which have a twin `<name>-ef` (§4.4)."""
+
+
+def _unified(name: str, **settings: Any) -> Callable[[SchedulerConfig, int], Policy]:
+    return lambda config, seed: UnifiedPolicy(name, **settings)
+
+
 POLICIES: dict[str, Callable[[SchedulerConfig, int], Policy]] = {
     "apt": lambda config, seed: AptPolicy(violation_decay=config.violation_decay),
     "apt-s": lambda config, seed: AptSPolicy(violation_decay=config.violation_decay),
+    "fastgen": lambda config, seed: FastGenPolicy(),
     "fcfs": lambda config, seed: FcfsPolicy(),
     "random": lambda config, seed: RandomPolicy(seed),
+    **{name: _unified(name, **settings) for name, settings in _UNIFIED.items() if name != "fcfs"},
+    **{
+        f"{name}-ef": _unified(f"{name}-ef", **_UNIFIED[name], reserve="all")
+        for name in _EVICTION_FREE
+    },
 }
 """Policies by the name that `--scheduling-policy` takes: makers from a configuration and a seed."""
 

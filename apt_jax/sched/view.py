@@ -181,6 +181,10 @@ class RequestTable:
             setattr(self, name, np.zeros(capacity, dtype))
         self.kind[:] = NO_KIND
         self._free = list(range(capacity - 1, -1, -1))
+        self.output_lengths = np.zeros(256, np.int64)
+        """How many requests have ended with so many output tokens; grows with the longest."""
+        self.num_output_lengths = 0
+        """Their sum: how many have ended."""
 
     def add(
         self,
@@ -218,6 +222,16 @@ class RequestTable:
         self.num_late_gaps[rows] += ~first & (gap_s > self.slo_tbt_s[rows])
         self.num_delivered[rows] += 1
         self.last_token_s[rows] = now_s
+
+    def note_length(self, num_outputs: int) -> None:
+        """A request has come to its natural end after `num_outputs` tokens (not by an abort or an error)."""
+        size = self.output_lengths.size
+        if num_outputs >= size:
+            grown = np.zeros(max(num_outputs + 1, 2 * size), np.int64)
+            grown[:size] = self.output_lengths
+            self.output_lengths = grown
+        self.output_lengths[num_outputs] += 1
+        self.num_output_lengths += 1
 
     def remove(self, row: int) -> None:
         """Give the row of an ended request back."""

@@ -158,6 +158,7 @@ class World:
         table.tokens_since_preemption[done] += 1
         for row in done[table.num_tokens[done] >= table.max_tokens_total[done]].tolist():
             table.num_blocks[row] = 0
+            table.note_length(int(table.num_outputs[row]))
             table.remove(row)
             self.last_kind.pop(row, None)
             self.finished.append(row)

@@ -96,7 +96,9 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
     second_failure = bool(rng.random() < 0.04)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     max_num_seqs = int(rng.choice([1, 2, 4, 8, 16]))
-    names = ["random", *(f"{name}{wrap}" for name in REAL_POLICIES for wrap in ("", "+chaos"))]
+    policy = str(rng.choice(REAL_POLICIES))
+    wrap = rng.random()
+    policy = "any" if wrap < 0.2 else policy if wrap < 0.6 else f"{policy}+chaos"
     return Scenario(
         block_size=block_size,
         num_blocks=int(rng.choice([2, 3, 8, 12, 16, 24, 40, 80])),
@@ -109,7 +111,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         ],
         overlap=bool(rng.random() < 0.7),
         debug=bool(rng.random() < 0.5),
-        policy=str(rng.choice(names)),
+        policy=policy,
         chaos=Chaos(
             preempt=rate(0.2), skip=rate(0.3), chunk=rate(0.6), flip=rate(0.7), shuffle=rate(0.5)
         ),
@@ -128,7 +130,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
 
 def make_policy_named(name: str, seed: int, chaos: Chaos, kinds: tuple[KindSpec, ...]) -> Policy:
     """A policy of the swarm."""
-    if name == "random":
+    if name == "any":
         return RandomPolicy(seed, chaos)
     inner, _, wrap = name.partition("+")
     policy = make_policy(inner, seed=seed)
