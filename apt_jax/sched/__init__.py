@@ -14,6 +14,7 @@ from apt_jax.sched.fcfs import FcfsPolicy
 from apt_jax.sched.greedy import solve_greedy
 from apt_jax.sched.problem import NOT_CHOSEN, KnapsackProblem, Schedule
 from apt_jax.sched.random_order import RandomPolicy
+from apt_jax.sched.round_robin import RoundRobinPolicy
 from apt_jax.sched.unified import UnifiedPolicy
 from apt_jax.sched.view import (
     HIDDEN,
@@ -43,6 +44,7 @@ __all__ = [
     "Policy",
     "RandomPolicy",
     "RequestTable",
+    "RoundRobinPolicy",
     "Schedule",
     "SchedulerView",
     "StepCosts",
@@ -80,6 +82,7 @@ POLICIES: dict[str, Callable[[SchedulerConfig, int], Policy]] = {
     "fastgen": lambda config, seed: FastGenPolicy(),
     "fcfs": lambda config, seed: FcfsPolicy(),
     "random": lambda config, seed: RandomPolicy(seed),
+    "round-robin": lambda config, seed: RoundRobinPolicy(),
     **{name: _unified(name, **settings) for name, settings in _UNIFIED.items() if name != "fcfs"},
     **{
         f"{name}-ef": _unified(f"{name}-ef", **_UNIFIED[name], reserve="all")
