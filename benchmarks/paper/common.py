@@ -164,46 +164,43 @@ class Runs:
         self,
         what: str,
         function: Callable[..., dict[str, Any]],
-        configs: Iterable[SimulationConfig],
-        *more: Any,
+        tasks: Iterable[tuple[Any, ...]],
     ) -> list[dict[str, Any]]:
-        """`function(config, *more)` of every configuration, in their order, from the store where it is there.
+        """`function(*task)` of every task, in their order, from the store where it is there.
 
         Args:
             what: shown at the progress bar.
             function: of a module, so that other processes find it; returns JSON values.
-            more: further arguments, the same for all.
+            tasks: arguments; the first is a `SimulationConfig`.
         """
-        configs = list(configs)
-        keys = [run_key(c, function=function.__name__, more=more) for c in configs]
-        missing = {k: c for k, c in zip(keys, configs, strict=True) if self.store.get(k) is None}
-        bars, done = ProgressBars(), len(keys) - len(missing)
+        tasks = list(tasks)
+        keys = [run_key(task[0], function=function.__name__, more=task[1:]) for task in tasks]
+        missing = {k: t for k, t in zip(keys, tasks, strict=True) if self.store.get(k) is None}
+        bars, total = ProgressBars(), len(set(keys))
+        done = total - len(missing)
         try:
-            bars(what, done, len(keys))
-            for key, result in self._results(function, missing, more):
+            bars(what, done, total)
+            for key, result in self._results(function, missing):
                 self.store.put(key, result)
                 done += 1
-                bars(what, done, len(keys))
+                bars(what, done, total)
         finally:
             bars.close()
         return [self.store.get(key) or {} for key in keys]
 
     def _results(
-        self,
-        function: Callable[..., dict[str, Any]],
-        missing: Mapping[str, SimulationConfig],
-        more: Sequence[Any],
+        self, function: Callable[..., dict[str, Any]], missing: Mapping[str, tuple[Any, ...]]
     ) -> Iterable[tuple[str, dict[str, Any]]]:
         workers = min(self.workers, len(missing))
         if workers <= 1:
-            for key, config in missing.items():
-                yield key, function(config, *more)
+            for key, task in missing.items():
+                yield key, function(*task)
             return
         # Not forked: the caller may have threads (JAX has).
         context = multiprocessing.get_context("spawn")
         pool = concurrent.futures.ProcessPoolExecutor(workers, context)
         try:
-            futures = {pool.submit(function, config, *more): k for k, config in missing.items()}
+            futures = {pool.submit(function, *task): key for key, task in missing.items()}
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         finally:

@@ -1,0 +1,916 @@
+"""The figures and tables of Apt-Serve (SIGMOD 2025), simulated: one command each.
+
+    python -m benchmarks.paper.apt_serve fig8 [--quick] [--seeds N] [--requests N] [--workers N] [--out DIR]
+    python -m benchmarks.paper.apt_serve all
+
+The paper's own conditions: OPT on A100 40 GB (Table 2), its objectives (Table 3), Poisson or Gamma arrivals, hidden cache
+by reprojection. Apt-Serve is run with keys and values alone and with the hybrid cache. Requests a run, seeds and output
+scale are in the tables that are written. Each command writes its own CSV and PNG and merges its rows into
+apt_serve_targets.csv (see `benchmarks/paper/common.py` for the verdicts).
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from apt_jax.config import SLO
+from apt_jax.engine import Engine
+from apt_jax.sched import (
+    AptPolicy,
+    KindSpec,
+    KnapsackProblem,
+    RequestTable,
+    SchedulerView,
+    StepCosts,
+    solve_greedy,
+)
+from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.simulate import SimulationConfig, fitting, simulate
+from apt_jax.sim.trace import load_trace
+from benchmarks.paper.common import (
+    MODELS,
+    TRACES,
+    Runs,
+    add_options,
+    claim,
+    compare,
+    mean,
+    new_figure,
+    paper_config,
+    print_rows,
+    save_figure,
+    slo_of,
+    spread,
+    targets,
+    write_csv,
+    write_rows,
+)
+
+Rows = list[dict[str, Any]]
+
+VLLM, SARATHI, FASTGEN = "vLLM", "Sarathi-Serve", "DeepSpeed-FastGen"
+APT_KV, APT_HYBRID = "Apt-Serve, KV", "Apt-Serve, hybrid"
+SYSTEMS: dict[str, dict[str, Any]] = {
+    VLLM: {"policy": "fcfs", "cache": "kv"},
+    SARATHI: {"policy": "sarathi", "cache": "kv"},
+    FASTGEN: {"policy": "fastgen", "cache": "kv"},
+    APT_KV: {"policy": "apt", "cache": "kv"},
+    APT_HYBRID: {"policy": "apt", "cache": "hybrid"},
+    "Apt-Serve-S, KV": {"policy": "apt-s", "cache": "kv"},
+    "Apt-Serve-S, hybrid": {"policy": "apt-s", "cache": "hybrid"},
+}
+BASELINES = (VLLM, SARATHI, FASTGEN)
+FIG8_SYSTEMS = (*BASELINES, APT_KV, APT_HYBRID)
+_COLOURS = dict(zip(SYSTEMS, ("C0", "C1", "C2", "C3", "C4", "C5", "C6"), strict=True))
+
+
+# --- what a run gives ----------------------------------------------------------------------------------------------
+
+
+def attainment(config: SimulationConfig) -> dict[str, Any]:
+    """Shares of the requests within their objectives: both, TTFT, P99 TBT."""
+    s = simulate(config).summary
+    return {"slo": s.slo_attainment, "ttft": s.ttft_attainment, "tbt": s.tbt_attainment}
+
+
+def details(config: SimulationConfig) -> dict[str, Any]:
+    """As `attainment`, and TTFT and P99 TBT of every request in order of arrival, and shares of the time.
+
+    `waiting`: of the busy time, with requests waiting for memory (or for the prefills before them). `full`: with less
+    room than a request of mean length (prompt and output) needs as keys and values, whether anybody waits or not.
+    """
+    hardware = load_hardware(config.model, config.hardware, config.num_devices)
+    trace = fitting(load_trace(config.trace), hardware, config)
+    tokens = math.ceil(float(np.mean(trace.prompt_tokens + trace.output_tokens)))
+    room = 2 * -(-tokens // hardware.block_size)
+    waiting_s = full_s = busy_s = 0.0
+
+    def on_step(engine: Engine) -> None:
+        nonlocal waiting_s, full_s, busy_s
+        view = engine.view()
+        # The step's own time: the clock may also have jumped over a time without requests.
+        took_s = engine.executor.busy_s - busy_s  # pyright: ignore[reportAttributeAccessIssue]
+        busy_s += took_s
+        waiting_s += took_s * bool(view.waiting.size)
+        full_s += took_s * (view.free_blocks < room)
+
+    result = simulate(config, on_step=on_step)
+    s = result.summary
+    times = [
+        (m.token_times_s[0] - m.arrival_s, _p99_gap(m.token_times_s))
+        for m in result.requests
+        if m is not None and m.token_times_s
+    ]
+    return {
+        **{"slo": s.slo_attainment, "ttft": s.ttft_attainment, "tbt": s.tbt_attainment},
+        "ttft_s": [round(t, 4) for t, _ in times],
+        "tbt_s": [round(t, 4) for _, t in times],
+        "waiting": waiting_s / s.duration_s,
+        "full": full_s / s.duration_s,
+    }
+
+
+def _p99_gap(token_times_s: Sequence[float]) -> float:
+    gaps = np.diff(token_times_s)
+    return float(np.percentile(gaps, 99)) if gaps.size else 0.0
+
+
+_STEPS = 4
+"""Rates tried are powers of two in quarters, the same for all systems, so that curves can be compared point by point."""
+
+
+def crossings(
+    config: SimulationConfig, wanted: Sequence[float], starts: Sequence[float]
+) -> dict[str, Any]:
+    """The rates at which attainment falls to each of `wanted` (falling shares), and attainment at the rates tried.
+
+    Brackets each share between neighbouring rates by doubling steps and bisection, and interpolates in the log of the
+    rate. `starts` are rates to begin at.
+    """
+    seen: dict[int, dict[str, Any]] = {}
+
+    def at(step: int) -> float:
+        if step not in seen:
+            seen[step] = attainment(dataclasses.replace(config, rate=2 ** (step / _STEPS)))
+        return seen[step]["slo"]
+
+    rates = []
+    for share, start in zip(wanted, starts, strict=True):
+        low, stride = round(_STEPS * math.log2(start)), 1
+        up = at(low) >= share
+        while True:
+            other = low + stride if up else low - stride
+            if (at(other) >= share) != up or abs(other) > 12 * _STEPS:
+                break
+            low, stride = other, 2 * stride
+        low, high = min(low, other), max(low, other)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if at(middle) >= share else (low, middle)
+        fraction = (at(low) - share) / max(at(low) - at(high), 1e-9)
+        rates.append(2 ** ((low + min(max(fraction, 0.0), 1.0)) / _STEPS))
+    return {"rates": rates, "at": {str(step): seen[step] for step in sorted(seen)}}
+
+
+def seeded(config: SimulationConfig, seeds: Iterable[int]) -> list[SimulationConfig]:
+    return [dataclasses.replace(config, seed=seed) for seed in seeds]
+
+
+def grid(
+    runs: Runs,
+    what: str,
+    configs: Mapping[Any, SimulationConfig],
+    function: Callable[[SimulationConfig], dict[str, Any]] = attainment,
+) -> dict[Any, list[dict[str, Any]]]:
+    """Results of every configuration, one a seed."""
+    tasks = [(c,) for config in configs.values() for c in seeded(config, runs.seeds)]
+    results = iter(runs.map(what, function, tasks))
+    return {key: [next(results) for _ in runs.seeds] for key in configs}
+
+
+def percent(results: Sequence[Mapping[str, Any]], key: str = "slo") -> list[float]:
+    return [100 * r[key] for r in results]
+
+
+def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Columns of a CSV row: attainments in %, mean and spread over seeds."""
+    values = {k: percent(results, k) for k in ("slo", "ttft", "tbt")}
+    return {
+        **{f"{k}_percent": mean(v) for k, v in values.items()},
+        "slo_spread": spread(values["slo"]),
+        "seeds": len(results),
+    }
+
+
+def finish(runs: Runs, name: str, table: Rows, rows: Rows, figure: Any = None) -> None:
+    """Write a command's CSV, PNG and rows of the table of targets."""
+    write_csv(runs.out / f"apt_serve_{name}.csv", table)
+    if figure is not None:
+        save_figure(figure, runs.out / f"apt_serve_{name}.png")
+    if rows:
+        write_rows(runs.out / "apt_serve_targets.csv", rows)
+        print_rows(rows)
+
+
+def label(axes: Any, x: str, y: str, title: str = "") -> None:
+    axes.set(xlabel=x, ylabel=y, title=title)
+    axes.grid(alpha=0.3)
+
+
+# --- §3: motivation ------------------------------------------------------------------------------------------------
+
+_SHARE_RATES = (1.5, 2.0, 2.3, 2.6, 3.0, 3.4, 4.0)
+
+
+def _fcfs_rates(runs: Runs) -> tuple[tuple[float, ...], dict[float, list[dict[str, Any]]]]:
+    rates = (2.6, 3.0) if runs.quick else _SHARE_RATES
+    config = paper_config("ShareGPT", num_requests=runs.num_requests, **SYSTEMS[VLLM])
+    configs = {rate: dataclasses.replace(config, rate=rate) for rate in rates}
+    return rates, grid(runs, "fcfs", configs, details)
+
+
+def fig2(runs: Runs) -> None:
+    """Figs. 1 and 2: FCFS on ShareGPT; attainment and the time at the batch-size limit against the rate."""
+    rates, results = _fcfs_rates(runs)
+    table = [
+        {
+            "rate": rate,
+            **cells(r),
+            "waiting_percent": mean(percent(r, "waiting")),
+            "full_percent": mean(percent(r, "full")),
+            "requests": runs.num_requests,
+        }
+        for rate, r in results.items()
+    ]
+    n = runs.num_requests
+    rows = []
+    if not runs.quick:
+        effective = []
+        for i in range(len(runs.seeds)):
+            curve = [results[rate][i]["slo"] for rate in rates]
+            effective.append(_falls_to(0.9, rates, curve))
+        rows.append(compare("S31-eff", effective, requests=n))
+    rows.append(compare("S31-att30", percent(results[3.0]), requests=n))
+    for target, rate in (("S31-lim26", 2.6), ("S31-lim30", 3.0)):
+        for key, text in (("full", "no room for a mean request"), ("waiting", "requests wait")):
+            rises = mean(percent(results[3.0], key)) > mean(percent(results[2.6], key))
+            rows.append(
+                compare(target, percent(results[rate], key), agrees=rises, variant=text, requests=n)
+            )
+    lost = [mean(percent(r, "ttft")) < mean(percent(r, "tbt")) for r in results.values()]
+    rows.append(claim("C-fig1", "Fig 1, 2b", "loss is in TTFT: TTFT attainment below TBT's", lost))
+    figure, ((left, right),) = new_figure(1, 2)
+    for key in ("slo", "ttft", "tbt"):
+        y = [mean(percent(results[rate], key)) for rate in rates]
+        left.errorbar(rates, y, [spread(percent(results[r], key)) for r in rates], label=key.upper())  # fmt: skip
+    for key in ("full", "waiting"):
+        right.plot(rates, [mean(percent(results[r], key)) for r in rates], marker="o", label=key)
+    label(left, "requests/s", "attainment (%)", f"FCFS, ShareGPT, 13B, {n} requests")
+    label(right, "requests/s", "share of the time (%)", "batch-size limit")
+    left.legend()
+    right.legend()
+    finish(runs, "fig2", table, rows, figure)
+
+
+def _falls_to(share: float, rates: Sequence[float], curve: Sequence[float]) -> float:
+    """Where a curve first falls below `share`, between its points linear in the log of the rate."""
+    for i, value in enumerate(curve):
+        if value < share:
+            if i == 0:
+                return rates[0]
+            fraction = (curve[i - 1] - share) / (curve[i - 1] - value)
+            return rates[i - 1] * (rates[i] / rates[i - 1]) ** fraction
+    return rates[-1]
+
+
+def fig4(runs: Runs) -> None:
+    """Fig. 4: FCFS against a random order; every request at 3.4 requests/s."""
+    at = targets()["S32-rate"].number
+    rates = (3.0, at) if runs.quick else _SHARE_RATES
+    config = paper_config("ShareGPT", num_requests=runs.num_requests, cache="kv")
+    results = grid(
+        runs,
+        "fcfs and random",
+        {
+            (policy, rate): dataclasses.replace(config, policy=policy, rate=rate)
+            for policy in ("fcfs", "random")
+            for rate in rates
+        },
+        details,
+    )
+    table = [
+        {"policy": policy, "rate": rate, **cells(r), "requests": runs.num_requests}
+        for (policy, rate), r in results.items()
+    ]
+    above = [
+        mean(percent(results["random", rate])) >= mean(percent(results["fcfs", rate]))
+        for rate in rates
+    ]
+    runs_of_missed = [
+        _mean_cluster(results["fcfs", at][i], 1.0) > _mean_cluster(results["random", at][i], 1.0)
+        for i in range(len(runs.seeds))
+    ]
+    rows = [
+        claim("C-fig4-rate", "Fig 4a", "random order is at or above FCFS at every rate", above),
+        claim("C-fig4-cluster", "Fig 4b,c", "TTFT misses of FCFS come in longer rows (3.4 req/s)", runs_of_missed),
+    ]  # fmt: skip
+    figure, axes = new_figure(1, 3)
+    for policy in ("fcfs", "random"):
+        y = [mean(percent(results[policy, rate])) for rate in rates]
+        axes[0][0].plot(rates, y, marker="o", label=policy)
+        first = results[policy, at][0]
+        axes[0][1].plot(first["ttft_s"], ".", markersize=3, label=policy)
+        axes[0][2].plot(first["tbt_s"], ".", markersize=3, label=policy)
+    label(
+        axes[0][0], "requests/s", "attainment (%)", f"ShareGPT, 13B, {runs.num_requests} requests"
+    )
+    label(axes[0][1], "request", "TTFT (s)", f"{at:g} requests/s")
+    label(axes[0][2], "request", "P99 TBT (s)", f"{at:g} requests/s")
+    for axis in axes[0]:
+        axis.legend()
+        if axis is not axes[0][0]:
+            axis.axhline(1.0, color="gray", ls=":")
+    finish(runs, "fig4", table, rows, figure)
+
+
+def _mean_cluster(result: Mapping[str, Any], slo_s: float) -> float:
+    """Mean length of rows of consecutive requests that miss their TTFT objective."""
+    missed = np.array([t > slo_s for t in result["ttft_s"]])
+    starts = int(missed[0]) + int(np.count_nonzero(missed[1:] & ~missed[:-1]))
+    return float(missed.sum()) / max(starts, 1)
+
+
+# --- §6.3 and Fig. 11: effective throughput ------------------------------------------------------------------------
+
+WANTED = (0.9, 0.6)
+_START = {
+    "ShareGPT": {"13B": 2.6, "30B": 1.4, "66B": 1.0},
+    "HumanEval": {"13B": 10.0, "30B": 6.7, "66B": 4.0},
+    "LongBench": {"13B": 1.9, "30B": 1.0, "66B": 0.8},
+}
+
+
+def _effective(
+    runs: Runs, what: str, keys: Iterable[tuple[str, str, str]]
+) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """`crossings` of every (dataset, model, system), one a seed; the first seed says where the others begin."""
+    configs = {
+        (dataset, model, system): paper_config(
+            dataset, model, rate=1.0, num_requests=runs.num_requests, **SYSTEMS[system]
+        )
+        for dataset, model, system in keys
+    }
+    first, *others = runs.seeds
+    tasks = []
+    for (dataset, model, _), config in configs.items():
+        start = _START[dataset][model]
+        tasks.append((dataclasses.replace(config, seed=first), WANTED, (start, 1.3 * start)))
+    found = dict(zip(configs, ([r] for r in runs.map(what, crossings, tasks)), strict=True))
+    tasks = [
+        (config, WANTED, tuple(found[key][0]["rates"]))
+        for key, base in configs.items()
+        for config in seeded(base, others)
+    ]
+    results = iter(runs.map(f"{what}, other seeds", crossings, tasks))
+    for key in configs:
+        found[key] += [next(results) for _ in others]
+    return found
+
+
+def _curve(results: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Rates and mean attainment in %, where all seeds have been tried up to there (between their points linear)."""
+    known = [{int(k): 100 * v["slo"] for k, v in r["at"].items()} for r in results]
+    low, high = max(min(k) for k in known), min(max(k) for k in known)
+    steps = np.arange(low, high + 1)
+    curves = [np.interp(steps, list(k), list(k.values())) for k in known]
+    return [2 ** (s / _STEPS) for s in steps.tolist()], np.mean(curves, axis=0).tolist()
+
+
+def _rates(results: Sequence[Mapping[str, Any]], share: float) -> np.ndarray:
+    return np.array([r["rates"][WANTED.index(share)] for r in results])
+
+
+def _effective_table(
+    runs: Runs, found: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]
+) -> Rows:
+    return [
+        {
+            "dataset": dataset,
+            "model": model,
+            "system": system,
+            "attainment_percent": 100 * share,
+            "rate": float(_rates(results, share).mean()),
+            "spread": spread(_rates(results, share).tolist()),
+            "seeds": len(runs.seeds),
+            "requests": runs.num_requests,
+        }
+        for (dataset, model, system), results in found.items()
+        for share in WANTED
+    ]
+
+
+def _points_table(found: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]) -> Rows:
+    return [
+        {"dataset": d, "model": m, "system": s, "seed": seed, "rate": 2 ** (int(step) / _STEPS), **{f"{k}_percent": 100 * v for k, v in point.items()}}
+        for (d, m, s), results in found.items()
+        for seed, result in enumerate(results)
+        for step, point in result["at"].items()
+    ]  # fmt: skip
+
+
+def _draw_curves(
+    found: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]],
+    datasets: Sequence[str],
+    models: Sequence[str],
+) -> Any:
+    figure, axes = new_figure(len(datasets), len(models))
+    for i, dataset in enumerate(datasets):
+        for j, model in enumerate(models):
+            for (d, m, system), results in found.items():
+                if (d, m) == (dataset, model):
+                    axes[i][j].plot(*_curve(results), marker=".", color=_COLOURS[system], label=system)  # fmt: skip
+            for share in WANTED:
+                axes[i][j].axhline(100 * share, color="gray", ls=":", lw=0.8)
+            label(axes[i][j], "requests/s", "attainment (%)", f"{dataset}, {model}")
+    axes[0][0].legend(fontsize="small")
+    return figure
+
+
+def fig8(runs: Runs) -> None:
+    """Fig. 8 and §6.3: effective throughput of five systems, three data sets, three models."""
+    models = ("13B",) if runs.quick else tuple(MODELS)
+    datasets = ("HumanEval",) if runs.quick else tuple(TRACES)
+    found = _effective(
+        runs, "fig8", [(d, m, s) for d in datasets for m in models for s in FIG8_SYSTEMS]
+    )
+    rows = []
+    n = runs.num_requests
+    for share in WANTED:
+        name = f"S63-{100 * share:.0f}"
+        for apt in (APT_KV, APT_HYBRID):
+            for baseline in BASELINES:
+                ratios = {  # (models, seeds)
+                    d: np.array(
+                        [
+                            _rates(found[d, m, apt], share) / _rates(found[d, m, baseline], share)
+                            for m in models
+                        ]
+                    )
+                    for d in datasets
+                }
+                everything = np.concatenate(list(ratios.values()))
+                peak = everything[everything.mean(axis=1).argmax()]
+                for of, values in (
+                    ("all", everything.mean(axis=0)),
+                    ("peak", peak),
+                    *((d, r.mean(axis=0)) for d, r in ratios.items()),
+                ):
+                    rows.append(
+                        compare(
+                            f"{name}-{of}-{baseline}",
+                            values.tolist(),
+                            agrees=bool(values.mean() > 1),
+                            variant=apt,
+                            requests=n,
+                        )
+                    )
+    for apt in (APT_KV, APT_HYBRID):
+        larger, ahead = [], []
+        for d in datasets:
+            for m in models:
+                base, ours = found[d, m, VLLM], found[d, m, apt]
+                gain = {s: (_rates(ours, s) / _rates(base, s)).mean() for s in WANTED}
+                larger.append(bool(gain[0.6] > gain[0.9]))
+                ahead += [
+                    bool(_rates(ours, s).mean() > _rates(found[d, m, b], s).mean())
+                    for s in WANTED
+                    for b in BASELINES
+                ]
+        rows.append(claim("C-fig8-60", "Sec 6.3", "gain over vLLM is larger at 60 % than at 90 %", larger, variant=apt))  # fmt: skip
+        rows.append(claim("C-fig8-best", "Fig 8", "above every baseline", ahead, variant=apt))
+    write_csv(runs.out / "apt_serve_fig8_points.csv", _points_table(found))
+    figure = _draw_curves(found, datasets, models)
+    finish(runs, "fig8", _effective_table(runs, found), rows, figure)
+
+
+def fig11(runs: Runs) -> None:
+    """Fig. 11: Apt-Serve-S (chunked prefills, mixed batches) beside vLLM, Sarathi-Serve and Apt-Serve, 13B."""
+    datasets = ("HumanEval",) if runs.quick else tuple(TRACES)
+    systems = [s for s in SYSTEMS if s != FASTGEN]
+    found = _effective(runs, "fig11", [(d, "13B", s) for d in datasets for s in systems])
+    rows = []
+    for cache in ("KV", "hybrid"):
+        for other, of in ((SARATHI, SARATHI), ("Apt-Serve", f"Apt-Serve, {cache}")):
+            holds = [
+                bool(
+                    _rates(found[d, "13B", f"Apt-Serve-S, {cache}"], share).mean()
+                    > _rates(found[d, "13B", of], share).mean()
+                )
+                for d in datasets
+                for share in WANTED
+            ]
+            name = "sarathi" if other == SARATHI else "apt"
+            rows.append(claim(f"C-fig11-{name}", "Fig 11", f"Apt-Serve-S is above {other} at 90 and 60 %", holds, variant=cache))  # fmt: skip
+    figure = _draw_curves(found, ["13B"], datasets) if False else _draw_row(found, datasets)
+    finish(runs, "fig11", _effective_table(runs, found), rows, figure)
+
+
+def _draw_row(
+    found: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]], datasets: Sequence[str]
+) -> Any:
+    figure, axes = new_figure(1, len(datasets))
+    for axis, dataset in zip(axes[0], datasets, strict=True):
+        for (d, _, system), results in found.items():
+            if d == dataset:
+                axis.plot(*_curve(results), marker=".", color=_COLOURS[system], label=system)
+        label(axis, "requests/s", "attainment (%)", f"{dataset}, 13B")
+    axes[0][0].legend(fontsize="small")
+    return figure
+
+
+# --- §6.4: burstiness ----------------------------------------------------------------------------------------------
+
+
+def fig9(runs: Runs) -> None:
+    """Fig. 9: attainment as arrivals get burstier, at a fixed rate, 13B."""
+    datasets = ("HumanEval",) if runs.quick else tuple(TRACES)
+    cvs = (1.0, 10.0) if runs.quick else (1.0, 2.0, 4.0, 7.0, 10.0)
+    results = grid(
+        runs,
+        "fig9",
+        {
+            (d, s, cv): paper_config(
+                d,
+                rate=targets()[f"S64-rate-{d}"].number,
+                cv=cv,
+                num_requests=runs.num_requests,
+                **SYSTEMS[s],
+            )
+            for d in datasets
+            for s in FIG8_SYSTEMS
+            for cv in cvs
+        },
+    )
+    table = [
+        {"dataset": d, "system": s, "cv": cv, "rate": targets()[f"S64-rate-{d}"].number, **cells(r), "requests": runs.num_requests}
+        for (d, s, cv), r in results.items()
+    ]  # fmt: skip
+    rows = []
+    for apt in (APT_KV, APT_HYBRID):
+        ratios = [
+            np.array(percent(results[d, apt, cv])) / np.maximum(percent(results[d, b, cv]), 0.1)
+            for d in datasets
+            for b in BASELINES
+            for cv in cvs
+        ]
+        best = max(ratios, key=lambda r: float(r.mean()))
+        rows.append(
+            compare(
+                "S64-max",
+                best.tolist(),
+                agrees=bool(best.mean() > 1),
+                variant=apt,
+                requests=runs.num_requests,
+            )
+        )
+        above = [
+            mean(percent(results[d, apt, cv])) >= mean(percent(results[d, b, cv]))
+            for d in datasets
+            for b in BASELINES
+            for cv in cvs
+            if cv > 1
+        ]
+        rows.append(claim("C-fig9-above", "Fig 9", "above every baseline at every CV above 1", above, variant=apt))  # fmt: skip
+    falls = [
+        mean(percent(results[d, s, cvs[-1]])) < mean(percent(results[d, s, 1.0]))
+        for d in datasets
+        for s in FIG8_SYSTEMS
+    ]
+    rows.append(claim("C-fig9-falls", "Fig 9", "attainment at CV 10 is below that at CV 1", falls))
+    figure, axes = new_figure(1, len(datasets))
+    for axis, d in zip(axes[0], datasets, strict=True):
+        for s in FIG8_SYSTEMS:
+            y = [mean(percent(results[d, s, cv])) for cv in cvs]
+            axis.plot(cvs, y, marker=".", color=_COLOURS[s], label=s)
+        label(axis, "CV", "attainment (%)", f"{d}, {targets()[f'S64-rate-{d}'].number:g} requests/s")  # fmt: skip
+    axes[0][0].legend(fontsize="small")
+    finish(runs, "fig9", table, rows, figure)
+
+
+# --- §6.5: Tables 4 and 5 ------------------------------------------------------------------------------------------
+
+_TABLE45 = {
+    "kv": {"policy": "apt", "cache": "kv"},
+    "hybrid": {"policy": "apt", "cache": "hybrid"},
+    "fcfs": {"policy": "fcfs", "cache": "hybrid"},
+    "fcfs, all hidden": {"policy": "fcfs", "cache": "hidden"},
+}
+"""FCFS takes keys and values wherever they can hold the request, also where the hidden kind is on offer. The paper does not
+say which kind its FCFS gives to whom; all hidden is the other extreme."""
+_ANCHOR_SEEDS, _ANCHOR_REQUESTS = 5, 1000
+
+
+def table4(runs: Runs) -> None:
+    """Tables 4 and 5: cache kinds and schedules, by rate and burstiness, 13B."""
+    shapes = [
+        (d, rate, cv)
+        for d, rates in (("ShareGPT", (3.0, 6.0)), ("LongBench", (1.5, 3.0)))
+        for rate in rates
+        for cv in (1.0, 5.0, 10.0)
+    ]
+    if runs.quick:
+        shapes = shapes[:1]
+    # Two cells are compared with other implementations too: more seeds, and as many requests as the paper has.
+    anchors = [("ShareGPT", rate, 1.0, "kv") for rate in (3.0, 6.0)]
+    tasks: list[tuple[Any, SimulationConfig]] = []
+    for d, rate, cv in shapes:
+        for system, of in _TABLE45.items():
+            key = (d, rate, cv, system)
+            is_anchor = key in anchors and not runs.quick
+            n = _ANCHOR_REQUESTS if is_anchor else runs.num_requests
+            seeds = range(_ANCHOR_SEEDS) if is_anchor else runs.seeds
+            config = paper_config(d, rate=rate, cv=cv, num_requests=n, **of)
+            tasks += [(key, c) for c in seeded(config, seeds)]
+    results: dict[Any, list[dict[str, Any]]] = {}
+    for (key, _), r in zip(
+        tasks, runs.map("tables 4, 5", attainment, [(c,) for _, c in tasks]), strict=True
+    ):
+        results.setdefault(key, []).append(r)
+    requests = {key: config.num_requests for key, config in tasks}
+    table = [
+        {"dataset": key[0], "rate": key[1], "cv": key[2], "system": key[3], **cells(r), "requests": requests[key]}
+        for key, r in results.items()
+    ]  # fmt: skip
+    rows, helps, adaptive = [], [], []
+    for d, rate, cv in shapes:
+        cell = {s: percent(results[d, rate, cv, s]) for s in _TABLE45}
+        at = {s: mean(v) for s, v in cell.items()}
+        hybrid_helps, schedule_helps = at["hybrid"] >= at["kv"], at["fcfs"] < at["hybrid"]
+        helps.append(hybrid_helps)
+        adaptive.append(schedule_helps)
+        name = f"{d}-{rate:g}-cv{cv:g}"
+        n = requests[d, rate, cv, "kv"]
+        rows += [
+            compare(f"T4-{name}-kv", cell["kv"], agrees=hybrid_helps, requests=n),
+            compare(f"T4-{name}-hybrid", cell["hybrid"], agrees=hybrid_helps, requests=runs.num_requests),
+            compare(f"T5-{name}-fcfs", cell["fcfs"], agrees=schedule_helps, requests=runs.num_requests),
+            compare(f"T5-{name}-fcfs", cell["fcfs, all hidden"], agrees=at["fcfs, all hidden"] < at["hybrid"], variant="all hidden", requests=runs.num_requests),
+        ]  # fmt: skip
+    rows += [
+        claim("C-T4", "Table 4", "hybrid cache is at least as good as KV", helps),
+        claim("C-T5", "Table 5", "adaptive schedule is above FCFS, both hybrid", adaptive),
+    ]
+    finish(runs, "table4", table, rows)
+
+
+# --- §6.6: tails and scheduling time -------------------------------------------------------------------------------
+
+_FIG10 = {
+    "FCFS": {"policy": "fcfs", "cache": "hybrid"},
+    "Apt-Serve, KV": {"policy": "apt", "cache": "kv"},
+    "Apt-Serve*, KV": {"policy": "apt", "cache": "kv", "violation_decay": 0.4},
+    "Apt-Serve, hybrid": {"policy": "apt", "cache": "hybrid"},
+    "Apt-Serve*, hybrid": {"policy": "apt", "cache": "hybrid", "violation_decay": 0.4},
+}
+_STARVED = 10.0
+"""A request counts as starved whose TTFT is above this many times its objective (the paper gives no threshold)."""
+
+
+def fig10(runs: Runs) -> None:
+    """Fig. 10: distributions of TTFT and P99 TBT; a softer fallback shortens the tail."""
+    rates = {"ShareGPT": 6.0, "HumanEval": 9.0, "LongBench": 2.0}
+    datasets = ("HumanEval",) if runs.quick else tuple(TRACES)
+    results = grid(
+        runs,
+        "fig10",
+        {
+            (d, name): paper_config(d, rate=rates[d], num_requests=runs.num_requests, **of)
+            for d in datasets
+            for name, of in _FIG10.items()
+        },
+        details,
+    )
+    table, rows = [], []
+    for (d, name), of in results.items():
+        tails = [np.percentile(r["ttft_s"], [50, 90, 99]) for r in of]
+        p50, p90, p99 = np.mean(tails, axis=0).tolist()
+        table.append(
+            {"dataset": d, "rate": rates[d], "system": name, **cells(of), "ttft_p50_s": p50, "ttft_p90_s": p90,
+             "ttft_p99_s": p99, "ttft_max_s": mean([max(r["ttft_s"]) for r in of]), "requests": runs.num_requests}
+        )  # fmt: skip
+    n = runs.num_requests
+    for d in datasets:
+        fcfs = percent(results[d, "FCFS"])
+        rows.append(compare(f"S66-{d}-fcfs", fcfs, agrees=mean(fcfs) < mean(percent(results[d, "Apt-Serve, hybrid"])), requests=n))  # fmt: skip
+        for cache in ("KV", "hybrid"):
+            apt = percent(results[d, f"Apt-Serve, {cache}"])
+            rows.append(compare(f"S66-{d}-apt", apt, agrees=mean(apt) > mean(fcfs), variant=cache, requests=n))  # fmt: skip
+    for cache in ("KV", "hybrid"):
+        starved = [
+            mean(
+                [
+                    100 * float(np.mean(np.array(results[d, f"Apt-Serve, {cache}"][i]["ttft_s"]) > _STARVED * slo_of(d, "13B").ttft_s))
+                    for d in datasets
+                ]
+            )
+            for i in range(len(runs.seeds))
+        ]  # fmt: skip
+        rows.append(compare("S66-starve", starved, variant=f"TTFT over {_STARVED:g} times its objective, {cache}", agrees=mean(starved) > 0, requests=n))  # fmt: skip
+
+        def tail(name: str, d: str) -> float:
+            return mean([max(r["ttft_s"]) for r in results[d, name]])
+
+        shorter = [tail(f"Apt-Serve*, {cache}", d) < tail(f"Apt-Serve, {cache}", d) for d in datasets]  # fmt: skip
+        above = [
+            mean(percent(results[d, f"Apt-Serve*, {cache}"])) > mean(percent(results[d, "FCFS"]))
+            for d in datasets
+        ]
+        rows += [
+            claim("C-fig10-tail", "Fig 10", "factor 0.4: longest TTFT is shorter than without", shorter, variant=cache),
+            claim("C-fig10-fcfs", "Fig 10", "factor 0.4: attainment still above FCFS", above, variant=cache),
+        ]  # fmt: skip
+    figure, axes = new_figure(2, len(datasets))
+    for j, d in enumerate(datasets):
+        for i, key in enumerate(("ttft_s", "tbt_s")):
+            for name in _FIG10:
+                values = np.sort(np.concatenate([r[key] for r in results[d, name]]))
+                axes[i][j].plot(values, np.linspace(0, 1, values.size), label=name)
+            axes[i][j].set_xscale("log")
+            label(axes[i][j], ("TTFT (s)", "P99 TBT (s)")[i], "share of requests", f"{d}, {rates[d]:g} requests/s")  # fmt: skip
+    axes[0][0].legend(fontsize="small")
+    finish(runs, "fig10", table, rows, figure)
+
+
+def table6(runs: Runs) -> None:
+    """Table 6: time of the solver and of a whole scheduling call, by candidates; one core of this machine."""
+    rng = np.random.default_rng(0)
+    rows, table = [], []
+    for n in (50, 100, 200, 400, 800, 1600):
+        view = _waiting_view(rng, n)
+        tokens = view.table.num_tokens[view.waiting]
+        groups = -(-tokens // view.block_size)
+        pending_s = rng.exponential(1.0, n)
+        value = np.stack([pending_s, pending_s - 3e-4 * tokens], axis=1)
+        cost = np.stack([2 * groups, groups], axis=1)
+        capacity = int(0.3 * cost[:, 0].sum())
+        policy = AptPolicy()
+        repeats = 20 if runs.quick else 500
+        solver = _median_ms(lambda: solve_greedy(KnapsackProblem(value, cost, capacity)), repeats)  # noqa: B023
+        whole = _median_ms(lambda: policy.schedule(view), repeats)  # noqa: B023
+        table.append({"candidates": n, "solver_ms": solver, "schedule_ms": whole})
+        paper = targets()[f"T6-{n}"].number
+        for variant, ms in (("solve_greedy", solver), ("AptPolicy.schedule", whole)):
+            rows.append(compare(f"T6-{n}", ms, agrees=ms < paper, variant=variant))
+    costs = load_hardware("opt-13b", "a100-40gb").step_costs("reproject")
+    trace = load_trace("sharegpt")
+    context = float(np.mean(trace.prompt_tokens + trace.output_tokens / 2))
+    step_s = costs.decode_base_s + 50 * (costs.decode_per_request_s + costs.decode_per_token_s * context)  # fmt: skip
+    rows.append(
+        compare("S66-decode50", 1e3 * step_s, variant=f"cost model, {context:.0f} tokens a request")
+    )
+    finish(runs, "table6", table, rows)
+
+
+def _waiting_view(rng: np.random.Generator, num_waiting: int) -> SchedulerView:
+    table = RequestTable(num_waiting)
+    for i in range(num_waiting):
+        table.add(
+            arrival_s=float(rng.uniform(0, 10)),
+            rank=i,
+            prompt_len=int(rng.integers(10, 1000)),
+            max_tokens=500,
+            slo_ttft_s=5.0,
+            slo_tbt_s=1.0,
+        )
+    return SchedulerView(
+        now_s=10.0,
+        table=table,
+        waiting=np.arange(num_waiting, dtype=np.int32),
+        running=np.arange(0, dtype=np.int32),
+        free_blocks=8000,
+        total_blocks=8000,
+        block_size=16,
+        kinds=(
+            KindSpec(name="kv", blocks_per_group=2),
+            KindSpec(name="hidden", blocks_per_group=1, extra_per_token_s=1e-6),
+        ),
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+        costs=StepCosts(prefill_base_s=1e-3, prefill_per_token_s=1e-4),
+    )
+
+
+def _median_ms(call: Callable[[], object], repeats: int) -> float:
+    times_s = []
+    for _ in range(repeats + 3):
+        start_s = time.perf_counter()
+        call()
+        times_s.append(time.perf_counter() - start_s)
+    return 1e3 * float(np.median(times_s[3:]))
+
+
+# --- §6.7: ultra-long context --------------------------------------------------------------------------------------
+
+_LONG = {"WikiText": "wikitext", "Arxiv": "arxiv", "BookCorpus": "bookcorpus"}
+_LONG_MODELS = {"LLaMA3-8B-262K": "llama-3-8b", "Yi-6B-200K": "yi-6b"}
+_LONG_RATES = {
+    "WikiText": (8.0, 12.0, 16.0),
+    "Arxiv": (1.0, 2.0, 4.0),
+    "BookCorpus": (0.5, 1.5, 3.0),
+}
+
+
+def fig12(runs: Runs) -> None:
+    """Fig. 12: vLLM and Apt-Serve with ultra-long prompts.
+
+    Both models share KV heads among query heads, so that layer inputs take more room than keys and values: there is no
+    hidden kind to choose, and Apt-Serve runs on keys and values.
+    """
+    datasets = ("BookCorpus",) if runs.quick else tuple(_LONG)
+    models = ("Yi-6B-200K",) if runs.quick else tuple(_LONG_MODELS)
+    slo = SLO(ttft_s=targets()["S67-ttft"].number, tbt_s=targets()["S67-tbt"].number)
+    keys = [
+        (d, m, s, rate)
+        for d in datasets
+        for m in models
+        for s in (VLLM, APT_KV)
+        for rate in (_LONG_RATES[d][:1] if runs.quick else _LONG_RATES[d])
+    ]
+    results = grid(
+        runs,
+        "fig12",
+        {
+            (d, m, s, rate): SimulationConfig(
+                model=_LONG_MODELS[m],
+                hardware="a100-40gb",
+                num_devices=int(targets()[f"S67-gpus-{d}"].number),
+                trace=_LONG[d],
+                rate=rate,
+                slo=slo,
+                num_requests=runs.num_requests,
+                **SYSTEMS[s],
+            )
+            for d, m, s, rate in keys
+        },
+    )
+    table = [
+        {"dataset": d, "model": m, "system": s, "rate": rate, **cells(r), "requests": runs.num_requests}
+        for (d, m, s, rate), r in results.items()
+    ]  # fmt: skip
+    rows = [
+        compare("S67-book-tbt", percent(results["BookCorpus", "Yi-6B-200K", s, 0.5], "tbt"), variant=s, requests=runs.num_requests)
+        for s in (VLLM, APT_KV)
+    ]  # fmt: skip
+    pairs = [(d, m, rate) for d, m, s, rate in keys if s == VLLM]
+    for key, text in (("slo", "SLO"), ("ttft", "TTFT")):
+        above = [
+            mean(percent(results[d, m, APT_KV, rate], key))
+            >= mean(percent(results[d, m, VLLM, rate], key))
+            for d, m, rate in pairs
+        ]
+        rows.append(claim(f"C-fig12-{key}", "Fig 12", f"{text} attainment at or above vLLM", above))
+    figure, axes = new_figure(len(models), len(datasets))
+    for i, m in enumerate(models):
+        for j, d in enumerate(datasets):
+            for s in (VLLM, APT_KV):
+                rates = [rate for dd, mm, ss, rate in keys if (dd, mm, ss) == (d, m, s)]
+                for key, style in (("slo", "-"), ("ttft", "--"), ("tbt", ":")):
+                    y = [mean(percent(results[d, m, s, rate], key)) for rate in rates]
+                    axes[i][j].plot(rates, y, style, color=_COLOURS[s], marker=".", label=f"{s}, {key.upper()}")  # fmt: skip
+            label(axes[i][j], "requests/s", "attainment (%)", f"{d}, {m}")
+    axes[0][0].legend(fontsize="x-small")
+    finish(runs, "fig12", table, rows, figure)
+
+
+# --- command line --------------------------------------------------------------------------------------------------
+
+COMMANDS: dict[str, tuple[Callable[[Runs], None], int, int]] = {
+    # name: (function, requests a run, seeds)
+    "fig2": (fig2, 500, 5),
+    "fig4": (fig4, 500, 3),
+    "table4": (table4, 600, 3),
+    "table6": (table6, 0, 1),
+    "fig8": (fig8, 400, 3),
+    "fig10": (fig10, 600, 3),
+    "fig9": (fig9, 400, 3),
+    "fig11": (fig11, 400, 3),
+    "fig12": (fig12, 150, 3),
+}
+_ALIASES = {"fig1": "fig2", "table5": "table4"}
+"""Shown by the same runs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter
+    )
+    verbs = parser.add_subparsers(dest="command", required=True, metavar="FIGURE")
+    for name, (function, requests, seeds) in COMMANDS.items():
+        aliases = [alias for alias, of in _ALIASES.items() if of == name]
+        text = (function.__doc__ or "").split("\n")[0]
+        add_options(verbs.add_parser(name, aliases=aliases, help=text), requests=requests, seeds=seeds)  # fmt: skip
+    add_options(verbs.add_parser("all", help="every one of them"), requests=0, seeds=0)
+    args = parser.parse_args(argv)
+    wanted = (
+        list(COMMANDS)
+        if args.command == "all"
+        else [_ALIASES.get(str(args.command), str(args.command))]
+    )
+    for name in wanted:
+        function, args.default_requests, args.default_seeds = COMMANDS[name]
+        print(f"--- {name}: {(function.__doc__ or '').splitlines()[0]}", flush=True)
+        function(Runs.from_args(args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
