@@ -150,7 +150,7 @@ class AptPlusPolicy:
         late = urgent.violated[first_decoding:]
         stays = self._make_room(view, decoding, late, waiting, partial)
         preempt = decoding[~stays]
-        if preempt.size:
+        if partial.size:
             partial, given_up = self._keep_prompts(view, decoding[stays], partial, preempt)
             preempt = np.concatenate([preempt, given_up])
         pending_s, late, decoding = (
@@ -209,7 +209,10 @@ class AptPlusPolicy:
         num_out = 0
         if lacking > 0:
             freed = np.cumsum(held[order] + growth[order])
-            num_out = min(int(np.searchsorted(freed, lacking)) + 1, decoding.size - 1)
+            num_out = int(np.searchsorted(freed, lacking)) + 1
+            last = decoding[order[-1]]
+            if num_out >= decoding.size and _needed(view, last) <= view.total_blocks:
+                num_out = decoding.size - 1  # it goes on in any case; prompts make room
         elif wanted.size:
             reserve = _growth(view, decoding, RESERVE_TOKENS)
             room = view.free_blocks - _growth(view, partial, 1) - reserve
@@ -443,6 +446,12 @@ def _often_preempted(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
     table = view.table
     windows = 1 + table.num_outputs[rows] // 64
     return table.num_preemptions[rows] >= PROTECTION_AFTER * windows
+
+
+def _needed(view: SchedulerView, row: np.int32) -> int:
+    """Blocks that the next position of a running row takes with those before it."""
+    rows = np.array([row], np.int32)
+    return int(held_blocks_for(view, rows, view.table.num_tokens[rows])[0])
 
 
 def _growth(view: SchedulerView, rows: Rows, ahead: int) -> int:
