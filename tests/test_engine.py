@@ -849,6 +849,18 @@ def test_gauges_by_kind():
     assert stats.used_blocks == 6
 
 
+def test_lengths_of_natural_ends_are_counted_for_the_policies():
+    h = Harness()
+    for name, max_tokens in (("a", 2), ("b", 9), ("c", 9)):
+        h.add(name=name, max_tokens=max_tokens)
+    h.step(4)
+    h.engine.abort("c")
+    h.drain()
+    table = h.engine.table
+    assert np.flatnonzero(table.output_lengths).tolist() == [2, 9]
+    assert table.output_lengths.sum() == table.num_output_lengths == 2
+
+
 def test_last_token_time_is_set_when_the_token_is_delivered():
     h = Harness()
     h.add()

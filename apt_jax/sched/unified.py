@@ -1,5 +1,6 @@
 """One algorithm, many schedulers: InferMax Algorithm 1 (§3.1) and its configurations (Table 1, §4.4, §4.6, §6)."""
 
+import dataclasses
 from typing import Literal
 
 import numpy as np
@@ -9,8 +10,10 @@ from apt_jax.sched.policy import (
     Rows,
     allowed_kinds,
     blocks_per_group,
+    decode_plan,
     groups_for,
     held_blocks_for,
+    split_running,
 )
 from apt_jax.sched.view import Plan, SchedulerView
 
@@ -96,47 +99,33 @@ class UnifiedPolicy:
 
     def schedule(self, view: SchedulerView) -> Plan:
         table = view.table
-        running, waiting, above = self._grouped(view)
-        decodes = view.remaining(running) == 1
-        need = held_blocks_for(view, running, table.num_tokens[running])
-        held = table.num_blocks[running]
-        capacity = view.free_blocks + int(held.sum())
+        rows, waiting, above = self._grouped(view)
+        decodes = view.remaining(rows) == 1
+        held = table.num_blocks[rows]
+        running = _Running(
+            rows=rows,
+            decodes=decodes,
+            num_decodes=int(np.count_nonzero(decodes)),
+            held=held,
+            need=held_blocks_for(view, rows, table.num_tokens[rows]),
+            capacity=view.free_blocks + int(held.sum()),
+        )
         step = _Prefills(min(self.prefill_tokens, view.max_num_batched_tokens))
+        decodes_only = self.first == "decode" and running.num_decodes > 0 and not self.hybrid
+        if (waiting.size or running.num_decodes < rows.size) and not decodes_only:
+            self._prefill(view, step, running, waiting, above)
+        runs = self._decode(view, step, running)
 
-        # Steps 2 and 3 for prefills, by priority.
-        num_decodes = int(np.count_nonzero(decodes))
-        if not (self.first == "decode" and num_decodes and not self.hybrid):
-            partial = np.flatnonzero(~decodes) if num_decodes < running.size else None
-            if partial is not None or waiting.size:
-                self._prefill(
-                    view, step, running, decodes, need, held, capacity, partial, waiting, above
-                )
-
-        # Decodes get what is left of C.
-        runs = decodes
-        if step.tokens and not self.hybrid:
-            runs = np.zeros(running.size, np.bool_)
-        elif num_decodes + step.tokens > view.max_num_batched_tokens:
-            tokens = np.cumsum(decodes)
-            if self.first == "prefill":
-                tokens += step.tokens
-            elif self.first == "nobody":
-                before = np.zeros(running.size + 1, np.int64)
-                np.add.at(before, step.position, step.num_tokens)
-                tokens += np.cumsum(before[:-1])
-            runs = decodes & (tokens <= view.max_num_batched_tokens)
-
-        # Step 4 for everybody at once.
+        # Step 4 for everybody at once: those stay that fit, by priority; who sits this step out needs no more blocks.
+        need, preempt = running.need, rows[:0]
         if runs is not decodes:
             need = np.where(decodes & ~runs, held, need)
-        capacity -= step.blocks
-        preempt = running[:0]
+        capacity = running.capacity - step.blocks
         if int(need.sum()) > capacity:
             num_kept = int(np.searchsorted(np.cumsum(need), capacity, side="right"))
-            running, preempt, runs = running[:num_kept], running[num_kept:], runs[:num_kept]
+            rows, preempt, runs = rows[:num_kept], rows[num_kept:], runs[:num_kept]
             step.drop(preempt)
-        decoding = running if runs.all() else running[runs]
-        return self._plan(view, decoding, step, preempt)
+        return step.plan(view, rows if runs.all() else rows[runs], preempt)
 
     # --- 1. GroupRequests ------------------------------------------------------------------------------------------
 
@@ -155,104 +144,97 @@ class UnifiedPolicy:
             above = np.cumsum(is_running)[~is_running]
             rows = rows[order]
             return rows[is_running], rows[~is_running], above
-        remaining = view.remaining(running)
-        is_decode = remaining == 1
-        all_decode = bool(is_decode.all())
-        decoding = running if all_decode else running[is_decode]
+        decoding, partial = split_running(view)
         if self.longest_first:
             decoding = decoding[np.argsort(-table.num_cached[decoding], kind="stable")]
-        partial = running[:0] if all_decode else running[~is_decode]
         if self.first == "decode":
-            above = running.size
-            running = np.concatenate([decoding, partial]) if partial.size else decoding
+            num_above, groups = running.size, (decoding, partial)
         else:
-            above = partial.size
-            running = np.concatenate([partial, decoding]) if partial.size else decoding
-        return running, waiting, np.full(waiting.size, above)
+            num_above, groups = partial.size, (partial, decoding)
+        running = np.concatenate(groups) if partial.size else decoding
+        return running, waiting, np.full(waiting.size, num_above)
 
-    # --- 2. and 3. prefills -----------------------------------------------------------------------------------------
+    # --- 2. and 3. CheckHybridBatching, CanAllocate -------------------------------------------------------------------
 
     def _prefill(
         self,
         view: SchedulerView,
         step: "_Prefills",
-        running: Rows,
-        decodes: NDArray[np.bool_],
-        need: NDArray[np.int32],
-        held: NDArray[np.int32],
-        capacity: int,
-        partial: NDArray[np.intp] | None,
+        running: "_Running",
         waiting: Rows,
         above: NDArray[np.int64],
     ) -> None:
-        """Chunks and whole prompts, partly computed ones and waiting ones in order of priority."""
+        """Chunks and whole prompts, those under way and waiting ones in order of priority."""
         table = view.table
-        n = running.size
-        seats = view.max_num_seqs - n
-        waiting = waiting[: max(seats, 0)]
-        positions = [] if partial is None else partial.tolist()
-        if waiting.size:
-            kind = allowed_kinds(view, waiting).argmax(axis=1)
-            per_group = blocks_per_group(view)[kind]
-            blocks = groups_for(view, table.num_tokens[waiting]) * per_group
-            booked, claims, waiting_booked = self._booked(
-                view, running, decodes, need, held, blocks, waiting, per_group
+        kind, blocks = self._admissible(view, running, waiting, above)
+        decodes_above = np.concatenate([[0], np.cumsum(running.decodes)]).tolist()
+        partial = np.flatnonzero(~running.decodes).tolist()
+        i, num_partial = 0, 0
+        num_waiting = blocks.size
+        while num_partial < len(partial) or i < num_waiting:
+            under_way = num_partial < len(partial) and (
+                i >= num_waiting or partial[num_partial] < above[i]
             )
-            # Blocks that others hold or may claim first, by the number of running requests above.
-            spoken_for = np.zeros(n + 1, np.int64)
-            np.cumsum(booked, out=spoken_for[1:])
-            spoken_for[:-1] += np.cumsum(claims[::-1])[::-1]
-            room = capacity - spoken_for[above[: waiting.size]] - np.cumsum(waiting_booked)
-            num_fitting = int(np.argmin(np.append(room, -1) >= 0))
-        else:
-            num_fitting = 0
-            kind = blocks = waiting
-        decodes_above = np.concatenate([[0], np.cumsum(decodes)])
-        i = 0
-        while positions or i < num_fitting:
-            from_running = bool(positions) and (i >= num_fitting or positions[0] < above[i])
-            position = positions[0] if from_running else int(above[i])
-            left = step.limit - step.tokens - int(decodes_above[position])
+            position = partial[num_partial] if under_way else int(above[i])
+            left = step.limit - step.tokens - decodes_above[position]
             if left < 1:
                 return
-            if from_running:
-                row = int(running[positions.pop(0)])
-                length = min(int(table.num_tokens[row] - table.num_cached[row]), left)
-                step.add(row, length, int(table.kind[row]), 0, position)
+            if under_way:
+                num_partial += 1
+                row = int(running.rows[position])
+                remaining = int(table.num_tokens[row] - table.num_cached[row])
+                step.add(row, min(remaining, left), int(table.kind[row]), 0, position)
                 continue
             row = int(waiting[i])
             length = int(table.num_tokens[row])
-            if length > left:
-                if not self.chunked and length <= step.limit:
-                    num_fitting = i
-                    continue
-                length = left
-            step.add(row, length, int(kind[i]), int(blocks[i]), position)
+            if length > left and not self.chunked and length <= step.limit:
+                num_waiting = i  # admission ends
+                continue
+            step.add(row, min(length, left), int(kind[i]), int(blocks[i]), position)
             i += 1
 
-    def _booked(
-        self,
-        view: SchedulerView,
-        running: Rows,
-        decodes: NDArray[np.bool_],
-        need: NDArray[np.int32],
-        held: NDArray[np.int32],
-        blocks: NDArray[np.int32],
-        waiting: Rows,
-        per_group: NDArray[np.int32],
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Blocks that count against an admission: of a running request above, of one below, of a waiting one."""
-        above, below = need, np.where(decodes, held, need)
-        if self.first == "nobody":
-            below = np.zeros_like(need)  # may be evicted
-        if self.reserve == "input":
-            return above, below, blocks
-        most = held_blocks_for(view, running, self._final_tokens(view, running))
-        above = np.maximum(above, most)
+    def _admissible(
+        self, view: SchedulerView, running: "_Running", waiting: Rows, above: NDArray[np.int64]
+    ) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+        """Kinds and blocks of the first waiting requests for which there are seats and memory."""
+        waiting = waiting[: max(view.max_num_seqs - running.rows.size, 0)]
+        if not waiting.size:
+            none = np.zeros(0, np.int32)
+            return none.astype(np.intp), none
+        kind = allowed_kinds(view, waiting).argmax(axis=1)
+        per_group = blocks_per_group(view)[kind]
+        blocks = groups_for(view, view.table.num_tokens[waiting]) * per_group
+        # What counts against an admission: running requests above it, those below it, waiting ones before it.
+        before, after, booked = running.need, running.need, blocks
         if self.first != "nobody":
-            below = np.maximum(below, most)
-        final = groups_for(view, self._final_tokens(view, waiting)) * per_group
-        return above, below, np.maximum(blocks, final)
+            after = np.where(running.decodes, running.held, running.need)
+        if self.reserve != "input":
+            most = held_blocks_for(view, running.rows, self._final_tokens(view, running.rows))
+            before, after = np.maximum(before, most), np.maximum(after, most)
+            final = groups_for(view, self._final_tokens(view, waiting)) * per_group
+            booked = np.maximum(booked, final)
+        if self.first == "nobody":
+            after = np.zeros_like(after)  # they may be evicted
+        spoken_for = np.zeros(running.rows.size + 1, np.int64)
+        np.cumsum(before, out=spoken_for[1:])
+        spoken_for[:-1] += np.cumsum(after[::-1])[::-1]
+        room = running.capacity - spoken_for[above[: waiting.size]] - np.cumsum(booked)
+        num_fitting = int(np.searchsorted(-room, 0, side="right"))
+        return kind[:num_fitting], blocks[:num_fitting]
+
+    def _decode(
+        self, view: SchedulerView, step: "_Prefills", running: "_Running"
+    ) -> NDArray[np.bool_]:
+        """Decodes that run: all of them, unless the phases may not mix or prefills above have used C up."""
+        decodes = running.decodes
+        if step.tokens and not self.hybrid:
+            return np.zeros_like(decodes)
+        if running.num_decodes + step.tokens <= view.max_num_batched_tokens:
+            return decodes
+        prefilled = np.zeros(decodes.size + 1, np.int64)
+        np.add.at(prefilled, step.position, step.num_tokens)
+        tokens = np.cumsum(decodes) + np.cumsum(prefilled[:-1])
+        return decodes & (tokens <= view.max_num_batched_tokens)
 
     def _final_tokens(self, view: SchedulerView, rows: Rows) -> NDArray[np.int32]:
         """Positions that `rows` are expected to have cached when they end: I + O - 1."""
@@ -277,18 +259,63 @@ class UnifiedPolicy:
             self._mean_length, self._num_lengths = np.append(means[1:], 0.0), num
         return self._mean_length
 
-    def _plan(self, view: SchedulerView, decoding: Rows, step: "_Prefills", preempt: Rows) -> Plan:
-        if not step.rows:
-            if not decoding.size:
-                return Plan.idle(preempt)
-            rows, num_tokens = decoding, np.ones(decoding.size, np.int32)
-            kind = view.table.kind[decoding]
-            return Plan(
-                rows=rows, num_tokens=num_tokens, kind=kind, preempt=preempt, iteration="decode"
-            )
-        rows = np.array(step.rows, np.int32)
-        num_tokens = np.array(step.num_tokens, np.int32)
-        kind = np.array(step.kind, np.int8)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Running:
+    """Requests that hold cache, by falling priority."""
+
+    rows: Rows
+    decodes: NDArray[np.bool_]
+    num_decodes: int
+    held: NDArray[np.int32]
+    """Blocks."""
+    need: NDArray[np.int32]
+    """Blocks for the next position, or for the whole of a prompt that is under way."""
+    capacity: int
+    """Blocks that are free or held."""
+
+
+class _Prefills:
+    """The prefills of a step, in order of priority.
+
+    Args:
+        limit: P.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.tokens = 0
+        self.blocks = 0
+        """Set aside for those that were waiting."""
+        self.position: list[int] = []
+        """Running requests of higher priority than each."""
+        self.num_tokens: list[int] = []
+        self._rows: list[int] = []
+        self._kind: list[int] = []
+
+    def add(self, row: int, num_tokens: int, kind: int, blocks: int, position: int) -> None:
+        self._rows.append(row)
+        self.num_tokens.append(num_tokens)
+        self._kind.append(kind)
+        self.position.append(position)
+        self.tokens += num_tokens
+        self.blocks += blocks
+
+    def drop(self, rows: Rows) -> None:
+        """Take evicted rows out."""
+        gone = set(rows.tolist())
+        kept = [i for i, row in enumerate(self._rows) if row not in gone]
+        self._rows = [self._rows[i] for i in kept]
+        self.num_tokens = [self.num_tokens[i] for i in kept]
+        self._kind = [self._kind[i] for i in kept]
+
+    def plan(self, view: SchedulerView, decoding: Rows, preempt: Rows) -> Plan:
+        """The step, with a token of each of `decoding`."""
+        if not self._rows:
+            return decode_plan(view, decoding, preempt)
+        rows = np.array(self._rows, np.int32)
+        num_tokens = np.array(self.num_tokens, np.int32)
+        kind = np.array(self._kind, np.int8)
         if decoding.size:
             rows = np.concatenate([decoding, rows])
             num_tokens = np.concatenate([np.ones(decoding.size, np.int32), num_tokens])
@@ -300,34 +327,3 @@ class UnifiedPolicy:
             preempt=preempt,
             iteration="mixed" if decoding.size else "prefill",
         )
-
-
-class _Prefills:
-    """The prefills of a step, in order of priority."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.tokens = 0
-        self.blocks = 0
-        """Set aside for those that were waiting."""
-        self.rows: list[int] = []
-        self.num_tokens: list[int] = []
-        self.kind: list[int] = []
-        self.position: list[int] = []
-        """Running requests of higher priority than each."""
-
-    def add(self, row: int, num_tokens: int, kind: int, blocks: int, position: int) -> None:
-        self.rows.append(row)
-        self.num_tokens.append(num_tokens)
-        self.kind.append(kind)
-        self.position.append(position)
-        self.tokens += num_tokens
-        self.blocks += blocks
-
-    def drop(self, rows: Rows) -> None:
-        """Take evicted rows out."""
-        gone = set(rows.tolist())
-        keep = [i for i, row in enumerate(self.rows) if row not in gone]
-        for name in ("rows", "num_tokens", "kind", "position"):
-            values = getattr(self, name)
-            setattr(self, name, [values[i] for i in keep])
