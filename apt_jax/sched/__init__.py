@@ -7,6 +7,7 @@ from apt_jax.config import SchedulerConfig
 from apt_jax.errors import ConfigError
 from apt_jax.sched.apt import AptPolicy
 from apt_jax.sched.apt_s import AptSPolicy
+from apt_jax.sched.bros import BrosPolicy
 from apt_jax.sched.check import check_plan
 from apt_jax.sched.exact import solve_exact
 from apt_jax.sched.fastgen import FastGenPolicy
@@ -36,6 +37,7 @@ __all__ = [
     "POLICIES",
     "AptPolicy",
     "AptSPolicy",
+    "BrosPolicy",
     "FastGenPolicy",
     "FcfsPolicy",
     "KindSpec",
@@ -79,6 +81,7 @@ def _unified(name: str, **settings: Any) -> Callable[[SchedulerConfig, int], Pol
 POLICIES: dict[str, Callable[[SchedulerConfig, int], Policy]] = {
     "apt": lambda config, seed: AptPolicy(violation_decay=config.violation_decay),
     "apt-s": lambda config, seed: AptSPolicy(violation_decay=config.violation_decay),
+    "bros": lambda config, seed: BrosPolicy(),
     "fastgen": lambda config, seed: FastGenPolicy(),
     "fcfs": lambda config, seed: FcfsPolicy(),
     "random": lambda config, seed: RandomPolicy(seed),

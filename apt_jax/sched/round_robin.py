@@ -27,8 +27,8 @@ class RoundRobinPolicy:
     Inside a class `FcfsPolicy` decides. Where it would evict one of its own, or has nothing to run, the other class's
     decoding requests make room, the latest arrived first, as far as the class then holds at most half of the pool: a
     share that each can take back, so that they do not evict each other in every turn. A class that holds nothing may
-    take what its first request needs, from those that have had `QUANTUM_TOKENS`. Prompts under way are not interrupted, and the blocks that they still need are
-    left to them.
+    take what its first request needs, from those that have had `QUANTUM_TOKENS`. Prompts
+    under way are not interrupted, and the blocks that they still need are left to them.
     """
 
     name = "round-robin"
