@@ -1,6 +1,8 @@
 """What holds for every policy: promises of `Plan`, progress, names."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,6 +161,12 @@ def test_policies_by_name():
         ConfigError, match=r"policy='lifo' must be one of .*apt.*fcfs.*\(--scheduling-policy\)"
     ):
         make_policy("lifo")
+
+
+def test_every_policy_has_a_line_in_the_documents():
+    table = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert set(POLICIES) <= set(re.findall("`([^`]+)`", " ".join(rows)))
 
 
 # --- check_plan ----------------------------------------------------------------------------------------------------
