@@ -17,7 +17,7 @@ from apt_jax.sched.policy import (
     held_blocks_for,
     target_tokens,
 )
-from apt_jax.sched.view import HIDDEN, NO_KIND, Plan, SchedulerView, StepCosts
+from apt_jax.sched.view import HIDDEN, Plan, SchedulerView, StepCosts
 
 BASE_BATCH = 128
 """B_base (BROS §4.2)."""
@@ -72,15 +72,31 @@ class _Candidates:
     slack_s: NDArray[np.float64]
     """Time that is left when this step begins, for it and nothing else; inf for best-effort requests."""
 
+    holds: NDArray[np.bool_]
+    """Whether it holds cache."""
+    need: NDArray[np.int32]
+    """Blocks that it must be given: for its next positions, or for the whole prompt if it waits."""
+
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "_Candidates":
-        return _Candidates(*(getattr(self, f.name)[index] for f in dataclasses.fields(self)))
+        return _Candidates(
+            self.rows[index],
+            self.kind[index],
+            self.num_tokens[index],
+            self.start[index],
+            self.slack_s[index],
+            self.holds[index],
+            self.need[index],
+        )
 
     def join(self, other: "_Candidates") -> "_Candidates":
         return _Candidates(
-            *(
-                np.concatenate([getattr(self, f.name), getattr(other, f.name)])
-                for f in dataclasses.fields(self)
-            )
+            np.concatenate([self.rows, other.rows]),
+            np.concatenate([self.kind, other.kind]),
+            np.concatenate([self.num_tokens, other.num_tokens]),
+            np.concatenate([self.start, other.start]),
+            np.concatenate([self.slack_s, other.slack_s]),
+            np.concatenate([self.holds, other.holds]),
+            np.concatenate([self.need, other.need]),
         )
 
     @property
@@ -128,13 +144,14 @@ class BrosPolicy:
         kind[view.running.size :] = allowed_kinds(view, view.waiting).argmax(axis=1)
         remaining = view.remaining(rows)
         steps = -(-remaining // np.int32(view.max_num_batched_tokens))
-        everyone = _Candidates(
-            rows,
-            kind,
-            np.minimum(remaining, view.max_num_batched_tokens),
-            table.num_cached[rows],
-            self._slack_s(view, rows, steps),
-        )
+        num_tokens = np.minimum(remaining, np.int32(view.max_num_batched_tokens))
+        start = table.num_cached[rows]
+        holds = np.arange(rows.size) < view.running.size
+        tokens = np.where(holds, start + num_tokens, target_tokens(view, rows, 1))
+        need = groups_for(view, tokens) * blocks_per_group(view)[kind] - table.num_blocks[rows]
+        slack_s = self._slack_s(view, rows, steps)
+        need = np.maximum(need, 0)
+        everyone = _Candidates(rows, kind, num_tokens, start, slack_s, holds, need)
         best_effort = table.best_effort[rows]
         everyone.slack_s[best_effort] = np.inf
         real_time = everyone.take(~best_effort)
@@ -182,28 +199,25 @@ class BrosPolicy:
     ) -> tuple[_Candidates, Rows, bool]:
         """The real-time part of the step, who is preempted for it, and whether time cut it short."""
         table = view.table
-        need, holds = _need(view, asked), _holds(view, asked)
-        theirs = best_effort.rows[_holds(view, best_effort)]
+        need, holds = asked.need, asked.holds
+        theirs = best_effort.rows[best_effort.holds]
         room = view.free_blocks + int(table.num_blocks[theirs].sum())
         victims = theirs[:0]
         short = int(need[holds].sum()) - room
         if short > 0:
             kept, victims = _outgrown(view, asked.take(holds), room)
             asked = asked.take(np.isin(asked.rows, kept))
-            new_seats = 0
         else:
             seats = view.max_num_seqs - (view.running.size - theirs.size)
             fresh = np.flatnonzero(~holds)
             fits = np.cumsum(need[fresh]) <= -short
             fits &= np.arange(1, fresh.size + 1) <= seats
-            take = holds
-            take[fresh[fits]] = True
-            asked = asked.take(take)
+            if not fits.all():
+                asked = asked.take(np.delete(np.arange(holds.size), fresh[~fits]))
         step, cut, _ = _fit(view, asked, 0, self._batch_size, limit_s)
-        fresh = ~_holds(view, step)
-        short = int(_need(view, step).sum()) - view.free_blocks
+        short = int(step.need.sum()) - view.free_blocks
         short -= int(table.num_blocks[victims].sum())
-        new_seats = int(np.count_nonzero(fresh)) - (view.max_num_seqs - view.running.size)
+        new_seats = int(np.count_nonzero(~step.holds)) - (view.max_num_seqs - view.running.size)
         new_seats = max(new_seats - victims.size, 0)
         taken = theirs[::-1]  # the latest first
         num_taken = 0
@@ -223,22 +237,25 @@ class BrosPolicy:
         """The step with best-effort requests, who else is preempted, and whether time kept some out."""
         table = view.table
         preempted = victims
-        asked = asked.take(~np.isin(asked.rows, victims))
+        if victims.size:
+            asked = asked.take(~np.isin(asked.rows, victims))
         no_victims = victims[:0]
         if not asked.rows.size:
             return step, no_victims, False
-        need, holds = _need(view, asked), _holds(view, asked)
+        need, holds = asked.need, asked.holds
         left = view.free_blocks + int(table.num_blocks[preempted].sum())
-        left -= int(_need(view, step).sum())
+        left -= int(step.need.sum())
         more: Rows = no_victims
         spare = left - int(need[holds].sum())
         if spare < 0:
             kept, more = _outgrown(view, asked.take(holds), left)
             asked = asked.take(np.isin(asked.rows, kept))
         else:
-            running = view.running[~np.isin(view.running, preempted)]
+            running = view.running
+            if preempted.size:
+                running = running[~np.isin(running, preempted)]
             spare -= _reserve(view, running)
-            seats = view.max_num_seqs - running.size - int(np.count_nonzero(~_holds(view, step)))
+            seats = view.max_num_seqs - running.size - int(np.count_nonzero(~step.holds))
             fresh = np.flatnonzero(~holds)
             rows = asked.rows[fresh]
             again = np.where(table.num_preemptions[rows] > 0, table.num_tokens[rows], 0)
@@ -299,22 +316,6 @@ def _alone_s(costs: StepCosts, asked: _Candidates) -> NDArray[np.float64]:
     return np.where(asked.prompts, costs.prefill_base_s + chunk_s, costs.decode_base_s + decode_s)
 
 
-def _holds(view: SchedulerView, asked: _Candidates) -> NDArray[np.bool_]:
-    return view.table.kind[asked.rows] != NO_KIND
-
-
-def _need(view: SchedulerView, asked: _Candidates) -> NDArray[np.int32]:
-    """(n,) blocks that each must be given: for its next positions, or for the whole prompt of one that waits."""
-    table = view.table
-    tokens = np.where(
-        _holds(view, asked),
-        asked.start + asked.num_tokens,
-        target_tokens(view, asked.rows, 1),
-    )
-    blocks = groups_for(view, tokens) * blocks_per_group(view)[asked.kind]
-    return np.maximum(blocks - table.num_blocks[asked.rows], 0)
-
-
 def _reserve(view: SchedulerView, running: Rows) -> int:
     """Blocks that `running` requests take before long: whole prompts, `RESERVE_TOKENS` of those that decode."""
     if not running.size:
@@ -339,7 +340,7 @@ def _outgrown(view: SchedulerView, asked: _Candidates, room: int) -> tuple[Rows,
     asked = asked.take(order)
     held = table.num_blocks[asked.rows]
     beyond = int(held.sum()) - np.cumsum(held)
-    fails = np.cumsum(_need(view, asked)) > room + beyond
+    fails = np.cumsum(asked.need) > room + beyond
     num_kept = int(fails.argmax()) if fails.any() else fails.size
     return asked.rows[:num_kept], asked.rows[num_kept:]
 
@@ -357,19 +358,25 @@ def _fit(
     if not asked.rows.size:
         return asked, False, False
     num_sure = max(num_sure, 1)
+    if (
+        asked.rows.size <= batch_size
+        and int(asked.num_tokens.sum()) <= view.max_num_batched_tokens
+        and view.costs.step_s(asked.num_tokens, asked.start, asked.kind) <= limit_s
+    ):
+        return asked, False, False
     cut = shrunk = False
-    for _ in range(2):
+    for behind in (True, False):
         step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
         ends = np.cumsum(asked.num_tokens)
         index = np.arange(asked.rows.size)
-        slow = (step_s > limit_s) & (index >= num_sure)
+        slow = step_s > limit_s
         fails = slow | (ends > view.max_num_batched_tokens) | (index >= batch_size)
         fails[:num_sure] = False
         if not fails.any():
-            return asked, cut, shrunk
+            break
         first = int(fails.argmax())
         cut |= bool(slow[first])
-        if first < batch_size and asked.num_tokens[first] > 1 and not shrunk:
+        if behind and first < batch_size and asked.num_tokens[first] > 1:
             length = float(view.max_num_batched_tokens - ends[first - 1])
             if slow[first]:
                 share = (limit_s - step_s[first - 1]) / (step_s[first] - step_s[first - 1])
@@ -378,13 +385,5 @@ def _fit(
                 asked.num_tokens[first] = int(length)
                 first += 1
                 shrunk = True
-        asked = asked.take((index < first) | ~asked.prompts)
-    step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
-    fails = (step_s > limit_s) | (np.cumsum(asked.num_tokens) > view.max_num_batched_tokens)
-    fails |= np.arange(fails.size) >= batch_size
-    fails[:num_sure] = False
-    return (
-        asked.take(np.arange(fails.size) < (fails.argmax() if fails.any() else fails.size)),
-        cut,
-        shrunk,
-    )
+        asked = asked.take((index < first) | (behind & ~asked.prompts))
+    return asked, cut, shrunk
