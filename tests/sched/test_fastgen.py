@@ -1,9 +1,10 @@
 """Dynamic SplitFuse: full steps, memory taken as it is used, nobody evicted for a decode."""
 
 import numpy as np
-from sched_world import HIDDEN, KV, World
+import pytest
+from sched_world import HIDDEN, KV, Arrival, World, blocks
 
-from apt_jax.sched import FastGenPolicy, make_policy
+from apt_jax.sched import FastGenPolicy, SchedulerView, make_policy
 
 
 def step(world: World, budget: int = 512) -> tuple[str, dict[int, int], list[int]]:
@@ -97,3 +98,85 @@ def test_every_step_is_full_while_prompts_wait():
     while world.view().waiting.size:
         plan = world.step(policy)
         assert plan.num_tokens.sum() == 48 or not world.view().waiting.size
+
+
+# --- the same, one request at a time ----------------------------------------------------------------------------------
+
+
+def composed(view: SchedulerView, budget: int, evicted: set[int]) -> dict[int, int]:
+    """The tokens of each row of a step after `evicted` are gone, one request at a time."""
+    table = view.table
+    budget = min(budget, view.max_num_batched_tokens)
+    free = view.free_blocks + sum(int(table.num_blocks[row]) for row in evicted)
+    running = [row for row in view.running.tolist() if row not in evicted]
+    remaining = {row: int(table.num_tokens[row] - table.num_cached[row]) for row in running}
+    step: dict[int, int] = {}
+
+    def grow(row: int, kind: int, num_tokens: int) -> int:
+        end = int(table.num_cached[row]) + num_tokens
+        return blocks(end, kind, view.block_size) - int(table.num_blocks[row])
+
+    for row in (row for row in running if remaining[row] == 1):
+        need = grow(row, int(table.kind[row]), 1)
+        if budget and need <= free:
+            step[row] = 1
+            free -= need
+            budget -= 1
+    prompts = [(row, int(table.kind[row])) for row in running if remaining[row] > 1]
+    if not evicted:
+        for row in view.waiting.tolist()[: view.max_num_seqs - len(running)]:
+            whole = blocks(int(table.max_tokens_total[row]), KV, view.block_size)
+            prompts.append((row, KV if whole <= view.total_blocks else HIDDEN))
+    for row, kind in prompts:
+        left = int(table.num_tokens[row] - table.num_cached[row])
+        if not budget or grow(row, kind, left) > free:
+            break
+        step[row] = min(left, budget)
+        free -= grow(row, kind, step[row])
+        budget -= step[row]
+    return step
+
+
+@pytest.mark.parametrize("mode", ["kv", "hybrid"])
+def test_steps_are_those_of_a_loop_over_requests(mode):
+    num_full = num_held_up = num_evicted = 0
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        policy = FastGenPolicy(budget=int(rng.choice([6, 15, 40])))
+        block_size = int(rng.choice([1, 4]))
+        todo = [
+            Arrival(
+                at_step=int(rng.integers(0, 25)),
+                prompt_len=int(rng.integers(1, 30)),
+                max_tokens=int(rng.integers(1, 25)),
+            )
+            for _ in range(20)
+        ]
+        longest = max(a.prompt_len + a.max_tokens for a in todo)
+        least = blocks(longest, KV if mode == "kv" else HIDDEN, block_size)
+        world = World(
+            num_blocks=int(least * rng.choice([1.0, 1.5, 3.0])),
+            block_size=block_size,
+            mode=mode,
+            max_num_seqs=int(rng.choice([3, 8, 20])),
+            max_num_batched_tokens=20,
+        )
+        for _ in range(60):
+            for a in [a for a in todo if a.at_step == world.num_steps]:
+                world.add(a.prompt_len, a.max_tokens)
+            view = world.view()
+            running: list[int] = view.running.tolist()
+            evicted: set[int] = set()
+            while not (expected := composed(view, policy.budget, evicted)) and len(evicted) < len(
+                running
+            ):
+                evicted.add(running[-1 - len(evicted)])
+            plan = world.step(policy)
+            got = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
+            assert (got, set(plan.preempt.tolist())) == (expected, evicted)
+            num_full += sum(expected.values()) == min(policy.budget, 20)
+            num_held_up += any(row not in expected for row in running)
+            num_evicted += len(evicted)
+    assert num_full > 20
+    assert num_held_up > 20
+    assert num_evicted > 5

@@ -8,6 +8,7 @@ from sched_world import HIDDEN, KV, World, blocks
 
 from apt_jax.sched import Plan, SchedulerView, UnifiedPolicy, make_policy
 from apt_jax.sched.policy import allowed_kinds
+from apt_jax.sched.unified import FEW_OUTPUTS
 
 # --- the algorithm, line by line ------------------------------------------------------------------------------------
 
@@ -62,8 +63,14 @@ class Transcription:
     def final(self, row: int) -> int:
         if self.policy.reserve == "input":
             return 0
-        assert self.policy.reserve == "all"
-        return self.blocks(row, int(self.table.max_tokens_total[row]) - 1)
+        table = self.table
+        most = int(table.max_tokens_total[row])
+        if self.policy.reserve == "estimate":
+            counts, done = table.output_lengths.tolist(), int(table.num_outputs[row])
+            longer = [n for n in range(done + 1, len(counts)) for _ in range(counts[n])]
+            mean = -(-sum(longer) // len(longer)) if len(longer) >= FEW_OUTPUTS else 0
+            most = min(max(int(table.prompt_len[row]) + mean, int(table.num_tokens[row])), most)
+        return self.blocks(row, most - 1)
 
     def taken(self, row: int, for_admission: bool) -> int:
         """Blocks that a request of the batch or of the running queue counts with."""
@@ -177,6 +184,8 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"reserve": "all"},
     {"first": "prefill", "hybrid": False, "chunked": False, "reserve": "all"},
     {"first": "prefill", "chunked": False, "reserve": "all"},
+    {"longest_first": True, "reserve": "estimate"},
+    {"first": "prefill", "chunked": False, "reserve": "estimate"},
 ]
 
 
@@ -185,7 +194,10 @@ def test_the_same_batch_and_evictions_as_the_algorithm_line_by_line(settings):
     policy = UnifiedPolicy("some", **settings)
     evictions = mixed = admissions = 0
     for seed in range(300):
-        world = random_world(np.random.default_rng(seed))
+        rng = np.random.default_rng(seed)
+        world = random_world(rng)
+        for length in rng.integers(1, 20, rng.integers(0, 40)).tolist():
+            world.table.note_length(length)
         view = world.view()
         batch, evicted = Transcription(policy, view).run()
         plan = world.schedule(policy)
