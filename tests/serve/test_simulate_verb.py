@@ -1,0 +1,111 @@
+"""`apt-jax simulate`: flags, result keys, bad input."""
+
+import json
+
+import pytest
+
+from serve.cli import main
+
+KEYS = {
+    "slo_attainment",
+    "ttft_attainment",
+    "tbt_attainment",
+    "ttft_s",
+    "tbt_s",
+    "tokens_per_s",
+    "preemptions",
+    "recomputed_tokens",
+    "hidden_token_fraction",
+    "schedule_ms",
+    "iterations",
+    "sim_wall_s",
+}
+QUICK = ["--trace", "humaneval", "--num-requests", "20"]
+
+
+def test_one_run_writes_the_keys_of_the_contract(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    code = main(["simulate", *QUICK, "--rate", "4", "--model", "opt-13b", "--hardware", "a100-40gb",
+                 "--cv", "2", "--seed", "3", "--scheduling-policy", "apt", "--cache", "hybrid",
+                 "--slo-ttft-ms", "500", "--slo-tbt-ms", "500", "--output-scale", "0.5", "--json", str(path)])  # fmt: skip
+    assert code == 0
+    values = json.loads(path.read_text())
+    assert set(values) >= KEYS
+    assert set(values["ttft_s"]) == {"p50", "p90", "p99"}
+    assert set(values["schedule_ms"]) == {"p50", "p99"}
+    assert 0 <= values["slo_attainment"] <= 1
+    assert "SLO attainment" in capsys.readouterr().out
+
+
+def test_sweep_over_rates_policies_and_seeds(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = ["simulate", *QUICK, "--rates", "2,8", "--scheduling-policy", "fcfs,apt", "--seeds", "2",
+            "--workers", "1", "--cache", "kv", "--store", str(tmp_path / "s.jsonl"),
+            "--png", str(tmp_path / "x.png"), "--json", str(path)]  # fmt: skip
+    assert main(args) == 0
+    assert len(json.loads(path.read_text())["runs"]) == 8
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    assert "fcfs" in capsys.readouterr().out
+
+
+def test_find_rate(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = [
+        "simulate",
+        *QUICK,
+        "--find-rate",
+        "0.9",
+        "--seeds",
+        "1",
+        "--workers",
+        "1",
+        "--json",
+        str(path),
+    ]
+    assert main(args) == 0
+    assert json.loads(path.read_text())["effective_rate"] > 1
+    assert "requests/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--hardware", "b200"], "a100-40gb"),
+        (["--model", "gpt-5"], "opt-13b"),
+        (["--trace", "nope.csv"], "nope.csv"),
+        (["--scheduling-policy", "fcfz"], "did you mean fcfs"),
+        (["--rate", "-1"], "--rate"),
+        (["--cv", "1000"], "--cv"),
+        (["--num-requests", "0"], "--num-requests"),
+        (["--cache", "none"], "--cache"),
+        (["--find-rate", "1.5"], "--find-rate"),
+        (["-tp", "3"], "3"),
+    ],
+)
+def test_bad_input_is_one_line(args, message, capsys):
+    given = args if "--rate" in args else ["--rate", "2", *args]
+    with pytest.raises(SystemExit) if _by_parser(args) else _nothing() as caught:
+        code = main(["simulate", "--num-requests", "5", *given])
+    if caught is not None:
+        code = caught.value.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_trace_without_arrivals_needs_a_rate(capsys):
+    assert main(["simulate", "--num-requests", "5"]) == 2
+    assert "--rate" in capsys.readouterr().err
+
+
+def _by_parser(args: list[str]) -> bool:
+    return args[0] in ("--scheduling-policy", "--cache") or args[1] in ("-1", "0")
+
+
+class _nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *args: object) -> None:
+        return None
