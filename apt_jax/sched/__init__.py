@@ -6,6 +6,7 @@ from typing import Any
 from apt_jax.config import SchedulerConfig
 from apt_jax.errors import ConfigError
 from apt_jax.sched.apt import AptPolicy
+from apt_jax.sched.apt_plus import AptPlusPolicy
 from apt_jax.sched.apt_s import AptSPolicy
 from apt_jax.sched.bros import BrosPolicy
 from apt_jax.sched.check import check_plan
@@ -35,6 +36,7 @@ __all__ = [
     "NOT_CHOSEN",
     "NO_KIND",
     "POLICIES",
+    "AptPlusPolicy",
     "AptPolicy",
     "AptSPolicy",
     "BrosPolicy",
@@ -80,6 +82,7 @@ def _unified(name: str, **settings: Any) -> Callable[[SchedulerConfig, int], Pol
 
 POLICIES: dict[str, Callable[[SchedulerConfig, int], Policy]] = {
     "apt": lambda config, seed: AptPolicy(violation_decay=config.violation_decay),
+    "apt-plus": lambda config, seed: AptPlusPolicy(config.violation_decay),
     "apt-s": lambda config, seed: AptSPolicy(violation_decay=config.violation_decay),
     "bros": lambda config, seed: BrosPolicy(),
     "fastgen": lambda config, seed: FastGenPolicy(),
