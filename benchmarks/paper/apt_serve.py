@@ -2,6 +2,7 @@
 
     python -m benchmarks.paper.apt_serve fig8 [--quick] [--seeds N] [--requests N] [--workers N] [--out DIR]
     python -m benchmarks.paper.apt_serve all
+    python -m benchmarks.paper.apt_serve report
 
 The paper's own conditions: OPT on A100 40 GB (Table 2), its objectives (Table 3), Poisson or Gamma arrivals, hidden cache
 by reprojection. Apt-Serve is run with keys and values alone and with the hybrid cache. Requests a run, seeds and output
@@ -10,6 +11,7 @@ apt_serve_targets.csv (see `benchmarks/paper/common.py` for the verdicts).
 """
 
 import argparse
+import csv
 import dataclasses
 import functools
 import math
@@ -45,6 +47,7 @@ from apt_jax.sim.simulate import (
 from apt_jax.sim.trace import load_trace
 from benchmarks.paper.common import (
     MODELS,
+    RESULTS,
     TRACES,
     Runs,
     add_options,
@@ -897,6 +900,66 @@ def fig12(runs: Runs) -> None:
     finish(runs, "fig12", table, rows, figure)
 
 
+# --- report --------------------------------------------------------------------------------------------------------
+
+
+def report(path: Path) -> str:
+    """The table of targets as Markdown, a section a figure; every cell is ours ± spread, verdicts as one letter."""
+    with path.open(newline="", encoding="utf-8") as file:
+        found = {(row["id"], row["variant"]): row for row in csv.DictReader(file)}
+
+    def cell(target: str, variant: str = "") -> str:
+        row = found.get((target, variant))
+        if row is None:
+            return "-"
+        shown = f"{float(row['ours']):.3g}"
+        if row["spread"]:
+            shown += f" ± {float(row['spread']):.2g}"
+        return f"{shown} {_LETTERS[row['verdict']]}"
+
+    parts = [f"Verdicts: {', '.join(f'{letter} {name}' for name, letter in _LETTERS.items())}."]
+
+    def table(title: str, head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+        rule = "|---" * len(head) + "|"
+        body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        parts.append(f"{title}\n\n| {' | '.join(head)} |\n{rule}\n{body}")
+
+    def paper(*ids: str) -> str:
+        return " / ".join(targets()[i].value for i in ids)
+
+    for share in WANTED:
+        lines = []
+        for of in ("all", "peak", *TRACES):
+            ids = [f"S63-{100 * share:.0f}-{of}-{b}" for b in BASELINES]
+            ours = [" / ".join(cell(i, v) for i in ids) for v in (APT_KV, APT_HYBRID)]
+            lines.append((of, paper(*ids), *ours))
+        head = (
+            "rate ratio over vLLM / Sarathi-Serve / FastGen",
+            "paper",
+            "ours, KV",
+            "ours, hybrid",
+        )
+        table(f"Fig. 8 at {100 * share:.0f} %", head, lines)
+    lines = []
+    for target in targets():
+        if target.startswith("T4-") and target.endswith("-kv"):
+            name = target.removeprefix("T4-").removesuffix("-kv")
+            ids = (target, f"T4-{name}-hybrid", f"T5-{name}-fcfs")
+            lines.append((name, *(x for i in ids for x in (paper(i), cell(i))), cell(ids[2], "all hidden")))  # fmt: skip
+    head = ("cell", "KV: paper", "ours", "hybrid: paper", "ours", "hybrid, FCFS: paper", "ours", "ours, all hidden")  # fmt: skip
+    table("Tables 4 and 5, attainment in %", head, lines)
+    rest = [
+        (f"{row['where']}: {row['metric']} {row['dataset']} {row['setting']}".strip(), variant, row["paper"] + " " + row["unit"], cell(target, variant))
+        for (target, variant), row in found.items()
+        if not target.startswith(("S63", "T4", "T5"))
+    ]  # fmt: skip
+    table("The others", ("what", "how", "paper", "ours"), rest)
+    return "\n\n".join(parts) + "\n"
+
+
+_LETTERS = {"reproduced": "✓", "same direction": "~", "differs": "✗"}
+
+
 # --- command line --------------------------------------------------------------------------------------------------
 
 COMMANDS: dict[str, tuple[Callable[[Runs], None], int, int]] = {
@@ -925,7 +988,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = (function.__doc__ or "").split("\n")[0]
         add_options(verbs.add_parser(name, aliases=aliases, help=text), requests=requests, seeds=seeds)  # fmt: skip
     add_options(verbs.add_parser("all", help="every one of them"), requests=0, seeds=0)
+    reporting = verbs.add_parser("report", help="the table of targets as Markdown")
+    reporting.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     args = parser.parse_args(argv)
+    if args.command == "report":
+        print(report(args.out / "apt_serve_targets.csv"))
+        return 0
     wanted = (
         list(COMMANDS)
         if args.command == "all"
