@@ -59,6 +59,11 @@ class UnifiedPolicy:
     *Estimates* (§6). `RequestTable.output_lengths` is the online histogram. A request with o outputs so far is expected
     to reach the mean length of the ended ones that were longer than o (the sum over many requests is near the sum of
     their means), at most its `max_tokens`; nothing is reserved while fewer than `FEW_OUTPUTS` of those are known.
+    In a simulation of 3000 Azure conversations (Llama-3-70B, four A100, M = 100K, all there at once) estimates differ
+    little: the mean ends after 1056 s, quantiles of 0.5, 0.7 and 0.9 after 1057, 1061 and 1063 s. `longest_first` alone
+    takes 1051 s with 212 evictions, `sarathi` 1060 s with 141.
+
+    *Ranks* (§4.6). The paper does not say which switches its ranked schedulers have. Here they are those of Sarathi.
 
     *Starvation.* All but `order="input"` and `"output"` serve by arrival. Those two prefer short requests and never
     reach a long one while short ones keep the pool full.
