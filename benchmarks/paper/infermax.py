@@ -11,8 +11,8 @@ in Fig. 16. Objectives play no part: they are set out of reach.
     fig16    the Azure conversation hour on Llama-3-70B, four A100, M = 100K, C = 16384, arrivals as recorded
 
 Two cost models, for the paper gives the form of its own but not the coefficients: `linear`, InferMax §3.2 fitted to public
-measurements of operators (see infermax_fig15.py), and `measured`, the bundled description, fitted to whole steps. Fig. 16
-has `measured` alone.
+measurements of operators (see infermax_fig15.py), and `measured`, the bundled description, fitted to whole steps
+(`--costs linear measured` for both). Fig. 16 has the bundled description alone.
 
     python benchmarks/paper/infermax.py all [--quick] [--out DIRECTORY] [--workers N] [--store FILE]
 """
@@ -52,6 +52,9 @@ SHOWN = {
     "sarathi": "Sarathi",
     "sarathi-pc": "Sarathi P=C",
     "rank-none": "no rank",
+    "algorithm-1": "vLLM, no watermark",
+    "sarathi-c": "Sarathi P=C",
+    "sorting": "sorting alone",
     "rank-i": "by input",
     "rank-o": "by output",
 }
@@ -67,6 +70,18 @@ GROUPS = {
 MIXES = tuple(f"{a}+{b}" for a, b in itertools.combinations(GROUPS, 2))
 WITH_LILO = tuple(mix for mix in MIXES if "LILO" in mix)
 WITHOUT_LILO = tuple(mix for mix in MIXES if "LILO" not in mix)
+VARIANTS: dict[str, dict[str, Any]] = {
+    # vLLM as Algorithm 1 has it: it admits up to the last block, where `fcfs` leaves one in a hundred.
+    "algorithm-1": {
+        "first": "prefill",
+        "hybrid": False,
+        "chunked": False,
+        "prefill_tokens": 16384,
+    },
+    "sarathi-c": {"prefill_tokens": 16384},
+    "sorting": {"longest_first": True},
+}
+"""Configurations of the unified algorithm in Fig. 16 that have no name as a policy; C = 16384."""
 INDEFINITE = 20_000_000
 """Tokens: more than the hour ever holds at once."""
 
@@ -171,14 +186,16 @@ class Hour:
             model="llama-3-70b",
             hardware="a100-80gb",
             num_devices=4,
-            policy=self.policy,
+            policy="fcfs" if self.policy in VARIANTS else self.policy,
             cache="kv",
             slo=NO_SLO,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=16384,
             seed=self.seed,
         )
-        return measure(config, hardware, workload, None)
+        settings = VARIANTS.get(self.policy)
+        policy = UnifiedPolicy(self.policy, **settings) if settings else None
+        return measure(config, hardware, workload, policy)
 
 
 def measure(
@@ -231,6 +248,8 @@ class Options:
     store: Path | None
     workers: int
     quick: bool
+    costs: tuple[str, ...]
+    mixes: tuple[str, ...]
 
     def run(self, cases: Sequence[Any]) -> dict[Any, dict[str, Any]]:
         return run_cases(cases, self.store, self.workers)
@@ -273,9 +292,9 @@ METRICS = (
 
 def fig5(options: Options) -> list[Row]:
     num = 64 if options.quick else 1024
-    prompts = (32, 1024) if options.quick else (1, 32, 256, 1024)
-    outputs = (32,) if options.quick else (1, 32, 256, 1024)
-    costs = COSTS[:1] if options.quick else COSTS
+    prompts = (32, 1024) if options.quick else (1, 256, 1024)
+    outputs = (32,) if options.quick else (1, 32, 1024)
+    costs = options.costs
 
     def case(c: str, o: int, i: int, p: str) -> Offline:
         return Offline(policy=p, num_requests=num, prompt=i, output=o, costs=c)
@@ -314,8 +333,8 @@ def fig5(options: Options) -> list[Row]:
 def fig8(options: Options) -> list[Row]:
     num = 32 if options.quick else 1024
     output, capacity = (64, 2048) if options.quick else (1024, 100_000)
-    prompts = (8, 64) if options.quick else (1, 32, 256, 512, 1024)
-    costs = COSTS[:1] if options.quick else COSTS
+    prompts = (8, 64) if options.quick else (1, 256, 1024)
+    costs = options.costs
 
     def case(c: str, i: int, p: str) -> Offline:
         return Offline(
@@ -359,18 +378,20 @@ def fig8(options: Options) -> list[Row]:
 def fig9(options: Options) -> list[Row]:
     num = 64 if options.quick else 1024
     capacities = (100, 1_000) if options.quick else (100, 1_000, 10_000, 100_000, 1_000_000)
-    costs = COSTS[:1] if options.quick else COSTS
+    costs = options.costs
+    bases = ("fcfs", "sarathi")
+    twins = tuple(p for base in bases for p in (base, twin(base)))
 
     def prompts(capacity: int) -> list[int]:
         # What fits beside 31 tokens of output; InferMax crops its axes likewise.
-        lengths = (16, 64) if options.quick else (1, 4, 16, 64, 256, 1024)
+        lengths = (16, 64) if options.quick else (1, 16, 64, 1024)
         return [i for i in lengths if i + 31 <= capacity]
 
     def case(c: str, m: int, i: int, p: str) -> Offline:
         return Offline(policy=p, num_requests=num, prompt=i, output=32, capacity=m, costs=c)
 
     results = options.run(
-        [case(c, m, i, p) for c in costs for m in capacities for i in prompts(m) for p in TWINS]
+        [case(c, m, i, p) for c in costs for m in capacities for i in prompts(m) for p in twins]
     )
     write_csv(options.out / "infermax_fig9.csv", _rows(results))
 
@@ -397,7 +418,7 @@ def fig9(options: Options) -> list[Row]:
         for name, m in (("I-45-real-10k", 10_000), ("I-45-real-100k", 100_000)):
             if m in capacities:
                 most, where = largest(
-                    {f"{shown(p)} {i}": 1 / g for p in BASES for i, g in gain(c, p, m).items()}
+                    {f"{shown(p)} {i}": 1 / g for p in bases for i, g in gain(c, p, m).items()}
                 )
                 rows.append(effect(name, most, variant=c, where=where))
         if (m := 1_000_000) in capacities:
@@ -409,7 +430,7 @@ def fig9(options: Options) -> list[Row]:
                 label,
                 {
                     shown(p): (prompts(m), [results[case(c, m, i, p)][n] for i in prompts(m)])
-                    for p in TWINS
+                    for p in twins
                 },
             )
             for n, label in METRICS
@@ -420,10 +441,10 @@ def fig9(options: Options) -> list[Row]:
 
 
 def fig10_12(options: Options) -> list[Row]:
-    mixes = ("SISO+LILO", "SILO+LISO") if options.quick else MIXES
+    mixes = ("SISO+LILO", "SILO+LISO") if options.quick else options.mixes
     sizes = (16,) if options.quick else (16, 64, 256, 1024)
     seeds = (0, 1) if options.quick else (0, 1, 2)
-    costs = COSTS[:1] if options.quick else COSTS
+    costs = options.costs
     policies = ("rank-none", "rank-i", "rank-o")
 
     def case(c: str, mix: str, b: int, s: int, p: str) -> Offline:
@@ -475,7 +496,16 @@ def fig10_12(options: Options) -> list[Row]:
 
 def fig16(options: Options) -> list[Row]:
     num = 200 if options.quick else 19_366
-    policies = ("fcfs", "sarathi", "sarathi-pc", "fcfs-ef", "sarathi-ef", "infermax")
+    policies = (
+        "fcfs",
+        "algorithm-1",
+        "sarathi",
+        "sarathi-c",
+        "fcfs-ef",
+        "sarathi-ef",
+        "sorting",
+        "infermax",
+    )
     cases = {shown(p): Hour(policy=p, num_requests=num) for p in policies}
     bound = "vLLM, indefinite M"
     cases[bound] = Hour(policy="fcfs", num_requests=num, capacity=INDEFINITE)
@@ -485,14 +515,19 @@ def fig16(options: Options) -> list[Row]:
         [{"name": k, **dataclasses.asdict(v), **results[v]} for k, v in cases.items()],
     )
     seconds = {name: results[case]["latency_s"] for name, case in cases.items()}
-    baselines = ("vLLM", "Sarathi")
+    baselines = [shown(p) for p in policies[:4]]
     rows = [compare("I-6-deploy", seconds[name], variant=name) for name in baselines]
     rows.append(compare("I-6-ours", seconds["infermax"]))
     rows.append(compare("I-6-bound", seconds[bound]))
     for name in baselines:
         gain = seconds[name] / seconds["infermax"]
         rows.append(effect("I-abs-real", gain, variant=f"over {name}"))
-    rows.append(effect("I-abs-bound", seconds["vLLM"] / seconds[bound]))
+        gain = seconds[name] / seconds[shown("sorting")]
+        rows.append(effect("I-abs-real", gain, variant=f"sorting alone over {name}"))
+    rows += [
+        effect("I-abs-bound", seconds[name] / seconds[bound], variant=f"over {name}")
+        for name in baselines
+    ]
     figure, axes = new_figure(1, 1, width=6, height=3)
     axis = axes[0][0]
     axis.barh(list(seconds)[::-1], list(seconds.values())[::-1])
@@ -514,9 +549,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--store", type=Path, help="keeps finished runs, to go on from later")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--costs", nargs="+", choices=COSTS, default=COSTS[:1])
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=MIXES, help="of Fig. 10 to 12")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    options = Options(out=args.out, store=args.store, workers=args.workers, quick=args.quick)
+    options = Options(
+        out=args.out,
+        store=args.store,
+        workers=args.workers,
+        quick=args.quick,
+        costs=tuple(args.costs),
+        mixes=tuple(args.mixes),
+    )
     for name in FIGURES if "all" in args.figures else args.figures:
         rows = FIGURES[name](options)
         print_rows(rows)
