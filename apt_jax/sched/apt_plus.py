@@ -145,7 +145,7 @@ class AptPlusPolicy:
             return Plan.idle()
         self._remaining.learn(view.table.output_lengths, view.table.num_output_lengths)
         urgent = urgency(view, rows)
-        waiting = _Waiting(self, view, urgent)
+        waiting = _Waiting(self, view, urgent) if view.waiting.size else None
         first_decoding = rows.size - decoding.size
         late = urgent.violated[first_decoding:]
         stays = self._make_room(view, decoding, late, waiting, partial)
@@ -175,7 +175,7 @@ class AptPlusPolicy:
             )
             if partial.size:
                 packer.go_on(partial)
-            if view.waiting.size and packer.seats_left > 0 and packer.tokens_left > 0:
+            if waiting is not None and packer.seats_left > 0 and packer.tokens_left > 0:
                 self._admit(view, waiting, packer, decoding, partial, decode_s)
             if prompts_only and packer.is_empty:
                 packer.decode(decoding)
@@ -190,7 +190,7 @@ class AptPlusPolicy:
         view: SchedulerView,
         decoding: Rows,
         late: NDArray[np.bool_],
-        waiting: "_Waiting",
+        waiting: "_Waiting | None",
         partial: Rows,
     ) -> NDArray[np.bool_]:
         """(n,) which of `decoding` keep their cache."""
@@ -199,7 +199,7 @@ class AptPlusPolicy:
         held = table.num_blocks[decoding]
         growth = held_blocks_for(view, decoding, table.num_tokens[decoding]) - held
         lacking = int(growth.sum()) - view.free_blocks
-        wanted = waiting.urgent if self._sacrifice else waiting.none
+        wanted = waiting.urgent if waiting is not None and self._sacrifice else decoding[:0]
         if not decoding.size or (lacking <= 0 and not wanted.size):
             return stays
         burden_s = self._burden_s(view, decoding, table.kind[decoding])
@@ -210,10 +210,9 @@ class AptPlusPolicy:
         if lacking > 0:
             freed = np.cumsum(held[order] + growth[order])
             num_out = int(np.searchsorted(freed, lacking)) + 1
-            last = decoding[order[-1]]
-            if num_out >= decoding.size and _needed(view, last) <= view.total_blocks:
+            if num_out >= decoding.size and (held + growth)[order[-1]] <= view.total_blocks:
                 num_out = decoding.size - 1  # it goes on in any case; prompts make room
-        elif wanted.size:
+        elif waiting is not None:
             reserve = _growth(view, decoding, RESERVE_TOKENS)
             room = view.free_blocks - _growth(view, partial, 1) - reserve
             price_s = np.where(late, np.inf, burden_s)[order]
@@ -240,12 +239,12 @@ class AptPlusPolicy:
         num_out = 0
         for i in np.argsort(burden_s, kind="stable").tolist():
             lacking, out = int(blocks[i]) - room, num_out
-            total_s = 0.0
+            one_has_gone = False
             while lacking > 0 and out < held.size:
-                # All that go for one request must together still be dearer than it is.
-                if price_s[out] < SACRIFICE_RATIO * burden_s[i] or 0.0 < total_s < np.inf:
+                # Late ones cost nothing; of those on time at most one goes for another.
+                if one_has_gone or price_s[out] < SACRIFICE_RATIO * burden_s[i]:
                     return num_out
-                total_s += float(price_s[out]) if price_s[out] < np.inf else 0.0
+                one_has_gone = bool(price_s[out] < np.inf)
                 lacking -= int(held[out])
                 out += 1
             if lacking > 0:
@@ -428,7 +427,6 @@ class _Waiting:
         started = table.num_delivered[rows] > 0
         objective_s = np.where(started, table.slo_tbt_s[rows], table.slo_ttft_s[rows])
         self.urgent = np.flatnonzero(~self.late & (self.pending_s > URGENT_SHARE * objective_s))
-        self.none = self.urgent[:0]
 
     def burden_s(self, policy: AptPlusPolicy, view: SchedulerView) -> NDArray[np.float64]:
         return policy._burden_s(view, self.rows, self.kind)
@@ -446,12 +444,6 @@ def _often_preempted(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
     table = view.table
     windows = 1 + table.num_outputs[rows] // 64
     return table.num_preemptions[rows] >= PROTECTION_AFTER * windows
-
-
-def _needed(view: SchedulerView, row: np.int32) -> int:
-    """Blocks that the next position of a running row takes with those before it."""
-    rows = np.array([row], np.int32)
-    return int(held_blocks_for(view, rows, view.table.num_tokens[rows])[0])
 
 
 def _growth(view: SchedulerView, rows: Rows, ahead: int) -> int:
