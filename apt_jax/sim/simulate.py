@@ -9,7 +9,7 @@ same requests and arrivals for every policy, and the same pattern of arrivals, s
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError, InvalidRequestError
-from apt_jax.executor import StepBatch
+from apt_jax.executor import Executor, StepBatch
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import HIDDEN, Policy, make_policy
@@ -210,6 +210,16 @@ def draw_workload(trace: Trace, config: SimulationConfig) -> Workload:
     )
 
 
+class TimedExecutor(Executor, Protocol):
+    """An executor that says how long it has worked."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def busy_s(self) -> float: ...
+
+
 def simulate(
     config: SimulationConfig,
     *,
@@ -217,6 +227,7 @@ def simulate(
     workload: Workload | None = None,
     policy: Policy | None = None,
     step_s: Callable[[StepBatch], float] | None = None,
+    executor: Callable[[VirtualClock], TimedExecutor] | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_step: Callable[[Engine], None] | None = None,
     debug: bool = False,
@@ -229,6 +240,8 @@ def simulate(
         workload: None: drawn from the trace that `config` names.
         policy: None: the one that `config` names.
         step_s: durations of steps; None: the hardware's cost model.
+        executor: makes another one than `SimulatedExecutor` for the run's clock, which it must advance
+            (`apt_jax.sim.record`); its pool and block size must be the hardware's.
         progress: told (ended requests, all) now and then.
         on_step: called with the engine after every iteration, for pictures.
         debug: the engine checks its accounting after every step.
@@ -254,15 +267,19 @@ def simulate(
         overlap=False,
     )
     clock = VirtualClock()
-    executor = SimulatedExecutor(
-        clock,
-        step_s or (lambda batch: costs.step_s(batch.num_tokens, batch.start, batch.kind)),
-        num_blocks=config.num_blocks or hardware.num_blocks,
-        block_size=hardware.block_size,
-        max_num_seqs=config.max_num_seqs,
+    timed: TimedExecutor = (
+        executor(clock)
+        if executor is not None
+        else SimulatedExecutor(
+            clock,
+            step_s or (lambda batch: costs.step_s(batch.num_tokens, batch.start, batch.kind)),
+            num_blocks=config.num_blocks or hardware.num_blocks,
+            block_size=hardware.block_size,
+            max_num_seqs=config.max_num_seqs,
+        )
     )
     engine = Engine(
-        executor,
+        timed,
         make_policy(config=scheduler, seed=config.seed) if policy is None else policy,
         clock,
         hardware.kinds(config.cache, config.hidden_attention),
@@ -271,7 +288,7 @@ def simulate(
         costs=costs,
         debug=debug,
     )
-    requests, hidden_tokens = _run(engine, executor, clock, workload, config, progress, on_step)
+    requests, hidden_tokens = _run(engine, timed, clock, workload, config, progress, on_step)
     stats = engine.stats()
     records = [
         RequestRecord(arrival_s=float(workload.arrival_s[i]), ok=False, slo=config.slo)
@@ -287,11 +304,9 @@ def simulate(
         recomputed_tokens=stats.recomputed_tokens,
         kind_switches=sum(stats.kind_switches.values()),
         hidden_token_fraction=hidden_tokens / max(stats.generation_tokens, 1),
-        iterations=executor.num_steps,
+        iterations=timed.num_steps,
         iterations_by_type=stats.iterations,
-        device_busy_fraction=executor.busy_s / summary.duration_s
-        if summary.duration_s > 0
-        else 0.0,
+        device_busy_fraction=timed.busy_s / summary.duration_s if summary.duration_s > 0 else 0.0,
         schedule_ms=(stats.schedule_p50_ms, stats.schedule_p99_ms),
         sim_wall_s=time.perf_counter() - started,
         requests=requests,
@@ -300,7 +315,7 @@ def simulate(
 
 def _run(
     engine: Engine,
-    executor: SimulatedExecutor,
+    executor: TimedExecutor,
     clock: VirtualClock,
     workload: Workload,
     config: SimulationConfig,

@@ -32,7 +32,10 @@ def make_executor(
     **kwargs: Any,
 ) -> JaxExecutor:
     cache = CacheConfig(
-        block_size=BLOCK, num_blocks_override=400, mode=mode, hidden_attention=attention
+        block_size=BLOCK,
+        num_blocks_override=kwargs.pop("num_blocks", 400),
+        mode=mode,
+        hidden_attention=attention,
     )
     return JaxExecutor(
         kwargs.pop("params", PARAMS),
