@@ -508,6 +508,29 @@ def fig8(runs: Runs) -> None:
     finish(runs, "fig8", _effective_table(runs, found), rows, figure)
 
 
+def length(runs: Runs) -> None:
+    """Not in the paper: the gain on ShareGPT, 13B, as runs get longer; the paper has 1,000 requests a run."""
+    table: Rows = []
+    for n in (100, 200) if runs.quick else (runs.num_requests, 1000):
+        of = dataclasses.replace(runs, num_requests=n)
+        found = _effective(of, f"{n} requests", [("ShareGPT", "13B", s) for s in (VLLM, APT_KV)])
+        for share in WANTED:
+            base, ours = (_rates(found["ShareGPT", "13B", s], share) for s in (VLLM, APT_KV))
+            table.append(
+                {
+                    "requests": n,
+                    "attainment_percent": 100 * share,
+                    VLLM: float(base.mean()),
+                    APT_KV: float(ours.mean()),
+                    "ratio": float((ours / base).mean()),
+                    "ratio_spread": spread((ours / base).tolist()),
+                    "seeds": len(runs.seeds),
+                }
+            )
+            print({k: f"{v:.4g}" for k, v in table[-1].items() if not isinstance(v, str)})
+    finish(runs, "length", table, [])
+
+
 def fig11(runs: Runs) -> None:
     """Fig. 11: Apt-Serve-S (chunked prefills, mixed batches) beside vLLM, Sarathi-Serve and Apt-Serve, 13B."""
     datasets = ("HumanEval",) if runs.quick else tuple(TRACES)
@@ -969,6 +992,7 @@ COMMANDS: dict[str, tuple[Callable[[Runs], None], int, int]] = {
     "table4": (table4, 400, 3),
     "table6": (table6, 0, 1),
     "fig8": (fig8, 300, 3),
+    "length": (length, 300, 3),
     "fig10": (fig10, 400, 3),
     "fig9": (fig9, 300, 3),
     "fig11": (fig11, 300, 3),
