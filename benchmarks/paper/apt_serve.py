@@ -759,7 +759,7 @@ def fig10(runs: Runs) -> None:
         rows.append(compare("S66-starve", starved, variant=f"TTFT over {_STARVED:g} times its objective, {cache}", agrees=mean(starved) > 0, requests=n))  # fmt: skip
 
         def tail(name: str, d: str) -> float:
-            return mean([max(r["ttft_s"]) for r in results[d, name]])
+            return mean([float(np.percentile(r["ttft_s"], 99)) for r in results[d, name]])
 
         shorter = [tail(f"Apt-Serve*, {cache}", d) < tail(f"Apt-Serve, {cache}", d) for d in datasets]  # fmt: skip
         above = [
@@ -767,7 +767,7 @@ def fig10(runs: Runs) -> None:
             for d in datasets
         ]
         rows += [
-            claim("C-fig10-tail", "Fig 10", "factor 0.4: longest TTFT is shorter than without", shorter, variant=cache),
+            claim("C-fig10-tail", "Fig 10", "factor 0.4: P99 of TTFT is below that without", shorter, variant=cache),
             claim("C-fig10-fcfs", "Fig 10", "factor 0.4: attainment still above FCFS", above, variant=cache),
         ]  # fmt: skip
     figure, axes = new_figure(2, len(datasets))
