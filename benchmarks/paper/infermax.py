@@ -53,8 +53,8 @@ SHOWN = {
     "sarathi-pc": "Sarathi P=C",
     "rank-none": "no rank",
     "algorithm-1": "vLLM, no watermark",
-    "sarathi-c": "Sarathi P=C",
     "sorting": "sorting alone",
+    "infermax-c": "infermax P=C",
     "rank-i": "by input",
     "rank-o": "by output",
 }
@@ -78,17 +78,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "chunked": False,
         "prefill_tokens": 16384,
     },
-    "sarathi-c": {"prefill_tokens": 16384},
     "sorting": {"longest_first": True},
+    "infermax-c": {"longest_first": True, "reserve": "estimate", "prefill_tokens": 16384},
+    # The one group of all requests that rank-i and rank-o sort, in order of arrival.
+    "rank-none": {"first": "nobody"},
 }
-"""Configurations of the unified algorithm in Fig. 16 that have no name as a policy; C = 16384."""
+"""Configurations of the unified algorithm that have no name as a policy. A step has at most C tokens in any case."""
 INDEFINITE = 20_000_000
 """Tokens: more than the hour ever holds at once."""
 
 
+def variant(policy: str) -> UnifiedPolicy | None:
+    return UnifiedPolicy(policy, **VARIANTS[policy]) if policy in VARIANTS else None
+
+
 def twin(policy: str) -> str:
     """The eviction-free variant."""
-    return f"{policy}-ef"
+    return "fcfs-ef" if policy == "algorithm-1" else f"{policy}-ef"
 
 
 def shown(policy: str) -> str:
@@ -144,15 +150,14 @@ class Offline:
         config = SimulationConfig(
             model="llama-2-7b",
             hardware="a100-80gb",
-            policy="fcfs" if self.policy == "rank-none" else self.policy,
+            policy="fcfs" if self.policy in VARIANTS else self.policy,
             cache="kv",
             slo=NO_SLO,
             max_num_seqs=self.num_requests,
             max_num_batched_tokens=4096,
             seed=self.seed,
         )
-        # The one group of all requests that rank-i and rank-o sort, in order of arrival.
-        policy = UnifiedPolicy("rank-none", first="nobody") if self.policy == "rank-none" else None
+        policy = variant(self.policy)
         return measure(config, self.hardware(), workload, policy)
 
 
@@ -193,8 +198,7 @@ class Hour:
             max_num_batched_tokens=16384,
             seed=self.seed,
         )
-        settings = VARIANTS.get(self.policy)
-        policy = UnifiedPolicy(self.policy, **settings) if settings else None
+        policy = variant(self.policy)
         return measure(config, hardware, workload, policy)
 
 
@@ -335,16 +339,20 @@ def fig8(options: Options) -> list[Row]:
     output, capacity = (64, 2048) if options.quick else (1024, 100_000)
     prompts = (8, 64) if options.quick else (1, 256, 1024)
     costs = options.costs
+    shown_here = ("algorithm-1", *TWINS)
 
     def case(c: str, i: int, p: str) -> Offline:
         return Offline(
             policy=p, num_requests=num, prompt=i, output=output, capacity=capacity, costs=c
         )
 
-    results = options.run(list(itertools.starmap(case, itertools.product(costs, prompts, TWINS))))
+    results = options.run(
+        list(itertools.starmap(case, itertools.product(costs, prompts, shown_here)))
+    )
     write_csv(options.out / "infermax_fig8.csv", _rows(results))
     targets = {
         "fcfs": ("I-44-tps-vllm", "I-44-ttft", "I-44-tpot"),
+        "algorithm-1": ("I-44-tps-vllm", "I-44-ttft", "I-44-tpot"),
         "sarathi": ("I-44-tps-sar", "I-44-ttft-sar", "I-44-tpot-sar"),
         "sarathi-pc": ("I-44-tps-sarpc", "I-44-ttft", "I-44-tpot"),
     }
@@ -360,6 +368,8 @@ def fig8(options: Options) -> list[Row]:
         for name, values in zip(names, gains, strict=True):
             most, where = largest(values)
             rows.append(effect(name, most, variant=variant, where=where))
+        if base == "algorithm-1":
+            continue  # the same twin
         for name, i in (("I-44-run-I1", prompts[0]), ("I-44-run-I1024", prompts[-1])):
             rows.append(compare(name, results[case(c, i, twin(base))]["running"], variant=variant))
     for c in costs:
@@ -367,7 +377,10 @@ def fig8(options: Options) -> list[Row]:
             (
                 "",
                 label,
-                {shown(p): (prompts, [results[case(c, i, p)][m] for i in prompts]) for p in TWINS},
+                {
+                    shown(p): (prompts, [results[case(c, i, p)][m] for i in prompts])
+                    for p in shown_here
+                },
             )
             for m, label in (*METRICS, ("running", "running requests"))
         ]
@@ -379,8 +392,8 @@ def fig9(options: Options) -> list[Row]:
     num = 64 if options.quick else 1024
     capacities = (100, 1_000) if options.quick else (100, 1_000, 10_000, 100_000, 1_000_000)
     costs = options.costs
-    bases = ("fcfs", "sarathi")
-    twins = tuple(p for base in bases for p in (base, twin(base)))
+    bases = ("fcfs", "algorithm-1", "sarathi")
+    twins = tuple(dict.fromkeys(p for base in bases for p in (base, twin(base))))
 
     def prompts(capacity: int) -> list[int]:
         # What fits beside 31 tokens of output; InferMax crops its axes likewise.
@@ -500,11 +513,12 @@ def fig16(options: Options) -> list[Row]:
         "fcfs",
         "algorithm-1",
         "sarathi",
-        "sarathi-c",
+        "sarathi-pc",
         "fcfs-ef",
         "sarathi-ef",
         "sorting",
         "infermax",
+        "infermax-c",
     )
     cases = {shown(p): Hour(policy=p, num_requests=num) for p in policies}
     bound = "vLLM, indefinite M"
@@ -522,8 +536,9 @@ def fig16(options: Options) -> list[Row]:
     for name in baselines:
         gain = seconds[name] / seconds["infermax"]
         rows.append(effect("I-abs-real", gain, variant=f"over {name}"))
-        gain = seconds[name] / seconds[shown("sorting")]
-        rows.append(effect("I-abs-real", gain, variant=f"sorting alone over {name}"))
+        for other in ("sorting", "infermax-c"):
+            gain = seconds[name] / seconds[shown(other)]
+            rows.append(effect("I-abs-real", gain, variant=f"{shown(other)} over {name}"))
     rows += [
         effect("I-abs-bound", seconds[name] / seconds[bound], variant=f"over {name}")
         for name in baselines
