@@ -860,6 +860,9 @@ _LONG_RATES = {
     "BookCorpus": (0.5, 1.5, 3.0),
 }
 
+_LONG_FACTOR = {"WikiText": 4}
+"""More requests where they come faster: a run shorter than the TTFT objective of 10 s cannot miss it."""
+
 
 def fig12(runs: Runs) -> None:
     """Fig. 12: vLLM and Apt-Serve with ultra-long prompts.
@@ -888,14 +891,14 @@ def fig12(runs: Runs) -> None:
                 trace=_LONG[d],
                 rate=rate,
                 slo=slo,
-                num_requests=runs.num_requests,
+                num_requests=_LONG_FACTOR.get(d, 1) * runs.num_requests,
                 **SYSTEMS[s],
             )
             for d, m, s, rate in keys
         },
     )
     table = [
-        {"dataset": d, "model": m, "system": s, "rate": rate, **cells(r), "requests": runs.num_requests}
+        {"dataset": d, "model": m, "system": s, "rate": rate, **cells(r), "requests": _LONG_FACTOR.get(d, 1) * runs.num_requests}
         for (d, m, s, rate), r in results.items()
     ]  # fmt: skip
     rows = [
