@@ -280,6 +280,8 @@ def _plot(
         for name, (xs, ys) in curves.items():
             axis.plot(xs, ys, marker=".", label=name, ls="--" if name.endswith("EF") else "-")
         axis.set(title=title, ylabel=y, xlabel=x, xscale="log")
+    for axis in flat[len(panels) :]:
+        axis.axis("off")
     flat[0].legend(fontsize="x-small")
     save_figure(figure, path)
 
@@ -428,6 +430,10 @@ def fig9(options: Options) -> list[Row]:
         ):
             most, where = largest(gain(c, base, m))
             rows.append(effect(name, most, variant=c, where=where))
+            if base == "fcfs":
+                most, where = largest(gain(c, "algorithm-1", m))
+                bare = f"{c}, {shown('algorithm-1')}"
+                rows.append(effect(name, most, variant=bare, where=where))
         for name, m in (("I-45-real-10k", 10_000), ("I-45-real-100k", 100_000)):
             if m in capacities:
                 most, where = largest(
