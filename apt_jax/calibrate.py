@@ -1,6 +1,6 @@
 """Measure what steps cost on this machine: the coefficients that scheduling weighs (Apt-Serve §4.2's ρ, made affine).
 
-The executor that serves is timed on synthetic batches over a grid of sizes, lengths and kinds; the fit is stored as
+The executor that serves is timed on synthetic batches of random sizes, lengths and kinds; the fit is stored as
 JSON in the cache directory, under a name made of everything that it depends on, and loaded at the next start.
 """
 
@@ -18,19 +18,26 @@ import numpy as np
 
 from apt_jax.executor import StepBatch
 from apt_jax.jax_executor import JaxExecutor
-from apt_jax.request import SamplingParams
-from apt_jax.sched.cost_model import (
-    CostModel,
-    DecodePoint,
-    FitQuality,
-    PrefillPoint,
-    fit_cost_model,
+from apt_jax.pallas.xla import (
+    PREFILL_KEY_TILE,
+    PREFILL_QUERY_TILE,
+    ROWS_PER_TILE,
+    TOKENS_PER_TILE,
 )
-from apt_jax.sched.view import HIDDEN, KV
+from apt_jax.request import SamplingParams
+from apt_jax.sched.cost_model import CostModel, FitQuality, StepPoint, fit_cost_model
+from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes
+from apt_jax.sched.view import HIDDEN, KV, StepCosts
 from apt_jax.sim.hardware import Hardware
 
 DEFAULT_BUDGET_S = 30.0
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+_MIN_ROUNDS = 3
+"""Rounds that are measured whatever the budget: a round has a step of each program."""
+_REPEATS = 3
+"""Times that a step with chunks is measured, the median counts,"""
+_DECODE_RUN = 5
+"""Decode steps whose median counts, after as many that do not."""
 
 
 def cache_dir() -> Path:
@@ -65,16 +72,97 @@ def _batch(
     )
 
 
-def _time_s(executor: JaxExecutor, batch: StepBatch, budget_s: float) -> float:
-    """Median over a few runs of one step, fetched; at least two runs after one that is not counted."""
+def _time_s(executor: JaxExecutor, batch: StepBatch) -> float:
+    start = time.perf_counter()
     executor.execute(batch).result()
-    times: list[float] = []
-    end = time.monotonic() + budget_s
-    while len(times) < 2 or (time.monotonic() < end and len(times) < 9):
-        start = time.monotonic()
-        executor.execute(batch).result()
-        times.append(time.monotonic() - start)
-    return float(np.median(times))
+    return time.perf_counter() - start
+
+
+def program_shapes(executor: JaxExecutor) -> ProgramShapes:
+    """What `executor` pads steps to."""
+    return ProgramShapes(
+        decode_buckets=tuple(executor.decode_buckets),
+        prefill_buckets=tuple(executor.prefill_buckets),
+        mixed=executor.mixed,
+        rows_per_tile=ROWS_PER_TILE,
+        tokens_per_tile=TOKENS_PER_TILE,
+        query_tile=PREFILL_QUERY_TILE,
+        key_tile=PREFILL_KEY_TILE,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Episode:
+    """A step with chunks and the decode step of other rows around it, each as (kinds, starts, lens)."""
+
+    prefill: tuple[list[int], list[int], list[int]]
+    decode: tuple[list[int], list[int], list[int]]
+
+
+def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]:
+    """A round: every program once, with rows, contexts, kinds and chunks drawn at random."""
+    shapes, max_len = program_shapes(executor), executor.max_model_len
+    offered = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]
+    # As many cached tokens as fit the pool: beyond that the timing would read the same blocks again and again.
+    room = executor.num_blocks * executor.block_size // (2 if KV in offered else 1)
+
+    def bounds(buckets: tuple[int, ...], i: int, most: int) -> tuple[int, int]:
+        return (buckets[i - 1] + 1 if i else 1), min(buckets[i], most)
+
+    def kinds(count: int) -> list[int]:
+        if len(offered) == 2 and rng.random() < 1 / 3:
+            return rng.integers(0, 2, count).tolist()
+        return [int(rng.choice(offered))] * count
+
+    def contexts(count: int, longest: int) -> list[int]:
+        # Short contexts are the common ones; every scale is drawn as often.
+        longest = max(1, min(longest, max_len - 2, room // count))
+        scale = int(np.exp(rng.uniform(np.log(min(16, longest)), np.log(longest))))
+        return rng.integers(1, scale + 1, count).tolist()
+
+    decodes, prefills = list[int](), list[tuple[int, bool]]()
+    for rows, tokens in shapes.programs():
+        if tokens == 0:
+            decodes.append(shapes.decode_buckets.index(rows))
+        else:
+            prefills.append((shapes.prefill_buckets.index(tokens), rows > 0))
+    decodes, prefills = [int(i) for i in rng.permutation(decodes)], list(prefills)
+    rng.shuffle(prefills)
+    out = []
+    for turn in range(max(len(decodes), len(prefills))):
+        low, high = bounds(
+            shapes.decode_buckets, decodes[turn % len(decodes)], executor.max_num_seqs
+        )
+        count = int(rng.integers(low, high + 1))
+        decode = (kinds(count), contexts(count, max_len), [1] * count)
+
+        bucket, with_decode = prefills[turn % len(prefills)]
+        low, high = bounds(shapes.prefill_buckets, bucket, executor.max_num_batched_tokens)
+        total = int(rng.integers(max(low, 2), max(high, 2) + 1))
+        fewest = -(-total // max_len)
+        chunks = int(
+            rng.integers(fewest, max(fewest, min(8, total // 2, executor.max_num_seqs)) + 1)
+        )
+        cuts = np.sort(rng.choice(np.arange(1, total), chunks - 1, replace=False))
+        lens = np.minimum(np.diff([0, *cuts.tolist(), total]), max_len).tolist()
+        if max(lens) < 2:
+            lens[0] = 2
+        starts = [
+            contexts(chunks, max_len - n)[0] if rng.random() < 1 / 3 and n < max_len - 1 else 0
+            for n in lens
+        ]
+        # Rows that decode beside the chunks: computed as chunks of one token, unless there is a program for both.
+        beside = 0
+        if with_decode or (not shapes.mixed and rng.random() < 1 / 3):
+            beside = int(rng.integers(1, max(2, min(count, executor.max_num_seqs - chunks) + 1)))
+            if not with_decode:
+                beside = min(beside, executor.max_num_batched_tokens - sum(lens))
+            beside = min(beside, executor.max_num_seqs - chunks)
+        if beside > 0:
+            starts += contexts(beside, max_len)
+            lens += [1] * beside
+        out.append(_Episode(prefill=(kinds(len(lens)), starts, lens), decode=decode))
+    return out
 
 
 def calibrate(
@@ -84,71 +172,50 @@ def calibrate(
 ) -> CostModel:
     """Time prefill and decode steps of a warmed-up executor, about `budget_s` seconds, and fit a `CostModel`.
 
-    The pool's contents are overwritten; call it before serving.
+    Steps are timed in the order in which serving runs them, a step with chunks between decode steps, and runs of decode
+    steps: on a CPU a decode step within 20 ms of a large prefill was measured up to a third slower than one later in
+    its run, and most steps of a server are the latter. The pool's contents are overwritten; call it before serving.
     """
-    offered = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]
-    max_len = executor.max_model_len
-    rows = sorted(
-        {b for b in executor.decode_buckets if b in (1, 2, 4, 8, 16, 32, 64)}
-        | {executor.decode_buckets[-1]}
-    )
-    rows = [min(b, executor.max_num_seqs) for b in rows]
-    lengths = sorted({min(max_len - 2, n) for n in (16, 128, 384, max_len // 2, max_len - 2)})
-    # As many cached tokens as fit the pool: beyond that the timing would read the same blocks again and again.
-    room = executor.num_blocks * executor.block_size
-    decode_grid = [(b, n) for b in rows for n in lengths if b * n <= max(room, 2 * max_len)]
-    decode_cases: list[tuple[list[int], list[int]]] = []
-    for b, n in decode_grid:
-        decode_cases += [([k] * b, [n] * b) for k in offered]
-        if len(offered) == 2 and b >= 4:
-            decode_cases.append(([KV] * (b // 2) + [HIDDEN] * (b - b // 2), [n] * b))
-    prefill_cases: list[tuple[list[int], list[int], list[int]]] = []
-    budget = executor.max_num_batched_tokens
-    for kind in offered:
-        for tokens in sorted({min(budget, t) for t in (16, *executor.prefill_buckets)}):
-            chunks = [t for t in _split(tokens, min(max_len, 128))][: executor.max_num_seqs]
-            prefill_cases.append(([kind] * len(chunks), [0] * len(chunks), chunks))
-            if tokens <= max_len:
-                prefill_cases.append(([kind], [0], [tokens]))
-            if 2 * tokens <= max_len:
-                prefill_cases.append(([kind], [max_len - tokens], [tokens]))
-    total = len(decode_cases) + len(prefill_cases)
-    share_s = budget_s / total
-    done = 0
-
-    def measured(kinds: list[int], starts: list[int], lens: list[int]) -> float:
-        nonlocal done
-        seconds = _time_s(executor, _batch(executor, kinds, starts, lens), share_s)
-        done += 1
-        if progress:
-            progress(done, total)
-        return seconds
-
-    prefill_points = [
-        PrefillPoint(chunk_lens=lens, prefix_lens=starts, time_s=measured(kinds, starts, lens))
-        for kinds, starts, lens in prefill_cases
-        if max(lens) > 1
-    ]
-    decode_points = []
-    for kinds, starts in decode_cases:
-        seconds = measured(kinds, starts, [1] * len(kinds))
-        by_kind = {
-            k: [s for kind, s in zip(kinds, starts, strict=True) if kind == k] for k in (KV, HIDDEN)
-        }
-        decode_points.append(
-            DecodePoint(kv_lens=by_kind[KV], hidden_lens=by_kind[HIDDEN], time_s=seconds)
-        )
+    rng = np.random.default_rng(0)
+    shapes = program_shapes(executor)
+    points: list[StepPoint] = []
+    started, rounds = time.monotonic(), 0
+    while rounds < _MIN_ROUNDS or time.monotonic() - started < budget_s:
+        episodes = _episodes(executor, rng)
+        for episode in episodes:
+            prefill, decode = (
+                _batch(executor, *step) for step in (episode.prefill, episode.decode)
+            )
+            if not rounds:  # the first run of a program is not counted
+                _time_s(executor, prefill)
+            times: tuple[list[float], list[float]] = ([], [])
+            for _ in range(_REPEATS):
+                _time_s(executor, decode)
+                times[0].append(_time_s(executor, prefill))
+            times[1].extend(_time_s(executor, decode) for _ in range(2 * _DECODE_RUN))
+            del times[1][:_DECODE_RUN]
+            for (kinds, starts, lens), measured in zip(
+                (episode.prefill, episode.decode), times, strict=True
+            ):
+                points.append(
+                    StepPoint(
+                        num_tokens=lens, start=starts, kind=kinds, time_s=float(np.median(measured))
+                    )
+                )
+            if progress:
+                spent = (time.monotonic() - started) / max(budget_s, 1e-9)
+                least = len(points) / (2 * _MIN_ROUNDS * len(episodes))
+                progress(int(99 * min(1.0, spent, least)), 100)
+        rounds += 1
+    if progress:
+        progress(100, 100)
     executor.reset()
-    return fit_cost_model(prefill_points, decode_points)
-
-
-def _split(tokens: int, chunk: int) -> list[int]:
-    return [chunk] * (tokens // chunk) + ([tokens % chunk] if tokens % chunk else [])
+    return fit_cost_model(points, shapes)
 
 
 def _key(executor: JaxExecutor) -> str:
     facts = {
-        "version": 1,
+        "version": 2,
         "model": dataclasses.asdict(executor.config),
         "dtype": str(executor.params.embed.dtype),
         "mode": executor.cache_config.mode,
@@ -179,11 +246,16 @@ def load_calibration(path: Path) -> CostModel | None:
     """A stored fit; None where there is none or it cannot be read."""
     try:
         data = json.loads(path.read_text())
+        shapes = data["programs"]["shapes"]
+        for name in ("decode_buckets", "prefill_buckets"):
+            shapes[name] = tuple(shapes[name])
         return CostModel(
-            prefill=tuple(data["prefill"]),
-            decode=tuple(data["decode"]),
-            prefill_quality=FitQuality(**data["prefill_quality"]),
-            decode_quality=FitQuality(**data["decode_quality"]),
+            costs=StepCosts(**data["costs"]),
+            programs=ProgramCosts(
+                shapes=ProgramShapes(**shapes),
+                coefficients=tuple(data["programs"]["coefficients"]),
+            ),
+            **{name: FitQuality(**data[name]) for name in data if name.endswith("_quality")},
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -246,10 +318,13 @@ def describe(model: CostModel, executor: JaxExecutor, model_name: str) -> Hardwa
         num_blocks=executor.num_blocks,
         hidden_blocks_per_group=1 if hidden else None,
         costs={mode: model.step_costs()},
+        programs=model.programs,
         basis=basis,
         source=f"apt-jax calibrate on {device} ({executor.platform}), {dtype}, jax {jax.__version__}",
         fit={
             "prefill": dataclasses.asdict(model.prefill_quality),
             "decode": dataclasses.asdict(model.decode_quality),
+            "linear prefill": dataclasses.asdict(model.linear_prefill_quality),
+            "linear decode": dataclasses.asdict(model.linear_decode_quality),
         },
     )

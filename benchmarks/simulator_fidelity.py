@@ -3,12 +3,13 @@
     python -m benchmarks.simulator_fidelity [--requests N] [--seconds S]
 
 1. Calibrate tiny-opt on this machine (`apt_jax.calibrate`), as a server does at its start.
-2. Serve a trace with the real executor, steps timed; replay the times in the simulator: every decision must be the same.
-3. Simulate the trace with the calibrated cost model instead: predicted against measured time of every step, and TTFT and TBT
-   percentiles of both.
+2. Serve a trace with the engine as it serves: wall clock, the next step dispatched while one runs.
+3. Serve it with every step timed on its own; replay the times in the simulator: every decision must be the same.
+4. Simulate it with the calibrated cost model: predicted against measured time of every step of 3, and TTFT and TBT
+   percentiles of all three.
 
-On a machine with other work the measured times vary by more than any model could explain: steps of one shape (kinds, rows and tokens,
-rounded up to powers of two) are therefore also compared by their medians.
+Single steps of one shape (kinds, rows and tokens, rounded up to powers of two) take times that vary by more than any model
+could explain; such steps are therefore also compared by their medians.
 """
 
 import argparse
@@ -17,19 +18,22 @@ import csv
 import datetime
 import os
 import platform
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from apt_jax.calibrate import calibrate
+from apt_jax.calibrate import calibrate, describe
+from apt_jax.clock import WallClock
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.executor import Executor, StepBatch, StepHandle
 from apt_jax.jax_executor import JaxExecutor
-from apt_jax.llm import ProgressBars, build_engine
-from apt_jax.sim.hardware import Hardware
+from apt_jax.llm import EngineParts, ProgressBars, build_engine, with_scheduler
+from apt_jax.metrics import RequestRecord, Summary, summarize
+from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sim.record import difference, run_recorded, run_replayed
-from apt_jax.sim.simulate import SimulationConfig, SimulationResult, Workload, simulate
+from apt_jax.sim.simulate import SimulationConfig, Workload, simulate
 from apt_jax.sim.trace import draw_arrivals
 
 RESULTS = Path(__file__).resolve().parent / "results" / "simulator-fidelity"
@@ -71,6 +75,36 @@ def draw(num_requests: int, rate: float, max_len: int, seed: int) -> Workload:
     )
 
 
+def serve(parts: EngineParts, config: SimulationConfig, workload: Workload) -> list[float]:
+    """Serve in real time; `percentiles` of what the requests saw."""
+    engine, clock = with_scheduler(parts, config.policy, config.cache).engine, WallClock()
+    begin_s, n = clock.now_s() + 0.1, workload.arrival_s.size
+    records: list[RequestRecord] = []
+    sent = 0
+    while len(records) < n:
+        while sent < n and begin_s + workload.arrival_s[sent] <= clock.now_s():
+            length = int(workload.output_tokens[sent])
+            params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+            engine.add_request(
+                EngineRequest(
+                    request_id=str(sent),
+                    prompt=None,
+                    prompt_token_ids=np.full(int(workload.prompt_tokens[sent]), 3, np.int32),
+                    params=params,
+                    slo=config.slo,
+                    arrival_s=float(begin_s + workload.arrival_s[sent]),
+                )
+            )
+            sent += 1
+        if not engine.has_work:
+            time.sleep(1e-4)
+            continue
+        for output in engine.step():
+            if output.finish_reason is not None:
+                records.append(RequestRecord.from_metrics(output.metrics, ok=True))
+    return percentiles(summarize(records))
+
+
 def shape_of(step: tuple[np.ndarray, np.ndarray, np.ndarray]) -> tuple[int, ...]:
     num_tokens, start, kind = step
 
@@ -80,8 +114,7 @@ def shape_of(step: tuple[np.ndarray, np.ndarray, np.ndarray]) -> tuple[int, ...]
     return up(kind.size), up(num_tokens.sum()), up((start + num_tokens).sum()), up(kind.sum())
 
 
-def percentiles(result: SimulationResult) -> list[float]:
-    s = result.summary
+def percentiles(s: Summary) -> list[float]:
     values = [s.ttft_s.p50, s.ttft_s.p90, s.ttft_s.p99, s.tbt_s.p50, s.tbt_s.p90, s.tbt_s.p99]
     return [1e3 * (v or 0.0) for v in values]
 
@@ -93,7 +126,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--rate", type=float, default=6.0, help="requests/s")
     parser.add_argument("--seconds", type=float, default=30.0, help="for calibration")
-    parser.add_argument("--policies", nargs="*", default=["fcfs", "apt"])
+    parser.add_argument("--policies", nargs="*", default=["fcfs", "apt", "sarathi", "apt-plus"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -109,19 +142,9 @@ def main() -> None:
     assert isinstance(executor, JaxExecutor)
     model = calibrate(executor, args.seconds, lambda done, total: bars("calibrating", done, total))
     bars.close()
-    costs = model.step_costs()
-    hardware = Hardware(
-        name="this-machine",
-        model="tiny-opt",
-        num_devices=1,
-        max_model_len=executor.max_model_len,
-        block_size=executor.block_size,
-        num_blocks=executor.num_blocks,
-        hidden_blocks_per_group=1,
-        costs={"reproject": costs, "absorb": costs},
-        basis={},
-        source="calibration",
-    )
+    parts.engine.kinds = tuple(model.kinds(executor.kinds_offered))
+    parts.engine.costs = model.step_costs()
+    hardware = describe(model, executor, parts.model_name)
     workload = draw(args.requests, args.rate, executor.max_model_len, seed=1)
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}"
@@ -143,6 +166,8 @@ def main() -> None:
             num_requests=args.requests,
         )
         executor.reset()
+        served = serve(parts, run_config, workload)
+        executor.reset()
         watched = Watched(executor)
         recorded = run_recorded(run_config, hardware, workload, watched)
         replayed = run_replayed(run_config, hardware, workload, recorded)
@@ -150,7 +175,7 @@ def main() -> None:
         simulated = simulate(run_config, hardware=hardware, workload=workload)
 
         measured = np.array(recorded.durations_s)
-        predicted = np.array([costs.step_s(*step) for step in watched.steps])
+        predicted = np.array([model.programs.step_s(*step) for step in watched.steps])
         error = np.abs(predicted - measured) / measured
         groups = collections.defaultdict(list)
         for i, step in enumerate(watched.steps):
@@ -168,13 +193,14 @@ def main() -> None:
                 *(f"{100 * v:.0f}" for v in (error.mean(), *np.percentile(error, [50, 90, 99]))),
                 f"{100 * np.mean(by_shape):.0f}" if by_shape else "-",
                 f"{100 * np.max(by_shape):.0f}" if by_shape else "-",
-                *(f"{v:.0f}" for v in percentiles(recorded.result)),
-                *(f"{v:.0f}" for v in percentiles(simulated)),
+                *(f"{v:.0f}" for v in served),
+                *(f"{v:.0f}" for v in percentiles(recorded.result.summary)),
+                *(f"{v:.0f}" for v in percentiles(simulated.summary)),
             ]
         )
     header = ["policy", "decisions replayed", "iterations",
               "step error mean %", "p50 %", "p90 %", "p99 %", "by shape mean %", "by shape worst %",
-              *(f"{what} {q} {side}" for side in ("engine ms", "simulator ms")
+              *(f"{what} {q} {side}" for side in ("served ms", "step by step ms", "simulated ms")
                 for what in ("TTFT", "TBT") for q in ("p50", "p90", "p99"))]  # fmt: skip
     with (args.out / "fidelity.csv").open("w", newline="") as file:
         csv.writer(file).writerows([header, *rows])

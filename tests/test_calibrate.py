@@ -1,5 +1,8 @@
 """Calibration on a tiny random model: what is measured, what is kept, what a broken file does."""
 
+import dataclasses
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,41 +18,64 @@ from apt_jax.calibrate import (
 )
 from apt_jax.config import CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
-from apt_jax.sched.cost_model import (
-    CostModel,
-    DecodePoint,
-    FitQuality,
-    PrefillPoint,
-    fit_cost_model,
-)
+from apt_jax.sched import StepCosts
+from apt_jax.sched.cost_model import CostModel, FitQuality, StepPoint, fit_cost_model
+from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes
 from apt_jax.sched.view import HIDDEN, KV
 from apt_jax.sim.hardware import load_hardware, save_hardware
+from apt_jax.sim.simulate import SimulationConfig, Workload, simulate
+
+SHAPES = ProgramShapes(
+    decode_buckets=(1, 2, 4, 8),
+    prefill_buckets=(32, 64),
+    mixed=False,
+    rows_per_tile=4,
+    tokens_per_tile=16,
+    query_tile=32,
+    key_tile=32,
+)
 
 
-def test_a_fit_finds_the_coefficients_that_made_its_points() -> None:
+def draw_step(rng: np.random.Generator) -> StepPoint:
+    n = int(rng.integers(1, 9))
+    lens = np.ones(n, int) if rng.random() < 0.5 else rng.integers(1, 64 // n + 1, n)
+    return StepPoint(
+        num_tokens=lens.tolist(),
+        start=rng.integers(0, 200, n).tolist(),
+        kind=rng.integers(0, 2, n).tolist(),
+        time_s=1.0,
+    )
+
+
+def test_a_fit_finds_the_linear_coefficients_that_made_its_points() -> None:
     rng = np.random.default_rng(0)
-    prefill_truth, decode_truth = [2e-3, 1e-4, 3e-7], [1e-3, 4e-6, 9e-6, 2e-4, 1e-4]
-    prefill, decode = [], []
-    for _ in range(40):
-        c, m = rng.integers(8, 256, 3).tolist(), rng.integers(0, 256, 3).tolist()
-        point = PrefillPoint(chunk_lens=c, prefix_lens=m, time_s=1.0)
-        prefill.append(
-            PrefillPoint(
-                chunk_lens=c, prefix_lens=m, time_s=float(np.dot(prefill_truth, point.features()))
-            )
-        )
-        kv, hidden = (rng.integers(8, 500, rng.integers(0, 9)).tolist() for _ in range(2))
-        point = DecodePoint(kv_lens=kv, hidden_lens=hidden, time_s=1.0)
-        decode.append(
-            DecodePoint(
-                kv_lens=kv, hidden_lens=hidden, time_s=float(np.dot(decode_truth, point.features()))
-            )
-        )
-    model = fit_cost_model(prefill, decode)
-    np.testing.assert_allclose(model.prefill, prefill_truth, rtol=1e-5)
-    np.testing.assert_allclose(model.decode, decode_truth, rtol=1e-5)
-    assert model.decode_quality.r2 > 0.999
-    assert model.decode_quality.worst_relative_error < 1e-4
+    truth = StepCosts(
+        prefill_base_s=2e-3,
+        prefill_per_token_s=1e-4,
+        prefill_per_pair_s=3e-7,
+        prefill_per_kv_prefix_s=1e-6,
+        prefill_per_hidden_prefix_s=5e-6,
+        decode_base_s=1e-3,
+        decode_per_token_s=4e-6,
+        decode_per_hidden_token_s=9e-6,
+        decode_per_request_s=2e-4,
+        decode_per_hidden_request_s=1e-4,
+    )
+    points = []
+    for _ in range(200):
+        p = draw_step(rng)
+        if p.is_prefill:  # a chunk of one token over cached ones would be a decode row to `step_s`
+            lens = [max(2, n) for n in p.num_tokens[:4]]
+            p = dataclasses.replace(p, num_tokens=lens, start=p.start[:4], kind=p.kind[:4])
+        else:
+            p = dataclasses.replace(p, start=[max(1, s) for s in p.start])
+        points.append(dataclasses.replace(p, time_s=truth.step_s(*p.arrays())))
+    model = fit_cost_model(points, SHAPES)
+    for field in dataclasses.fields(StepCosts):
+        expected = getattr(truth, field.name)
+        assert getattr(model.costs, field.name) == pytest.approx(expected, rel=1e-4), field.name
+    assert model.linear_decode_quality.r2 > 0.999
+    assert model.linear_prefill_quality.worst_relative_error < 1e-4
     hidden = model.kinds((True, True))[HIDDEN]
     # t = c0 + c1 * tokens; this hidden kind has a negative c0.
     assert hidden.extra_base_s == pytest.approx(-1e-4, rel=1e-3)
@@ -59,14 +85,98 @@ def test_a_fit_finds_the_coefficients_that_made_its_points() -> None:
     assert not model.kinds((False, True))[KV].offered
 
 
+def test_a_fit_finds_the_staircase_that_made_its_points() -> None:
+    rng = np.random.default_rng(1)
+    truth = ProgramCosts(
+        shapes=SHAPES,
+        coefficients=tuple(rng.uniform(1e-3, 5e-3, len(SHAPES.feature_names())).tolist()),
+    )
+    points = [draw_step(rng) for _ in range(400)]
+    points = [dataclasses.replace(p, time_s=truth.step_s(*p.arrays())) for p in points]
+    model = fit_cost_model(points, SHAPES)
+    assert model.prefill_quality.worst_relative_error < 1e-6
+    assert model.decode_quality.worst_relative_error < 1e-6
+    for p in (draw_step(rng) for _ in range(100)):
+        predicted, expected = (m.step_s(*p.arrays()) for m in (model.programs, truth))
+        assert predicted == pytest.approx(expected, rel=1e-6)
+    # No line through tokens can be this staircase.
+    assert model.linear_decode_quality.worst_relative_error > 0.05
+
+
+def brute_force_tiles(lens: list[int], kinds: list[int], which: int, rows: int) -> int:
+    """Tiles of cache that decode rows of one kind read, by going through the padded batch tile by tile."""
+    order = sorted(range(len(lens)), key=lambda i: (kinds[i], -lens[i]))
+    total = 0
+    for first in range(0, len(order), rows):
+        longest = max(
+            (lens[i] for i in order[first : first + rows] if kinds[i] == which), default=0
+        )
+        total += -(-longest // SHAPES.tokens_per_tile)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_are_counted_as_the_executor_visits_them(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 9))
+    starts, kinds = rng.integers(0, 200, n).tolist(), rng.integers(0, 2, n).tolist()
+    step = StepPoint(num_tokens=[1] * n, start=starts, kind=kinds, time_s=1.0)
+    found = dict(zip(SHAPES.feature_names(), SHAPES.features(*step.arrays()), strict=True))
+    padded = next(b for b in SHAPES.decode_buckets if b >= n)
+    assert [name for name in found if name.startswith("program") and found[name]] == [
+        f"program_{padded}_0"
+    ]
+    rows = min(padded, SHAPES.rows_per_tile)
+    lens = [s + 1 for s in starts]
+    for which, name in ((KV, "kv"), (HIDDEN, "hidden")):
+        tiles = brute_force_tiles(lens, kinds, which, rows)
+        assert found[f"decode_{name}_tile"] == tiles
+        assert found[f"decode_{name}_tile_row"] == tiles * rows
+        assert found[f"decode_{name}"] == (which in kinds)
+
+
+def test_chunks_are_counted_in_pairs_of_tiles() -> None:
+    step = StepPoint(num_tokens=[40, 1, 20], start=[0, 33, 64], kind=[0, 0, 1], time_s=1.0)
+    found = dict(zip(SHAPES.feature_names(), SHAPES.features(*step.arrays()), strict=True))
+    assert found["program_0_64"] == 1
+    assert found["chunk"] == 3
+    assert found["own_tile"] == 3 + 1 + 1  # 40 tokens: one tile over itself, one over both
+    assert (found["kv_prefix_tile"], found["hidden_prefix_tile"]) == (2, 2)
+    assert found["prefix_tile"] == 2 + 2
+
+
+def test_a_step_beyond_the_programs_is_refused() -> None:
+    costs = ProgramCosts(shapes=SHAPES, coefficients=(1.0,) * len(SHAPES.feature_names()))
+    step = StepPoint(num_tokens=[1] * 9, start=[5] * 9, kind=[0] * 9, time_s=1.0)
+    with pytest.raises(ValueError, match="9 rows or tokens in a step; measured up to 8"):
+        costs.step_s(*step.arrays())
+    assert (costs.max_num_seqs, costs.max_num_batched_tokens) == (8, 64)
+
+
 def test_too_few_points_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 3 prefill and 5 decode points, got 0 and 0"):
-        fit_cost_model([], [])
+    with pytest.raises(ValueError, match="at least 5 prefill and 5 decode points, got 0 and 0"):
+        fit_cost_model([], SHAPES)
 
 
+def test_hiccups_of_the_machine_hardly_move_a_fit() -> None:
+    rng = np.random.default_rng(2)
+    truth = ProgramCosts(shapes=SHAPES, coefficients=(1e-3,) * len(SHAPES.feature_names()))
+    points = [draw_step(rng) for _ in range(400)]
+    slowed = [
+        dataclasses.replace(
+            p, time_s=truth.step_s(*p.arrays()) * (5.0 if rng.random() < 0.1 else 1.0)
+        )
+        for p in points
+    ]
+    model = fit_cost_model(slowed, SHAPES)
+    ratio = [model.programs.step_s(*p.arrays()) / truth.step_s(*p.arrays()) for p in points]
+    assert 0.9 < min(ratio) < max(ratio) < 1.1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("mode", ["hybrid", "kv", "hidden"])
-def test_every_cache_mode_can_be_calibrated(mode: CacheMode) -> None:
-    executor = make_executor(mode)
+def test_every_cache_mode_can_be_calibrated(mode: CacheMode, mixed: bool) -> None:
+    executor = make_executor(mode, mixed=mixed)
     told = []
     model = calibrate(executor, 0.2, lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
@@ -77,6 +187,12 @@ def test_every_cache_mode_can_be_calibrated(mode: CacheMode) -> None:
         if executor.kinds_offered[kind]
     ]
     assert all(model.decode_s(*pair) > 0 for pairs in offered for pair in pairs)
+    kind = KV if executor.kinds_offered[KV] else HIDDEN
+    for rows, tokens in model.programs.shapes.programs():
+        lens = [1] * rows + ([tokens // 2, tokens - tokens // 2] if tokens else [])
+        n = min(len(lens), executor.max_num_seqs)
+        step = StepPoint(num_tokens=lens[-n:], start=[7] * n, kind=[kind] * n, time_s=0.0)
+        assert model.programs.step_s(*step.arrays()) > 0
 
 
 def test_calibrations_are_stored_by_what_they_depend_on_and_loaded(tmp_path, monkeypatch) -> None:
@@ -97,10 +213,24 @@ QUALITY = FitQuality(
     num_points=9, num_held_back=2, r2=0.99, worst_relative_error=0.1, mean_relative_error=0.05
 )
 MODEL = CostModel(
-    prefill=(5e-3, 1e-4, 1e-8),
-    decode=(2e-2, 8e-7, 2e-6, 4e-5, 9e-5),
+    costs=StepCosts(
+        prefill_base_s=5e-3,
+        prefill_per_token_s=1e-4,
+        prefill_per_pair_s=1e-8,
+        decode_base_s=2e-2,
+        decode_per_token_s=8e-7,
+        decode_per_hidden_token_s=2e-6,
+        decode_per_request_s=4e-5,
+        decode_per_hidden_request_s=9e-5,
+    ),
+    programs=ProgramCosts(
+        shapes=SHAPES,
+        coefficients=tuple(1e-3 + 1e-5 * i for i in range(len(SHAPES.feature_names()))),
+    ),
     prefill_quality=QUALITY,
     decode_quality=QUALITY,
+    linear_prefill_quality=QUALITY,
+    linear_decode_quality=QUALITY,
 )
 
 
@@ -117,6 +247,7 @@ def test_a_calibration_becomes_a_description_that_the_simulator_reads(
     assert found.step_costs() == found.step_costs(mode) == MODEL.step_costs()
     assert found.kinds("hybrid") == MODEL.kinds((True, True))
     assert found.fit["decode"]["r2"] == 0.99
+    assert found.programs == MODEL.programs
     other: HiddenAttention = "absorb" if mode == "reproject" else "reproject"
     with pytest.raises(ConfigError, match=f"'{other}' is not described .* not measured"):
         found.step_costs(other)
@@ -129,3 +260,44 @@ def test_a_calibration_without_both_kinds_describes_what_it_measured() -> None:
         found.kinds("hidden")
     with pytest.raises(ValueError, match="KV kind were not measured"):
         describe(MODEL, make_executor("hidden"), "tiny")
+
+
+def test_the_simulator_times_steps_by_what_was_measured(tmp_path: Path) -> None:
+    path = str(tmp_path / "here.json")
+    save_hardware(describe(MODEL, make_executor("hybrid"), "tiny"), path)
+    hardware = load_hardware("tiny", path)
+    workload = Workload(
+        prompt_tokens=np.array([20], np.int32),
+        output_tokens=np.array([2], np.int32),
+        arrival_s=np.array([0.0]),
+        best_effort=np.array([False]),
+    )
+    result = simulate(SimulationConfig(policy="fcfs"), hardware=hardware, workload=workload)
+    steps = [([20], [0], [0]), ([1], [20], [0])]
+    expected = sum(
+        MODEL.programs.step_s(*StepPoint(num_tokens=n, start=s, kind=k, time_s=0).arrays())
+        for n, s, k in steps
+    )
+    assert result.summary.duration_s == pytest.approx(expected)
+    with pytest.raises(ConfigError, match=r"max_num_seqs=9 is more than .* calibrated for, 8 "):
+        simulate(SimulationConfig(max_num_seqs=9), hardware=hardware, workload=workload)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"coefficients": [1.0]}, "coefficients: 1 given, 19 needed"),
+        ({"coefficients": ["x"] * 19}, "coefficients.0: 'x' must be a number"),
+        ({"coefficients": [-1.0] * 19}, "must be finite and not < 0"),
+        ({"shapes": {}}, "shapes.decode_buckets: missing"),
+        ({"other": 1}, "programs.other: unknown field"),
+    ],
+)
+def test_a_broken_description_of_programs_is_named(tmp_path: Path, change, message) -> None:
+    path = tmp_path / "here.json"
+    save_hardware(describe(MODEL, make_executor("hybrid"), "tiny"), path)
+    data = json.loads(path.read_text())
+    data["programs"].update(change)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_hardware("tiny", str(path))

@@ -1,10 +1,14 @@
-"""Iteration time as a linear model of what is in a batch (DESIGN.md §7; InferMax §3.2, BROS §4.1).
+"""Time of a step as a model fitted to measured ones (DESIGN.md §7; InferMax §3.2, BROS §4.1).
 
-    prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c)                      c chunk, m cached prefix
-    decode  = base + a3 * KV tokens + a4 * hidden tokens + a5 * KV requests + a6 * hidden requests
+Two models from the same points, both by non-negative least squares on relative errors:
 
-Fitted by non-negative least squares on relative errors, a phase at a time. What a hidden request costs over a KV one,
-t = c0 + c1 * tokens (Apt-Serve Eq. 6 made affine), is then c0 = a6 - a5 and c1 = a4 - a3: either may be negative.
+* linear, what policies weigh (`StepCosts`), a phase at a time:
+    prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c) + a3 * KV prefix + a4 * hidden prefix    c chunk, m cached prefix
+    decode  = base + a5 * KV tokens + a6 * hidden tokens + a7 * KV requests + a8 * hidden requests
+* by compiled program and tile (`ProgramCosts`), what predicts: the simulator, and the objectives of the demonstration.
+
+What a hidden request costs over a KV one, t = c0 + c1 * tokens (Apt-Serve Eq. 6 made affine), is c0 = a8 - a7 and
+c1 = a6 - a5: either may be negative.
 """
 
 import dataclasses
@@ -13,33 +17,55 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes
 from apt_jax.sched.view import HIDDEN, KV, KindSpec, StepCosts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefillPoint:
-    """One measured prefill step."""
+class StepPoint:
+    """One measured step, a row a request."""
 
-    chunk_lens: Sequence[int]
-    prefix_lens: Sequence[int]
+    num_tokens: Sequence[int]
+    """Tokens that each row computes."""
+    start: Sequence[int]
+    """Positions cached before."""
+    kind: Sequence[int]
+    """`KV` or `HIDDEN`."""
     time_s: float
 
-    def features(self) -> list[float]:
-        c, m = np.asarray(self.chunk_lens, np.float64), np.asarray(self.prefix_lens, np.float64)
-        return [1.0, float(c.sum()), float((c * c + 2 * m * c).sum())]
+    @property
+    def is_prefill(self) -> bool:
+        """At least one row is a chunk."""
+        return max(self.num_tokens) > 1
+
+    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int8]]:
+        """Arguments of `StepCosts.step_s`."""
+        return (
+            np.asarray(self.num_tokens, np.int32),
+            np.asarray(self.start, np.int32),
+            np.asarray(self.kind, np.int8),
+        )
+
+    def linear_features(self) -> list[float]:
+        """Features of the phase, in the order of `_PREFILL` or `_DECODE`."""
+        num_tokens, start, kind = (a.astype(np.float64) for a in self.arrays())
+        hidden = kind == HIDDEN
+        if self.is_prefill:
+            pairs = float(num_tokens @ (num_tokens + 2 * start))
+            prefixes = [float(start[rows].sum()) for rows in (~hidden, hidden)]
+            return [1.0, float(num_tokens.sum()), pairs, *prefixes]
+        read = start + 1
+        return [
+            1.0, read[~hidden].sum(), read[hidden].sum(), float((~hidden).sum()), float(hidden.sum()),
+        ]  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodePoint:
-    """One measured decode step."""
-
-    kv_lens: Sequence[int]
-    hidden_lens: Sequence[int]
-    time_s: float
-
-    def features(self) -> list[float]:
-        kv, hidden = self.kv_lens, self.hidden_lens
-        return [1.0, float(sum(kv)), float(sum(hidden)), float(len(kv)), float(len(hidden))]
+_PREFILL = (
+    "prefill_base_s", "prefill_per_token_s", "prefill_per_pair_s", "prefill_per_kv_prefix_s", "prefill_per_hidden_prefix_s",
+)  # fmt: skip
+_DECODE = (
+    "decode_base_s", "decode_per_token_s", "decode_per_hidden_token_s", "decode_per_request_s", "decode_per_hidden_request_s",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,108 +81,133 @@ class FitQuality:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Coefficients in seconds; see the module docstring for their features."""
+    """Both models and how good they are."""
 
-    prefill: tuple[float, float, float]
-    decode: tuple[float, float, float, float, float]
+    costs: StepCosts
+    programs: ProgramCosts
     prefill_quality: FitQuality
+    """Of `programs`, steps with chunks."""
     decode_quality: FitQuality
+    """Of `programs`, steps without."""
+    linear_prefill_quality: FitQuality
+    linear_decode_quality: FitQuality
 
     def prefill_s(self, chunk_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
-        """Predicted time of a prefill step, seconds."""
-        return float(
-            np.dot(
-                self.prefill,
-                PrefillPoint(chunk_lens=chunk_lens, prefix_lens=prefix_lens, time_s=0).features(),
-            )
+        """Predicted time of a step of KV chunks, seconds."""
+        point = StepPoint(
+            num_tokens=chunk_lens, start=prefix_lens, kind=[KV] * len(chunk_lens), time_s=0.0
         )
+        return self.programs.step_s(*point.arrays())
 
     def decode_s(self, kv_lens: Sequence[int], hidden_lens: Sequence[int]) -> float:
-        """Predicted time of a decode step, seconds."""
-        return float(
-            np.dot(
-                self.decode,
-                DecodePoint(kv_lens=kv_lens, hidden_lens=hidden_lens, time_s=0).features(),
-            )
-        )
+        """Predicted time of a decode step over so many cached tokens, seconds."""
+        lens = [*kv_lens, *hidden_lens]
+        kind = [KV] * len(kv_lens) + [HIDDEN] * len(hidden_lens)
+        point = StepPoint(num_tokens=[1] * len(lens), start=lens, kind=kind, time_s=0.0)
+        return self.programs.step_s(*point.arrays())
 
     def step_costs(self) -> StepCosts:
         """The part that policies weigh."""
-        base, kv_token, hidden_token, kv_request, hidden_request = self.decode
-        return StepCosts(
-            prefill_base_s=self.prefill[0],
-            prefill_per_token_s=self.prefill[1],
-            prefill_per_pair_s=self.prefill[2],
-            decode_base_s=base,
-            decode_per_request_s=kv_request,
-            decode_per_token_s=kv_token,
-            decode_per_hidden_request_s=hidden_request,
-            decode_per_hidden_token_s=hidden_token,
-        )
+        return self.costs
 
     def kinds(self, offered: tuple[bool, bool]) -> tuple[KindSpec, KindSpec]:
         """Both cache kinds with their measured extra time; `offered` says which may be used."""
-        _, kv_token, hidden_token, kv_request, hidden_request = self.decode
-        extra = offered[KV] and offered[HIDDEN]
+        c, extra = self.costs, offered[KV] and offered[HIDDEN]
+        extra_base_s = c.decode_per_hidden_request_s - c.decode_per_request_s
+        extra_per_token_s = c.decode_per_hidden_token_s - c.decode_per_token_s
         return (
             KindSpec(name="kv", blocks_per_group=2, offered=offered[KV]),
             KindSpec(
                 name="hidden",
                 blocks_per_group=1,
                 offered=offered[HIDDEN],
-                extra_base_s=hidden_request - kv_request if extra else 0.0,
-                extra_per_token_s=hidden_token - kv_token if extra else 0.0,
+                extra_base_s=extra_base_s if extra else 0.0,
+                extra_per_token_s=extra_per_token_s if extra else 0.0,
             ),
         )
 
 
-def _fit(
-    features: NDArray[np.float64], times: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], FitQuality]:
+def _solve(
+    features: NDArray[np.float64], times: NDArray[np.float64], rows: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Coefficients that make the mean relative error small: least squares, reweighted so that hiccups weigh little."""
     from scipy.optimize import nnls  # heavy to import, and only a calibration needs it
 
-    def solve(rows: NDArray[np.bool_]) -> NDArray[np.float64]:
-        a = features[rows] / times[rows, None]
-        scale = np.maximum(np.abs(a).max(axis=0), 1e-30)
-        return nnls(a / scale, np.ones(int(rows.sum())))[0] / scale
+    a = features[rows] / times[rows, None]
+    scale = np.maximum(np.abs(a).max(axis=0, initial=0.0), 1e-30)
+    a, found = a / scale, np.zeros(features.shape[1])
+    weight = np.ones(int(rows.sum()))
+    for _ in range(5):
+        found = nnls(a * weight[:, None], weight)[0]
+        weight = 1.0 / np.sqrt(np.maximum(np.abs(a @ found - 1.0), 0.02))
+    return found / scale
 
-    held = np.arange(len(times)) % 4 == 3
-    if held.sum() < 2:
-        held[:] = False
-    seen = solve(~held)
-    check = held if held.any() else ~held
-    predicted = features[check] @ seen
-    relative = np.abs(predicted - times[check]) / times[check]
-    spread = ((times[check] - times[check].mean()) ** 2).sum()
-    quality = FitQuality(
-        num_points=len(times),
-        num_held_back=int(held.sum()),
-        r2=float(1.0 - ((predicted - times[check]) ** 2).sum() / spread) if spread > 0 else 1.0,
+
+def _quality(
+    found: NDArray[np.float64],
+    features: NDArray[np.float64],
+    times: NDArray[np.float64],
+    held: NDArray[np.bool_],
+    rows: NDArray[np.bool_],
+) -> FitQuality:
+    """Of the rows that were held back, all of them where none were."""
+    check = held & rows if (held & rows).any() else rows
+    if not check.any():
+        return FitQuality(
+            num_points=0, num_held_back=0, r2=1.0, worst_relative_error=0.0, mean_relative_error=0.0
+        )
+    predicted, measured = features[check] @ found, times[check]
+    relative = np.abs(predicted - measured) / measured
+    spread = ((measured - measured.mean()) ** 2).sum()
+    return FitQuality(
+        num_points=int(rows.sum()),
+        num_held_back=int((held & rows).sum()),
+        r2=float(1.0 - ((predicted - measured) ** 2).sum() / spread) if spread > 0 else 1.0,
         worst_relative_error=float(relative.max()),
         mean_relative_error=float(relative.mean()),
     )
-    return solve(np.ones(len(times), bool)), quality
 
 
-def fit_cost_model(prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint]) -> CostModel:
-    """Fit both phases; every fourth point is held back to state the quality, then all are used for the result.
+def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostModel:
+    """Fit both models; every fourth point of a phase is held back to state the quality, then all are used.
 
     Raises:
-        ValueError: a phase has fewer points than coefficients.
+        ValueError: a phase has fewer points than the linear model has coefficients.
     """
-    if len(prefill) < 3 or len(decode) < 5:
+    prefill = np.array([p.is_prefill for p in points], np.bool_)
+    num_prefill, num_decode = int(prefill.sum()), int((~prefill).sum())
+    if num_prefill < len(_PREFILL) or num_decode < len(_DECODE):
         raise ValueError(
-            f"a cost model needs at least 3 prefill and 5 decode points, got {len(prefill)} and {len(decode)}"
+            f"a cost model needs at least {len(_PREFILL)} prefill and {len(_DECODE)} decode points, got {num_prefill} and {num_decode}"
         )
-    p, p_quality = _fit(
-        np.array([x.features() for x in prefill]), np.array([x.time_s for x in prefill])
+    times = np.array([p.time_s for p in points])
+    everything = np.ones(len(points), np.bool_)
+    held = np.zeros(len(points), np.bool_)
+    for phase in (prefill, ~prefill):
+        rows = np.flatnonzero(phase)
+        if rows.size >= 8:
+            held[rows[3::4]] = True
+
+    by_program = np.array([shapes.features(*p.arrays()) for p in points])
+    seen = _solve(by_program, times, ~held)
+    qualities = [_quality(seen, by_program, times, held, phase) for phase in (prefill, ~prefill)]
+    programs = ProgramCosts(
+        shapes=shapes, coefficients=tuple(_solve(by_program, times, everything).tolist())
     )
-    d, d_quality = _fit(
-        np.array([x.features() for x in decode]), np.array([x.time_s for x in decode])
-    )
+    linear_coefficients: dict[str, float] = {}
+    linear_qualities = []
+    for names, phase in ((_PREFILL, prefill), (_DECODE, ~prefill)):
+        features = np.zeros((len(points), len(names)))
+        features[phase] = [points[i].linear_features() for i in np.flatnonzero(phase).tolist()]
+        seen = _solve(features, times, phase & ~held)
+        linear_qualities.append(_quality(seen, features, times, held, phase))
+        found = _solve(features, times, phase)
+        linear_coefficients.update(zip(names, found.tolist(), strict=True))
     return CostModel(
-        prefill=(float(p[0]), float(p[1]), float(p[2])),
-        decode=(float(d[0]), float(d[1]), float(d[2]), float(d[3]), float(d[4])),
-        prefill_quality=p_quality,
-        decode_quality=d_quality,
+        costs=StepCosts(**linear_coefficients),
+        programs=programs,
+        prefill_quality=qualities[0],
+        decode_quality=qualities[1],
+        linear_prefill_quality=linear_qualities[0],
+        linear_decode_quality=linear_qualities[1],
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from apt_jax.errors import ConfigError
+from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes
 from apt_jax.sched.view import KindSpec, StepCosts
 
 __all__ = ["Hardware", "known_hardware", "load_hardware", "save_hardware"]
@@ -59,6 +60,9 @@ class Hardware:
     kind or the attention is missing where it is."""
     source: str
     """The data behind the description, in prose."""
+    programs: ProgramCosts | None = None
+    """What steps take by compiled program, where an executor was calibrated: the simulator then times steps by it, and
+    `costs` is what policies weigh. None: `costs` times them too."""
     fit: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """By fitted part: num_points, r2, worst_relative_error, mean_relative_error. Empty where another's fit is used."""
 
@@ -257,7 +261,7 @@ def _hardware(data: object) -> Hardware:
         if name not in declared:
             raise ValueError(f"{name}: unknown field")
     for name in declared:
-        if name not in fields and name != "fit":
+        if name not in fields and name not in ("fit", "programs"):
             raise ValueError(f"{name}: missing")
     for name in ("name", "model", "source"):
         if not isinstance(fields[name], str):
@@ -286,7 +290,48 @@ def _hardware(data: object) -> Hardware:
         part: _numbers(values, f"fit.{part}")
         for part, values in _object(fields.get("fit", {}), "fit").items()
     }
-    return Hardware(**{**fields, "costs": costs, "basis": basis, "fit": fit})
+    programs = fields.get("programs")
+    if programs is not None:
+        programs = _programs(_object(programs, "programs"))
+    parsed = {"costs": costs, "basis": basis, "fit": fit, "programs": programs}
+    return Hardware(**{**fields, **parsed})
+
+
+def _programs(fields: dict[str, Any]) -> ProgramCosts:
+    for name in fields:
+        if name not in ("shapes", "coefficients"):
+            raise ValueError(f"programs.{name}: unknown field")
+    shapes = _object(fields.get("shapes"), "programs.shapes")
+    declared = [field.name for field in dataclasses.fields(ProgramShapes)]
+    for name in [*shapes, *declared]:
+        if name not in shapes:
+            raise ValueError(f"programs.shapes.{name}: missing")
+        if name not in declared:
+            raise ValueError(f"programs.shapes.{name}: unknown field")
+    values: dict[str, Any] = {}
+    for name, value in shapes.items():
+        where = f"programs.shapes.{name}"
+        if name.endswith("_buckets"):
+            values[name] = tuple(_integer(v, where) for v in _list(value, where))
+        elif name == "mixed":
+            if not isinstance(value, bool):
+                raise ValueError(f"{where}: {value!r:.40} must be true or false")
+            values[name] = value
+        else:
+            values[name] = _integer(value, where)
+    where = "programs.coefficients"
+    coefficients = _list(fields.get("coefficients"), where)
+    numbers = _numbers({str(i): v for i, v in enumerate(coefficients)}, where)
+    try:
+        return ProgramCosts(shapes=ProgramShapes(**values), coefficients=tuple(numbers.values()))
+    except ValueError as error:
+        raise ValueError(f"programs.{error}") from None
+
+
+def _list(value: object, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name}: {value!r:.40} must be a list")
+    return cast("list[Any]", value)
 
 
 def _object(value: object, name: str) -> dict[str, Any]:

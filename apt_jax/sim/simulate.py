@@ -1,6 +1,6 @@
 """One simulated run: a workload through the engine that serves, on a cost model and a virtual clock.
 
-    trace, arrivals ──► Engine (policy, cache accounting, metrics) ──► SimulatedExecutor (StepCosts.step_s) ──► VirtualClock
+    trace, arrivals ──► Engine (policy, cache accounting, metrics) ──► SimulatedExecutor (step_s) ──► VirtualClock
 
 Everything above the executor is the code that serves. A run depends on its configuration alone: the same seed draws the
 same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
@@ -60,9 +60,10 @@ class SimulationConfig:
     output_scale: float = 1.0
     drop_too_long: bool = False
     """Leave out requests that are longer than the model allows instead of refusing the trace."""
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
+    """None: 256, as vLLM has it, or what a calibrated description was measured up to."""
     max_num_batched_tokens: int | None = None
-    """None: 2,048, as vLLM 0.5 has it for a model of 2,048 positions, or the model's positions up to 16,384."""
+    """None: what a calibrated description was measured up to; else 2,048, as vLLM 0.5 has it for a model of 2,048 positions, or the model's positions up to 16,384."""
     num_blocks: int | None = None
     """Blocks of the pool; None: the hardware's."""
 
@@ -255,13 +256,12 @@ def simulate(
         workload = draw_workload(fitting(load_trace(config.trace), hardware, config), config)
     n = workload.arrival_s.size
     costs = hardware.step_costs(config.hidden_attention)
-    budget = config.max_num_batched_tokens
-    if budget is None:
-        budget = min(max(2048, hardware.max_model_len), 16384)
+    timing = hardware.programs or costs
+    max_num_seqs, budget = _bounds(config, hardware)
     scheduler = SchedulerConfig(
         policy=config.policy,
         violation_decay=config.violation_decay,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_num_queued_reqs=max(n, 1),
         overlap=False,
@@ -272,10 +272,10 @@ def simulate(
         if executor is not None
         else SimulatedExecutor(
             clock,
-            step_s or (lambda batch: costs.step_s(batch.num_tokens, batch.start, batch.kind)),
+            step_s or (lambda batch: timing.step_s(batch.num_tokens, batch.start, batch.kind)),
             num_blocks=config.num_blocks or hardware.num_blocks,
             block_size=hardware.block_size,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=max_num_seqs,
         )
     )
     engine = Engine(
@@ -311,6 +311,23 @@ def simulate(
         sim_wall_s=time.perf_counter() - started,
         requests=requests,
     )
+
+
+def _bounds(config: SimulationConfig, hardware: Hardware) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens) of a run."""
+    programs = hardware.programs
+    if programs is None:
+        budget = min(max(2048, hardware.max_model_len), 16384)
+        return config.max_num_seqs or 256, config.max_num_batched_tokens or budget
+    bounds = []
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        wanted, measured = getattr(config, name), getattr(programs, name)
+        if wanted is not None and wanted > measured:
+            raise ConfigError(
+                f"{name}={wanted} is more than {hardware.name} was calibrated for, {measured} (--{name.replace('_', '-')}, or calibrate with more)"
+            )
+        bounds.append(wanted or measured)
+    return bounds[0], bounds[1]
 
 
 def _run(

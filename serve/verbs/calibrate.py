@@ -13,6 +13,7 @@ from apt_jax.calibrate import (
 )
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.llm import ProgressBars, build_engine
+from apt_jax.sched.cost_model import FitQuality
 from apt_jax.sim.hardware import save_hardware
 from serve import options
 from serve.errors import CommandError
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.positive(float),
         metavar="S",
         default=DEFAULT_BUDGET_S,
-        help="about how long to measure, seconds; every point is measured at least twice",
+        help="about how long to measure, seconds; every program is measured at least three times",
     )
     parser.add_argument(
         "--describe",
@@ -64,21 +65,24 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(
                 f"cannot write {args.describe} ({error.strerror}) (--describe)"
             ) from None
-    base, per_token, per_square = model.prefill
-    decode_base, kv_token, hidden_token, kv_request, hidden_request = model.decode
+    c = model.costs
     print_table(
         f"step costs of {parts.model_name}",
         [
-            ("prefill: base (ms)", f"{base * 1e3:.3f}"),
-            ("prefill: a token (µs)", f"{per_token * 1e6:.3f}"),
-            ("prefill: a token pair in attention (ns)", f"{per_square * 1e9:.3f}"),
-            ("decode: base (ms)", f"{decode_base * 1e3:.3f}"),
-            ("decode: a kv request (µs)", f"{kv_request * 1e6:.3f}"),
-            ("decode: a hidden request (µs)", f"{hidden_request * 1e6:.3f}"),
-            ("decode: a cached kv token (ns)", f"{kv_token * 1e9:.3f}"),
-            ("decode: a cached hidden token (ns)", f"{hidden_token * 1e9:.3f}"),
-            ("prefill: R², mean error held back", _quality(model.prefill_quality)),
-            ("decode: R², mean error held back", _quality(model.decode_quality)),
+            ("prefill: base (ms)", f"{c.prefill_base_s * 1e3:.3f}"),
+            ("prefill: a token (µs)", f"{c.prefill_per_token_s * 1e6:.3f}"),
+            ("prefill: a token pair in attention (ns)", f"{c.prefill_per_pair_s * 1e9:.3f}"),
+            ("prefill: a cached kv token (ns)", f"{c.prefill_per_kv_prefix_s * 1e9:.3f}"),
+            ("prefill: a cached hidden token (ns)", f"{c.prefill_per_hidden_prefix_s * 1e9:.3f}"),
+            ("decode: base (ms)", f"{c.decode_base_s * 1e3:.3f}"),
+            ("decode: a kv request (µs)", f"{c.decode_per_request_s * 1e6:.3f}"),
+            ("decode: a hidden request (µs)", f"{c.decode_per_hidden_request_s * 1e6:.3f}"),
+            ("decode: a cached kv token (ns)", f"{c.decode_per_token_s * 1e9:.3f}"),
+            ("decode: a cached hidden token (ns)", f"{c.decode_per_hidden_token_s * 1e9:.3f}"),
+            ("by token, prefill: fit", _quality(model.linear_prefill_quality)),
+            ("by token, decode: fit", _quality(model.linear_decode_quality)),
+            ("by program and tile, prefill: fit", _quality(model.prefill_quality)),
+            ("by program and tile, decode: fit", _quality(model.decode_quality)),
             ("kept in", path),
             *([("described in", args.describe)] if args.describe else []),
         ],
@@ -95,6 +99,6 @@ def _description_file(text: str) -> Path:
     return Path(text)
 
 
-def _quality(quality: object) -> str:
-    r2, error = getattr(quality, "r2", 0.0), getattr(quality, "mean_relative_error", 0.0)
-    return f"{r2:.3f}, {100 * error:.0f} %"
+def _quality(quality: FitQuality) -> str:
+    mean, worst = 100 * quality.mean_relative_error, 100 * quality.worst_relative_error
+    return f"R² {quality.r2:.3f}, error of points held back {mean:.0f} %, worst {worst:.0f} %"

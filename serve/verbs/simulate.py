@@ -104,7 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=SchedulerConfig().violation_decay,
         help="factor on the value of requests that have missed their objective; 0: near zero",
     )
-    group.add_argument("--max-num-seqs", type=options.positive(int), default=default.max_num_seqs)
+    group.add_argument(
+        "--max-num-seqs",
+        type=options.positive(int),
+        metavar="N",
+        help="requests that hold cache at once; without it 256, or what a calibrated description was measured up to",
+    )
     group.add_argument(
         "--max-num-batched-tokens",
         type=options.positive(int),
