@@ -2,24 +2,71 @@
 
 All of them work on one layer's pool, `(P, C * E)`: P blocks of C slots of E elements. A block holds, for C positions
 of one request, keys (K * H = E elements a slot), values, or layer inputs (D = E). Block tables map position t of a
-request to slot `t % C` of block `table[t // C]`. Order inside a block does not matter to attention, padding entries of
-a table are `0` and are never read as data.
+request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0` and are never read as data.
 
-Dimension key: B rows, T query tokens, N query heads, K key/value heads, H head width, D model width, E lane width,
-P blocks, C slots a block, J table entries a row. Softmax and sums are float32 whatever the input dtype.
+Two requests can share a block by growing towards each other (BROS §5). `slot_ranges[b, j] = (first, last)` then says
+which slots of row b's j-th block are its own: upwards `[first, last)` where first <= last, its positions in the order of
+the slots; downwards `[last, first)` where last < first, its first position in slot `first - 1`. Keys and values of a
+position lie in the same slot of their two blocks. Without `slot_ranges` every block is `(0, min(C, len - j * C))`. `lens`
+stays the number of positions, `C` a block except in the last one; `rows = (a, b)` leaves rows outside [a, b) out: they
+give zeros and read nothing.
+
+Rotary embedding turns lanes i and i + R / 2 of the first R lanes of every head by `angle[position, i]` ("rotate half", as
+in Llama and GPT-NeoX); cached layer inputs are not turned, so keys computed from them are turned by their position.
+
+Dimension key: B rows, T query tokens, N query heads, K key/value heads, H head width, D model width, E lane width, R
+rotary lanes of a head, P blocks, C slots a block, J table entries a row, S positions. Softmax and sums are float32
+whatever the input dtype.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32
 
 
-def gather_positions(
+def own_slots(
+    slot_ranges: Int32[Array, "J 2"] | None,
+    length: Int32[Array, ""],
+    num_entries: int,
+    block_size: int,
+) -> tuple[Bool[Array, " S"], Int32[Array, " S"]]:
+    """Of every slot of a row's blocks, in the order of the table: whether it is the row's own, and its position."""
+    slot = jnp.arange(block_size, dtype=jnp.int32)[None, :]
+    entry = jnp.arange(num_entries, dtype=jnp.int32)[:, None]
+    if slot_ranges is None:
+        position = entry * block_size + slot
+        own = position < length
+    else:
+        first, last = slot_ranges[:, :1], slot_ranges[:, 1:]
+        upwards = first <= last
+        order = jnp.where(upwards, slot - first, first - 1 - slot)
+        position = entry * block_size + order
+        own = (slot >= jnp.minimum(first, last)) & (slot < jnp.maximum(first, last))
+        own = own & (position < length)
+    return own.reshape(-1), jnp.where(own, position, 0).reshape(-1)
+
+
+def rotate(
+    x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None
+) -> Float[Array, "S N H"]:
+    """Turn the first `2 * HALF` lanes of every head by `angles`, in float32."""
+    x = x.astype(jnp.float32)
+    if angles is None:
+        return x
+    half = angles.shape[1]
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def gather_slots(
     pool: Float[Array, "P CE"], table: Int32[Array, " J"], block_size: int
 ) -> Float[Array, "S E"]:
-    """The slots of one request in the order of its positions; S = J * C."""
-    return pool[table].reshape(table.shape[0] * block_size, -1)
+    """The slots of one row's blocks in the order of its table, float32; S = J * C."""
+    return pool[table].reshape(table.shape[0] * block_size, -1).astype(jnp.float32)
 
 
 def _softmax(scores: Float[Array, "N S"], mask: Array) -> Float[Array, "N S"]:
@@ -29,6 +76,24 @@ def _softmax(scores: Float[Array, "N S"], mask: Array) -> Float[Array, "N S"]:
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
 
 
+def _over_rows(
+    row: Callable[..., Array],
+    q: Array,
+    tables: Array,
+    lens: Array,
+    rows: tuple[Array, Array] | None,
+    slot_ranges: Array | None,
+    *more: Array,
+) -> Array:
+    """`row(q, table, length, slot_ranges, *more)` of every row in `rows`, zeros elsewhere."""
+    index = jnp.arange(q.shape[0])
+    if rows is not None:
+        lens = jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
+    ranges_axis = None if slot_ranges is None else 0
+    axes = (0, 0, 0, ranges_axis, *(0 for _ in more))
+    return jax.vmap(row, in_axes=axes)(q, tables, lens, slot_ranges, *more)
+
+
 def decode_kv(
     q: Float[Array, "B N H"],
     pool: Float[Array, "P CE"],
@@ -36,24 +101,26 @@ def decode_kv(
     lens: Int32[Array, " B"],
     *,
     block_size: int,
+    rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
 ) -> Float[Array, "B N H"]:
     """`softmax(q k^T / sqrt(H)) v` over positions [0, lens); rows of length 0 give zeros."""
     num_heads, head_dim = q.shape[1], q.shape[2]
 
-    def row(q_row: Array, table: Array, length: Array) -> Array:
-        k = (
-            gather_positions(pool, table[0], block_size)
-            .astype(jnp.float32)
-            .reshape(-1, pool.shape[1] // block_size // head_dim, head_dim)
+    def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
+        own, _ = own_slots(ranges, length, table.shape[1], block_size)
+        k, v = (
+            jnp.where(own[:, None], gather_slots(pool, half, block_size), 0.0).reshape(
+                own.size, -1, head_dim
+            )
+            for half in table
         )
-        v = gather_positions(pool, table[1], block_size).astype(jnp.float32).reshape(k.shape)
         group = num_heads // k.shape[1]
         k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
         scores = jnp.einsum("nh,snh->ns", q_row.astype(jnp.float32), k) * head_dim**-0.5
-        weights = _softmax(scores, (jnp.arange(k.shape[0]) < length)[None, :])
-        return jnp.einsum("ns,snh->nh", weights, v)
+        return jnp.einsum("ns,snh->nh", _softmax(scores, own[None, :]), v)
 
-    return jax.vmap(row)(q, tables, lens)
+    return _over_rows(row, q, tables, lens, rows, slot_ranges)
 
 
 def decode_absorbed(
@@ -63,16 +130,18 @@ def decode_absorbed(
     lens: Int32[Array, " B"],
     *,
     block_size: int,
+    rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
 ) -> Float[Array, "B N D"]:
     """`softmax(q~ x^T) x` over positions [0, lens), x shared by all heads (DESIGN.md §6); the scale is in q~."""
 
-    def row(q_row: Array, table: Array, length: Array) -> Array:
-        x = gather_positions(pool, table, block_size).astype(jnp.float32)
+    def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
+        own, _ = own_slots(ranges, length, table.shape[0], block_size)
+        x = jnp.where(own[:, None], gather_slots(pool, table, block_size), 0.0)
         scores = jnp.einsum("nd,sd->ns", q_row.astype(jnp.float32), x)
-        weights = _softmax(scores, (jnp.arange(x.shape[0]) < length)[None, :])
-        return jnp.einsum("ns,sd->nd", weights, x)
+        return jnp.einsum("ns,sd->nd", _softmax(scores, own[None, :]), x)
 
-    return jax.vmap(row)(q_absorbed, tables, lens)
+    return _over_rows(row, q_absorbed, tables, lens, rows, slot_ranges)
 
 
 def decode_reprojected(
@@ -86,23 +155,120 @@ def decode_reprojected(
     bv: Float[Array, "K H"] | None,
     *,
     block_size: int,
+    rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
+    angles: Float[Array, "S HALF"] | None = None,
 ) -> Float[Array, "B N H"]:
-    """Attention over keys and values that are computed from the cached layer inputs (Apt-Serve §3.1, Fig. 3b)."""
+    """Attention over keys and values that are computed from the cached layer inputs (Apt-Serve §3.1, Fig. 3b).
+
+    Args:
+        angles: of every position, where keys are rotary; `q` is turned by the caller.
+    """
     group, head_dim = q.shape[1] // wk.shape[0], q.shape[2]
 
     def project(x: Array, w: Array, b: Array | None) -> Array:
         out = jnp.einsum("sd,khd->skh", x, w.astype(jnp.float32))
         return out if b is None else out + b.astype(jnp.float32)[None]
 
-    def row(q_row: Array, table: Array, length: Array) -> Array:
-        x = gather_positions(pool, table, block_size).astype(jnp.float32)
-        k = jnp.repeat(project(x, wk, bk), group, axis=1)
-        v = jnp.repeat(project(x, wv, bv), group, axis=1)
+    def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
+        own, position = own_slots(ranges, length, table.shape[0], block_size)
+        x = jnp.where(own[:, None], gather_slots(pool, table, block_size), 0.0)
+        k = rotate(project(x, wk, bk), None if angles is None else angles[position])
+        k, v = jnp.repeat(k, group, axis=1), jnp.repeat(project(x, wv, bv), group, axis=1)
         scores = jnp.einsum("nh,snh->ns", q_row.astype(jnp.float32), k) * head_dim**-0.5
-        weights = _softmax(scores, (jnp.arange(x.shape[0]) < length)[None, :])
-        return jnp.einsum("ns,snh->nh", weights, v)
+        return jnp.einsum("ns,snh->nh", _softmax(scores, own[None, :]), v)
 
-    return jax.vmap(row)(q, tables, lens)
+    return _over_rows(row, q, tables, lens, rows, slot_ranges)
+
+
+def decode_v_absorbed(
+    q_rotary: Float[Array, "B N R"],
+    q_absorbed: Float[Array, "B N D"] | None,
+    pool: Float[Array, "P CE"],
+    tables: Int32[Array, "B J"],
+    lens: Int32[Array, " B"],
+    wk_rotary: Float[Array, "N R D"],
+    bk_rotary: Float[Array, "N R"] | None,
+    angles: Float[Array, "S HALF"],
+    *,
+    block_size: int,
+    rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
+) -> Float[Array, "B N D"]:
+    """`softmax(q_r k_r^T + q~ x^T) x` with k_r = turn(W_k,r x + b_k,r): values absorbed, rotary keys reprojected.
+
+    For rotary models with as many key as query heads. The R rotary lanes of a head must be reprojected, as their turn
+    stands between q and W_k; its other H - R lanes are absorbed into `q_absorbed` (None where R = H). Both queries
+    carry the scale, `q_rotary` is turned by the caller.
+    """
+
+    def row(
+        q_row: Array, table: Array, length: Array, ranges: Array | None, *absorbed: Array
+    ) -> Array:
+        own, position = own_slots(ranges, length, table.shape[0], block_size)
+        x = jnp.where(own[:, None], gather_slots(pool, table, block_size), 0.0)
+        k = jnp.einsum("sd,nrd->snr", x, wk_rotary.astype(jnp.float32))
+        if bk_rotary is not None:
+            k = k + bk_rotary.astype(jnp.float32)[None]
+        scores = jnp.einsum("nr,snr->ns", q_row.astype(jnp.float32), rotate(k, angles[position]))
+        for q_rest in absorbed:
+            scores = scores + jnp.einsum("nd,sd->ns", q_rest.astype(jnp.float32), x)
+        return jnp.einsum("ns,sd->nd", _softmax(scores, own[None, :]), x)
+
+    more = () if q_absorbed is None else (q_absorbed,)
+    return _over_rows(row, q_rotary, tables, lens, rows, slot_ranges, *more)
+
+
+def prefill(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    pool: Float[Array, "P CE"],
+    tables: Int32[Array, "B 2 J"],
+    offsets: Int32[Array, " B"],
+    chunk_lens: Int32[Array, " B"],
+    prefix_lens: Int32[Array, " B"],
+    hidden: Bool[Array, " B"],
+    num_rows: Int32[Array, ""],
+    wk: Float[Array, "K H D"],
+    bk: Float[Array, "K H"] | None,
+    wv: Float[Array, "K H D"],
+    bv: Float[Array, "K H"] | None,
+    *,
+    block_size: int,
+    with_hidden: bool,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
+    angles: Float[Array, "S HALF"] | None = None,
+) -> Float[Array, "T N H"]:
+    """Causal attention of prompt chunks that lie one after another in T, each over its cached prefix and itself.
+
+    Row r is `q[offsets[r] : offsets[r] + chunk_lens[r]]`; its prefix is positions [0, prefix_lens[r]) of the pool, keys
+    and values or (where `hidden[r]`) layer inputs. Rows from `num_rows` on are left out; tokens of no row give zeros.
+    `q` and `k` are turned by the caller where the model is rotary, `angles` turns keys computed from a hidden prefix.
+    """
+    out = jnp.zeros(q.shape, jnp.float32)
+    head_dim = q.shape[2]
+    for r in range(int(num_rows)):
+        start, n, m = (int(a[r]) for a in (offsets, chunk_lens, prefix_lens))
+        ranges = None if slot_ranges is None else slot_ranges[r]
+        own, position = own_slots(ranges, jnp.int32(m), tables.shape[2], block_size)
+        order = jnp.argsort(jnp.where(own, position, jnp.iinfo(jnp.int32).max))[:m]
+        first = gather_slots(pool, tables[r, 0], block_size)[order]
+        if with_hidden and bool(hidden[r]):
+
+            def project(w: Array, b: Array | None, x: Array = first) -> Array:
+                y = jnp.einsum("sd,khd->skh", x, w.astype(jnp.float32))
+                return y if b is None else y + b.astype(jnp.float32)[None]
+
+            keys = rotate(project(wk, bk), None if angles is None else angles[:m])
+            values = project(wv, bv)
+        else:
+            keys = first.reshape(m, -1, head_dim)
+            values = gather_slots(pool, tables[r, 1], block_size)[order].reshape(m, -1, head_dim)
+        chunk = slice(start, start + n)
+        keys, values = jnp.concatenate([keys, k[chunk]]), jnp.concatenate([values, v[chunk]])
+        out = out.at[chunk].set(causal_attention(q[chunk], keys, values))
+    return out
 
 
 def causal_attention(

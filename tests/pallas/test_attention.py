@@ -187,8 +187,8 @@ def test_prefill_matches_causal_attention_over_prefix_and_chunk(
     )
     for r in range(5):
         rows = slice(int(offsets[r]), int(offsets[r] + chunk[r]))
-        first = reference.gather_positions(pool, jnp.asarray(tables[r, 0]), BLOCK)[: prefix[r]]
-        second = reference.gather_positions(pool, jnp.asarray(tables[r, 1]), BLOCK)[: prefix[r]]
+        first = reference.gather_slots(pool, jnp.asarray(tables[r, 0]), BLOCK)[: prefix[r]]
+        second = reference.gather_slots(pool, jnp.asarray(tables[r, 1]), BLOCK)[: prefix[r]]
         if hidden[r]:
             wk, bk, wv, bv = weights
             x = first.astype(jnp.float32)
