@@ -5,7 +5,10 @@ A step is two jitted programs, so that their shapes do not multiply:
 * forward: (decode bucket, prefill bucket) -> cache written, hidden states of the rows that sample;
 * sample: (bucket of sampling rows, variant) -> logits, tokens, device memory of last tokens.
 
-Both are compiled for every bucket by `warm_up`; serving never compiles. The pools and the last-token memory are donated
+Where the device runs a program as one graph (`AttentionOps.branches` is False), a step of decode rows alone is one
+program, forward and sampling, and forward programs are compiled for each mixture of cache kinds, as they do not branch.
+
+All are compiled for every bucket by `warm_up`; serving never compiles. The pools and the last-token memory are donated
 and rebound in the statement that calls the program. The host crosses to the device once a program: all integers of a
 step travel as one vector, cut up by static offsets on the device. Sampled tokens are fed into the next step on the
 device, so the next step can be dispatched before the host has seen them.
@@ -29,8 +32,9 @@ from apt_jax.errors import ConfigError
 from apt_jax.executor import NO_TOKEN, StepBatch, StepHandle, StepResult
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, logits
 from apt_jax.models.params import ModelParams, fuse_qkv
-from apt_jax.pallas import attention_ops
+from apt_jax.pallas import AttentionOps, attention_ops
 from apt_jax.pallas.xla import ROWS_PER_TILE
+from apt_jax.request import SamplingParams
 from apt_jax.sched.view import HIDDEN, KV
 
 MAX_CPU_POOL_BYTES = 4 << 30
@@ -168,7 +172,7 @@ class JaxExecutor:
         max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step; they fix the buckets.
         mixed: also compile steps in which decode rows and prompt chunks have their own attention paths; without it a
             step with any chunk computes all its rows as chunks.
-        attention: implementation name for `apt_jax.pallas.attention_ops`; None: the platform's default.
+        attention: implementation, or its name for `apt_jax.pallas.attention_ops`; None: the platform's default.
 
     Raises:
         ConfigError: the cache mode does not suit the model, or not even one request fits the pool.
@@ -184,7 +188,7 @@ class JaxExecutor:
         max_num_batched_tokens: int,
         max_model_len: int,
         mixed: bool = False,
-        attention: str | None = None,
+        attention: str | AttentionOps | None = None,
     ) -> None:
         self.config, self.cache_config = config, cache
         self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
@@ -211,7 +215,11 @@ class JaxExecutor:
         self._device = next(iter(params.embed.devices()))
         self.platform = self._device.platform
         self.params = fuse_qkv(params) if self.platform == "cpu" else params
-        self._ops = attention_ops(self.platform, attention)
+        self._ops = (
+            attention
+            if isinstance(attention, AttentionOps)
+            else attention_ops(self.platform, attention, self._device.device_kind)
+        )
         self.attention_name = self._ops.name
         self._pool_dtype = pool_dtype(params.embed.dtype, self.platform)
         self._table_len = -(-max_model_len // cache.block_size)
@@ -220,8 +228,14 @@ class JaxExecutor:
             min(_MIN_PREFILL_BUCKET, max_num_batched_tokens), max_num_batched_tokens
         )
         self.num_blocks = cache.num_blocks_override or self._blocks_from_memory()
+        shape = ("num_decode", "num_prefill", "kinds")
         self._forward_jit = jax.jit(
-            self._forward, static_argnames=("num_decode", "num_prefill"), donate_argnames=("pools",)
+            self._forward, static_argnames=shape, donate_argnames=("pools",)
+        )
+        self._decode_jit = jax.jit(
+            self._decode,
+            static_argnames=("num_decode", "kinds", "variant"),
+            donate_argnames=("pools", "last_tokens"),
         )
         self._sample_jit = jax.jit(
             self._sample, static_argnames=("rows", "variant"), donate_argnames=("last_tokens",)
@@ -254,12 +268,12 @@ class JaxExecutor:
 
     # ---- device programs
 
-    def _options(self, num_decode: int) -> StepOptions:
+    def _options(self, num_decode: int, kinds: tuple[bool, bool]) -> StepOptions:
         return StepOptions(
             num_decode=num_decode,
             block_size=self.block_size,
             absorb=self.absorbs,
-            kinds=self.kinds_offered,
+            kinds=kinds,
             ops=self._ops,
         )
 
@@ -281,6 +295,7 @@ class JaxExecutor:
         *,
         num_decode: int,
         num_prefill: int,
+        kinds: tuple[bool, bool],
     ) -> tuple[tuple[Array, ...], Array]:
         parts = self._layout(num_decode, num_prefill).unpack(ints)
         seats, counts, sample_rows = (
@@ -293,7 +308,9 @@ class JaxExecutor:
         batch = DecoderBatch(
             **parts, num_kv_rows=counts[0], num_decode_rows=counts[1], num_prefill_rows=counts[2]
         )
-        pools, hidden = decoder_step(params, pools, batch, self.config, self._options(num_decode))
+        pools, hidden = decoder_step(
+            params, pools, batch, self.config, self._options(num_decode, kinds)
+        )
         return pools, hidden.at[sample_rows].get(mode="fill", fill_value=0)
 
     def _sample(
@@ -332,6 +349,33 @@ class JaxExecutor:
         extras = sampling.log_probabilities(raw, tokens) if variant == "full" else None
         return last_tokens, packed, extras
 
+    def _decode(
+        self,
+        params: ModelParams,
+        pools: tuple[Array, ...],
+        last_tokens: Array,
+        forward_ints: Array,
+        sample_ints: Array,
+        *,
+        num_decode: int,
+        kinds: tuple[bool, bool],
+        variant: str,
+    ) -> tuple[tuple[Array, ...], Array, Array]:
+        """Forward and sampling of decode rows as one program."""
+        pools, hidden = self._forward(
+            params,
+            pools,
+            last_tokens,
+            forward_ints,
+            num_decode=num_decode,
+            num_prefill=0,
+            kinds=kinds,
+        )
+        last_tokens, tokens, _ = self._sample(
+            params, hidden, last_tokens, sample_ints, None, rows=num_decode, variant=variant
+        )
+        return pools, last_tokens, tokens
+
     # ---- host side
 
     def reset(self) -> None:
@@ -350,7 +394,20 @@ class JaxExecutor:
 
     def _num_programs(self) -> int:
         # The size of a jitted function's cache has no public name yet.
-        return sum(getattr(f, "_cache_size")() for f in (self._forward_jit, self._sample_jit))  # noqa: B009
+        programs = (self._forward_jit, self._sample_jit, self._decode_jit)
+        return sum(getattr(f, "_cache_size")() for f in programs)  # noqa: B009
+
+    def _mixtures(self) -> list[tuple[bool, bool]]:
+        """Mixtures of kinds that forward programs are compiled for."""
+        if self._ops.branches or not all(self.kinds_offered):
+            return [self.kinds_offered]
+        return [(True, False), (False, True), (True, True)]
+
+    def _mixture(self, kind: NDArray[np.int8]) -> tuple[bool, bool]:
+        """The one that a step's rows need."""
+        if self._ops.branches or not all(self.kinds_offered):
+            return self.kinds_offered
+        return bool((kind == KV).any()), bool((kind == HIDDEN).any())
 
     def _forward_shapes(self) -> list[tuple[int, int]]:
         shapes = [(b, 0) for b in self.decode_buckets] + [(0, t) for t in self.prefill_buckets]
@@ -360,16 +417,22 @@ class JaxExecutor:
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and run every program once, on empty batches that touch no block."""
-        shapes = self._forward_shapes()
+        shapes = [(*shape, kinds) for shape in self._forward_shapes() for kinds in self._mixtures()]
         variants = [(rows, variant) for rows in self.decode_buckets for variant in _VARIANTS]
-        total = len(shapes) + len(variants)
+        steps = [
+            (rows, kinds, variant)
+            for rows in (() if self._ops.branches else self.decode_buckets)
+            for kinds in self._mixtures()
+            for variant in _VARIANTS
+            if variant != "full"
+        ]
+        total = len(shapes) + len(variants) + len(steps)
         hidden = jnp.zeros(
             (self.decode_buckets[-1], self.config.hidden_size), self.params.embed.dtype
         )
-        for done, (num_decode, num_prefill) in enumerate(shapes, 1):
-            views, ints = self._empty_forward(num_decode, num_prefill)
-            del views
-            hidden = self._run_forward(ints, num_decode, num_prefill)
+        for done, (num_decode, num_prefill, kinds) in enumerate(shapes, 1):
+            _, ints = self._empty_forward(num_decode, num_prefill)
+            hidden = self._run_forward(ints, num_decode, num_prefill, kinds)
             jax.block_until_ready(hidden)
             if progress:
                 progress(done, total)
@@ -382,6 +445,12 @@ class JaxExecutor:
             )
             tokens, _ = self._run_sample(hidden, ints, penalties, rows, variant)
             jax.block_until_ready(tokens)
+            if progress:
+                progress(done, total)
+        for done, (rows, kinds, variant) in enumerate(steps, len(shapes) + len(variants) + 1):
+            _, ints = self._empty_forward(rows, 0)
+            _, sample_ints = self._empty_sample(rows)
+            jax.block_until_ready(self._run_decode(ints, sample_ints, rows, kinds, variant))
             if progress:
                 progress(done, total)
         self._compiled_at_warm_up = self._num_programs()
@@ -409,7 +478,13 @@ class JaxExecutor:
     def _dropped_slot(self) -> int:
         return (self.num_blocks + 1) * self.block_size
 
-    def _run_forward(self, ints: NDArray[np.int32], num_decode: int, num_prefill: int) -> Array:
+    def _run_forward(
+        self,
+        ints: NDArray[np.int32],
+        num_decode: int,
+        num_prefill: int,
+        kinds: tuple[bool, bool],
+    ) -> Array:
         self._pools, hidden = self._forward_jit(
             self.params,
             self._pools,
@@ -417,8 +492,29 @@ class JaxExecutor:
             ints,
             num_decode=num_decode,
             num_prefill=num_prefill,
+            kinds=kinds,
         )
         return hidden
+
+    def _run_decode(
+        self,
+        forward_ints: NDArray[np.int32],
+        sample_ints: NDArray[np.int32],
+        num_decode: int,
+        kinds: tuple[bool, bool],
+        variant: str,
+    ) -> Array:
+        self._pools, self._last_tokens, tokens = self._decode_jit(
+            self.params,
+            self._pools,
+            self._last_tokens,
+            forward_ints,
+            sample_ints,
+            num_decode=num_decode,
+            kinds=kinds,
+            variant=variant,
+        )
+        return tokens
 
     def _run_sample(
         self,
@@ -497,27 +593,37 @@ class JaxExecutor:
         last_place[prefills] = num_decode + np.cumsum(lens) - 1
         sampling_rows = np.flatnonzero(batch.samples)
         views["sample_rows"][: len(sampling_rows)] = last_place[sampling_rows]
-        states = self._run_forward(ints, num_decode, num_prefill)
-        if not len(sampling_rows):
-            return _Handle(
-                num_rows=len(batch.seats), rows=sampling_rows, tokens=None, logprobs=None
-            )
-        tokens, extras = self._dispatch_sample(states, batch, sampling_rows)
-        return _Handle(
-            num_rows=len(batch.seats), rows=sampling_rows, tokens=tokens, logprobs=extras
-        )
-
-    def _dispatch_sample(
-        self, states: Array, batch: StepBatch, rows: NDArray[np.int64]
-    ) -> tuple[Array, tuple[Array, Array, Array] | None]:
-        bucket, n = _bucket(self.decode_buckets, len(rows)), len(rows)
-        params = [batch.params[r] for r in rows]
-        views, ints = self._empty_sample(bucket)
-        views["seats"][:n] = batch.seats[rows]
+        kinds = self._mixture(batch.kind)
+        params = [batch.params[r] for r in sampling_rows.tolist()]
         if any(p.needs_penalties or p.logprobs is not None for p in params):
             variant = "full"
         else:
             variant = "greedy" if all(p.is_greedy for p in params) else "sample"
+        done = functools.partial(_Handle, num_rows=len(batch.seats), rows=sampling_rows)
+        if num_prefill or self._ops.branches or variant == "full" or not len(sampling_rows):
+            states = self._run_forward(ints, num_decode, num_prefill, kinds)
+            if not len(sampling_rows):
+                return done(tokens=None, logprobs=None)
+            bucket = _bucket(self.decode_buckets, len(sampling_rows))
+            sample_ints = self._sample_ints(batch, sampling_rows, params, bucket, variant)
+            penalties = self._penalties(batch, sampling_rows, bucket) if variant == "full" else None
+            tokens, extras = self._run_sample(states, sample_ints, penalties, bucket, variant)
+            return done(tokens=tokens, logprobs=extras)
+        sample_ints = self._sample_ints(batch, sampling_rows, params, num_decode, variant)
+        tokens = self._run_decode(ints, sample_ints, num_decode, kinds, variant)
+        return done(tokens=tokens, logprobs=None)
+
+    def _sample_ints(
+        self,
+        batch: StepBatch,
+        rows: NDArray[np.int64],
+        params: list[SamplingParams],
+        bucket: int,
+        variant: str,
+    ) -> NDArray[np.int32]:
+        n = len(rows)
+        views, ints = self._empty_sample(bucket)
+        views["seats"][:n] = batch.seats[rows]
         if variant != "greedy":
             views["top_k"][:n] = [p.top_k for p in params]
             views["seed"][:n] = np.array(
@@ -528,8 +634,7 @@ class JaxExecutor:
                 views[name][:n] = np.array([getattr(p, name) for p in params], np.float32).view(
                     np.int32
                 )
-        penalties = self._penalties(batch, rows, bucket) if variant == "full" else None
-        return self._run_sample(states, ints, penalties, bucket, variant)
+        return ints
 
     def _penalties(
         self, batch: StepBatch, rows: NDArray[np.int64], bucket: int

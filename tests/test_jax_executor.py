@@ -12,17 +12,26 @@ from apt_jax.errors import ConfigError
 from apt_jax.jax_executor import JaxExecutor, power_of_two_buckets
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
+from apt_jax.pallas import AttentionOps, attention_ops
 from apt_jax.request import SamplingParams
 from apt_jax.sched.view import HIDDEN, KV
 
 PROMPTS = {0: [5, 6, 7], 1: list(range(10, 47)), 2: [3], 3: list(range(60, 77))}
 
 
+GRAPHS = dataclasses.replace(attention_ops("cpu", "xla"), name="xla-graphs", branches=False)
+"""Nothing branches on the device, decode steps are one program: what an executor does on GPUs."""
+
+
 @pytest.mark.parametrize("attention", ["reproject", "absorb"])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_tokens_equal_a_plain_forward_pass(attention: HiddenAttention, mixed: bool) -> None:
+@pytest.mark.parametrize(
+    ("mixed", "ops"), [(False, None), (True, None), (False, GRAPHS), (True, GRAPHS)]
+)
+def test_tokens_equal_a_plain_forward_pass(
+    attention: HiddenAttention, mixed: bool, ops: AttentionOps | None
+) -> None:
     """Both kinds side by side, chunked prompts over a cached prefix, decodes beside chunks, tokens fed on the device."""
-    driver = Driver(make_executor(attention=attention, mixed=mixed))
+    driver = Driver(make_executor(attention=attention, mixed=mixed, ops=ops))
     for kind_of in ({0: KV, 1: HIDDEN, 2: HIDDEN, 3: KV}, {0: HIDDEN, 1: KV, 2: KV, 3: HIDDEN}):
         for seat, prompt in PROMPTS.items():
             driver.add(seat, prompt, kind_of[seat])
@@ -106,8 +115,9 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
         )
 
 
-def test_serving_after_warm_up_compiles_nothing() -> None:
-    executor = make_executor(mixed=True)
+@pytest.mark.parametrize("ops", [None, GRAPHS])
+def test_serving_after_warm_up_compiles_nothing(ops: AttentionOps | None) -> None:
+    executor = make_executor(mixed=True, ops=ops)
     seen = []
     executor.warm_up(lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] == len(seen)

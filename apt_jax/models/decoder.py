@@ -67,8 +67,9 @@ class StepOptions:
     absorb: bool
     """Hidden decode rows are absorbed (else reprojected)."""
     kinds: tuple[bool, bool]
-    """Whether KV and hidden rows can occur at all."""
+    """Whether KV and hidden rows can occur in the step."""
     ops: AttentionOps
+    """`ops.branches` says whether what no row needs is branched around on the device."""
 
 
 def _dense(
@@ -155,7 +156,7 @@ def _attention(
         return out[:, :q_width], out[:, q_width : q_width + lanes], out[:, q_width + lanes :]
 
     parts = []
-    if b and not (kv_rows and hidden_rows):
+    if b and not (kv_rows and hidden_rows and options.ops.branches):
         parts.append(qkv(x[:b]) if kv_rows else q_alone(x[:b]))
     elif b:
         parts.append(lax.cond(batch.num_kv_rows > 0, lambda: qkv(x[:b]), lambda: q_alone(x[:b])))
@@ -197,6 +198,8 @@ def _attention(
             out = kv_attention()
         elif not kv_rows:
             out = hidden_attention()
+        elif not options.ops.branches:
+            out = kv_attention() + hidden_attention()
         else:
             out = kv_attention() + lax.cond(
                 batch.num_decode_rows > batch.num_kv_rows, hidden_attention, lambda: zeros

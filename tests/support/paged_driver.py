@@ -11,6 +11,7 @@ from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
+from apt_jax.pallas import AttentionOps
 from apt_jax.request import SamplingParams
 from apt_jax.sched.view import KV
 
@@ -29,6 +30,7 @@ def make_executor(
     mode: CacheMode = "hybrid",
     attention: HiddenAttention = "auto",
     mixed: bool = False,
+    ops: str | AttentionOps | None = None,
     **kwargs: Any,
 ) -> JaxExecutor:
     cache = CacheConfig(
@@ -45,6 +47,7 @@ def make_executor(
         max_num_batched_tokens=64,
         max_model_len=128,
         mixed=mixed,
+        attention=ops,
     )
 
 
