@@ -260,6 +260,9 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest prompt plus output, tokens; None: the model's own limit."""
     served_model_name: str | None = None
+    attention_backend: str | None = None
+    """Implementation of the attention kernels, a name from `apt_jax.pallas.known_attention_ops()`; None: the
+    platform's."""
     seed: int = 0
     """Seed of dummy weights and of requests that bring none."""
     cache: CacheConfig = CacheConfig()

@@ -175,7 +175,7 @@ class JaxExecutor:
         attention: implementation, or its name for `apt_jax.pallas.attention_ops`; None: the platform's default.
 
     Raises:
-        ConfigError: the cache mode does not suit the model, or not even one request fits the pool.
+        ConfigError: the cache mode does not suit the model, or there is no such implementation of attention.
     """
 
     def __init__(
@@ -215,11 +215,13 @@ class JaxExecutor:
         self._device = next(iter(params.embed.devices()))
         self.platform = self._device.platform
         self.params = fuse_qkv(params) if self.platform == "cpu" else params
-        self._ops = (
-            attention
-            if isinstance(attention, AttentionOps)
-            else attention_ops(self.platform, attention, self._device.device_kind)
-        )
+        if isinstance(attention, AttentionOps):
+            self._ops = attention
+        else:
+            try:
+                self._ops = attention_ops(self.platform, attention, self._device.device_kind)
+            except ValueError as error:
+                raise ConfigError(f"{error} (--attention-backend)") from None
         self.attention_name = self._ops.name
         self._pool_dtype = pool_dtype(params.embed.dtype, self.platform)
         self._table_len = -(-max_model_len // cache.block_size)

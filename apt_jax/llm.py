@@ -439,6 +439,7 @@ def build_engine(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.max_model_len or loaded.config.max_position,
+        attention=config.attention_backend,
     )
     loaded_s = time.monotonic()
     if warm_up:
@@ -572,7 +573,7 @@ class LLM:
         device_memory_utilization: share of the free device memory for the pool, in (0, 1].
         max_num_batched_tokens: most tokens in one step; None: 512, and at least `max_num_seqs`.
         max_model_len: longest prompt plus output; None: the model's limit.
-        load_format, tokenizer, served_model_name: see `EngineConfig`.
+        load_format, tokenizer, served_model_name, attention_backend: see `EngineConfig`.
         violation_decay: see `SchedulerConfig`.
         default_slo: objectives of requests that bring none.
         warm_up: compile everything now rather than when it is first needed.
@@ -602,6 +603,7 @@ class LLM:
         load_format: Any = "auto",
         tokenizer: str | None = None,
         served_model_name: str | None = None,
+        attention_backend: str | None = None,
         violation_decay: float = 0.0,
         default_slo: SLO | None = None,
         warm_up: bool = True,
@@ -615,6 +617,7 @@ class LLM:
             load_format=load_format,
             max_model_len=max_model_len,
             served_model_name=served_model_name,
+            attention_backend=attention_backend,
             seed=seed,
             cache=CacheConfig(
                 block_size=block_size,

@@ -118,6 +118,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="how attention over a hidden cache is computed",
     )
     group.add_argument(
+        "--attention-backend",
+        metavar="NAME",
+        help="implementation of the attention kernels (docs/kernels.md); without it the platform's",
+    )
+    group.add_argument(
         "--block-size", type=int, default=cache.block_size, help="token positions a block"
     )
     group.add_argument(
@@ -249,6 +254,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         load_format=args.load_format,
         max_model_len=args.max_model_len,
         served_model_name=args.served_model_name,
+        attention_backend=args.attention_backend,
         seed=args.seed,
         cache=CacheConfig(
             block_size=args.block_size,

@@ -183,3 +183,22 @@ def test_a_model_that_is_too_short_for_max_model_len_is_refused() -> None:
             max_num_batched_tokens=32,
             max_model_len=512,
         )
+
+
+def test_an_unknown_attention_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no attention implementation 'flash'.*known: .*'xla'.*"):
+        make_executor(ops="flash")
+
+
+def test_sampled_tokens_do_not_depend_on_how_steps_are_cut_into_programs() -> None:
+    seeded = SamplingParams(seed=7, temperature=0.9, top_k=20, top_p=0.95)
+    tokens = []
+    for ops in (None, GRAPHS):
+        driver = Driver(make_executor(ops=ops))
+        for seat, prompt in PROMPTS.items():
+            driver.add(seat, prompt, HIDDEN if seat % 2 else KV)
+        driver.step({0: 3, 1: 37, 2: 1, 3: 17}, seeded)
+        for _ in range(4):
+            driver.step({0: 1, 1: 1, 2: 1, 3: 1}, seeded)
+        tokens.append(driver.tokens)
+    assert tokens[0] == tokens[1]
