@@ -12,11 +12,15 @@ How it is made fast, as measured on a 2-core machine with AMX:
     denominator l, accumulator acc).
 """
 
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
+
+from apt_jax.pallas.reference import own_slots, rotate
 
 _MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
@@ -27,6 +31,10 @@ ROWS_PER_TILE = 32
 """R of decode attention."""
 PREFILL_QUERY_TILE = 128
 PREFILL_KEY_TILE = 128
+
+_Fetch = Callable[[Array, Array, Array], tuple[Array, Array]]
+"""From G table entries of each of R rows (R, A, G), whether each of their T slots is the row's own (R, T) and its
+position (R, T), to the slots' keys and values (R, T, E). Values of slots that are not the row's own must be finite."""
 
 _FlashState = tuple[Array, Array, Array]
 """Running maximum, denominator and accumulator of flash attention."""
@@ -44,15 +52,18 @@ def dot(
     )
 
 
-def _spread_heads(q: Float[Array, "B N H"], num_kv_heads: int) -> Float[Array, "B N E"]:
+def _spread_heads(
+    q: Float[Array, "B N H"], num_kv_heads: int, scale: float | None = None
+) -> Float[Array, "B N E"]:
     """Head n's query in the lanes of its key/value head n // G, zeros elsewhere; scaled by 1 / sqrt(H)."""
     batch, num_heads, head_dim = q.shape
+    scale = head_dim**-0.5 if scale is None else scale
     group = num_heads // num_kv_heads
     own = (
         jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group
         == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
     )
-    scaled = q * jnp.asarray(head_dim**-0.5, q.dtype)
+    scaled = q * jnp.asarray(scale, q.dtype)
     spread = jnp.where(own[None, :, :, None], scaled[:, :, None, :], jnp.zeros((), q.dtype))
     return spread.reshape(batch, num_heads, num_kv_heads * head_dim)
 
@@ -71,15 +82,16 @@ def _own_lanes(out: Float[Array, "R N E"], num_kv_heads: int) -> Float[Array, "R
 
 def _decode(
     q: Float[Array, "B N E"],
-    fetch: Callable[[Int32[Array, "R A G"]], tuple[Array, Array]],
+    fetch: _Fetch,
     tables: Int32[Array, "B A J"],
     lens: Int32[Array, " B"],
     rows: tuple[Array, Array],
     finish: Callable[[Float[Array, "R N E"]], Array],
     out_width: int,
     block_size: int,
+    slot_ranges: Int32[Array, "B J 2"] | None,
 ) -> Float[Array, "B N W"]:
-    """Flash attention of one query a row; `fetch` turns G table entries a row into keys and values (R, T, E).
+    """Flash attention of one query a row over the keys and values (R, T, E) that `fetch` gives.
 
     Only tiles that hold rows in the half-open range `rows` are visited; rows outside it give zeros.
     """
@@ -90,6 +102,8 @@ def _decode(
     g = max(1, TOKENS_PER_TILE // block_size)
     t = g * block_size
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % g)))
+    if slot_ranges is not None:
+        slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, -slot_ranges.shape[1] % g), (0, 0)))
     index = jnp.arange(batch, dtype=jnp.int32)
     lens = jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
 
@@ -101,10 +115,11 @@ def _decode(
 
         def body(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
             j, m, l, acc = carry
-            keys, values = fetch(lax.dynamic_slice_in_dim(table_tile, j * g, g, axis=2))
+            own, position = _own_slots(slot_ranges, len_tile, start, j * g, g, block_size)
+            ids = lax.dynamic_slice_in_dim(table_tile, j * g, g, axis=2)
+            keys, values = fetch(ids, own, position)
             s = dot(q_tile, keys, (2, 2), ((0,), (0,)))
-            position = j * t + jnp.arange(t, dtype=jnp.int32)
-            s = jnp.where(position[None, None, :] < len_tile[:, None, None], s, _MASKED)
+            s = jnp.where(own[:, None, :], s, _MASKED)
             m_new = jnp.maximum(m, jnp.max(s, axis=-1))
             p = jnp.exp(s - m_new[:, :, None])
             rescale = jnp.exp(m - m_new)
@@ -134,9 +149,38 @@ def _decode(
     )
 
 
-def _fetch_blocks(pool: Array, ids: Int32[Array, "R G"], block_size: int) -> Float[Array, "R T E"]:
+def _own_slots(
+    slot_ranges: Int32[Array, "B J 2"] | None,
+    lens: Int32[Array, " R"],
+    first_row: Array,
+    first_entry: Array,
+    num_entries: int,
+    block_size: int,
+) -> tuple[Bool[Array, "R T"], Int32[Array, "R T"]]:
+    """`reference.own_slots` of R rows from `first_row` on, of their table entries from `first_entry` on."""
+    start = first_entry * block_size
+    if slot_ranges is None:
+        position = start + jnp.arange(num_entries * block_size, dtype=jnp.int32)[None, :]
+        return position < lens[:, None], jnp.broadcast_to(
+            position, (lens.shape[0], position.shape[1])
+        )
+    ranges = lax.dynamic_slice(
+        slot_ranges, (first_row, first_entry, jnp.int32(0)), (lens.shape[0], num_entries, 2)
+    )
+    of_row = functools.partial(own_slots, num_entries=num_entries, block_size=block_size)
+    own, position = jax.vmap(of_row)(ranges, lens - start)
+    return own, start + position
+
+
+def _fetch_blocks(
+    pool: Array, ids: Int32[Array, "R G"], block_size: int, own: Bool[Array, "R T"] | None
+) -> Float[Array, "R T E"]:
+    """The slots of G blocks a row; where `own` is given, zeros for slots that are not the row's own."""
     r, g = ids.shape
-    return pool[ids.reshape(-1)].reshape(r, g * block_size, pool.shape[1] // block_size)
+    slots = pool[ids.reshape(-1)].reshape(r, g * block_size, pool.shape[1] // block_size)
+    if own is None:
+        return slots
+    return jnp.where(own[:, :, None], slots, jnp.zeros((), slots.dtype))
 
 
 def decode_kv(
@@ -147,14 +191,15 @@ def decode_kv(
     *,
     block_size: int,
     rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
     num_kv_heads = pool.shape[1] // block_size // q.shape[2]
 
-    def fetch(ids: Array) -> tuple[Array, Array]:
-        return _fetch_blocks(pool, ids[:, 0], block_size), _fetch_blocks(
-            pool, ids[:, 1], block_size
-        )
+    def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+        del position
+        keys = _fetch_blocks(pool, ids[:, 0], block_size, None)
+        return keys, _fetch_blocks(pool, ids[:, 1], block_size, own)
 
     return _decode(
         _spread_heads(q, num_kv_heads).astype(pool.dtype),
@@ -165,6 +210,7 @@ def decode_kv(
         lambda out: _own_lanes(out, num_kv_heads),
         q.shape[2],
         block_size,
+        slot_ranges,
     )
 
 
@@ -176,11 +222,13 @@ def decode_absorbed(
     *,
     block_size: int,
     rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
 ) -> Float[Array, "B N D"]:
     """See `reference.decode_absorbed`."""
 
-    def fetch(ids: Array) -> tuple[Array, Array]:
-        x = _fetch_blocks(pool, ids[:, 0], block_size)
+    def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+        del position
+        x = _fetch_blocks(pool, ids[:, 0], block_size, own)
         return x, x
 
     return _decode(
@@ -192,6 +240,7 @@ def decode_absorbed(
         lambda out: out,
         q_absorbed.shape[2],
         block_size,
+        slot_ranges,
     )
 
 
@@ -203,6 +252,14 @@ def project_kv(
     if b is not None:
         out = out + b.astype(jnp.float32).reshape(1, -1)
     return out.astype(x.dtype)
+
+
+def rotate_keys(
+    keys: Float[Array, "T E"], angles: Float[Array, "T HALF"], num_kv_heads: int
+) -> Float[Array, "T E"]:
+    """`reference.rotate` of flattened lanes, in the dtype of `keys`."""
+    heads = keys.reshape(keys.shape[0], num_kv_heads, -1)
+    return rotate(heads, angles).astype(keys.dtype).reshape(keys.shape)
 
 
 def decode_reprojected(
@@ -217,23 +274,71 @@ def decode_reprojected(
     *,
     block_size: int,
     rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
+    angles: Float[Array, "S HALF"] | None = None,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_reprojected`."""
 
-    def fetch(ids: Array) -> tuple[Array, Array]:
-        x = _fetch_blocks(pool, ids[:, 0], block_size)
+    num_kv_heads = wk.shape[0]
+
+    def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+        x = _fetch_blocks(pool, ids[:, 0], block_size, own)
         flat = x.reshape(-1, x.shape[2])
-        return project_kv(flat, wk, bk).reshape(x.shape), project_kv(flat, wv, bv).reshape(x.shape)
+        keys, values = project_kv(flat, wk, bk), project_kv(flat, wv, bv)
+        if angles is not None:
+            keys = rotate_keys(keys, angles[position.reshape(-1)], num_kv_heads)
+        return keys.reshape(*x.shape[:2], -1), values.reshape(*x.shape[:2], -1)
 
     return _decode(
-        _spread_heads(q, wk.shape[0]).astype(pool.dtype),
+        _spread_heads(q, num_kv_heads).astype(pool.dtype),
         fetch,
         tables[:, None],
         lens,
         rows or (jnp.int32(0), jnp.int32(q.shape[0])),
-        lambda out: _own_lanes(out, wk.shape[0]),
+        lambda out: _own_lanes(out, num_kv_heads),
         q.shape[2],
         block_size,
+        slot_ranges,
+    )
+
+
+def decode_v_absorbed(
+    q_rotary: Float[Array, "B N R"],
+    q_absorbed: Float[Array, "B N D"] | None,
+    pool: Float[Array, "P CE"],
+    tables: Int32[Array, "B J"],
+    lens: Int32[Array, " B"],
+    wk_rotary: Float[Array, "N R D"],
+    bk_rotary: Float[Array, "N R"] | None,
+    angles: Float[Array, "S HALF"],
+    *,
+    block_size: int,
+    rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
+) -> Float[Array, "B N D"]:
+    """See `reference.decode_v_absorbed`: one product with the keys [k_r | x] gives both parts of the scores."""
+    num_heads, width = q_rotary.shape[1], wk_rotary.shape[2]
+    q = _spread_heads(q_rotary, num_heads, scale=1.0).astype(pool.dtype)
+    if q_absorbed is not None:
+        q = jnp.concatenate([q, q_absorbed.astype(pool.dtype)], axis=2)
+
+    def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+        x = _fetch_blocks(pool, ids[:, 0], block_size, own)
+        keys = project_kv(x.reshape(-1, width), wk_rotary, bk_rotary)
+        keys = rotate_keys(keys, angles[position.reshape(-1)], num_heads)
+        keys = keys.reshape(*x.shape[:2], -1)
+        return keys if q_absorbed is None else jnp.concatenate([keys, x], axis=2), x
+
+    return _decode(
+        q,
+        fetch,
+        tables[:, None],
+        lens,
+        rows or (jnp.int32(0), jnp.int32(q_rotary.shape[0])),
+        lambda out: out,
+        width,
+        block_size,
+        slot_ranges,
     )
 
 
@@ -255,14 +360,11 @@ def prefill(
     *,
     block_size: int,
     with_hidden: bool,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
+    angles: Float[Array, "S HALF"] | None = None,
 ) -> Float[Array, "T N H"]:
-    """Causal attention of prompt chunks that lie one after another in T, each over its cached prefix and itself.
-
-    Row r is `q[offsets[r] : offsets[r] + chunk_lens[r]]`; its prefix is positions [0, prefix_lens[r]) of the pool, keys
-    and values or (where `hidden[r]`) layer inputs that are projected first: above about H query tokens that costs
-    less than absorbing (KERNELS: crossover at H * N / (N - 1)). Rows from `num_rows` on are not visited; tokens of no
-    row give zeros.
-    """
+    """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than
+    absorbing (crossover at H * N / (N - 1))."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
@@ -273,6 +375,8 @@ def prefill(
     q = jnp.pad(q * jnp.asarray(head_dim**-0.5, q.dtype), pad)
     k, v = jnp.pad(k, pad), jnp.pad(v, pad)
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % g)))
+    if slot_ranges is not None:
+        slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, -slot_ranges.shape[1] % g), (0, 0)))
 
     def update(
         state: _FlashState, start: Array, keys: Array, values: Array, mask: Array
@@ -317,22 +421,27 @@ def prefill(
 
         def prefix_tile(j: Array, state: _FlashState) -> _FlashState:
             ids = lax.dynamic_slice(tables, (r, jnp.int32(0), j * g), (1, 2, g))[0]
-            first = pool[ids[0]].reshape(tp, -1)
+            own, position = _own_slots(slot_ranges, prefix[None], r, j * g, g, block_size)
+            first, second = _fetch_blocks(
+                pool, ids, block_size, jnp.broadcast_to(own, (2, own.shape[1]))
+            )
 
             def from_kv() -> tuple[Array, Array]:
-                return first, pool[ids[1]].reshape(tp, -1)
+                return first, second
 
             def from_hidden() -> tuple[Array, Array]:
-                return project_kv(first, wk, bk), project_kv(first, wv, bv)
+                keys = project_kv(first, wk, bk)
+                if angles is not None:
+                    keys = rotate_keys(keys, angles[position[0]], num_kv_heads)
+                return keys, project_kv(first, wv, bv)
 
             keys, values = lax.cond(hidden[r], from_hidden, from_kv) if with_hidden else from_kv()
             keys, values = (
                 a.astype(k.dtype).reshape(tp, num_kv_heads, head_dim) for a in (keys, values)
             )
-            position = j * tp + jnp.arange(tp, dtype=jnp.int32)
 
             def query_tile(i: Array, state: _FlashState) -> _FlashState:
-                mask = (position < prefix)[None, :] & (i * tq + query_index < length)[:, None]
+                mask = own & (i * tq + query_index < length)[:, None]
                 return update(state, offset + i * tq, keys, values, mask)
 
             return lax.fori_loop(0, q_tiles, query_tile, state)

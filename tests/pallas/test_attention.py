@@ -1,211 +1,427 @@
-"""Every implementation of an attention op against its reference, over ragged lengths, dtypes and head layouts."""
+"""Every implementation of an attention op against its reference: head layouts, dtypes, ragged lengths, slot ranges.
+
+All slots that no row of a case owns hold NaN (the null block, guard blocks that no table names, the rest of blocks in
+use): what reads them as data fails. In shared blocks the other request's slots hold NaN too, one request at a time.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.pallas import attention_ops, reference
+from apt_jax.pallas import attention_ops, reference, xla
+from apt_jax.pallas.shapes import RAGGED_LENGTHS, SMALL, AttentionShape
 
-BLOCK = 4
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
-"""Relative to the largest output: one layer's attention output, KERNELS-style bounds per dtype."""
-SHAPES = [(1, 4, 4, 8), (3, 4, 4, 8), (20, 4, 2, 8), (32, 2, 2, 16)]
-"""(B, N, K, H)"""
 IMPLEMENTATIONS = ["xla"]
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
+"""Relative to the largest output: one layer's attention output."""
+BLOCK = 16
+SHORT_LENGTHS = (0, 1, 15, 16, 17, 31, 33, 64, 65, 5, 3, 129, 6, 7, 128, 20)
+DECODE_OPS = ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed")
 
 
-def _close(actual, expected, dtype: str) -> None:
+class Blocks(NamedTuple):
+    """Where the positions of B rows lie."""
+
+    num_blocks: int
+    tables: np.ndarray
+    """(B, A, J): A = 2 for keys and values."""
+    slot_ranges: np.ndarray | None
+    """(B, J, 2)"""
+    owner: np.ndarray
+    """(P, C): the row that a slot belongs to, -1 for none."""
+
+
+def place(
+    rng: np.random.Generator,
+    lens: Sequence[int],
+    halves: int,
+    block_size: int = BLOCK,
+    shared: bool = False,
+) -> Blocks:
+    """Random tables; `shared`: rows in random directions, and a row's last block is the next row's too if both fit."""
+    num_rows, entries = len(lens), max(1, -(-max(lens) // block_size))
+    used = [-(-n // block_size) for n in lens]
+    num_blocks = 1 + halves * sum(used) + 3  # the null block, and guard blocks
+    free = list(1 + rng.permutation(num_blocks - 1).astype(np.int32))
+    tables = np.zeros((num_rows, halves, entries), np.int32)
+    ranges = np.zeros((num_rows, entries, 2), np.int32)
+    owner = np.full((num_blocks, block_size), -1)
+    open_end = None  # the row whose last block can take another row from its other end
+    for r, n in enumerate(lens):
+        for j in range(used[r]):
+            count = min(block_size, n - j * block_size)
+            last = j == used[r] - 1
+            if shared and last and open_end is not None and count <= open_end[1]:
+                tables[r, :, j] = tables[open_end[0], :, used[open_end[0]] - 1]
+                up, open_end = not open_end[2], None
+            else:
+                tables[r, :, j] = [free.pop() for _ in range(halves)]
+                up = not shared or bool(rng.integers(2))
+                if last:
+                    open_end = (r, block_size - count, up)
+            ranges[r, j] = (0, count) if up else (block_size, block_size - count)
+            low, high = sorted(ranges[r, j])
+            assert (owner[tables[r, :, j], low:high] == -1).all()
+            owner[tables[r, :, j], low:high] = r
+    return Blocks(num_blocks, tables, ranges if shared else None, owner)
+
+
+def fill(
+    rng: np.random.Generator, blocks: Blocks, lanes: int, dtype: str, rows: Any = None
+) -> jax.Array:
+    """A pool of normal numbers in the slots of `rows` (None: of all rows), NaN in all others."""
+    pool = rng.standard_normal((*blocks.owner.shape, lanes)).astype(np.float32)
+    keep = blocks.owner >= 0 if rows is None else np.isin(blocks.owner, rows)
+    pool[~keep] = np.nan
+    return jnp.asarray(pool.reshape(blocks.num_blocks, -1)).astype(dtype)
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
+    return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32).astype(dtype)
+
+
+def weights(
+    rng: np.random.Generator, shape: AttentionShape, dtype: str, bias: bool = True
+) -> list[Any]:
+    """W_k, b_k, W_v, b_v of layer inputs as wide as a pool slot."""
+    k, h, d = shape.num_kv_heads, shape.head_dim, shape.lane
+    w = [normal(rng, s, dtype, d**-0.5) for s in ((k, h, d), (k, h), (k, h, d), (k, h))]
+    return w if bias else [w[0], None, w[2], None]
+
+
+def angles_of(shape: AttentionShape, positions: int) -> Any:
+    half = shape.rotary_dim // 2
+    frequency = 1e4 ** -(np.arange(half) / max(1, half))
+    return jnp.asarray(np.arange(positions)[:, None] * frequency, jnp.float32)
+
+
+def decode_case(
+    rng: np.random.Generator,
+    op: str,
+    shape: AttentionShape,
+    dtype: str,
+    batch: int,
+    positions: int,
+    bias: bool = True,
+) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Arguments of a decode op before the pool, after the lengths, and by name. Inputs are as wide as a pool slot."""
+    n, h, d, r = shape.num_heads, shape.head_dim, shape.lane, shape.rotary_dim
+    q = normal(rng, (batch, n, h), dtype)
+    if op == "decode_kv":
+        return [q], [], {}
+    if op == "decode_absorbed":
+        return [normal(rng, (batch, n, d), dtype, d**-0.5)], [], {}
+    angles = angles_of(shape, positions)
+    if op == "decode_reprojected":
+        named = {"angles": angles} if r else {}
+        return [q], weights(rng, shape, dtype, bias), named
+    rest = normal(rng, (batch, n, d), dtype, d**-0.5) if r < h else None
+    wk = normal(rng, (n, r, d), dtype, d**-0.5)
+    bk = normal(rng, (n, r), dtype) if bias else None
+    return [normal(rng, (batch, n, r), dtype, r**-0.5), rest], [wk, bk, angles], {}
+
+
+def supports(op: str, shape: AttentionShape) -> bool:
+    """Full absorption needs no rotary lanes, half of it needs some; both as many key as query heads."""
+    if op == "decode_absorbed":
+        return shape.has_hidden and not shape.rotary_dim
+    return op != "decode_v_absorbed" or (shape.has_hidden and shape.rotary_dim > 0)
+
+
+@functools.cache
+def jitted(function: Any, *more_static: str) -> Callable[..., Any]:
+    return jax.jit(function, static_argnames=("block_size", *more_static))
+
+
+def check(actual: Any, expected: Any, dtype: str) -> np.ndarray:
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    assert np.abs(actual - expected).max() <= TOLERANCE[dtype] * max(1.0, np.abs(expected).max())
+    assert np.isfinite(expected).all()
+    error = np.abs(actual - expected).max(initial=0.0)
+    assert error <= TOLERANCE[dtype] * np.abs(expected).max(initial=1e-3)  # NaN fails, too
+    return actual
 
 
-def _pool(rng, batch: int, lanes: int, max_len: int, dtype: str, halves: int):
-    per_row = -(-max_len // BLOCK)
-    num_blocks = 1 + batch * halves * per_row
-    pool = rng.standard_normal((num_blocks, BLOCK * lanes)).astype(np.float32)
-    pool[0] = np.nan  # the null block must never be read as data
-    tables = (1 + rng.permutation(num_blocks - 1)).astype(np.int32).reshape(batch, halves, per_row)
-    lens = rng.integers(0, max_len + 1, batch).astype(np.int32)
-    lens[0] = max_len
-    return jnp.asarray(pool).astype(dtype), tables, lens
-
-
-def _without_unused(tables, lens):
-    """Unused entries point at the null block, as the engine pads them."""
-    used = np.arange(tables.shape[-1]) < -(-lens // BLOCK)[:, None]
-    return np.where(used[:, None, :], tables, 0)
+def check_decode(
+    name: str,
+    op: str,
+    shape: AttentionShape,
+    dtype: str,
+    lens: Sequence[int],
+    *,
+    shared: bool = False,
+    block_size: int = BLOCK,
+    bias: bool = True,
+    seed: int = 0,
+) -> None:
+    rng = np.random.default_rng(seed)
+    halves = 2 if op == "decode_kv" else 1
+    blocks = place(rng, lens, halves, block_size, shared)
+    first, last, named = decode_case(rng, op, shape, dtype, len(lens), max(lens), bias)
+    tables = jnp.asarray(blocks.tables if halves == 2 else blocks.tables[:, 0])
+    named["block_size"] = block_size
+    if shared:
+        assert blocks.slot_ranges is not None
+        named["slot_ranges"] = jnp.asarray(blocks.slot_ranges)
+    pool = fill(rng, blocks, shape.lane, dtype)
+    run = jitted(getattr(attention_ops("cpu", name), op))
+    expect = jitted(getattr(reference, op))
+    arguments = (*first, pool, tables, jnp.asarray(lens, jnp.int32), *last)
+    actual = check(run(*arguments, **named), expect(*arguments, **named), dtype)
+    assert not actual[np.asarray(lens) == 0].any()
+    np.testing.assert_array_equal(actual, np.asarray(run(*arguments, **named), np.float64))
+    if shared:
+        for parity in range(2):  # neighbours in a block poison each other, one after the other
+            mine = np.arange(len(lens))[parity::2]
+            masked = jnp.where(
+                jnp.isfinite(fill(np.random.default_rng(1), blocks, shape.lane, dtype, mine)),
+                pool,
+                jnp.nan,
+            )
+            arguments = (*first, masked, tables, jnp.asarray(lens, jnp.int32), *last)
+            again = np.asarray(run(*arguments, **named), np.float64)
+            np.testing.assert_array_equal(again[mine], actual[mine])
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("op", DECODE_OPS)
+@pytest.mark.parametrize("shape", SMALL.values(), ids=list(SMALL))
+def test_decode_over_head_layouts(name: str, op: str, shape: AttentionShape) -> None:
+    if not supports(op, shape):
+        pytest.skip("not defined for this head layout")
+    check_decode(name, op, shape, "float32", SHORT_LENGTHS)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("op", DECODE_OPS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_decode_ops_match_their_references(name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    b, n, k, h = shape
-    d = n * h
-    rng = np.random.default_rng(b)
-    ops = attention_ops("cpu", name)
-    q = jnp.asarray(rng.standard_normal((b, n, h)), jnp.float32).astype(dtype)
+@pytest.mark.parametrize("shared", [False, True], ids=["own-blocks", "shared-blocks"])
+def test_decode_over_dtypes_and_long_rows(name: str, op: str, dtype: str, shared: bool) -> None:
+    shape = SMALL["partial-rotary" if op == "decode_v_absorbed" else "three-heads"]
+    check_decode(name, op, shape, dtype, RAGGED_LENGTHS, shared=shared, bias=not shared, seed=1)
 
-    pool, tables, lens = _pool(rng, b, k * h, 150, dtype, 2)
-    finite_pool = pool.at[0].set(0)
-    tables = _without_unused(tables, lens)
-    expected = reference.decode_kv(
-        q, finite_pool, jnp.asarray(tables), jnp.asarray(lens), block_size=BLOCK
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("op", DECODE_OPS)
+@pytest.mark.parametrize("layout", ["width-80", "grouped", "rotary", "partial-rotary"])
+def test_decode_in_shared_blocks(name: str, op: str, layout: str) -> None:
+    if not supports(op, SMALL[layout]):
+        pytest.skip("not defined for this head layout")
+    check_decode(name, op, SMALL[layout], "float32", SHORT_LENGTHS, shared=True, seed=2)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("op", DECODE_OPS)
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_decode_over_block_sizes(name: str, op: str, block_size: int) -> None:
+    shape = SMALL["rotary" if op == "decode_v_absorbed" else "one-head"]
+    if block_size == 1:
+        check_decode(name, op, shape, "float32", (67,), block_size=block_size)
+    else:
+        check_decode(name, op, shape, "float32", (2, 0, 70), block_size=block_size, shared=True)
+
+
+def test_two_requests_grow_towards_each_other() -> None:
+    """The smallest case by hand: in a block of four slots one request has two, the other one."""
+    pool = jnp.asarray([[np.nan] * 4, [1.0, 2.0, np.nan, 4.0], [10.0, 20.0, np.nan, 40.0]])
+    tables = jnp.asarray([[[1], [2]], [[1], [2]]], jnp.int32)
+    ranges = jnp.asarray([[[0, 2]], [[4, 3]]], jnp.int32)
+    q = jnp.zeros((2, 1, 1))
+    out = xla.decode_kv(
+        q, pool, tables, jnp.asarray([2, 1], jnp.int32), block_size=4, slot_ranges=ranges
     )
-    actual = jax.jit(ops.decode_kv, static_argnames="block_size")(
-        q, finite_pool, tables, lens, block_size=BLOCK
-    )
-    _close(actual, expected, dtype)
-    assert not np.any(np.asarray(actual)[lens == 0])
-    again = jax.jit(ops.decode_kv, static_argnames="block_size")(
-        q, finite_pool, tables, lens, block_size=BLOCK
-    )
-    np.testing.assert_array_equal(np.asarray(actual), np.asarray(again))
-
-    if k == n:
-        pool, tables, lens = _pool(rng, b, d, 150, dtype, 1)
-        pool = pool.at[0].set(0)
-        tables = _without_unused(tables, lens)[:, 0]
-        q_absorbed = jnp.asarray(rng.standard_normal((b, n, d)) / d**0.5, jnp.float32).astype(dtype)
-        expected = reference.decode_absorbed(
-            q_absorbed, pool, jnp.asarray(tables), jnp.asarray(lens), block_size=BLOCK
-        )
-        actual = jax.jit(ops.decode_absorbed, static_argnames="block_size")(
-            q_absorbed, pool, tables, lens, block_size=BLOCK
-        )
-        _close(actual, expected, dtype)
-
-        weights = [
-            jnp.asarray(rng.standard_normal(s) / d**0.5, jnp.float32).astype(dtype)
-            for s in ((k, h, d), (k, h), (k, h, d), (k, h))
-        ]
-        expected = reference.decode_reprojected(
-            q, pool, jnp.asarray(tables), jnp.asarray(lens), *weights, block_size=BLOCK
-        )
-        actual = jax.jit(ops.decode_reprojected, static_argnames="block_size")(
-            q, pool, tables, lens, *weights, block_size=BLOCK
-        )
-        _close(actual, expected, dtype)
+    np.testing.assert_allclose(np.asarray(out)[:, 0, 0], [15.0, 40.0])
+    own, position = reference.own_slots(jnp.asarray([[4, 1]], jnp.int32), jnp.int32(3), 1, 4)
+    np.testing.assert_array_equal(np.asarray(own), [False, True, True, True])
+    np.testing.assert_array_equal(np.asarray(position), [0, 2, 1, 0])
 
 
-def test_rows_outside_the_range_are_left_out() -> None:
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("op", DECODE_OPS)
+def test_rows_outside_the_range_are_left_out(name: str, op: str) -> None:
+    shape = SMALL["partial-rotary" if op == "decode_v_absorbed" else "three-heads"]
     rng = np.random.default_rng(3)
-    pool, tables, lens = _pool(rng, 64, 16, 60, "float32", 2)
-    pool = pool.at[0].set(0)
-    q = jnp.asarray(rng.standard_normal((64, 2, 8)), jnp.float32)
-    decode = jax.jit(attention_ops("cpu").decode_kv, static_argnames="block_size")
-    rows = (jnp.int32(5), jnp.int32(43))
-    whole = np.asarray(decode(q, pool, tables, lens, block_size=BLOCK))
-    part = np.asarray(decode(q, pool, tables, lens, block_size=BLOCK, rows=rows))
-    np.testing.assert_array_equal(part[5:43], whole[5:43])
-    assert not part[:5].any()
-    assert not part[43:].any()
+    lens = rng.integers(0, 60, 64).tolist()
+    halves = 2 if op == "decode_kv" else 1
+    blocks = place(rng, lens, halves)
+    first, last, named = decode_case(rng, op, shape, "float32", 64, 60)
+    tables = jnp.asarray(blocks.tables if halves == 2 else blocks.tables[:, 0])
+    run = functools.partial(
+        jitted(getattr(attention_ops("cpu", name), op)), block_size=BLOCK, **named
+    )
+    pool = fill(np.random.default_rng(4), blocks, shape.lane, "float32")
+    whole = np.asarray(run(*first, pool, tables, jnp.asarray(lens, jnp.int32), *last))
+    for a, b in ((5, 43), (0, 64), (32, 33), (7, 7), (64, 64)):
+        rows = (jnp.int32(a), jnp.int32(b))
+        others_poisoned = fill(
+            np.random.default_rng(4), blocks, shape.lane, "float32", list(range(a, b))
+        )
+        part = run(*first, others_poisoned, tables, jnp.asarray(lens, jnp.int32), *last, rows=rows)
+        expected = np.zeros_like(whole)
+        expected[a:b] = whole[a:b]
+        np.testing.assert_array_equal(np.asarray(part), expected)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_absorption_equals_reprojection_and_kv(dtype: str) -> None:
+def test_absorption_equals_reprojection(dtype: str) -> None:
     """The algebra of DESIGN.md §6 on the same cached inputs: b_k drops out, b_v is added once."""
     rng = np.random.default_rng(11)
-    b, n, h = 5, 4, 8
-    d = n * h
-    pool, tables, lens = _pool(rng, b, d, 90, "float32", 1)
-    tables, lens = jnp.asarray(tables), jnp.asarray(np.maximum(lens, 1))
-    pool = pool.at[0].set(0)
-    wk, bk, wv, bv = (
-        jnp.asarray(rng.standard_normal(s) / d**0.5, jnp.float32)
-        for s in ((n, h, d), (n, h), (n, h, d), (n, h))
-    )
-    q = jnp.asarray(rng.standard_normal((b, n, h)), jnp.float32)
-    ops = attention_ops("cpu")
-    reprojected = ops.decode_reprojected(
+    shape, lens = SMALL["three-heads"], (90, 1, 17, 64, 33)
+    blocks = place(rng, lens, 1)
+    pool = fill(rng, blocks, shape.lane, dtype)
+    tables, lengths = jnp.asarray(blocks.tables[:, 0]), jnp.asarray(lens, jnp.int32)
+    wk, bk, wv, bv = weights(rng, shape, "float32")
+    q = normal(rng, (len(lens), shape.num_heads, shape.head_dim), "float32")
+    reprojected = xla.decode_reprojected(
         q.astype(dtype),
-        pool.astype(dtype),
-        tables[:, 0],
-        lens,
-        wk.astype(dtype),
-        bk.astype(dtype),
-        wv.astype(dtype),
-        bv.astype(dtype),
-        block_size=BLOCK,
-    )
-    q_absorbed = jnp.einsum("bnh,nhd->bnd", q, wk) * h**-0.5
-    z = ops.decode_absorbed(
-        q_absorbed.astype(dtype), pool.astype(dtype), tables[:, 0], lens, block_size=BLOCK
-    )
-    absorbed = jnp.einsum("bnd,nhd->bnh", z, wv) + bv[None]
-    bound = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
-    assert (
-        np.abs(np.asarray(absorbed - reprojected)).max()
-        <= bound * np.abs(np.asarray(absorbed)).max()
-    )
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-def test_prefill_matches_causal_attention_over_prefix_and_chunk(
-    dtype: str, heads: tuple[int, int]
-) -> None:
-    n, k = heads
-    h = 8
-    lanes, d = k * h, n * h
-    rng = np.random.default_rng(5)
-    chunk = np.array([1, 140, 37, 0, 300], np.int32)
-    prefix = np.array([9, 0, 133, 0, 200], np.int32)
-    hidden = np.array([False, False, True, False, True]) if k == n else np.zeros(5, bool)
-    offsets = np.concatenate([[0], np.cumsum(chunk)[:-1]]).astype(np.int32)
-    t = int(chunk.sum()) + 11
-    q, kk, vv = (
-        jnp.asarray(rng.standard_normal((t, a, h)), jnp.float32).astype(dtype) for a in (n, k, k)
-    )
-    pool, tables, _ = _pool(rng, 5, lanes, 220, dtype, 2)
-    pool = pool.at[0].set(0)
-    tables = _without_unused(tables, prefix)
-    weights = (
-        [
-            jnp.asarray(rng.standard_normal(s) / d**0.5, jnp.float32).astype(dtype)
-            for s in ((k, h, d), (k, h), (k, h, d), (k, h))
-        ]
-        if k == n
-        else [jnp.zeros((k, h, lanes), dtype), None, jnp.zeros((k, h, lanes), dtype), None]
-    )
-    prefill = jax.jit(attention_ops("cpu").prefill, static_argnames=("block_size", "with_hidden"))
-    actual = prefill(
-        q,
-        kk,
-        vv,
         pool,
         tables,
-        offsets,
-        chunk,
-        prefix,
-        hidden,
-        jnp.int32(5),
-        *weights,
+        lengths,
+        *(w.astype(dtype) for w in (wk, bk, wv, bv)),
         block_size=BLOCK,
-        with_hidden=k == n,
     )
-    for r in range(5):
-        rows = slice(int(offsets[r]), int(offsets[r] + chunk[r]))
-        first = reference.gather_slots(pool, jnp.asarray(tables[r, 0]), BLOCK)[: prefix[r]]
-        second = reference.gather_slots(pool, jnp.asarray(tables[r, 1]), BLOCK)[: prefix[r]]
-        if hidden[r]:
-            wk, bk, wv, bv = weights
-            x = first.astype(jnp.float32)
-            first = (
-                jnp.einsum("sd,khd->skh", x, wk.astype(jnp.float32)) + bk.astype(jnp.float32)[None]
-            ).reshape(-1, lanes)
-            second = (
-                jnp.einsum("sd,khd->skh", x, wv.astype(jnp.float32)) + bv.astype(jnp.float32)[None]
-            ).reshape(-1, lanes)
-        keys = jnp.concatenate(
-            [first.astype(jnp.float32).reshape(-1, k, h), kk[rows].astype(jnp.float32)]
+    q_absorbed = jnp.einsum("bnh,nhd->bnd", q, wk) * shape.head_dim**-0.5
+    z = xla.decode_absorbed(q_absorbed.astype(dtype), pool, tables, lengths, block_size=BLOCK)
+    absorbed = np.asarray(jnp.einsum("bnd,nhd->bnh", z, wv) + bv[None])
+    error = np.abs(absorbed - np.asarray(reprojected)).max()
+    assert error <= 2 * TOLERANCE[dtype] * np.abs(absorbed).max()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_half_absorption_equals_reprojection(dtype: str) -> None:
+    """Rotary lanes reprojected, the other lanes and the values absorbed: b_k counts in the rotary lanes only."""
+    rng = np.random.default_rng(12)
+    shape, lens = SMALL["partial-rotary"], (90, 1, 17, 64, 33)
+    blocks = place(rng, lens, 1)
+    pool = fill(rng, blocks, shape.lane, dtype)
+    tables, lengths = jnp.asarray(blocks.tables[:, 0]), jnp.asarray(lens, jnp.int32)
+    wk, bk, wv, bv = weights(rng, shape, "float32")
+    angles = angles_of(shape, max(lens))
+    r, scale = shape.rotary_dim, shape.head_dim**-0.5
+    q = reference.rotate(
+        normal(rng, (len(lens), shape.num_heads, shape.head_dim), "float32"), angles[lengths - 1]
+    )
+    reprojected = xla.decode_reprojected(
+        q.astype(dtype),
+        pool,
+        tables,
+        lengths,
+        *(w.astype(dtype) for w in (wk, bk, wv, bv)),
+        block_size=BLOCK,
+        angles=angles,
+    )
+    rest = jnp.einsum("bnh,nhd->bnd", q[..., r:], wk[:, r:]) * scale
+    z = xla.decode_v_absorbed(
+        (q[..., :r] * scale).astype(dtype),
+        rest.astype(dtype),
+        pool,
+        tables,
+        lengths,
+        wk[:, :r].astype(dtype),
+        bk[:, :r].astype(dtype),
+        angles,
+        block_size=BLOCK,
+    )
+    absorbed = np.asarray(jnp.einsum("bnd,nhd->bnh", z, wv) + bv[None])
+    error = np.abs(absorbed - np.asarray(reprojected)).max()
+    assert error <= 2 * TOLERANCE[dtype] * np.abs(absorbed).max()
+
+
+def expected_prefill(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+    """`reference.prefill` in float32, row by row, so that rows without a prefix are plain causal attention."""
+    q, k, v, pool, tables, offsets, chunks, prefixes, hidden, num_rows, *w = arguments
+    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    out = jnp.zeros_like(q)
+    ranges = named["slot_ranges"]
+    for r in range(int(num_rows)):
+        chunk = slice(int(offsets[r]), int(offsets[r] + chunks[r]))
+        if not chunks[r]:
+            continue
+        if not prefixes[r]:
+            out = out.at[chunk].set(reference.causal_attention(q[chunk], k[chunk], v[chunk]))
+            continue
+        one = slice(r, r + 1)
+        row = (tables[one], offsets[one], chunks[one], prefixes[one], hidden[one], jnp.int32(1))
+        row_ranges = None if ranges is None else ranges[one]
+        out += reference.prefill(q, k, v, pool, *row, *w, **{**named, "slot_ranges": row_ranges})
+    return out
+
+
+PREFILL_CHUNKS = (1, 140, 37, 0, 130, 5)
+PREFILL_PREFIXES = (9, 0, 133, 0, 200, 6)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("layout", "dtype", "shared"),
+    [(layout, "float32", i % 2 == 1) for i, layout in enumerate(SMALL)]
+    + [("three-heads", "float32", True), ("rotary", "float32", True)]
+    + [(layout, d, True) for d in ("float16", "bfloat16") for layout in ("rotary", "width-80")],
+)
+def test_prefill(name: str, layout: str, dtype: str, shared: bool) -> None:
+    shape = SMALL[layout]
+    rng = np.random.default_rng(5)
+    n, k, h = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    blocks = place(rng, PREFILL_PREFIXES, 2, shared=shared)
+    chunks = np.array((*PREFILL_CHUNKS, 8), np.int32)  # the last row is beyond `num_rows`
+    num_rows = len(PREFILL_CHUNKS)
+    offsets = np.concatenate([[0], np.cumsum(chunks)[:-1]]).astype(np.int32)
+    tokens = int(chunks.sum()) + 11
+    tables = np.concatenate([blocks.tables, np.zeros_like(blocks.tables[:1])])
+    ranges = None
+    if blocks.slot_ranges is not None:
+        ranges = jnp.asarray(
+            np.concatenate([blocks.slot_ranges, np.zeros_like(blocks.slot_ranges[:1])])
         )
-        values = jnp.concatenate(
-            [second.astype(jnp.float32).reshape(-1, k, h), vv[rows].astype(jnp.float32)]
-        )
-        if chunk[r]:
-            _close(actual[rows], reference.causal_attention(q[rows], keys, values), dtype)
+    with_hidden = shape.has_hidden or shape.rotary_dim > 0
+    arguments = (
+        *(normal(rng, (tokens, a, h), dtype) for a in (n, k, k)),
+        fill(rng, blocks, shape.lane, dtype),
+        jnp.asarray(tables),
+        *(jnp.asarray(a, jnp.int32) for a in (offsets, chunks, (*PREFILL_PREFIXES, 12))),
+        jnp.asarray([r % 2 == 0 and with_hidden for r in range(num_rows + 1)]),
+        jnp.int32(num_rows),
+        *weights(rng, shape, dtype, bias=not shared),
+    )
+    named: dict[str, Any] = {"slot_ranges": ranges}
+    if shape.rotary_dim:
+        named["angles"] = angles_of(shape, max(PREFILL_PREFIXES))
+    named |= {"block_size": BLOCK, "with_hidden": with_hidden}
+    run = jitted(attention_ops("cpu", name).prefill, "with_hidden")
+    actual = check(run(*arguments, **named), expected_prefill(arguments, named), dtype)
+    assert not actual[offsets[num_rows] :].any()
+    np.testing.assert_array_equal(actual, np.asarray(run(*arguments, **named), np.float64))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_prefill_without_cached_tokens_is_causal_attention(name: str) -> None:
+    rng = np.random.default_rng(6)
+    shape = SMALL["grouped"]
+    q, k, v = (
+        normal(rng, (50, a, shape.head_dim), "float32")
+        for a in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    one = jnp.zeros(1, jnp.int32)
+    actual = attention_ops("cpu", name).prefill(
+        q,
+        k,
+        v,
+        jnp.full((1, BLOCK * shape.lane), jnp.nan),
+        jnp.zeros((1, 2, 1), jnp.int32),
+        one,
+        one + 50,
+        one,
+        jnp.zeros(1, bool),
+        jnp.int32(1),
+        *weights(rng, shape, "float32"),
+        block_size=BLOCK,
+        with_hidden=False,
+    )
+    check(actual, reference.causal_attention(q, k, v), "float32")
 
 
 def test_unknown_implementation_is_an_error() -> None:
