@@ -1,0 +1,246 @@
+"""Whole jitted programs compiled by XLA for GPUs that are not there: copies of the pool, temporaries, CUDA graphs.
+
+The CUDA plugin of JAX compiles for a described GPU ("target config") without a driver. Autotuning needs a GPU and is off,
+so matrix products get XLA's default tiles: their number of kernels counts, their speed does not.
+"""
+
+import contextlib
+import dataclasses
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.compile_only import Chip
+
+_TARGETS = {
+    "sm_80": """
+      gpu_device_info {
+        cuda_compute_capability { major: 8 minor: 0 }
+        core_count: 108  fpus_per_core: 64  clock_rate_ghz: 1.41
+        threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+        block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+        registers_per_core_limit: 65536  registers_per_block_limit: 65536
+        shared_memory_per_core: 167936  shared_memory_per_block: 49152  shared_memory_per_block_optin: 166912
+        l2_cache_size: 41943040  memory_bandwidth: 2039000000000  device_memory_size: 85899345920
+      }
+      platform_name: "CUDA"
+      runtime_version { major: 12 minor: 9 patch: 0 }
+      dnn_version_info { major: 9 minor: 10 }
+      device_description_str: "NVIDIA A100-SXM4-80GB"
+    """,
+    "sm_90": """
+      gpu_device_info {
+        cuda_compute_capability { major: 9 minor: 0 }
+        core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+        threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+        block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+        registers_per_core_limit: 65536  registers_per_block_limit: 65536
+        shared_memory_per_core: 233472  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
+        l2_cache_size: 52428800  memory_bandwidth: 4800000000000  device_memory_size: 151397597184
+      }
+      platform_name: "CUDA"
+      runtime_version { major: 12 minor: 9 patch: 0 }
+      dnn_version_info { major: 9 minor: 10 }
+      device_description_str: "NVIDIA H200"
+    """,
+}
+"""From the datasheets and the CUDA programming guide's table of compute capabilities."""
+
+_COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN"
+"""What XLA takes into a command buffer (a CUDA graph) by default."""
+MAX_TEMPORARY_SHARE = 0.05
+"""Temporaries of a step may take this much of the pool's size."""
+
+_PASSED_THROUGH = {
+    "parameter",
+    "bitcast",
+    "tuple",
+    "get-tuple-element",
+    "scatter",
+    "dynamic-update-slice",
+    "custom-call",
+}
+"""Operations whose pool-sized result is the pool itself: nothing is copied, or it is written in place."""
+
+
+class PluginMissing(RuntimeError):
+    """JAX's CUDA plugin, which has the compiler, is not installed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramReport:
+    """What XLA made of a program; of one device where there are several."""
+
+    pool_bytes: int
+    pool_copies: int
+    """Operations that make a new array as large as a layer's pool."""
+    aliased_bytes: int
+    """Outputs that take the place of a donated argument."""
+    temporary_bytes: int
+    command_buffers: int
+    kernels: int
+    """Launches in all, inside command buffers or not."""
+    outside: int
+    """Launches outside command buffers."""
+    collectives: int
+
+
+def make_mesh(chip: Chip, num_devices: int) -> Any:
+    """A mesh with the one axis `x` over GPUs that are described, not there.
+
+    Raises:
+        PluginMissing: the CUDA plugin is not installed.
+    """
+    import jax
+    from jax._src import xla_bridge
+    from jax.experimental import topologies
+
+    jax.devices()  # finds the plugins
+    if "cuda" not in xla_bridge._backend_factories:
+        raise PluginMissing("jax-cuda12-plugin and jax-cuda12-pjrt are not installed")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_TARGETS[chip.arch], topology=f"1x1x{num_devices}"
+    )
+    return topologies.make_mesh(topology, (num_devices,), ("x",))
+
+
+@contextlib.contextmanager
+def _pallas_for(chip: Chip) -> Iterator[None]:
+    """Pallas asks JAX's default device, the CPU, for its capability: let it answer for `chip` in this context."""
+    import jax
+    from jax._src.pallas.triton import gpu_info
+
+    version = gpu_info.gpu_version_from_device_kind(chip.device_kind)
+    assert version is not None, chip
+    jax.clear_caches()  # lowering remembers the last chip
+    gpu_info.registry["cpu"] = lambda: gpu_info.get_gpu_info_from_version(version)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            yield
+    finally:
+        del gpu_info.registry["cpu"]
+        jax.clear_caches()
+
+
+def compile_program(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    chip: Chip,
+    *,
+    donated: tuple[int, ...],
+    pool: tuple[int, int],
+    num_pools: int,
+    collectives_in_graphs: bool = False,
+) -> ProgramReport:
+    """Compile `jit(function)` for `chip`.
+
+    Args:
+        arguments: `jax.ShapeDtypeStruct` with shardings over a mesh of `make_mesh`.
+        pool: number of elements of one layer's pool on one device, and their size in bytes.
+        collectives_in_graphs: let command buffers hold NCCL calls.
+    """
+    import jax
+
+    with tempfile.TemporaryDirectory() as directory, _pallas_for(chip):
+        options: dict[str, Any] = {
+            "xla_gpu_autotune_level": 0,
+            "xla_dump_to": directory,
+            "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
+        }
+        if collectives_in_graphs:
+            options["xla_gpu_enable_command_buffer"] = f"{_COMMAND_BUFFERS},COLLECTIVES"
+        lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+        compiled = lowered.compile(compiler_options=options)
+        (thunks,) = Path(directory).glob("*thunk_sequence_after_thunk_passes.txt")
+        sequence = thunks.read_text()
+    memory: Any = compiled.memory_analysis()
+    return ProgramReport(
+        pool_bytes=pool[0] * pool[1] * num_pools,
+        pool_copies=pool_copies(str(compiled.as_text()), pool[0]),
+        aliased_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        **_launches(sequence),
+    )
+
+
+def _launches(sequence: str) -> dict[str, int]:
+    """Counts from XLA's listing of thunks; what lies in a command buffer is indented."""
+    counts = {"command_buffers": 0, "kernels": 0, "outside": 0, "collectives": 0}
+    for line in sequence.splitlines():
+        found = re.match(r"(\s*)\d+: k(\w+)", line)
+        if not found:
+            continue
+        inside, kind = bool(found[1]), found[2]
+        if kind == "CommandBuffer":
+            counts["command_buffers"] += not inside
+            continue
+        counts["outside"] += not inside
+        if re.search(r"All|Reduce|Collective|Send|Recv", kind):
+            counts["collectives"] += not kind.endswith("Done")
+        else:
+            counts["kernels"] += 1
+    return counts
+
+
+def pool_copies(hlo: str, pool_size: int) -> int:
+    """Operations of an optimized program that make a new array of `pool_size` elements.
+
+    A fusion counts unless it scatters into or updates its operand, which XLA does in place or precedes with a copy.
+    """
+    roots, bodies, name = {}, {}, ""
+    for line in hlo.splitlines():
+        header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
+        if header:
+            name = header[1]
+            bodies[name] = ("ENTRY" in line, [])
+        elif name and (found := re.match(r"\s+(ROOT )?%?[\w.-]+ = (.+)$", line)):
+            bodies[name][1].append(found[2])
+            if found[1]:
+                roots[name] = _operation(found[2])
+    copies = 0
+    for is_entry, lines in bodies.values():
+        for text in lines if is_entry else ():
+            operation = _operation(text)
+            if pool_size not in _sizes(text, operation):
+                continue
+            if operation == "fusion":
+                called = re.search(r"calls=%?([\w.-]+)", text)
+                operation = roots[called[1]] if called else operation
+            copies += operation not in _PASSED_THROUGH
+    return copies
+
+
+def _operation(text: str) -> str:
+    found = re.search(r"(?:^|[\s)}\]])([a-z][a-z-]*)\(", text)
+    return found[1] if found else ""
+
+
+def _sizes(text: str, operation: str) -> list[int]:
+    """Numbers of elements of the arrays that an operation results in."""
+    result = text.split(f"{operation}(", 1)[0]
+    sizes = []
+    for dims in re.findall(r"\w+\[([\d,]*)\]", result):
+        size = 1
+        for dim in filter(None, dims.split(",")):
+            size *= int(dim)
+        sizes.append(size)
+    return sizes
+
+
+def failures(report: ProgramReport) -> list[str]:
+    """What is wrong with a decode step, a line each; empty: it passes."""
+    wrong = []
+    if report.pool_copies:
+        wrong.append(f"{report.pool_copies} copies of a layer's pool (must be 0)")
+    if report.aliased_bytes < report.pool_bytes:
+        wrong.append(f"only {report.aliased_bytes} of the pools' {report.pool_bytes} bytes are updated in place")  # fmt: skip
+    share = report.temporary_bytes / report.pool_bytes
+    if share >= MAX_TEMPORARY_SHARE:
+        wrong.append(f"temporaries take {share:.1%} of the pool (must be less than {MAX_TEMPORARY_SHARE:.0%})")  # fmt: skip
+    if report.command_buffers != 1 or report.outside:
+        wrong.append(f"{report.command_buffers} command buffers and {report.outside} launches outside them (must be 1 and 0)")  # fmt: skip
+    return wrong

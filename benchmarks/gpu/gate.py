@@ -1,0 +1,463 @@
+"""The gate for GPU code on machines without one: every kernel and the decode step are compiled for A100 and H200.
+
+Kernels (`compile_only.py`): all of the family at the shapes `shapes.GATE`, in float16 and bfloat16. No spills, no stack, at
+least one CTA fits an SM, products run on the tensor cores, and loops fetch their tiles by asynchronous copies.
+
+Steps (`device_free.py`, `decode_step.py`): the engine's decode step at OPT-13B, all 40 layers, greedy sampling included, on one
+GPU and with its heads over four. No copy of the pool, temporaries below 5 % of it, everything in one command buffer (one CUDA
+graph).
+
+What limits it: nothing runs, so it says that code compiles well, not that it is right or fast.
+
+    python -m benchmarks.gpu.gate             # check; exit status 1 and the reasons where something fails
+    python -m benchmarks.gpu.gate --write     # and refresh the tables in docs/kernels.md and benchmarks/results/kernel-gate/
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import csv
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# XLA's CUDA plugin compiles; nothing here may look for a GPU. Spawned workers inherit both.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import jax
+import jax.numpy as jnp
+
+from apt_jax.pallas import AttentionOps, attention_ops, shapes
+from apt_jax.pallas.shapes import AttentionShape
+from benchmarks.gpu import compile_only, decode_step, device_free
+from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport
+from benchmarks.gpu.decode_step import StepCase
+from benchmarks.gpu.device_free import ProgramReport
+
+_ROOT = Path(__file__).parents[2]
+DOCUMENT = _ROOT / "docs" / "kernels.md"
+RESULTS = _ROOT / "benchmarks" / "results" / "kernel-gate"
+
+DTYPES = ("bfloat16", "float16")
+_BLOCK_SIZE = 16
+_CONTEXT = 2048
+_NUM_BLOCKS = 4096
+_PREFILL_TOKENS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """One op at one shape, for one chip."""
+
+    op: str
+    shape: str
+    dtype: str
+    arch: str
+    num_rows: int = 64
+    variant: str = ""
+    """`shared blocks`: rows own ranges of slots; `hidden prefix`: of `prefill`."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} ({self.variant})" if self.variant else self.op
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one kernel or one step."""
+
+    kernel: str
+    """Its own name; of a step, what its rows are."""
+    op: str
+    shape: str
+    dtype: str
+    arch: str
+    report: KernelReport | ProgramReport | None
+    """None: it did not compile."""
+    failures: tuple[str, ...]
+    seconds: float
+    num_devices: int = 1
+
+    @property
+    def place(self) -> str:
+        devices = f", {self.num_devices} GPUs" if self.num_devices > 1 else ""
+        return f"{self.kernel} [{self.op}] on {self.arch}{devices}, {self.shape} {self.dtype}"
+
+
+def gpu_ops(chip: Chip) -> AttentionOps:
+    """The registry's kernels for NVIDIA GPUs with the tiles of `chip`."""
+    try:
+        return attention_ops("gpu", "triton", chip.device_kind)
+    except (ImportError, ValueError):
+        return _unregistered(chip)
+
+
+def _unregistered(chip: Chip) -> AttentionOps:
+    found = {}
+    for name in ("triton_decode", "triton_prefill"):
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(f"apt_jax.pallas.{name}")
+            found |= {op: functools.partial(getattr(module, op), chip=chip.arch) for op in _OPS if hasattr(module, op)}  # fmt: skip
+    return AttentionOps(name="triton", branches=False, **{op: found.get(op) for op in _OPS})  # pyright: ignore
+
+
+def kernel_cases() -> list[KernelCase]:
+    """All that the gate compiles, by op, then shape."""
+    cases = []
+    for name in shapes.GATE:
+        shape = shapes.PUBLISHED[name]
+        hidden = "decode_v_absorbed" if shape.rotary_dim else "decode_absorbed"
+        ops = [("decode_kv", ""), (hidden, ""), ("decode_reprojected", "")]
+        ops += [("prefill", ""), ("prefill", "hidden prefix")]
+        for (op, variant), dtype, arch in itertools.product(ops, DTYPES, CHIPS):
+            cases.append(KernelCase(op=op, shape=name, dtype=dtype, arch=arch, variant=variant))
+    # One shape is enough for what other shapes do not change: rows that share blocks, and contexts cut into pieces.
+    for op, arch in itertools.product(
+        ("decode_kv", "decode_absorbed", "decode_reprojected"), CHIPS
+    ):
+        common: dict[str, Any] = {"op": op, "shape": "opt-13b", "dtype": "bfloat16", "arch": arch}
+        cases.append(KernelCase(**common, variant="shared blocks"))
+        cases.append(KernelCase(**common, variant="one row", num_rows=1))
+    return sorted(cases, key=lambda case: (_OPS.index(case.op), shapes.GATE.index(case.shape)))
+
+
+_OPS = (
+    "decode_kv",
+    "decode_absorbed",
+    "decode_reprojected",
+    "decode_v_absorbed",
+    "prefill",
+)
+
+
+def step_cases() -> list[tuple[StepCase, str]]:
+    """Steps and the architectures that they are compiled for."""
+    kv, hidden, both = (True, False), (False, True), (True, True)
+    common: dict[str, Any] = {"model": "opt-13b", "dtype": "bfloat16"}
+    cases = [
+        StepCase(**common, kinds=kv),
+        StepCase(**common, kinds=hidden),
+        StepCase(**common, kinds=hidden, absorb=False),
+        StepCase(**common, kinds=both),
+        StepCase(**common, kinds=kv, num_devices=4),
+    ]
+    return [(case, arch) for case in cases for arch in CHIPS]
+
+
+def arguments_of(case: KernelCase, ops: AttentionOps) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # fmt: skip
+    """The op with its keyword arguments bound, and abstract arrays as the decoder passes them."""
+    shape: AttentionShape = shapes.PUBLISHED[case.shape]
+    dtype, rows = jnp.dtype(case.dtype), case.num_rows
+    table = _CONTEXT // _BLOCK_SIZE
+    n, k, h, d = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
+
+    def floats(*dims: int) -> Any:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    def ints(*dims: int) -> Any:
+        return jax.ShapeDtypeStruct(dims, jnp.int32)
+
+    def flags(*dims: int) -> Any:
+        return jax.ShapeDtypeStruct(dims, jnp.bool_)
+
+    pool = floats(_NUM_BLOCKS, _BLOCK_SIZE * shape.lane)
+    lens, both_tables, tables = ints(rows), ints(rows, 2, table), ints(rows, table)
+    projections = (floats(k, h, d), floats(k, h), floats(k, h, d), floats(k, h))
+    if shape.rotary_dim:
+        projections = (projections[0], None, projections[2], None)
+    keywords: dict[str, Any] = {}
+    match case.op:
+        case "decode_kv":
+            arguments = (floats(rows, n, h), pool, both_tables, lens)
+        case "decode_absorbed":
+            arguments = (floats(rows, n, d), pool, tables, lens)
+        case "decode_reprojected":
+            arguments = (floats(rows, n, h), pool, tables, lens, *projections)
+        case "decode_v_absorbed":
+            rotary = shape.rotary_dim
+            rest = floats(rows, n, d) if rotary < h else None
+            arguments = (floats(rows, n, rotary), rest, pool, tables, lens, floats(n, rotary, d), None)  # fmt: skip
+        case "prefill":
+            tokens = _PREFILL_TOKENS
+            arguments = (
+                floats(tokens, n, h),
+                floats(tokens, k, h),
+                floats(tokens, k, h),
+                pool,
+                both_tables,
+                ints(rows),
+                ints(rows),
+                ints(rows),
+                flags(rows),
+                ints(),
+                *projections,
+            )
+            keywords["with_hidden"] = case.variant == "hidden prefix"
+        case _:
+            raise ValueError(f"unknown op {case.op!r}")
+    # Arrays that the ops take by keyword.
+    named: dict[str, Any] = {}
+    if case.op != "prefill":
+        named["rows"] = (ints(), ints())
+    if case.variant == "shared blocks":
+        named["slot_ranges"] = ints(rows, table, 2)
+    turned = case.op in ("decode_reprojected", "decode_v_absorbed") or keywords.get("with_hidden")
+    if shape.rotary_dim and turned:
+        named["angles"] = jax.ShapeDtypeStruct((_CONTEXT, shape.rotary_dim // 2), jnp.float32)
+    op = getattr(ops, case.op)
+    if op is None:
+        raise NotImplementedError(f"{ops.name} has no {case.op}")
+
+    def call(positional: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
+        return op(*positional, **by_name, **keywords, block_size=_BLOCK_SIZE)
+
+    return call, (arguments, named)
+
+
+def check_kernels(case: KernelCase, ops: AttentionOps) -> list[Outcome]:
+    """Compile the kernels of one op and judge each."""
+    chip = CHIPS[case.arch]
+    start = time.perf_counter()
+    common: dict[str, Any] = {
+        "op": case.name,
+        "shape": case.shape,
+        "dtype": case.dtype,
+        "arch": case.arch,
+    }
+
+    def outcome(kernel: str, report: KernelReport | None, failures: Sequence[str]) -> Outcome:
+        seconds = time.perf_counter() - start
+        return Outcome(**common, kernel=kernel, report=report, failures=tuple(failures), seconds=seconds)  # fmt: skip
+
+    try:
+        function, arguments = arguments_of(case, ops)
+        codes = compile_only.pallas_kernels(function, arguments, chip)
+    except Exception as error:
+        return [outcome(case.op, None, [f"cannot be lowered: {_line(error)}"])]
+    if not codes:
+        return [outcome(case.op, None, ["has no Triton kernel"])]
+    outcomes = []
+    for code in codes:
+        start = time.perf_counter()
+        outcomes.append(outcome(code.name, *_compiled(code, chip)))
+    return outcomes
+
+
+def _compiled(code: KernelCode, chip: Chip) -> tuple[KernelReport | None, Sequence[str]]:
+    try:
+        report = compile_only.compile_kernel(code, chip)
+    except Exception as error:
+        return None, [f"does not compile: {_line(error)}"]
+    return report, compile_only.failures(code, report)
+
+
+def check_step(case: StepCase, arch: str, ops: AttentionOps) -> Outcome:
+    """Compile one step and judge it."""
+    start = time.perf_counter()
+    report: ProgramReport | None = None
+    try:
+        report = decode_step.compile_step(case, CHIPS[arch], ops)
+        failures = device_free.failures(report)
+    except Exception as error:
+        failures = [f"does not compile: {_line(error)}"]
+    return Outcome(
+        kernel=case.name,
+        op="decode step",
+        shape=case.model,
+        dtype=case.dtype,
+        arch=arch,
+        report=report,
+        failures=tuple(failures),
+        seconds=time.perf_counter() - start,
+        num_devices=case.num_devices,
+    )
+
+
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _work(item: KernelCase | tuple[StepCase, str]) -> list[Outcome]:
+    if isinstance(item, KernelCase):
+        return check_kernels(item, gpu_ops(CHIPS[item.arch]))
+    return [check_step(*item, gpu_ops(CHIPS[item[1]]))]
+
+
+def run(items: Sequence[KernelCase | tuple[StepCase, str]], jobs: int) -> list[Outcome]:
+    """Check all items, each in one of `jobs` processes; results in the order of the items."""
+    context = multiprocessing.get_context("spawn")
+    done: list[Outcome] = []
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for outcomes in pool.map(_work, items):
+            done += outcomes
+            for outcome in outcomes:
+                _progress(outcome)
+    return done
+
+
+def _progress(outcome: Outcome) -> None:
+    state = "FAILED" if outcome.failures else "ok"
+    print(f"{state:6} {outcome.seconds:5.1f} s  {outcome.place}", flush=True)
+
+
+def kernel_table(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """A header and one row for every kernel and shape; chips side by side, equal dtypes in one row."""
+    cells = ("registers", "shared KiB", "CTAs", "MMA", "copies")
+    rows = [["kernel", "op", "model", "dtype", *(f"{arch} {cell}" for arch in CHIPS for cell in cells)]]  # fmt: skip
+    found: dict[tuple[str, str, str, str], dict[str, list[list[str]]]] = {}
+    for outcome in outcomes:
+        if isinstance(outcome.report, ProgramReport):
+            continue
+        key = (outcome.kernel, outcome.op, outcome.shape, outcome.dtype)
+        found.setdefault(key, {}).setdefault(outcome.arch, []).append(_cells(outcome))
+    merged: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for (kernel, op, shape, dtype), by_arch in found.items():
+        values = [cell for arch in CHIPS for cell in by_arch.get(arch, [["", "", "", "", ""]])[0]]
+        merged.setdefault((kernel, op, shape), {})[dtype] = values
+    for key, by_dtype in merged.items():
+        if len(by_dtype) > 1 and len({tuple(values) for values in by_dtype.values()}) == 1:
+            by_dtype = {"both": next(iter(by_dtype.values()))}
+        rows += [[*key, dtype, *values] for dtype, values in by_dtype.items()]
+    return rows
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    report = outcome.report
+    if not isinstance(report, KernelReport):
+        return ["failed", "", "", "", ""]
+    mma = [f"{count} {name}" for count, name in ((report.hmma, "HMMA"), (report.hgmma, "HGMMA")) if count]  # fmt: skip
+    spills = f" ({report.spill_ops} spills)" if report.spill_ops else ""
+    return [
+        f"{report.registers}{spills}",
+        f"{report.shared_bytes / 1024:.1f}",
+        str(report.ctas_per_sm),
+        " + ".join(mma) or "none",
+        str(report.async_copies),
+    ]
+
+
+def step_table(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """A header and one row for every step."""
+    rows = [
+        ["step", "model", "dtype", "GPUs", "chip", "pool copies", "temporaries MB", "of the pool", "command buffers", "launches", "collectives"]
+    ]  # fmt: skip
+    for outcome in outcomes:
+        report = outcome.report
+        if outcome.op != "decode step":
+            continue
+        row = [outcome.kernel, outcome.shape, outcome.dtype, str(outcome.num_devices), outcome.arch]
+        if isinstance(report, ProgramReport):
+            row += [
+                str(report.pool_copies),
+                f"{report.temporary_bytes / 1e6:.1f}",
+                f"{report.temporary_bytes / report.pool_bytes:.2%}",
+                str(report.command_buffers),
+                str(report.kernels + report.collectives),
+                str(report.collectives),
+            ]
+        else:
+            row += ["failed", *[""] * 5]
+        rows.append(row)
+    return rows
+
+
+def as_text(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned for a terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def as_markdown(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
+
+
+def replace_between(text: str, name: str, content: str) -> str:
+    """Replace what stands between the markers `<!-- NAME -->` and `<!-- /NAME -->`."""
+    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, found, rest = text.partition(opening)
+    _, ends, after = rest.partition(closing)
+    if not (found and ends):
+        raise ValueError(f"no markers {opening} and {closing}")
+    return f"{before}{opening}\n{content}\n{closing}{after}"
+
+
+def versions() -> dict[str, str]:
+    """Of what compiles."""
+    names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "triton")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def write(outcomes: Sequence[Outcome], document: Path, results: Path) -> None:
+    """Put the tables into the document, and everything into CSV files."""
+    text = document.read_text()
+    text = replace_between(text, "kernels", as_markdown(kernel_table(outcomes)))
+    text = replace_between(text, "steps", as_markdown(step_table(outcomes)))
+    built = ", ".join(f"{name} {version}" for name, version in versions().items())
+    document.write_text(replace_between(text, "versions", f"Compiled with {built}."))
+    results.mkdir(parents=True, exist_ok=True)
+    for name, kind in (("kernels", KernelReport), ("steps", ProgramReport)):
+        fields = [field.name for field in dataclasses.fields(kind)]
+        with (results / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["kernel", "op", "model", "dtype", "gpus", "chip", *fields])
+            for outcome in outcomes:
+                if isinstance(outcome.report, kind):
+                    o, values = outcome, dataclasses.asdict(outcome.report)
+                    writer.writerow(
+                        [o.kernel, o.op, o.shape, o.dtype, o.num_devices, o.arch, *values.values()]
+                    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--write", action="store_true", help="refresh docs/kernels.md and the CSV files")  # fmt: skip
+    parser.add_argument("--only", choices=("kernels", "steps"), help="half of the gate")
+    parser.add_argument("--match", default="", help="only items whose description contains this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    options = parser.parse_args(arguments)
+    if options.write and (options.only or options.match):
+        parser.error("--write needs the whole gate")
+    start = time.perf_counter()
+    items: list[KernelCase | tuple[StepCase, str]] = []
+    items += [] if options.only == "kernels" else step_cases()
+    items += [] if options.only == "steps" else kernel_cases()
+    items = [item for item in items if options.match in str(item)]
+    outcomes = run(items, options.jobs)
+    for table in (kernel_table(outcomes), step_table(outcomes)):
+        if len(table) > 1:
+            print("\n" + as_text(table))
+    failed = [outcome for outcome in outcomes if outcome.failures]
+    if options.write and not failed:
+        write(outcomes, DOCUMENT, RESULTS)
+    print()
+    for outcome in failed:
+        print(f"FAILED {outcome.place}: {'; '.join(outcome.failures)}")
+    summary = {
+        "command": " ".join(sys.argv),
+        "versions": versions(),
+        "checked": len(outcomes),
+        "failed": len(failed),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    print(json.dumps(summary))
+    return 1 if failed or not outcomes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
