@@ -1,0 +1,266 @@
+"""The TPU's decode kernels: against their references in Pallas' interpreters, and lowered for a TPU without having one."""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import ShapeDtypeStruct
+from jax.experimental.pallas import tpu as pltpu
+
+from apt_jax.config import ModelConfig
+from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step
+from apt_jax.models.params import abstract_params
+from apt_jax.pallas import attention_ops, reference, tpu_decode
+from apt_jax.pallas.shapes import PUBLISHED, SMALL
+
+BLOCK = 16
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2}
+"""Relative to the largest output."""
+LENGTHS = (0, 1, 17, 64, 129)
+"""Of 5 rows: none, one, into the second block, one step exactly, one slot into the third step."""
+KV_SHAPES = ("one-head", "three-heads", "grouped-by-three")
+ABSORBED_SHAPES = ("one-head", "three-heads", "width-80")
+LOWERED = ("opt-13b", "opt-66b", "llama-2-7b", "llama-3-8b")
+
+
+def _poisoned_case(rng, lanes: int, arrays: int, dtype: str, ranged: bool):
+    """A pool that is NaN wherever no row owns the slot, random block tables, lengths and (if `ranged`) slot ranges."""
+    lens = np.array(LENGTHS, np.int32)
+    entries = -(-int(lens.max()) // BLOCK)
+    num_blocks = 1 + arrays * len(lens) * entries
+    pool = np.full((num_blocks, BLOCK, lanes), np.nan, np.float32)
+    tables = np.zeros((len(lens), arrays, entries), np.int32)
+    free = iter(1 + rng.permutation(num_blocks - 1))
+    ranges = np.zeros((len(lens), entries, 2), np.int32)
+    for b, length in enumerate(lens):
+        for e in range(-(-int(length) // BLOCK)):
+            count = min(BLOCK, int(length) - e * BLOCK)
+            if not ranged:
+                first, last = 0, count
+            elif rng.integers(2):
+                first = int(rng.integers(BLOCK - count + 1))
+                last = first + count
+            else:
+                first = int(rng.integers(count, BLOCK + 1))
+                last = first - count
+            ranges[b, e] = first, last
+            for a in range(arrays):
+                tables[b, a, e] = next(free)
+                own = slice(min(first, last), max(first, last))
+                pool[tables[b, a, e], own] = rng.standard_normal((count, lanes))
+    flat = jnp.asarray(pool.reshape(num_blocks, -1)).astype(dtype)
+    return flat, jnp.asarray(tables), jnp.asarray(lens), jnp.asarray(ranges) if ranged else None
+
+
+def _close(actual, expected, dtype: str) -> None:
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert np.isfinite(expected).all()
+    assert np.abs(actual - expected).max() <= TOLERANCE[dtype] * max(1.0, np.abs(expected).max())
+
+
+def _check(name: str, op: str, dtype: str, ranged: bool, interpret, rows=None) -> None:
+    shape = SMALL[name]
+    rng = np.random.default_rng(len(name) + ranged)
+    arrays = 2 if op == "decode_kv" else 1
+    pool, tables, lens, ranges = _poisoned_case(rng, shape.lane, arrays, dtype, ranged)
+    width = shape.head_dim if arrays == 2 else shape.hidden_size
+    q = rng.standard_normal((len(LENGTHS), shape.num_heads, width)) * (1 if arrays == 2 else 0.2)
+    q = jnp.asarray(q, jnp.float32).astype(dtype)
+    tables = tables if arrays == 2 else tables[:, 0]
+    more = {"block_size": BLOCK, "rows": rows, "slot_ranges": ranges}
+    expected = getattr(reference, op)(q, pool, tables, lens, **more)
+    decode = jax.jit(functools.partial(getattr(tpu_decode, op), interpret=interpret, **more))
+    actual = decode(q, pool, tables, lens)
+    _close(actual, expected, dtype)
+    assert not np.asarray(actual)[0].any()
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(decode(q, pool, tables, lens)))
+
+
+@pytest.mark.parametrize("ranged", [False, True], ids=["whole-blocks", "slot-ranges"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("name", KV_SHAPES)
+def test_kv_decode_matches_the_reference(name: str, dtype: str, ranged: bool) -> None:
+    _check(name, "decode_kv", dtype, ranged, True)
+
+
+def test_kv_decode_of_many_heads_matches_the_reference() -> None:
+    _check("seventy-two-heads", "decode_kv", "bfloat16", True, True)
+
+
+@pytest.mark.parametrize("ranged", [False, True], ids=["whole-blocks", "slot-ranges"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("name", ABSORBED_SHAPES)
+def test_absorbed_decode_matches_the_reference(name: str, dtype: str, ranged: bool) -> None:
+    _check(name, "decode_absorbed", dtype, ranged, True)
+
+
+@pytest.mark.parametrize("op", ["decode_kv", "decode_absorbed"])
+def test_the_same_on_simulated_tpu_memories(op: str) -> None:
+    """Scratch starts as NaN there, and reads outside of an array are errors."""
+    _check("three-heads", op, "float32", True, pltpu.InterpretParams())
+
+
+@pytest.mark.parametrize("op", ["decode_kv", "decode_absorbed"])
+def test_rows_outside_the_range_give_zeros(op: str) -> None:
+    _check("three-heads", op, "float32", False, True, rows=(jnp.int32(1), jnp.int32(3)))
+
+
+def test_a_pool_of_three_axes_gives_the_same() -> None:
+    rng = np.random.default_rng(1)
+    pool, tables, lens, _ = _poisoned_case(rng, 32, 2, "float32", False)
+    q = jnp.asarray(rng.standard_normal((len(LENGTHS), 2, 16)), jnp.float32)
+    decode = functools.partial(tpu_decode.decode_kv, block_size=BLOCK, interpret=True)
+    by_slots = pool.reshape(pool.shape[0], BLOCK, 32)
+    np.testing.assert_array_equal(
+        np.asarray(decode(q, pool, tables, lens)), np.asarray(decode(q, by_slots, tables, lens))
+    )
+
+
+def test_float16_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes no float16"):
+        tpu_decode.decode_kv(
+            jnp.zeros((1, 1, 8), jnp.float16),
+            jnp.zeros((2, 32), jnp.float16),
+            jnp.zeros((1, 2, 1), jnp.int32),
+            jnp.zeros(1, jnp.int32),
+            block_size=4,
+        )
+
+
+def _abstract_args(name: str, op: str, dtype, three_axes: bool = False, batch: int = 64):
+    shape, entries, blocks = PUBLISHED[name], 128, 4096
+    slots = (BLOCK, shape.lane) if three_axes else (BLOCK * shape.lane,)
+    width = shape.head_dim if op == "decode_kv" else shape.hidden_size
+    tables = (batch, 2, entries) if op == "decode_kv" else (batch, entries)
+    return (
+        ShapeDtypeStruct((batch, shape.num_heads, width), dtype),
+        ShapeDtypeStruct((blocks, *slots), dtype),
+        ShapeDtypeStruct(tables, jnp.int32),
+        ShapeDtypeStruct((batch,), jnp.int32),
+        ShapeDtypeStruct((batch, entries, 2), jnp.int32),
+    )
+
+
+def _op(op: str, ranged: bool):
+    def decode(q, pool, tables, lens, ranges):
+        return getattr(tpu_decode, op)(
+            q, pool, tables, lens, block_size=BLOCK, slot_ranges=ranges if ranged else None
+        )
+
+    return decode
+
+
+CASES = [
+    (name, op)
+    for name in LOWERED
+    for op in ("decode_kv", "decode_absorbed")
+    if op == "decode_kv" or PUBLISHED[name].has_hidden
+]
+
+
+@pytest.mark.parametrize("ranged", [False, True], ids=["whole-blocks", "slot-ranges"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("name", "op"), CASES)
+def test_kernels_lower_for_a_tpu(name: str, op: str, dtype: str, ranged: bool) -> None:
+    """Pallas checks Mosaic's rules for block shapes and turns the kernel into its dialect; no TPU is needed."""
+    args = _abstract_args(name, op, jnp.dtype(dtype))
+    lowered = jax.jit(_op(op, ranged)).trace(*args).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
+
+
+def _batch_arrays(num_decode: int, num_prefill: int, entries: int) -> dict[str, ShapeDtypeStruct]:
+    """Of the fields of a batch: the shapes and dtypes that they are annotated with."""
+    sizes = {"T": num_decode + num_prefill, "B": num_decode, "R": 2, "J": entries}
+    arrays = {}
+    for field in dataclasses.fields(DecoderBatch):
+        kind: Any = field.type
+        if field.default is dataclasses.MISSING:
+            shape = [sizes[d] if d in sizes else int(d) for d in kind.dim_str.split()]
+            arrays[field.name] = ShapeDtypeStruct(shape, jnp.dtype(kind.dtypes[0]))
+    return arrays
+
+
+@pytest.mark.parametrize("absorb", [False, True], ids=["reproject", "absorb"])
+@pytest.mark.parametrize("decode", ["xla", "kernels"])
+def test_the_decoder_lowers_for_a_tpu(decode: str, absorb: bool) -> None:
+    """A whole step with decode rows of both kinds and prompt chunks: on XLA code alone, and on these decode kernels."""
+    config = ModelConfig(
+        family="opt",
+        vocab_size=512,
+        hidden_size=256,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
+        ffn_size=512,
+        max_position=256,
+    )
+    ops = attention_ops("tpu", "xla")
+    if decode == "kernels":
+        ops = dataclasses.replace(
+            ops, decode_kv=tpu_decode.decode_kv, decode_absorbed=tpu_decode.decode_absorbed
+        )
+    options = StepOptions(
+        num_decode=8, block_size=BLOCK, absorb=absorb, kinds=(True, True), ops=ops
+    )
+    params = abstract_params(config, jnp.bfloat16)
+    pools = (ShapeDtypeStruct((64, BLOCK * config.lane), jnp.bfloat16),) * config.num_layers
+
+    @jax.jit
+    def step(params, pools, arrays):
+        return decoder_step(params, pools, DecoderBatch(**arrays), config, options)
+
+    lowered = step.trace(params, pools, _batch_arrays(8, 32, 16)).lower(lowering_platforms=("tpu",))
+    kernels = lowered.as_text().count("tpu_custom_call")
+    assert kernels == (config.num_layers * (1 + absorb) if decode == "kernels" else 0)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: it holds the TPU's compiler",
+)
+def test_kernels_compile_for_a_tpu() -> None:
+    """The whole way to a v5e's machine code, by a process of its own that has the TPU's compiler but no TPU."""
+    program = f"""
+        import jax
+        import jax.numpy as jnp
+        from jax.experimental import topologies
+        from tests.pallas import test_tpu_decode as cases
+
+        topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+        here = jax.sharding.SingleDeviceSharding(topology.devices[0])
+        for name, op in {CASES!r}:
+            for dtype in (jnp.bfloat16, jnp.float32):
+                args = cases._abstract_args(name, op, dtype, three_axes=True)
+                args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in args]
+                for ranged in (False, True):
+                    compiled = jax.jit(cases._op(op, ranged)).lower(*args).compile()
+                    temporary = compiled.memory_analysis().temp_size_in_bytes
+                    assert temporary < 1 << 20, (name, op, dtype, ranged, temporary)
+    """
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=environment,
+        cwd=pathlib.Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
