@@ -1,0 +1,297 @@
+"""The Triton decode kernels in Pallas' interpreter against the float32 references, over a poisoned pool."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from apt_jax.pallas import reference, triton_decode
+from apt_jax.pallas.shapes import PUBLISHED, RAGGED_LENGTHS, SMALL
+from apt_jax.pallas.tiles import CHIPS, Tile, num_splits, padded, parts_of, tile_for
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
+"""Of one layer's attention output, relative to the largest."""
+
+OPS = ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed")
+LENGTHS = [0, 1, 15, 16, 17, 65, 129]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Case:
+    """The arguments of one call, over a pool that is NaN wherever no row of the call has a position."""
+
+    op: str
+    args: list[Any]
+    """Positional: queries, pool, tables, lengths, weights."""
+    options: dict[str, Any]
+    """Arrays by keyword."""
+    block_size: int
+    dtype: str
+
+    @property
+    def pool_at(self) -> int:
+        """Where the pool is in `args`; tables and lengths follow it."""
+        return 2 if self.op == "decode_v_absorbed" else 1
+
+    def expected(self, **more: Any) -> np.ndarray:
+        """The reference in float32, over a pool with zeros for NaN."""
+        args = [
+            a.astype(jnp.float32) if a is not None and jnp.issubdtype(a.dtype, jnp.floating) else a
+            for a in self.args
+        ]
+        args[self.pool_at] = jnp.nan_to_num(args[self.pool_at])
+        op = getattr(reference, self.op)
+        return np.asarray(op(*args, **self.options, **more, block_size=self.block_size))
+
+    @functools.cached_property
+    def kernel(self) -> Any:
+        """The op in the interpreter, compiled once."""
+        op = getattr(triton_decode, self.op)
+        return jax.jit(functools.partial(op, block_size=self.block_size, interpret=True))
+
+    def actual(self, **more: Any) -> np.ndarray:
+        return np.asarray(self.kernel(*self.args, **self.options, **more))
+
+    def check(self) -> np.ndarray:
+        """Compare with the reference; the result."""
+        pool = self.args[self.pool_at]
+        before = np.asarray(pool).tobytes()
+        actual = self.actual()
+        _close(actual, self.expected(), self.dtype)
+        assert not actual[np.asarray(self.args[self.pool_at + 2]) == 0].any()
+        assert np.asarray(pool).tobytes() == before
+        return actual
+
+
+def _close(actual: Any, expected: Any, dtype: str) -> None:
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert np.isfinite(actual).all()
+    assert np.abs(actual - expected).max() <= TOLERANCE[dtype] * np.abs(expected).max()
+
+
+def _case(
+    op: str,
+    shape_name: str,
+    dtype: str,
+    lens: list[int],
+    *,
+    block_size: int = 16,
+    shared: bool = False,
+    facing: bool = False,
+    biases: bool = True,
+) -> Case:
+    """A case with blocks in random order; block 0, and two that no table names, are all NaN.
+
+    Args:
+        shared: a row has the same full blocks as the one before, as requests with a common prefix do.
+        facing: rows are pairs, the first upwards, the second downwards; their last blocks are one where both fit.
+    """
+    shape = SMALL[shape_name]
+    heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    rng = np.random.default_rng(len(lens) + heads)
+    batch, width, halves = len(lens), shape.hidden_size, 2 if op == "decode_kv" else 1
+    lane = shape.lane if op == "decode_kv" else width
+    entries = -(-max(*lens, 1) // block_size)
+    num_blocks = 3 + batch * halves * entries
+    free = list(2 + rng.permutation(num_blocks - 3))
+    pool = np.full((num_blocks, block_size, lane), np.nan, np.float32)
+    tables = np.zeros((batch, halves, entries), np.int32)
+    ranges = np.zeros((batch, entries, 2), np.int32)
+    for b, length in enumerate(lens):
+        down = facing and b % 2 == 1
+        for j in range(-(-length // block_size)):
+            own = min(block_size, length - j * block_size)
+            met = lens[b - 1] % block_size if down else 0
+            if met and 0 < own <= block_size - met:
+                tables[b, :, j] = tables[b - 1, :, lens[b - 1] // block_size]
+            elif shared and b and min(length, lens[b - 1]) >= (j + 1) * block_size:
+                tables[b, :, j] = tables[b - 1, :, j]
+            else:
+                tables[b, :, j] = [free.pop() for _ in range(halves)]
+            first = block_size - own if down else 0
+            ranges[b, j] = (block_size, first) if down else (0, own)
+            for block in tables[b, :, j]:
+                pool[block, first : first + own] = rng.standard_normal((own, lane))
+
+    def normal(*dims: int, scale: float = 1.0) -> Any:
+        return jnp.asarray(scale * rng.standard_normal(dims), jnp.float32).astype(dtype)
+
+    args = [
+        jnp.asarray(pool.reshape(num_blocks, -1)).astype(dtype),
+        jnp.asarray(tables if halves == 2 else tables[:, 0]),
+        jnp.asarray(lens, jnp.int32),
+    ]
+    options: dict[str, Any] = {"slot_ranges": jnp.asarray(ranges)} if facing else {}
+    weights = (kv_heads, head_dim, width)
+    rotary = shape.rotary_dim
+    angles = 3 * rng.standard_normal((entries * block_size, rotary // 2))
+    angles = jnp.asarray(angles, jnp.float32) if rotary else None
+    if op == "decode_absorbed":
+        args = [normal(batch, heads, width, scale=width**-0.5), *args]
+    elif op == "decode_v_absorbed":
+        rest = normal(batch, heads, width, scale=width**-0.5) if rotary < head_dim else None
+        args = [normal(batch, heads, rotary, scale=rotary**-0.5), rest, *args]
+        args += [normal(heads, rotary, width, scale=width**-0.5)]
+        args += [normal(heads, rotary) if biases else None, angles]
+    else:
+        args = [normal(batch, heads, head_dim), *args]
+    if op == "decode_reprojected":
+        for _ in range(2):
+            args += [normal(*weights, scale=width**-0.5)]
+            args += [normal(kv_heads, head_dim) if biases else None]
+        options["angles"] = angles
+    return Case(op=op, args=args, options=options, block_size=block_size, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [
+        ("decode_kv", "grouped"),
+        ("decode_absorbed", "twelve-heads"),
+        ("decode_reprojected", "three-heads"),
+        ("decode_v_absorbed", "partial-rotary"),
+    ],
+)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_ops_match_their_references_in_every_dtype(op: str, shape: str, dtype: str) -> None:
+    _case(op, shape, dtype, LENGTHS).check()
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [
+        *(("decode_kv", shape) for shape in ("one-head", "width-80", "grouped-by-three")),
+        *(("decode_absorbed", shape) for shape in ("one-head", "width-80", "seventy-two-heads")),
+        *(("decode_reprojected", shape) for shape in ("width-80", "rotary", "partial-rotary")),
+        ("decode_reprojected", "grouped-rotary"),
+        ("decode_v_absorbed", "rotary"),
+    ],
+)
+def test_heads_and_widths_that_are_no_powers_of_two(op: str, shape: str) -> None:
+    _case(op, shape, "float16", [0, 33, 129], block_size=8, biases=False).check()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ragged_lengths_twice_with_the_same_bits(op: str) -> None:
+    case = _case(op, "rotary", "bfloat16", list(RAGGED_LENGTHS), shared=True)
+    np.testing.assert_array_equal(case.check(), case.actual())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_two_requests_in_one_block(op: str) -> None:
+    case = _case(op, "rotary", "float32", [17, 66, 1, 3, 0, 5, 64, 40], block_size=4, facing=True)
+    tables = np.asarray(case.args[case.pool_at + 1]).reshape(8, -1)
+    assert len(np.intersect1d(tables[2], tables[3][tables[3] > 0]))  # 1 upwards meets 3 downwards
+    case.check()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ranges_shorter_than_a_block(op: str) -> None:
+    """Slots that a range leaves out are no positions, wherever they are in the row."""
+    case = _case(op, "rotary", "float32", [40, 61], facing=True)
+    ranges = np.array(case.options["slot_ranges"])
+    ranges[0, 0], ranges[1, 1] = (3, 9), (11, 2)
+    case.options["slot_ranges"] = jnp.asarray(ranges)
+    case.check()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rows_outside_the_range_give_zeros(op: str) -> None:
+    case = _case(op, "rotary", "float32", [20, 33, 7, 50, 64, 3])
+    rows = (jnp.int32(1), jnp.int32(4))
+    actual = case.actual(rows=rows)
+    assert not actual[[0, 4, 5]].any()
+    np.testing.assert_array_equal(actual[1:4], case.actual()[1:4])
+    _close(actual, case.expected(rows=rows), "float32")
+    assert not case.actual(rows=(jnp.int32(2), jnp.int32(2))).any()
+
+
+def test_a_large_batch_is_not_split() -> None:
+    case = _case("decode_kv", "seventy-two-heads", "float32", [3, 0, 70, 9])
+    assert num_splits(None, 4 * 72, 2) == 1
+    case.check()
+    case = _case("decode_reprojected", "seventy-two-heads", "float32", [3, 0, 70, 9])
+    case.check()
+
+
+@pytest.mark.parametrize("op", ["decode_kv", "decode_absorbed"])
+def test_query_rows_can_share_a_table(op: str) -> None:
+    case = _case(op, "rotary", "float32", [40, 0, 90])
+    q, pool, tables, _ = case.args
+    table_of_row = jnp.asarray([2, 0, 2, 2, 0], jnp.int32)
+    lens = jnp.asarray(
+        [90, 40, 1, 64, 0], jnp.int32
+    )  # a query row can see less than its table holds
+    q = jnp.concatenate([q, 2 * q[:2]])
+    actual = case.kernel(q, pool, tables, lens, table_of_row=table_of_row)
+    case.args = [q, pool, tables[table_of_row], lens]
+    _close(actual, case.expected(), "float32")
+
+
+def test_absorbed_attention_joins_with_another_part() -> None:
+    case = _case("decode_absorbed", "twelve-heads", "float32", [40, 0, 90, 130])
+    q, pool, tables, lens = case.args
+    attend = functools.partial(triton_decode.absorbed_attention, block_size=16, interpret=True)
+    first = attend(q, pool, tables[:, :2], jnp.minimum(lens, 32))
+    second = attend(q, pool, tables[:, 2:], jnp.maximum(lens - 32, 0))
+    m = jnp.maximum(first[1], second[1])
+    shares = [l * jnp.exp(part - m) for _, part, l in (first, second)]
+    total = jnp.maximum(shares[0] + shares[1], 1e-30)
+    z = (first[0] * shares[0][..., None] + second[0] * shares[1][..., None]) / total[..., None]
+    _close(z, case.expected(), "float32")
+    assert not first[2][1].any()
+    assert (np.asarray(first[1][1]) == np.float32(-1e30)).all()
+
+
+def test_the_absorbed_output_can_be_narrow() -> None:
+    case = _case("decode_absorbed", "twelve-heads", "bfloat16", [40, 0, 90])
+    case.kernel = functools.partial(
+        triton_decode.decode_absorbed, block_size=16, interpret=True, out_dtype=jnp.bfloat16
+    )
+    assert case.kernel(*case.args).dtype == jnp.bfloat16
+    case.check()
+
+
+def test_wrong_arguments_are_errors() -> None:
+    case = _case("decode_kv", "rotary", "float32", [5])
+    with pytest.raises(ValueError, match="block_size=12 must be a power of two"):
+        triton_decode.decode_kv(*case.args, block_size=12, interpret=True)
+    with pytest.raises(ValueError, match="chip='sm_10'"):
+        triton_decode.decode_kv(*case.args, block_size=16, interpret=True, chip="sm_10")
+    args = [case.args[0], case.args[1].astype(jnp.float8_e5m2), *case.args[2:]]
+    with pytest.raises(ValueError, match="must be float16, bfloat16 or float32"):
+        triton_decode.decode_kv(*args, block_size=16, interpret=True)
+
+
+def test_tiles_fit_every_published_shape() -> None:
+    for chip in (None, *CHIPS):
+        for shape in (*PUBLISHED.values(), *SMALL.values()):
+            for itemsize in (2, 4):
+                of = functools.partial(
+                    tile_for, chip=chip, heads=shape.num_heads, itemsize=itemsize
+                )
+                tiles = {k: of(k, width=shape.hidden_size) for k in ("scores", "rotary_scores")}
+                output = of("output", width=shape.hidden_size)
+                assert all(tile.tokens % output.tokens == 0 for tile in tiles.values())
+                assert of("kv", width=shape.head_dim).lanes <= padded(shape.head_dim)
+    with pytest.raises(ValueError, match="tokens=48 must be a power of two"):
+        Tile(tokens=48, lanes=64, warps=4, stages=3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "parts"),
+    [
+        (1, ((0, 16),)),
+        (12, ((0, 16),)),
+        (32, ((0, 32),)),
+        (40, ((0, 32), (32, 16))),
+        (56, ((0, 64),)),
+        (72, ((0, 64), (64, 16))),
+    ],
+)
+def test_heads_in_powers_of_two(heads: int, parts: tuple[tuple[int, int], ...]) -> None:
+    assert tuple(parts_of(heads)) == parts
