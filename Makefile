@@ -4,12 +4,14 @@
 #   make test        the test suite, without what takes minutes
 #   make test-slow   the rest of it
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
+#   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
 #   make lint types  format, lint and type checks
-#   make check       test, reference, lint and types
+#   make check       test, reference, gate, lint and types
 #   make lock        resolve the dependencies anew
 #   make clean       remove the environments
 #
-# PYTHON=... and PYTHON_REFERENCE=... choose the interpreters.
+# PYTHON=..., PYTHON_REFERENCE=... and PYTHON_GATE=... choose the interpreters, GATE_FLAGS=... what the gate does
+# (docs/kernels.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,6 +20,7 @@ SHELL := /bin/bash
 UV_VERSION := 0.13.8
 TORCH_VERSION := 2.13.0
 TRANSFORMERS_VERSION := 5.23.0
+TRITON_VERSION := 3.9.0
 
 # A name on PATH may be a shim that only prints an error, so a candidate counts when it runs and can make environments.
 find_python = $(firstword $(foreach version,$(1),$(shell \
@@ -27,12 +30,13 @@ find_python = $(firstword $(foreach version,$(1),$(shell \
   done)))
 
 PYTHON ?= $(or $(call find_python,3.13 3.12 3.11),$(error needs Python 3.11, 3.12 or 3.13 with venv: set PYTHON))
+PYTHON_GATE ?= $(or $(call find_python,3.13 3.12),$(error needs Python 3.12 or 3.13 with venv, for JAX 0.11 or newer: set PYTHON_GATE))
 PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python 3.11 with venv: set PYTHON_REFERENCE))
 
 PIP := -m pip --disable-pip-version-check --no-input
 EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
 
-.PHONY: demo test test-slow reference lint types check lock clean
+.PHONY: demo test test-slow reference gate lint types check lock clean
 
 demo: .venv/.ready
 	.venv/bin/apt-jax demo
@@ -46,6 +50,10 @@ test-slow: .venv/.ready
 reference: .venv-ref/.ready
 	.venv-ref/bin/python -m pytest -q tests/reference
 
+gate: .venv-gate/.ready
+	.venv-gate/bin/python -m pytest -q tests/benchmarks/test_gate.py
+	.venv-gate/bin/python -m benchmarks.gpu.gate $(GATE_FLAGS)
+
 lint: .venv/.ready-dev
 	.venv/bin/ruff format --check
 	.venv/bin/ruff check
@@ -53,13 +61,13 @@ lint: .venv/.ready-dev
 types: .venv/.ready-dev
 	.venv/bin/pyright --project pyproject.toml --pythonpath .venv/bin/python
 
-check: lint types test reference
+check: lint types gate test reference
 
 lock:
 	$(or $(wildcard .venv/bin/uv),uv) lock --upgrade
 
 clean:
-	rm -rf .venv .venv-ref
+	rm -rf .venv .venv-ref .venv-gate
 
 # The environments hold the versions of uv.lock, hashes checked. pip installs them, so that its configuration of indexes,
 # mirrors and certificates holds. The stamps are newer than what they were made from; the package itself is editable.
@@ -84,4 +92,19 @@ clean:
 	.venv-ref/bin/python $(PIP) install -qq -r .venv-ref/requirements.txt \
 	  torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION)
 	.venv-ref/bin/python $(PIP) install -qq --no-deps -e .
+	touch $@
+
+# XLA's CUDA compiler and Triton, on Linux alone. They have an environment of their own: where the plugin can be imported and
+# there is no GPU, JAX complains at every start. The plugin must be of jaxlib's version.
+.venv-gate/.ready: pyproject.toml uv.lock Makefile
+	$(PYTHON_GATE) -m venv --clear .venv-gate
+	.venv-gate/bin/python $(PIP) install -qq uv==$(UV_VERSION)
+	.venv-gate/bin/uv $(EXPORT) --no-hashes --group test -o .venv-gate/requirements.txt
+	.venv-gate/bin/python $(PIP) install -qq -r .venv-gate/requirements.txt
+	.venv-gate/bin/python $(PIP) install -qq --no-deps -e .
+	version=$$(.venv-gate/bin/python -c 'from importlib.metadata import version; print(version("jaxlib"))'); \
+	.venv-gate/bin/python $(PIP) install -qq --no-deps \
+	  "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version" "triton==$(TRITON_VERSION)" || \
+	  { echo "make gate: cannot install jax-cuda12-plugin and jax-cuda12-pjrt $$version and triton $(TRITON_VERSION):" \
+	    "the GPU kernels stay unchecked" >&2; exit 1; }
 	touch $@

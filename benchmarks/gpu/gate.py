@@ -1,10 +1,10 @@
-"""The gate for GPU code on machines without one: every kernel and the decode step are compiled for A100 and H200.
+"""The gate for GPU code on machines without one: every kernel and the engine's steps are compiled for A100 and H200.
 
 Kernels (`compile_only.py`): all of the family at the shapes `shapes.GATE`, in float16 and bfloat16. No spills, no stack, at
 least one CTA fits an SM, products run on the tensor cores, and loops fetch their tiles by asynchronous copies.
 
-Steps (`device_free.py`, `decode_step.py`): the engine's decode step at OPT-13B, all 40 layers, greedy sampling included, on one
-GPU and with its heads over four. No copy of the pool, temporaries below 5 % of it, everything in one command buffer (one CUDA
+Steps (`device_free.py`, `engine_step.py`): the engine's programs at OPT-13B, all 40 layers, sampling included, on one GPU and with
+the heads over four. No copy of the pool, temporaries below 5 % of it, everything in one command buffer (one CUDA
 graph).
 
 What limits it: nothing runs, so it says that code compiles well, not that it is right or fast.
@@ -40,10 +40,10 @@ import jax.numpy as jnp
 
 from apt_jax.pallas import AttentionOps, attention_ops, shapes
 from apt_jax.pallas.shapes import AttentionShape
-from benchmarks.gpu import compile_only, decode_step, device_free
+from benchmarks.gpu import compile_only, device_free, engine_step
 from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport
-from benchmarks.gpu.decode_step import StepCase
 from benchmarks.gpu.device_free import ProgramReport
+from benchmarks.gpu.engine_step import StepCase
 
 _ROOT = Path(__file__).parents[2]
 DOCUMENT = _ROOT / "docs" / "kernels.md"
@@ -54,6 +54,7 @@ _BLOCK_SIZE = 16
 _CONTEXT = 2048
 _NUM_BLOCKS = 4096
 _PREFILL_TOKENS = 1024
+_STEP = "step"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class KernelCase:
     arch: str
     num_rows: int = 64
     variant: str = ""
-    """`shared blocks`: rows own ranges of slots; `hidden prefix`: of `prefill`."""
+    """`shared blocks`: rows own ranges of slots; `hidden prefix`: of `prefill`; `jax-triton`: the kernels in Triton."""
 
     @property
     def name(self) -> str:
@@ -98,7 +99,7 @@ class Outcome:
 def gpu_ops(chip: Chip) -> AttentionOps:
     """The registry's kernels for NVIDIA GPUs with the tiles of `chip`."""
     try:
-        return attention_ops("gpu", "triton", chip.device_kind)
+        return attention_ops("gpu", "triton", chip.arch)
     except (ImportError, ValueError):
         return _unregistered(chip)
 
@@ -120,6 +121,8 @@ def kernel_cases() -> list[KernelCase]:
         hidden = "decode_v_absorbed" if shape.rotary_dim else "decode_absorbed"
         ops = [("decode_kv", ""), (hidden, ""), ("decode_reprojected", "")]
         ops += [("prefill", ""), ("prefill", "hidden prefix")]
+        if not shape.rotary_dim:
+            ops.append(("decode_absorbed", "jax-triton"))
         for (op, variant), dtype, arch in itertools.product(ops, DTYPES, CHIPS):
             cases.append(KernelCase(op=op, shape=name, dtype=dtype, arch=arch, variant=variant))
     # One shape is enough for what other shapes do not change: rows that share blocks, and contexts cut into pieces.
@@ -150,6 +153,8 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**common, kinds=hidden),
         StepCase(**common, kinds=hidden, absorb=False),
         StepCase(**common, kinds=both),
+        StepCase(**common, kinds=kv, sampling="sample"),
+        StepCase(**common, kinds=both, prefill_tokens=1024, num_layers=8),
         StepCase(**common, kinds=kv, num_devices=4),
     ]
     return [(case, arch) for case in cases for arch in CHIPS]
@@ -240,6 +245,8 @@ def check_kernels(case: KernelCase, ops: AttentionOps) -> list[Outcome]:
         seconds = time.perf_counter() - start
         return Outcome(**common, kernel=kernel, report=report, failures=tuple(failures), seconds=seconds)  # fmt: skip
 
+    if case.variant == "jax-triton":
+        return [outcome(name, *_compiled(compile_code)) for name, compile_code in _triton_kernels(case)]  # fmt: skip
     try:
         function, arguments = arguments_of(case, ops)
         codes = compile_only.pallas_kernels(function, arguments, chip)
@@ -250,16 +257,56 @@ def check_kernels(case: KernelCase, ops: AttentionOps) -> list[Outcome]:
     outcomes = []
     for code in codes:
         start = time.perf_counter()
-        outcomes.append(outcome(code.name, *_compiled(code, chip)))
+        compiled = _compiled(lambda code=code: (code, compile_only.compile_kernel(code, chip)))
+        outcomes.append(outcome(code.name, *compiled))
     return outcomes
 
 
-def _compiled(code: KernelCode, chip: Chip) -> tuple[KernelReport | None, Sequence[str]]:
+_Compile = Callable[[], tuple[KernelCode, KernelReport]]
+
+
+def _compiled(compile_code: _Compile) -> tuple[KernelReport | None, Sequence[str]]:
     try:
-        report = compile_only.compile_kernel(code, chip)
+        code, report = compile_code()
     except Exception as error:
         return None, [f"does not compile: {_line(error)}"]
     return report, compile_only.failures(code, report)
+
+
+def _triton_kernels(case: KernelCase) -> list[tuple[str, _Compile]]:
+    """The absorbed pair as jax-triton launches it."""
+    from apt_jax.pallas import jax_triton_absorbed as twin
+    from apt_jax.pallas import triton_kernels
+
+    shape, pointer = shapes.PUBLISHED[case.shape], {"bfloat16": "*bf16", "float16": "*fp16"}
+    tiles = twin.default_tiles(shape.num_heads)
+    constants = twin.constants(
+        shape.num_heads,
+        shape.hidden_size,
+        _CONTEXT // _BLOCK_SIZE,
+        _BLOCK_SIZE,
+        ranged=False,
+        tiles=tiles,
+    )
+    cached = dict.fromkeys(("q", "pool", "p_out", "p_in"), pointer[case.dtype])
+    numbers = dict.fromkeys(("tables", "lens", "ranges"), "*i32")
+    types = cached | numbers | dict.fromkeys(("m_out", "l_out", "m_in", "l_in", "out"), "*fp32")
+    found = []
+    for kernel, lanes, num_warps, num_stages in (
+        (triton_kernels.absorbed_scores, tiles.score_lanes, tiles.score_warps, tiles.score_stages),
+        (triton_kernels.absorbed_output, tiles.output_lanes, tiles.output_warps, tiles.output_stages),
+    ):  # fmt: skip
+        compile_code = functools.partial(
+            compile_only.compile_triton,
+            kernel,
+            {name: types[name] for name in kernel.arg_names if name in types},
+            constants | {"LANES": lanes},
+            CHIPS[case.arch],
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        found.append((kernel.__name__, compile_code))
+    return found
 
 
 def check_step(case: StepCase, arch: str, ops: AttentionOps) -> Outcome:
@@ -267,14 +314,14 @@ def check_step(case: StepCase, arch: str, ops: AttentionOps) -> Outcome:
     start = time.perf_counter()
     report: ProgramReport | None = None
     try:
-        report = decode_step.compile_step(case, CHIPS[arch], ops)
-        failures = device_free.failures(report)
+        report = engine_step.compile_step(case, CHIPS[arch], ops)
+        failures = device_free.failures(report, case.loops)
     except Exception as error:
         failures = [f"does not compile: {_line(error)}"]
     return Outcome(
         kernel=case.name,
-        op="decode step",
-        shape=case.model,
+        op=_STEP,
+        shape=case.model if case.num_layers is None else f"{case.model}, {case.num_layers} layers",
         dtype=case.dtype,
         arch=arch,
         report=report,
@@ -318,7 +365,7 @@ def kernel_table(outcomes: Sequence[Outcome]) -> list[list[str]]:
     rows = [["kernel", "op", "model", "dtype", *(f"{arch} {cell}" for arch in CHIPS for cell in cells)]]  # fmt: skip
     found: dict[tuple[str, str, str, str], dict[str, list[list[str]]]] = {}
     for outcome in outcomes:
-        if isinstance(outcome.report, ProgramReport):
+        if outcome.op == _STEP:
             continue
         key = (outcome.kernel, outcome.op, outcome.shape, outcome.dtype)
         found.setdefault(key, {}).setdefault(outcome.arch, []).append(_cells(outcome))
@@ -355,7 +402,7 @@ def step_table(outcomes: Sequence[Outcome]) -> list[list[str]]:
     ]  # fmt: skip
     for outcome in outcomes:
         report = outcome.report
-        if outcome.op != "decode step":
+        if outcome.op != _STEP:
             continue
         row = [outcome.kernel, outcome.shape, outcome.dtype, str(outcome.num_devices), outcome.arch]
         if isinstance(report, ProgramReport):
@@ -443,7 +490,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(table) > 1:
             print("\n" + as_text(table))
     failed = [outcome for outcome in outcomes if outcome.failures]
-    if options.write and not failed:
+    if options.write:
         write(outcomes, DOCUMENT, RESULTS)
     print()
     for outcome in failed:
