@@ -35,12 +35,16 @@ CASES = [
 ]
 COMPILED = ("opt-13b", "opt-30b", "opt-66b")
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+
+def _installed(*names: str) -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in names)
+
+
+needs_triton = pytest.mark.skipif(not _installed("triton"), reason="triton is not installed")
 needs_jax_triton = pytest.mark.skipif(
-    None in map(importlib.util.find_spec, ("triton", "jax_triton", "jax_cuda12_plugin")),
-    reason="jax-triton, triton or JAX's CUDA plugin, which launches kernels, is not installed",
+    not _installed("triton", "jax_triton")
+    or not (_installed("jax_cuda12_plugin") or _installed("jax_cuda13_plugin")),
+    reason="triton, jax-triton or JAX's CUDA plugin, which launches kernels, is not installed",
 )
 
 
