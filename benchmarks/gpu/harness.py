@@ -1,0 +1,233 @@
+"""What the stages of `run.py` share: tables that outlive a crash, time budgets, and the facts of a run.
+
+A stage is a list of cases. Each case adds one row to the stage's CSV as soon as it is done, so that a run that is cut off
+keeps what it has. Before a case starts, its name is written down: where a kernel takes the process with it, the next
+process of the stage skips that case and says so.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import datetime
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESTART = 75
+"""Exit status of a stage whose device no longer answers: the cases left need a fresh process."""
+
+_FATAL = ("illegal", "misaligned", "launch failure", "CUDA_ERROR", "device-side", "hardware")
+"""In an error's text: the context is lost, and every later call would fail."""
+
+
+class Table:
+    """A CSV that grows by a row a case.
+
+    Args:
+        path: the file; it is begun anew unless `resume`.
+        columns: after `case`, and before `status`, which is "ok" or what went wrong.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], *, resume: bool = False) -> None:
+        self.path = path
+        self.columns = ["case", *columns, "status"]
+        if not (resume and path.is_file()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(",".join(self.columns) + "\n")
+        self.done = {row["case"] for row in read_rows(path)}
+
+    def add(self, case: str, status: str = "ok", **values: Any) -> None:
+        """Append a row and flush it. Floats are rounded to five digits."""
+
+        def text(value: Any) -> Any:
+            return f"{value:.5g}" if isinstance(value, float) else value
+
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self.columns, restval="").writerow(
+                {"case": case, "status": status} | {k: text(v) for k, v in values.items()}
+            )
+        self.done.add(case)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a CSV, none where there is no file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Stage:
+    """One stage in its process: where it writes, how long it may take."""
+
+    name: str
+    out: Path
+    budget_s: float
+    tiny: bool = False
+    """Shapes for a CPU: shows that the code runs, measures nothing."""
+    resume: bool = False
+    only: str = ""
+    """Part of the names of cases to run; empty: all."""
+    num_skipped: int = 0
+    """Cases that there was no time for."""
+    started_s: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.budget_s - (time.monotonic() - self.started_s)
+
+    @property
+    def marker(self) -> Path:
+        """Holds the name of the case that is running."""
+        return self.out / f".{self.name}.case"
+
+    def table(self, columns: Sequence[str], name: str | None = None) -> Table:
+        return Table(self.out / f"{name or self.name}.csv", columns, resume=self.resume)
+
+    def wanted(self, table: Table, case: str) -> bool:
+        """The case is asked for, not done, and there is time."""
+        if case in table.done or self.only not in case:
+            return False
+        if self.left_s <= 0:
+            self.num_skipped += 1
+            return False
+        return True
+
+    def run(self, table: Table, case: str, work: Callable[[], dict[str, Any]]) -> bool:
+        """Run one case and write its row; an exception becomes its status. True where it went well."""
+        self.marker.write_text(case)
+        try:
+            table.add(case, **work())
+            return True
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            table.add(case, status=text[:300])
+            print(f"  {case}: {text[:160]}", flush=True)
+            if any(sign in str(error) for sign in _FATAL):
+                raise SystemExit(RESTART) from None
+            return False
+        finally:
+            self.marker.unlink(missing_ok=True)
+
+
+def ahead(lowered: Iterable[tuple[Any, Any]], workers: int) -> Iterator[tuple[Any, Any]]:
+    """Compile on `workers` threads while earlier programs run: yields each label with its executable or an exception.
+
+    Args:
+        lowered: label and `jax.stages.Lowered`, or the exception that lowering ended with.
+    """
+    waiting: list[tuple[Any, Future[Any]]] = []
+    source, more = iter(lowered), True
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        while waiting or more:
+            # Lower further programs until enough are on their way or the next one can run.
+            while more and len(waiting) < 2 * workers and not (waiting and waiting[0][1].done()):
+                label, program = next(source, (None, None))
+                more = program is not None
+                if isinstance(program, Exception):
+                    failed = Future[Any]()
+                    failed.set_exception(program)
+                    waiting.append((label, failed))
+                elif program is not None:
+                    waiting.append((label, pool.submit(program.compile)))
+            if waiting:
+                label, future = waiting.pop(0)
+                error = future.exception()
+                yield label, (future.result() if error is None else error)
+
+
+def time_call(call: Callable[[], Any], *, tiny: bool = False, seconds: float = 0.15) -> tuple[float, float]:  # fmt: skip
+    """Seconds of an asynchronous call on the device: median and spread (largest less smallest) of five repeats.
+
+    A repeat dispatches many calls and waits for the last, so that the host's time hides behind the device's.
+    """
+    import jax
+
+    jax.block_until_ready(call())
+    begin = time.perf_counter()
+    jax.block_until_ready(call())
+    once = max(time.perf_counter() - begin, 1e-7)
+    if tiny:
+        return once, 0.0
+    repeats = 5
+    calls = int(min(500, max(2, seconds / repeats / once)))
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(calls - 1):
+            call()
+        jax.block_until_ready(call())
+        times.append((time.perf_counter() - begin) / calls)
+    times.sort()
+    return times[len(times) // 2], times[-1] - times[0]
+
+
+def ceilings(out: Path) -> dict[str, float]:
+    """Rates that stage `bandwidth` measured: bytes/s and FLOP/s. Zeros where it has not run: then no floor is given."""
+    rows = {row["case"]: row for row in read_rows(out / "bandwidth.csv") if row["status"] == "ok"}
+
+    def rate(case: str, column: str, unit: float) -> float:
+        return float(rows[case][column]) * unit if case in rows else 0.0
+
+    return {
+        "bytes_s": rate("stream", "gb_s", 1e9),
+        "read_bytes_s": rate("read", "gb_s", 1e9),
+        "flop_s": rate("matmul bfloat16", "tflop_s", 1e12),
+    }
+
+
+def floor_s(num_bytes: float, flop: float, rates: dict[str, float]) -> float:
+    """The larger of the times that bytes and operations take at the measured rates; 0 where they were not measured."""
+    times = [
+        amount / rates[rate]
+        for amount, rate in ((num_bytes, "bytes_s"), (flop, "flop_s"))
+        if rates[rate]
+    ]
+    return max(times, default=0.0)
+
+
+def _output(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
+
+
+def facts(seed: int) -> dict[str, Any]:
+    """Date, command, revision, versions and card, without touching the device through JAX."""
+
+    def version(package: str) -> str | None:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "torch", "triton")  # fmt: skip
+    query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
+    root = str(Path(__file__).parents[2])
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "revision": _output("git", "-C", root, "describe", "--always", "--dirty"),
+        "python": platform.python_version(),
+        "versions": {name: found for name in packages if (found := version(name))},
+        "card": _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"),
+        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
+        "seed": seed,
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
