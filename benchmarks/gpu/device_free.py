@@ -231,12 +231,8 @@ def _sizes(text: str, operation: str) -> list[int]:
     return sizes
 
 
-def failures(report: ProgramReport, loops: int = 0) -> list[str]:
-    """What is wrong with a decode step, a line each; empty: it passes.
-
-    Args:
-        loops: loops that the step is known to have; each parts its command buffer in two.
-    """
+def failures(report: ProgramReport) -> list[str]:
+    """What is wrong with a step, a line each; empty: it passes."""
     wrong = []
     if report.pool_copies:
         wrong.append(f"{report.pool_copies} copies of a layer's pool (must be 0)")
@@ -245,9 +241,9 @@ def failures(report: ProgramReport, loops: int = 0) -> list[str]:
     share = report.temporary_bytes / report.pool_bytes
     if share >= MAX_TEMPORARY_SHARE:
         wrong.append(f"temporaries take {share:.1%} of the pool (must be less than {MAX_TEMPORARY_SHARE:.0%})")  # fmt: skip
-    if (report.command_buffers, report.outside) != (1 + loops, loops):
+    if (report.command_buffers, report.outside) != (1, 0):
         wrong.append(
             f"{report.command_buffers} command buffers and {report.outside} launches outside them"
-            f" (must be {1 + loops} and {loops})"
+            " (must be 1 and 0)"
         )
     return wrong

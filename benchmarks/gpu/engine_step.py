@@ -49,11 +49,6 @@ class StepCase:
     donate: bool = True
 
     @property
-    def loops(self) -> int:
-        """Loops outside the CUDA graph: the sampler's two bisections."""
-        return 0 if self.sampling == "greedy" else 2
-
-    @property
     def name(self) -> str:
         hidden = "absorbed" if self.absorb else "reprojected"
         kinds = [name for name, used in zip(("kv", hidden), self.kinds, strict=True) if used]

@@ -4,7 +4,6 @@ The half that compiles needs Triton and JAX's CUDA plugin: `make gate` runs it i
 """
 
 import dataclasses
-import importlib.util
 import itertools
 
 import pytest
@@ -181,8 +180,7 @@ def test_tables_go_between_markers():
 
 
 compiles = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None
-    or importlib.util.find_spec("jax_plugins.xla_cuda12") is None,
+    not (gate._installed("triton") and gate._installed("jax_plugins.xla_cuda12")),
     reason="needs Triton and JAX's CUDA plugin: make gate",
 )
 
