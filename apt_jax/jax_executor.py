@@ -3,10 +3,12 @@
 A step is two jitted programs, so that their shapes do not multiply:
 
 * forward: (decode bucket, prefill bucket) -> cache written, hidden states of the rows that sample;
-* sample: (bucket of sampling rows, variant) -> logits, tokens, device memory of last tokens.
+* sample: (bucket of sampling rows, variant) -> logits, tokens, device memory of last tokens. Variants: "greedy" is argmax
+  alone, "sample" draws, "full" draws with penalties, bias and log probabilities.
 
 Where the device runs a program as one graph (`AttentionOps.branches` is False), a step of decode rows alone is one
-program, forward and sampling, and forward programs are compiled for each mixture of cache kinds, as they do not branch.
+program, forward and sampling, and programs do not branch: they are compiled for each mixture of cache kinds, and for draws
+without top-k and top-p ("draw").
 
 All are compiled for every bucket by `warm_up`; serving never compiles. The pools and the last-token memory are donated
 and rebound in the statement that calls the program. The host crosses to the device once a program: all integers of a
@@ -17,7 +19,7 @@ device, so the next step can be dispatched before the host has seen them.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -345,7 +347,7 @@ class JaxExecutor:
                 seed=jax.lax.bitcast_convert_type(parts["seed"], jnp.uint32),
                 position=parts["position"],
             )
-            tokens, finite = sampling.sample(scores, settings)
+            tokens, finite = sampling.sample(scores, settings, self._borders(variant))
         last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
         packed = jnp.stack([tokens, finite.astype(jnp.int32)])
         extras = sampling.log_probabilities(raw, tokens) if variant == "full" else None
@@ -411,6 +413,27 @@ class JaxExecutor:
             return self.kinds_offered
         return bool((kind == KV).any()), bool((kind == HIDDEN).any())
 
+    def _borders(self, variant: str) -> sampling.Borders:
+        if self._ops.branches:
+            return "maybe"
+        return "no" if variant == "draw" else "yes"
+
+    def _variant(self, params: Sequence[SamplingParams]) -> str:
+        """The sampler's program that some rows need."""
+        if any(p.needs_penalties or p.logprobs is not None for p in params):
+            return "full"
+        if all(p.is_greedy for p in params):
+            return "greedy"
+        plain = all(p.top_k <= 0 and p.top_p >= 1.0 for p in params)
+        return "draw" if plain and not self._ops.branches else "sample"
+
+    def _variants(self) -> list[str]:
+        return (
+            ["greedy", "sample", "full"]
+            if self._ops.branches
+            else ["greedy", "draw", "sample", "full"]
+        )
+
     def _forward_shapes(self) -> list[tuple[int, int]]:
         shapes = [(b, 0) for b in self.decode_buckets] + [(0, t) for t in self.prefill_buckets]
         if self.mixed:
@@ -420,12 +443,12 @@ class JaxExecutor:
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and run every program once, on empty batches that touch no block."""
         shapes = [(*shape, kinds) for shape in self._forward_shapes() for kinds in self._mixtures()]
-        variants = [(rows, variant) for rows in self.decode_buckets for variant in _VARIANTS]
+        variants = [(rows, variant) for rows in self.decode_buckets for variant in self._variants()]
         steps = [
             (rows, kinds, variant)
             for rows in (() if self._ops.branches else self.decode_buckets)
             for kinds in self._mixtures()
-            for variant in _VARIANTS
+            for variant in self._variants()
             if variant != "full"
         ]
         total = len(shapes) + len(variants) + len(steps)
@@ -597,10 +620,7 @@ class JaxExecutor:
         views["sample_rows"][: len(sampling_rows)] = last_place[sampling_rows]
         kinds = self._mixture(batch.kind)
         params = [batch.params[r] for r in sampling_rows.tolist()]
-        if any(p.needs_penalties or p.logprobs is not None for p in params):
-            variant = "full"
-        else:
-            variant = "greedy" if all(p.is_greedy for p in params) else "sample"
+        variant = self._variant(params)
         done = functools.partial(_Handle, num_rows=len(batch.seats), rows=sampling_rows)
         if num_prefill or self._ops.branches or variant == "full" or not len(sampling_rows):
             states = self._run_forward(ints, num_decode, num_prefill, kinds)
@@ -670,10 +690,6 @@ class JaxExecutor:
                 np.int32
             )
         return ints
-
-
-_VARIANTS = ("greedy", "sample", "full")
-"""Programs of the sampler: argmax alone; draws; draws with penalties, bias and log probabilities."""
 
 
 def _bucket(buckets: list[int], size: int) -> int:

@@ -5,6 +5,8 @@ Thresholds are found by bisection over the ordered bit patterns of the scores in
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,14 +64,21 @@ def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
     return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
 
 
-def _largest_threshold(keep_at_least, bits: UInt32[Array, "B V"]) -> UInt32[Array, "B 1"]:
+Borders = Literal["maybe", "yes", "no"]
+"""Whether any row has a top-k or top-p. "maybe": the device looks, and branches around what no row needs. "yes" and "no":
+the host has looked; nothing branches or loops, so that the whole can be part of one CUDA graph."""
+
+
+def _largest_threshold(
+    keep_at_least: Callable[[Array], Array], bits: UInt32[Array, "B V"], unroll: bool
+) -> UInt32[Array, "B 1"]:
     """The largest threshold t for which `keep_at_least(bits >= t)` still holds, per row, by bisection over 32 bits."""
 
     def body(i: Array, t: Array) -> Array:
         candidate = t | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
         return jnp.where(keep_at_least(bits >= candidate)[:, None], candidate, t)
 
-    return lax.fori_loop(0, 32, body, jnp.zeros((bits.shape[0], 1), jnp.uint32))
+    return lax.fori_loop(0, 32, body, jnp.zeros((bits.shape[0], 1), jnp.uint32), unroll=unroll)
 
 
 def restrict(
@@ -77,22 +86,32 @@ def restrict(
     top_k: Int32[Array, " B"],
     top_p: Float[Array, " B"],
     min_p: Float[Array, " B"],
+    borders: Borders = "maybe",
 ) -> Float[Array, "B V"]:
     """Scores with every token outside top-k, then top-p of what is left, then min-p, at -inf. Ties at a border stay.
 
     The most likely token always stays.
     """
     vocab = scores.shape[1]
-    bits = _ordered_bits(scores)
     k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
+    unroll = borders == "yes"
 
-    def by_count(bits: Array) -> Array:
+    def everything(of: Array) -> Array:
+        return jnp.ones(of.shape, bool)
+
+    def where_needed(needed: Array, keep: Callable[[Array], Array], of: Array) -> Array:
+        if borders == "maybe":
+            return lax.cond(jnp.any(needed), keep, everything, of)
+        return keep(of) if borders == "yes" else everything(of)
+
+    def by_count(scores: Array) -> Array:
+        bits = _ordered_bits(scores)
         threshold = _largest_threshold(
-            lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= k, bits
+            lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= k, bits, unroll
         )
         return bits >= threshold
 
-    kept = lax.cond(jnp.any(k < vocab), by_count, lambda bits: jnp.ones(bits.shape, bool), bits)
+    kept = where_needed(k < vocab, by_count, scores)
     scores = jnp.where(kept, scores, _FORBIDDEN)
     probabilities = jax.nn.softmax(scores, axis=-1)
 
@@ -103,9 +122,9 @@ def restrict(
             return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=1) >= wanted
 
         bits = _ordered_bits(probabilities)
-        return (bits >= _largest_threshold(enough, bits)) | (top_p >= 1.0)[:, None]
+        return (bits >= _largest_threshold(enough, bits, unroll)) | (top_p >= 1.0)[:, None]
 
-    kept = lax.cond(jnp.any(top_p < 1.0), by_mass, lambda p: jnp.ones(p.shape, bool), probabilities)
+    kept = where_needed(top_p < 1.0, by_mass, probabilities)
     kept &= probabilities >= min_p[:, None] * jnp.max(probabilities, axis=1, keepdims=True)
     return jnp.where(kept, scores, _FORBIDDEN)
 
@@ -160,13 +179,14 @@ def greedy(scores: Float[Array, "B V"]) -> tuple[Int32[Array, " B"], Bool[Array,
 
 
 def sample(
-    scores: Float[Array, "B V"], rows: SamplingRows
+    scores: Float[Array, "B V"], rows: SamplingRows, borders: Borders = "maybe"
 ) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
     """Draw one token a row by the Gumbel-max rule after temperature and the restrictions; greedy rows take the top."""
     best, finite = greedy(scores)
     is_greedy = rows.temperature <= 0.0
     scaled = scores / jnp.where(is_greedy, 1.0, rows.temperature)[:, None]
-    scaled = restrict(jnp.where(jnp.isnan(scaled), 0.0, scaled), rows.top_k, rows.top_p, rows.min_p)
+    scaled = jnp.where(jnp.isnan(scaled), 0.0, scaled)
+    scaled = restrict(scaled, rows.top_k, rows.top_p, rows.min_p, borders)
     drawn = jnp.argmax(scaled + gumbel(rows.seed, rows.position, scores.shape[1]), axis=1).astype(
         jnp.int32
     )

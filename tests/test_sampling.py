@@ -23,20 +23,39 @@ def restrict_by_sorting(scores: np.ndarray, top_k: int, top_p: float, min_p: flo
     return keep
 
 
+@pytest.mark.parametrize("borders", ["maybe", "yes"])
 @pytest.mark.parametrize("seed", range(4))
-def test_restrictions_keep_the_same_tokens_as_sorting(seed: int) -> None:
+def test_restrictions_keep_the_same_tokens_as_sorting(seed: int, borders: sampling.Borders) -> None:
     rng = np.random.default_rng(seed)
     b, v = 32, 501
     scores = (rng.standard_normal((b, v)) * 3).astype(np.float32)
     top_k = rng.choice([0, 1, 2, 7, 100, 501, 1000], b).astype(np.int32)
     top_p = rng.choice([1.0, 0.99, 0.9, 0.5, 0.05], b).astype(np.float32)
     min_p = rng.choice([0.0, 0.01, 0.2, 1.0], b).astype(np.float32)
-    kept = np.isfinite(np.asarray(jax.jit(sampling.restrict)(scores, top_k, top_p, min_p)))
+    restrict = jax.jit(sampling.restrict, static_argnames="borders")
+    kept = np.isfinite(np.asarray(restrict(scores, top_k, top_p, min_p, borders=borders)))
     for r in range(b):
         expected = restrict_by_sorting(
             scores[r].astype(np.float64), int(top_k[r]), float(top_p[r]), float(min_p[r])
         )
         np.testing.assert_array_equal(kept[r], expected)
+
+
+def test_without_borders_only_min_p_is_left_and_nothing_branches_or_loops() -> None:
+    scores = jnp.asarray(np.random.default_rng(0).standard_normal((4, 101)), jnp.float32)
+    off, ones = jnp.zeros(4, jnp.int32), jnp.ones(4, jnp.float32)
+    min_p = jnp.array([0.0, 0.01, 0.2, 1.0], jnp.float32)
+    np.testing.assert_array_equal(
+        sampling.restrict(scores, off, ones, min_p, "no"),
+        sampling.restrict(scores, off, ones, min_p),
+    )
+    for borders in ("yes", "no"):
+        text = str(
+            jax.make_jaxpr(lambda s, b=borders: sampling.restrict(s, off, ones, min_p, b))(scores)
+        )
+        assert "cond[" not in text
+        assert "while[" not in text
+        assert "scan[" not in text
 
 
 def test_ties_at_the_border_stay() -> None:
