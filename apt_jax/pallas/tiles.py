@@ -1,9 +1,14 @@
 """Tiles of the Triton kernels: how much of a problem one program takes, by kernel, chip and shape.
 
-Chosen so that no kernel spills registers on either chip (compiled for both with ptxas, registers read from the cubins).
-Two limits shape the table. A block of a row's context is multiplied in one piece, so accumulators must fit the
-registers: 64 heads x 128 lanes take 64 of a thread's 255 at 4 warps, 128 tokens x 256 lanes take 128 at 8 warps. And
-the pipeline keeps `stages - 1` (or `stages`, on Hopper) slices of both operands in shared memory: 164 KiB on an A100.
+Chosen so that no kernel spills registers on either chip, for 32 to 72 heads of 128 lanes at 16 bits, by registers read
+from cubins that were compiled for both without a GPU; not yet timed on one. Three facts shape the table:
+
+  * A product's sums stay in registers: 128 lanes x 128 tokens take 64 of a thread's 255 at 8 warps. A kernel that makes
+    keys and values together holds two of those, which Hopper affords (its operands come from shared memory) and an
+    A100 does not.
+  * Where a load's address comes from another load, as where the slot of a position is looked up first, the pipeline
+    spends two of its stages on that: `output` needs 5 for two buffers of layer inputs, as 3 or 4 give one.
+  * The buffers share the shared memory of a processor, 164 KiB on an A100, with those of the other programs there.
 """
 
 import dataclasses
@@ -31,6 +36,9 @@ class Tile:
     """Warps a program."""
     stages: int
     """Depth of the pipeline that copies from device memory."""
+    passes: int = 1
+    """`reprojected` only: loops over D. 1 makes keys and values together; 2 reads layer inputs twice, mostly from the
+    L2 cache, and needs half the accumulators. With a turn there are always two."""
     columns: int = 0
     """`rotary_scores` only: projected lanes of one half of a turn, over all heads of a program."""
 
@@ -46,12 +54,12 @@ _DEFAULTS = {
     ("kv", "sm_90"): Tile(tokens=64, lanes=128, warps=4, stages=3),
     ("scores", "sm_80"): Tile(tokens=64, lanes=64, warps=4, stages=3),
     ("scores", "sm_90"): Tile(tokens=64, lanes=64, warps=4, stages=3),
-    ("output", "sm_80"): Tile(tokens=64, lanes=128, warps=4, stages=3),
-    ("output", "sm_90"): Tile(tokens=64, lanes=128, warps=4, stages=3),
-    ("reprojected", "sm_80"): Tile(tokens=128, lanes=32, warps=8, stages=4),
-    ("reprojected", "sm_90"): Tile(tokens=128, lanes=32, warps=8, stages=4),
-    ("rotary_scores", "sm_80"): Tile(tokens=128, lanes=32, warps=8, stages=4, columns=128),
-    ("rotary_scores", "sm_90"): Tile(tokens=128, lanes=32, warps=8, stages=4, columns=128),
+    ("output", "sm_80"): Tile(tokens=64, lanes=128, warps=8, stages=5),
+    ("output", "sm_90"): Tile(tokens=64, lanes=128, warps=8, stages=5),
+    ("reprojected", "sm_80"): Tile(tokens=128, lanes=32, warps=8, stages=4, passes=2),
+    ("reprojected", "sm_90"): Tile(tokens=128, lanes=32, warps=8, stages=4, passes=1),
+    ("rotary_scores", "sm_80"): Tile(tokens=128, lanes=32, warps=8, stages=4, columns=64),
+    ("rotary_scores", "sm_90"): Tile(tokens=128, lanes=32, warps=8, stages=4, columns=64),
 }
 """By kernel and chip: every shape that `_TUNED` does not list."""
 

@@ -373,9 +373,9 @@ def _neighbour_order(index: Any, inner: int, outer: int) -> tuple[Any, Any]:
 
 def _turn_tables(
     angles: Float[Array, "S HALF"] | None,
-) -> tuple[Float[Array, "S HALF"] | None, Float[Array, "S HALF"] | None]:
+) -> tuple[Float[Array, "HALF S"] | None, Float[Array, "HALF S"] | None]:
     """Cosines and sines, which the kernels read: computed once a step for all layers."""
-    return (None, None) if angles is None else (jnp.cos(angles), jnp.sin(angles))
+    return (None, None) if angles is None else (jnp.cos(angles).T, jnp.sin(angles).T)
 
 
 def _turn(a: Any, b: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
@@ -413,6 +413,7 @@ def _reprojected_kernel(
     heads, head_ok = kv_head * group + member, member < group
     value_lane = jnp.arange(padded(head_dim))
     value_ok = _below(value_lane, head_dim, value_lane.size)
+    passes = 2 if half else tile.passes
 
     # A key's lanes, where rotary: both sides of the turn apart, as a tile in registers cannot be cut; then the rest.
     cuts = (0, half, 2 * half, head_dim) if half else (0, head_dim)
@@ -433,59 +434,55 @@ def _reprojected_kernel(
     ]
 
     def bias(b: Any, lane: Any, ok: Any) -> Any:
-        return _load(b, (kv_head, lane), lane.shape, ok).astype(jnp.float32)[None, :]
+        return _load(b, (kv_head, lane), lane.shape, ok).astype(jnp.float32)
 
     def step(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         m, l, acc = state
         position = i * tile.tokens + jnp.arange(tile.tokens)
         slot, own = _locate(slots, table_row, 0, position, length, holes)
 
-        def project(j: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-            feature, feature_ok = _lanes(j, tile.lanes, width)
-            feature_ok = None if feature_ok is None else feature_ok[None, :]
-            x = _load(
-                pool,
-                (slot[:, None], feature[None, :]),
-                (tile.tokens, tile.lanes),
-                own[:, None],
-                feature_ok,
-            )
+        def project(targets: list[tuple[Any, Any, Any]]) -> Any:
+            """W x of tiles (lanes, tokens): the warps share layer inputs and split the weights."""
 
-            def onto(total: Any, w: Any, lane: Any, ok: Any) -> Any:
-                weights = _load(
-                    w,
-                    (kv_head, lane[:, None], feature[None, :]),
-                    (lane.size, tile.lanes),
-                    None if ok is None else ok[:, None],
-                    feature_ok,
+            def one_slice(j: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+                feature, feature_ok = _lanes(j, tile.lanes, width)
+                feature_ok = None if feature_ok is None else feature_ok[None, :]
+                at = (slot[:, None], feature[None, :])
+                x = _load(pool, at, (tile.tokens, tile.lanes), own[:, None], feature_ok)
+
+                def onto(total: Any, w: Any, lane: Any, ok: Any) -> Any:
+                    at = (kv_head, lane[:, None], feature[None, :])
+                    lane_ok = None if ok is None else ok[:, None]
+                    weights = _load(w, at, (lane.size, tile.lanes), lane_ok, feature_ok)
+                    return total + _dot(weights, x, (1, 1))
+
+                return tuple(
+                    onto(total, *target) for total, target in zip(sums, targets, strict=True)
                 )
-                return total + _dot(x, weights, (1, 1))
 
-            targets = [(wk, *part) for part in key_lanes] + [(wv, value_lane, value_ok)]
-            return tuple(onto(total, *target) for total, target in zip(sums, targets, strict=True))
+            init = tuple(jnp.zeros((lane.size, tile.tokens), jnp.float32) for _, lane, _ in targets)
+            return lax.fori_loop(0, -(-width // tile.lanes), one_slice, init)
 
-        sums = tuple(
-            jnp.zeros((tile.tokens, lane.size), jnp.float32)
-            for lane in (*(lane for lane, _ in key_lanes), value_lane)
-        )
-        *keys, v = lax.fori_loop(0, -(-width // tile.lanes), project, sums)
-        if bk is not None:
-            keys = [key + bias(bk, *part) for key, part in zip(keys, key_lanes, strict=True)]
+        for_keys, for_values = [(wk, *part) for part in key_lanes], (wv, value_lane, value_ok)
+        keys = list(project(for_keys if passes == 2 else [*for_keys, for_values]))
+        values = [] if passes == 2 else [keys.pop()]
         if half:
+            if bk is not None:
+                turned = zip(keys[:2], key_lanes[:2], strict=True)
+                keys[:2] = [key + bias(bk, *part)[:, None] for key, part in turned]
             lane, ok = key_lanes[0]
-            index, shape = (position[:, None], lane[None, :]), keys[0].shape
-            masks = (own[:, None], None if ok is None else ok[None, :])
-            turn = (_load(table, index, shape, *masks) for table in (cos, sin))
+            at, shape = (lane[:, None], position[None, :]), keys[0].shape
+            masks = (own[None, :], None if ok is None else ok[:, None])
+            turn = (_load(table, at, shape, *masks) for table in (cos, sin))
             keys[:2] = _turn(keys[0], keys[1], *turn)
         s = sum(
-            _dot(query, key.astype(query.dtype), (1, 1))
+            _dot(query, key.astype(query.dtype), (1, 0))
             for query, key in zip(queries, keys, strict=True)
         )
         m, l, p, before = _softmax_step((m, l), s * head_dim**-0.5, own)
-        if bv is not None:
-            v = v + bias(bv, value_lane, value_ok)
+        (v,) = values or project([for_values])
         p, v = p.astype(pool.dtype), v.astype(pool.dtype)
-        return m, l, acc * before[:, None] + _dot(p, v, (1, 0))
+        return m, l, acc * before[:, None] + _dot(p, v, (1, 1))
 
     init = (
         jnp.full((group_padded,), _MASKED, jnp.float32),
@@ -493,8 +490,10 @@ def _reprojected_kernel(
         jnp.zeros((group_padded, value_lane.size), jnp.float32),
     )
     first, last = _piece(length, tile.tokens, split, splits)
-    state = lax.fori_loop(first, last, step, init)
-    _finish_pieces(state, outs, row, heads, value_lane, (head_ok, value_ok), split)
+    m, l, acc = lax.fori_loop(first, last, step, init)
+    if bv is not None:  # added to every value, and weights sum to l
+        acc = acc + l[:, None] * bias(bv, value_lane, value_ok)[None, :]
+    _finish_pieces((m, l, acc), outs, row, heads, value_lane, (head_ok, value_ok), split)
 
 
 def decode_reprojected(
@@ -929,7 +928,7 @@ def _rotary_scores_kernel(
                 at = (head[:, None], (offset + lane)[:, None], feature[None, :])
                 shape = (columns.size, tile.lanes)
                 weights = _load(wk, at, shape, column_ok[:, None], feature_ok)
-                totals.append(total + _dot(x, weights, (1, 1)))
+                totals.append(total + _dot(weights, x, (1, 1)))
             if q_absorbed is not None:
                 at = (row, heads[:, None], feature[None, :])
                 shape = (MIN_SIDE, tile.lanes)
@@ -937,7 +936,7 @@ def _rotary_scores_kernel(
                 totals.append(sums[2] + _dot(q, x, (1, 1)))
             return tuple(totals)
 
-        zeros = jnp.zeros((tile.tokens, columns.size), jnp.float32)
+        zeros = jnp.zeros((columns.size, tile.tokens), jnp.float32)
         init = (zeros, zeros)
         if q_absorbed is not None:
             init = (*init, jnp.zeros((MIN_SIDE, tile.tokens), jnp.float32))
@@ -947,11 +946,11 @@ def _rotary_scores_kernel(
                 _load(bk, (head, offset + lane), columns.shape, column_ok) for offset in (0, half)
             )
             a, b = (
-                key + bias.astype(jnp.float32)[None, :]
+                key + bias.astype(jnp.float32)[:, None]
                 for key, bias in zip((a, b), biases, strict=True)
             )
-        at = (position[:, None], lane[None, :])
-        masks = (own[:, None], column_ok[None, :])
+        at = (lane[:, None], position[None, :])
+        masks = (own[None, :], column_ok[:, None])
         a, b = _turn(a, b, *(_load(table, at, a.shape, *masks) for table in (cos, sin)))
         # Every head's query in its own columns, zeros elsewhere: one product sums each head's columns apart.
         s = rest[0] if rest else 0.0
@@ -959,7 +958,7 @@ def _rotary_scores_kernel(
         for key, offset in ((a, 0), (b, half)):
             at = (row, heads[:, None], (offset + lane)[None, :])
             q = _load(q_rotary, at, (MIN_SIDE, columns.size), mask)
-            s = s + _dot(q, key.astype(q.dtype), (1, 1))
+            s = s + _dot(q, key.astype(q.dtype), (1, 0))
         _store_scores(outs, s, own, row, index, heads, head_ok)
 
 

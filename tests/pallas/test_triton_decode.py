@@ -39,7 +39,7 @@ class Case:
 
     def expected(self, **more: Any) -> np.ndarray:
         """The reference in float32, over a pool with zeros for NaN."""
-        args = [
+        args: list[Any] = [
             a.astype(jnp.float32) if a is not None and jnp.issubdtype(a.dtype, jnp.floating) else a
             for a in self.args
         ]
