@@ -28,8 +28,8 @@ from apt_jax.sim.hardware import save_hardware
 from apt_jax.sim.record import run_recorded
 from apt_jax.sim.simulate import SimulationConfig, Workload, simulate
 from apt_jax.sim.trace import draw_arrivals, load_trace
-from benchmarks.gpu.harness import Stage, ahead, ceilings, floor_s, read_rows
-from benchmarks.gpu.kernels import _workers, kernel_ops
+from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows
+from benchmarks.gpu.kernels import kernel_ops, num_workers
 
 BLOCK_SIZE = 16
 CONTEXT = 469
@@ -246,7 +246,10 @@ def step(stage: Stage) -> list[str]:
                 yield case, _lower(built, (rows, tokens, mixture))
 
         started = time.perf_counter()
-        for case, program in ahead(lowered(executor, wanted), min(8, _workers())):
+        pairs = stage.compiled(
+            lowered(executor, wanted), lambda c: f"{c[1]} {c[0]}", workers=min(8, num_workers()), together=len(wanted) + 1,
+        )  # fmt: skip
+        for case, program in pairs:
             name = f"{case[1]} {case[0]}"
             if stage.wanted(table, name):
                 stage.run(table, name, functools.partial(measure, case, program, started))
@@ -379,7 +382,8 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
         for program in programs_of(executor):
             yield program, _lower(executor, program)
 
-    for program, compiled in ahead(lowered(), min(8, _workers())):
+    pairs = stage.compiled(lowered(), str, workers=min(8, num_workers()))
+    for program, compiled in pairs:
         if isinstance(compiled, Exception):
             raise compiled
         warm(executor, program)
@@ -459,7 +463,7 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
         for policy, cache in cases:
             case = f"{side} {policy} {cache}"
             if stage.wanted(table, case):
-                stage.run(table, case, lambda: {"side": side, "policy": policy, "cache": cache, "rate": rate, "requests": count} | run(policy, cache))  # noqa: B023  # fmt: skip
+                stage.run(table, case, lambda: {"side": side, "policy": policy, "cache": cache, "rate": rate, "requests": count} | run(policy, cache), 120.0)  # noqa: B023  # fmt: skip
     return [quality, *_serve_lines(table.path), f"{stage.num_skipped} not reached"]
 
 
@@ -467,7 +471,7 @@ def _find_rate(size: _Size, hardware: Any, configured: Callable[..., SimulationC
     """The lowest of some rates at which the simulator sees `apt` over KV alone attain less than two thirds."""
     rates = (20.0,) if tiny else (2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0)
     for rate in rates:
-        count = 8 if tiny else max(32, int(rate * seconds))
+        count = 8 if tiny else min(240, max(32, int(rate * seconds)))
         workload = _workload(size, count, rate, longest, tiny)
         result = simulate(configured("apt", "kv", count), hardware=hardware, workload=workload)
         if result.summary.slo_attainment < 2 / 3:

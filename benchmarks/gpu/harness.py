@@ -5,24 +5,31 @@ keeps what it has. Before a case starts, its name is written down: where a kerne
 process of the stage skips that case and says so.
 """
 
+import collections
 import contextlib
 import csv
 import dataclasses
 import datetime
+import itertools
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 RESTART = 75
 """Exit status of a stage whose device no longer answers: the cases left need a fresh process."""
+HUNG = 76
+"""Exit status of a stage in which a case went on for longer than any should."""
+_CASE_LIMIT_S = 60.0
 
 _FATAL = ("illegal", "misaligned", "launch failure", "CUDA_ERROR", "device-side", "hardware")
 """In an error's text: the context is lost, and every later call would fail."""
@@ -75,6 +82,8 @@ class Stage:
     tiny: bool = False
     """Shapes for a CPU: shows that the code runs, measures nothing."""
     resume: bool = False
+    careful: bool = False
+    """Compile one program at a time, its name written down: after a process died, to find out of what."""
     only: str = ""
     """Part of the names of cases to run; empty: all."""
     num_skipped: int = 0
@@ -103,9 +112,16 @@ class Stage:
             return False
         return True
 
-    def run(self, table: Table, case: str, work: Callable[[], dict[str, Any]]) -> bool:
-        """Run one case and write its row; an exception becomes its status. True where it went well."""
+    def run(self, table: Table, case: str, work: Callable[[], dict[str, Any]], limit_s: float = _CASE_LIMIT_S) -> bool:  # fmt: skip
+        """Run one case and write its row; an exception becomes its status. True where it went well.
+
+        A case that takes longer than `limit_s` ends the process: nothing else stops a kernel that hangs.
+        """
         self.marker.write_text(case)
+        watch = threading.Timer(limit_s, os._exit, (HUNG,))
+        watch.daemon = True
+        if not self.tiny:
+            watch.start()
         try:
             table.add(case, **work())
             return True
@@ -117,33 +133,65 @@ class Stage:
                 raise SystemExit(RESTART) from None
             return False
         finally:
+            watch.cancel()
             self.marker.unlink(missing_ok=True)
 
+    def compiled(
+        self,
+        lowered: Iterable[tuple[Any, Any]],
+        name: Callable[[Any], str],
+        *,
+        workers: int,
+        together: int = 1,
+    ) -> Iterator[tuple[Any, Any]]:
+        """Each label with its executable, or with the exception that lowering or compiling ended with.
 
-def ahead(lowered: Iterable[tuple[Any, Any]], workers: int) -> Iterator[tuple[Any, Any]]:
-    """Compile on `workers` threads while earlier programs run: yields each label with its executable or an exception.
+        Args:
+            lowered: labels, and `jax.stages.Lowered` or an exception. Lowering is Python and stays on this thread.
+            name: of a label's case.
+            workers: threads that compile.
+            together: programs that are compiled before the first of them is given out. Compiling takes the processor,
+                and tries variants of matrix products on the device: whoever times programs asks for many.
+        """
 
-    Args:
-        lowered: label and `jax.stages.Lowered`, or the exception that lowering ended with.
-    """
-    waiting: list[tuple[Any, Future[Any]]] = []
-    source, more = iter(lowered), True
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        while waiting or more:
-            # Lower further programs until enough are on their way or the next one can run.
-            while more and len(waiting) < 2 * workers and not (waiting and waiting[0][1].done()):
-                label, program = next(source, (None, None))
-                more = program is not None
-                if isinstance(program, Exception):
-                    failed = Future[Any]()
-                    failed.set_exception(program)
-                    waiting.append((label, failed))
-                elif program is not None:
-                    waiting.append((label, pool.submit(program.compile)))
-            if waiting:
-                label, future = waiting.pop(0)
-                error = future.exception()
-                yield label, (future.result() if error is None else error)
+        def settled(label: Any, program: Any) -> Any:
+            if isinstance(program, Exception):
+                return program
+            try:
+                if self.careful:
+                    self.marker.write_text(name(label))
+                return program.compile()
+            except Exception as error:
+                return error
+            finally:
+                if self.careful:
+                    self.marker.unlink(missing_ok=True)
+
+        source = iter(lowered)
+        if self.careful:
+            for label, program in source:
+                yield label, settled(label, program)
+            return
+        with ThreadPoolExecutor(max(1, workers)) as pool:
+            if together > 1:
+                while group := list(itertools.islice(source, together)):
+                    futures = [(label, pool.submit(settled, label, p)) for label, p in group]
+                    del group
+                    wait([future for _, future in futures])
+                    yield from ((label, future.result()) for label, future in futures)
+                return
+            waiting: collections.deque[tuple[Any, Future[Any]]] = collections.deque()
+            more = True
+            while waiting or more:
+                # Lower further programs until enough are on their way or the next one can run.
+                while more and len(waiting) < 2 * workers and not (waiting and waiting[0][1].done()):  # fmt: skip
+                    label, program = next(source, (None, None))
+                    more = program is not None
+                    if more:
+                        waiting.append((label, pool.submit(settled, label, program)))
+                if waiting:
+                    label, future = waiting.popleft()
+                    yield label, future.result()
 
 
 def time_call(call: Callable[[], Any], *, tiny: bool = False, seconds: float = 0.15) -> tuple[float, float]:  # fmt: skip

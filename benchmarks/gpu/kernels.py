@@ -16,7 +16,7 @@ import numpy as np
 from apt_jax.pallas import AttentionOps, attention_ops, known_attention_ops, reference, shapes
 from apt_jax.pallas.shapes import AttentionShape
 from benchmarks.gpu import problems
-from benchmarks.gpu.harness import Stage, ahead, ceilings, floor_s, read_rows, time_call, write_json
+from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows, time_call, write_json
 from benchmarks.gpu.problems import BLOCK_SIZE, TOLERANCE, Arrays
 
 _L2_BYTES = 256 << 20
@@ -48,7 +48,7 @@ def kernel_ops(tiny: bool = False) -> AttentionOps:
     return attention_ops(platform, "xla")
 
 
-def _workers() -> int:
+def num_workers() -> int:
     return max(1, min(12, (os.cpu_count() or 2) - 2))
 
 
@@ -134,7 +134,7 @@ class _Check:
 def _checks(tiny: bool) -> Iterator[_Check]:
     """Published shapes first, as they matter most; every op and dtype, with and without slot ranges."""
     if tiny:
-        for name, op in (("three-heads", "decode_kv"), ("three-heads", "decode_absorbed"), ("partial-rotary", "prefill")):  # fmt: skip
+        for name, op in (("three-heads", "decode_kv"), ("three-heads", "decode_absorbed"), ("three-heads", "prefill")):  # fmt: skip
             yield _Check(shape=shapes.SMALL[name], op=op, dtype="float32", ranges=True, lens=(0, 1, 17), chunk=8)  # fmt: skip
         return
     modest = (0, 1, 15, 16, 17, 129, 300, 700)
@@ -177,7 +177,6 @@ def correctness(stage: Stage) -> list[str]:
     def lowered() -> Iterator[tuple[Any, Any]]:
         for check in _checks(stage.tiny):
             if stage.wanted(table, check.name):
-                stage.marker.write_text(check.name)
                 try:
                     args = make(check)
                 except Exception as error:
@@ -202,7 +201,7 @@ def correctness(stage: Stage) -> list[str]:
             row["status"] = "differs between runs" if math.isfinite(error) and not same else "wrong"
         return row
 
-    for (check, args), program in ahead(lowered(), _workers()):
+    for (check, args), program in stage.compiled(lowered(), lambda label: label[0].name, workers=num_workers()):  # fmt: skip
         stage.run(table, check.name, functools.partial(compare, check, args, program))
     rows = _rows(stage)
     bad = [row["case"] for row in rows if row["status"] != "ok"]
@@ -468,8 +467,9 @@ def kernels(stage: Stage) -> list[str]:
             "of_design": design / seconds,
         }  # fmt: skip
 
-    for case, program in ahead(lowered(), _workers()):
-        stage.run(table, case.name, functools.partial(measure, case, program))
+    for case, program in stage.compiled(lowered(), lambda case: case.name, workers=num_workers(), together=16):  # fmt: skip
+        if stage.wanted(table, case.name):
+            stage.run(table, case.name, functools.partial(measure, case, program))
     lines = [f"{'kernel':32s}{'shape':12s}{'tokens':>8s}{'batch':>6s}{'us':>9s}{'GB/s':>7s}{'TF/s':>7s}{'floor':>7s}{'design':>7s}"]  # fmt: skip
     for row in _rows(stage):
         if row["status"] == "ok" and row["batch"] in ("64", "1", "4", "2"):
@@ -587,8 +587,9 @@ def tune(stage: Stage) -> list[str]:
             "us": 1e6 * seconds / len(own), "default": default,
         }  # fmt: skip
 
-    for (name, *label), program in ahead(lowered(), _workers()):
-        stage.run(table, name, functools.partial(measure, *label, program))
+    for (name, *label), program in stage.compiled(lowered(), lambda label: label[0], workers=num_workers(), together=32):  # fmt: skip
+        if stage.wanted(table, name):
+            stage.run(table, name, functools.partial(measure, *label, program))
     best: dict[tuple[str, str], dict[str, str]] = {}
     defaults: dict[tuple[str, str], float] = {}
     for row in _rows(stage):
