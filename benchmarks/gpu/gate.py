@@ -15,11 +15,9 @@ What limits it: nothing runs, so it says that code compiles well, not that it is
 
 import argparse
 import concurrent.futures
-import contextlib
 import csv
 import dataclasses
 import functools
-import importlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -55,6 +53,8 @@ _BLOCK_SIZE = 16
 _CONTEXT = 2048
 _NUM_BLOCKS = 4096
 _PREFILL_TOKENS = 1024
+_FEW_TOKENS = 64
+_FEW = f"hidden prefix, {_FEW_TOKENS} tokens"
 _STEP = "step"
 
 
@@ -99,19 +99,7 @@ class Outcome:
 
 def gpu_ops(chip: Chip) -> AttentionOps:
     """The registry's kernels for NVIDIA GPUs with the tiles of `chip`."""
-    try:
-        return attention_ops("gpu", "triton", chip.arch)
-    except (ImportError, ValueError):
-        return _unregistered(chip)
-
-
-def _unregistered(chip: Chip) -> AttentionOps:
-    found = {}
-    for name in ("triton_decode", "triton_prefill"):
-        with contextlib.suppress(ImportError):
-            module = importlib.import_module(f"apt_jax.pallas.{name}")
-            found |= {op: functools.partial(getattr(module, op), chip=chip.arch) for op in _OPS if hasattr(module, op)}  # fmt: skip
-    return AttentionOps(name="triton", branches=False, **{op: found.get(op) for op in _OPS})  # pyright: ignore
+    return attention_ops("gpu", "triton", chip.arch)
 
 
 def kernel_cases() -> list[KernelCase]:
@@ -126,13 +114,18 @@ def kernel_cases() -> list[KernelCase]:
             ops.append(("decode_absorbed", "jax-triton"))
         for (op, variant), dtype, arch in itertools.product(ops, DTYPES, CHIPS):
             cases.append(KernelCase(op=op, shape=name, dtype=dtype, arch=arch, variant=variant))
-    # One shape is enough for what other shapes do not change: rows that share blocks, and contexts cut into pieces.
+    # One shape is enough for what other shapes do not change: rows that share blocks, contexts cut into pieces, and few
+    # prompt tokens, which absorb the projection of their prefix.
     for op, arch in itertools.product(
         ("decode_kv", "decode_absorbed", "decode_reprojected"), CHIPS
     ):
         common: dict[str, Any] = {"op": op, "shape": "opt-13b", "dtype": "bfloat16", "arch": arch}
         cases.append(KernelCase(**common, variant="shared blocks"))
         cases.append(KernelCase(**common, variant="one row", num_rows=1))
+    for arch in CHIPS:
+        common = {"op": "prefill", "shape": "opt-13b", "dtype": "bfloat16", "arch": arch}
+        cases.append(KernelCase(**common, variant=_FEW))
+        cases.append(KernelCase(**common, variant="shared blocks"))
     return sorted(cases, key=lambda case: (_OPS.index(case.op), shapes.GATE.index(case.shape)))
 
 
@@ -197,7 +190,7 @@ def arguments_of(case: KernelCase, ops: AttentionOps) -> tuple[Callable[..., Any
             rest = floats(rows, n, d) if rotary < h else None
             arguments = (floats(rows, n, rotary), rest, pool, tables, lens, floats(n, rotary, d), None)  # fmt: skip
         case "prefill":
-            tokens = _PREFILL_TOKENS
+            tokens = _FEW_TOKENS if case.variant == _FEW else _PREFILL_TOKENS
             arguments = (
                 floats(tokens, n, h),
                 floats(tokens, k, h),
@@ -211,7 +204,7 @@ def arguments_of(case: KernelCase, ops: AttentionOps) -> tuple[Callable[..., Any
                 ints(),
                 *projections,
             )
-            keywords["with_hidden"] = case.variant == "hidden prefix"
+            keywords["with_hidden"] = case.variant.startswith("hidden prefix")
         case _:
             raise ValueError(f"unknown op {case.op!r}")
     # Arrays that the ops take by keyword.
