@@ -30,9 +30,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# XLA's CUDA plugin compiles; nothing here may look for a GPU. Spawned workers inherit both.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+if __name__ == "__main__":
+    # XLA's CUDA plugin compiles; nothing here may look for a GPU. JAX reads these when imported, spawned workers inherit them.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
 import jax.numpy as jnp
