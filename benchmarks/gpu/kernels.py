@@ -1,12 +1,11 @@
-"""Stages `bandwidth`, `correctness`, `kernels` and `tune`: the machine's rates, then kernels right, fast, and tuned."""
+"""Stages `bandwidth`, `correctness` and `kernels`: the machine's rates, then kernels right and fast."""
 
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from apt_jax.pallas import AttentionOps, attention_ops, known_attention_ops, reference, shapes
 from apt_jax.pallas.shapes import AttentionShape
 from benchmarks.gpu import problems
-from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows, time_call, write_json
+from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows, time_call
 from benchmarks.gpu.problems import BLOCK_SIZE, TOLERANCE, Arrays
 
 _L2_BYTES = 256 << 20
@@ -56,7 +55,7 @@ def _abstract(args: Any) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
 
 
-def _lower(function: Callable[..., Any], *args: Any) -> Any:
+def lower_or_error(function: Callable[..., Any], *args: Any) -> Any:
     """Lowered for `args`, or the exception that it ended with."""
     try:
         return jax.jit(function).lower(*_abstract(args))
@@ -64,7 +63,7 @@ def _lower(function: Callable[..., Any], *args: Any) -> Any:
         return error
 
 
-def _unless_failed(program: Any) -> Any:
+def unless_failed(program: Any) -> Any:
     if isinstance(program, Exception):
         raise program
     return program
@@ -164,14 +163,14 @@ def correctness(stage: Stage) -> list[str]:
         )  # fmt: skip
 
     def lower(check: _Check, args: Arrays) -> Any:
-        program = _lower(functools.partial(problems.call, ops, check.op), args)
+        program = lower_or_error(functools.partial(problems.call, ops, check.op), args)
         if isinstance(program, Exception):
             return program
         # The reference of `prefill` loops over rows in Python: what it counts by stays on the host.
         host = {k: np.asarray(args[k]) for k in _HOST_SIDE & args.keys()} if check.op == "prefill" else {}  # fmt: skip
         device = {k: v for k, v in problems.in_float32(args).items() if k not in host}
         with jax.default_matmul_precision("highest"):
-            want = _lower(functools.partial(_expected, check.op, host), device)
+            want = lower_or_error(functools.partial(_expected, check.op, host), device)
         return want if isinstance(want, Exception) else _Both(program, want, frozenset(device))
 
     def lowered() -> Iterator[tuple[Any, Any]]:
@@ -185,7 +184,7 @@ def correctness(stage: Stage) -> list[str]:
                 yield (check, args), lower(check, args)
 
     def compare(check: _Check, args: Arrays, programs: Any) -> dict[str, Any]:
-        program, reference_program, names = _unless_failed(programs)
+        program, reference_program, names = unless_failed(programs)
         first, second = program(args), program(args)
         wide = {k: v for k, v in problems.in_float32(args).items() if k in names}
         want = reference_program(wide)
@@ -255,7 +254,7 @@ class _Both:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Timed:
+class Timed:
     """One kernel at one size."""
 
     kernel: str
@@ -270,6 +269,11 @@ class _Timed:
     @property
     def name(self) -> str:
         return f"{self.kernel} {self.shape.name} {self.tokens} {self.batch}"
+
+    @property
+    def hidden_prefix(self) -> bool:
+        """`prefill`: all prefixes are layer inputs, else keys and values."""
+        return self.kernel.endswith("hidden prefix")
 
 
 _DECODE = ("decode_kv", "decode_absorbed", "decode_reprojected")
@@ -286,36 +290,39 @@ _PEERS = (
 )
 
 
-def _timed(tiny: bool) -> Iterator[_Timed]:
+def _timed(tiny: bool) -> Iterator[Timed]:
     """By importance: OPT-13B at 30k tokens, its other sizes, other models, other batches."""
     if tiny:
         shape = shapes.SMALL["three-heads"]
         for kernel, op in [(op, op) for op in _DECODE[:2]] + list(_PEERS):
-            yield _Timed(kernel=kernel, op=op, shape=shape, tokens=64, batch=2, dtype="float32")
+            yield Timed(kernel=kernel, op=op, shape=shape, tokens=64, batch=2, dtype="float32")
         return
     small, middle, large = shapes.CACHED_TOKENS
     opt13 = shapes.PUBLISHED["opt-13b"]
     for kernel, op in [(op, op) for op in _DECODE] + list(_PARTS) + list(_PEERS):
-        yield _Timed(kernel=kernel, op=op, shape=opt13, tokens=middle, batch=64)
+        yield Timed(kernel=kernel, op=op, shape=opt13, tokens=middle, batch=64)
     for tokens, chunk, batch in ((0, 2048, 1), (0, 512, 4), (1024, 512, 4)):
-        yield _Timed(kernel=f"prefill of {chunk}", op="prefill", shape=opt13, tokens=tokens * batch, batch=batch, chunk=chunk)  # fmt: skip
+        kernel = f"prefill of {chunk}"
+        kernels_ = [kernel, f"{kernel}, hidden prefix"] if tokens else [kernel]
+        for name in kernels_:
+            yield Timed(kernel=name, op="prefill", shape=opt13, tokens=tokens * batch, batch=batch, chunk=chunk)  # fmt: skip
     for tokens in (small, large):
         for kernel, op in [*((op, op) for op in _DECODE), *_PARTS, _PEERS[0]]:
-            yield _Timed(kernel=kernel, op=op, shape=opt13, tokens=tokens, batch=64)
-    yield _Timed(kernel="decode_v_absorbed", op="decode_v_absorbed", shape=shapes.PUBLISHED["llama-2-7b"], tokens=middle, batch=64)  # fmt: skip
+            yield Timed(kernel=kernel, op=op, shape=opt13, tokens=tokens, batch=64)
+    yield Timed(kernel="decode_v_absorbed", op="decode_v_absorbed", shape=shapes.PUBLISHED["llama-2-7b"], tokens=middle, batch=64)  # fmt: skip
     others = [shapes.PUBLISHED[name] for name in ("opt-6.7b", "opt-66b")]
     for shape, tokens in itertools.product(others, (middle, small, large)):
         for op in _DECODE:
-            yield _Timed(kernel=op, op=op, shape=shape, tokens=tokens, batch=64)
+            yield Timed(kernel=op, op=op, shape=shape, tokens=tokens, batch=64)
     for tokens, batch in itertools.product((middle, small, large), (16, 128)):
         for op in _DECODE:
-            yield _Timed(kernel=op, op=op, shape=opt13, tokens=tokens, batch=batch)
+            yield Timed(kernel=op, op=op, shape=opt13, tokens=tokens, batch=batch)
     for shape, tokens, batch in itertools.product(others, (middle, small, large), (16, 128)):
         for op in _DECODE:
-            yield _Timed(kernel=op, op=op, shape=shape, tokens=tokens, batch=batch)
+            yield Timed(kernel=op, op=op, shape=shape, tokens=tokens, batch=batch)
 
 
-def _calls(case: _Timed) -> tuple[int, int]:
+def _calls(case: Timed) -> tuple[int, int]:
     """Pools, and calls in a program."""
     itemsize = jnp.dtype(case.dtype).itemsize
     pool = problems.halves_of(case.op) * max(case.tokens, 1) * case.shape.lane * itemsize
@@ -323,7 +330,7 @@ def _calls(case: _Timed) -> tuple[int, int]:
     return (pools, max(4, pools)) if pool > 1 << 20 else (2, 2)
 
 
-class _Pools:
+class Pools:
     """Pools of one size at a time, as several would not fit small cards."""
 
     def __init__(self) -> None:
@@ -338,13 +345,13 @@ class _Pools:
         return self._pools
 
 
-def _make(case: _Timed, pools: _Pools) -> tuple[Arrays, list[Arrays]]:
+def make_arguments(case: Timed, pools: Pools) -> tuple[Arrays, list[Arrays]]:
     """Arguments that all calls of the program share, and the pool of each."""
     lens = problems.ragged(case.tokens, case.batch, seed=2) if case.tokens else [0] * case.batch
     blank = jnp.zeros((1, BLOCK_SIZE * case.shape.lane), jnp.dtype(case.dtype))
     shared = problems.arguments(case.op, case.shape, case.dtype, lens, seed=2, pool=blank, chunk=case.chunk)  # fmt: skip
     if case.op == "prefill":
-        shared["hidden"] = jnp.zeros_like(shared["hidden"])
+        shared["hidden"] = jnp.full_like(shared["hidden"], case.hidden_prefix)
     del shared["pool"]
     num_blocks = 1 + problems.halves_of(case.op) * sum(-(-n // BLOCK_SIZE) for n in lens)
     count, calls = _calls(case)
@@ -357,7 +364,7 @@ def _make(case: _Timed, pools: _Pools) -> tuple[Arrays, list[Arrays]]:
     return shared, [{"pool": made[i % len(made)]} for i in range(calls)]
 
 
-def _once(case: _Timed, ops: AttentionOps) -> Callable[[Arrays], Any]:
+def one_call(case: Timed, ops: AttentionOps) -> Callable[[Arrays], Any]:
     """One call of the kernel."""
     op, shape = case.op, case.shape
     if case.kernel == "absorbed scores" or case.kernel == "absorbed output":
@@ -433,7 +440,7 @@ def kernels(stage: Stage) -> list[str]:
     table = stage.table([
         "kernel", "shape", "tokens", "batch", "dtype", "us", "spread_us", "gb_s", "tflop_s", "floor_us", "of_floor", "of_design",
     ])  # fmt: skip
-    ops, rates, pools = kernel_ops(stage.tiny), ceilings(stage.out), _Pools()
+    ops, rates, pools = kernel_ops(stage.tiny), ceilings(stage.out), Pools()
     is_triton = ops.name.startswith("triton")
 
     def lowered() -> Iterator[tuple[Any, Any]]:
@@ -445,17 +452,17 @@ def kernels(stage: Stage) -> list[str]:
             if not stage.wanted(table, case.name):
                 continue
             length = "chunk_lens" if case.op == "prefill" else "lens"
-            shared, own = _shapes(case)
-            program = problems.chained(_once(case, ops), length)
-            yield case, _lower(program, shared, own)
+            shared, own = abstract_arguments(case)
+            program = problems.chained(one_call(case, ops), length)
+            yield case, lower_or_error(program, shared, own)
 
-    def measure(case: _Timed, program: Any) -> dict[str, Any]:
-        program = _unless_failed(program)
-        shared, own = _make(case, pools)
+    def measure(case: Timed, program: Any) -> dict[str, Any]:
+        program = unless_failed(program)
+        shared, own = make_arguments(case, pools)
         seconds, spread = time_call(lambda: program(shared, own), tiny=stage.tiny)
         seconds, spread = seconds / len(own), spread / len(own)
         lens = problems.ragged(case.tokens, case.batch, 2) if case.tokens else [0] * case.batch
-        work = problems.work_of(case.op, case.shape, lens, jnp.dtype(case.dtype).itemsize, case.chunk)  # fmt: skip
+        work = problems.work_of(case.op, case.shape, lens, jnp.dtype(case.dtype).itemsize, case.chunk, case.hidden_prefix)  # fmt: skip
         if case.kernel.startswith("absorbed "):  # one of two kernels does half of the work
             work = dataclasses.replace(work, moved_bytes=work.num_bytes, flop=work.flop / 2)
         floor = floor_s(work.num_bytes, work.flop, rates)
@@ -481,18 +488,18 @@ def kernels(stage: Stage) -> list[str]:
     return [*lines, f"failed: {', '.join(failed) or 'none'}; {stage.num_skipped} not reached"]
 
 
-def _shapes(case: _Timed) -> tuple[Any, Any]:
+def abstract_arguments(case: Timed) -> tuple[Any, Any]:
     """What `_make` makes, without its memory."""
     lens = problems.ragged(case.tokens, case.batch, seed=2) if case.tokens else [0] * case.batch
     num_blocks = 1 + problems.halves_of(case.op) * sum(-(-n // BLOCK_SIZE) for n in lens)
     pool_shape = (num_blocks, BLOCK_SIZE * case.shape.lane)
 
-    class _NoPools(_Pools):
+    class _NoPools(Pools):
         def get(self, count: int, num_blocks: int, lane: int, dtype: str) -> list[Any]:
             return [jax.ShapeDtypeStruct(pool_shape, jnp.dtype(dtype))] * count
 
     def make() -> Any:
-        shared, own = _make(dataclasses.replace(case, kernel=case.op), _NoPools())
+        shared, own = make_arguments(dataclasses.replace(case, kernel=case.op), _NoPools())
         return shared, own
 
     shared, own = make()
@@ -503,116 +510,3 @@ def _shapes(case: _Timed) -> tuple[Any, Any]:
         tables = shared["tables"]
         shared["tables"] = jax.ShapeDtypeStruct((tables.shape[0], tables.shape[2]), jnp.int32)
     return _abstract((shared, own))
-
-
-# --- tune --------------------------------------------------------------------------------------------------------
-
-_TUNED_KERNELS = ("kv", "scores", "output", "reprojected")
-_MODELS = ("opt-13b", "opt-66b", "opt-6.7b")
-
-
-def _neighbours(kernel: str, tile: Any, tiny: bool, fields_changed: int) -> list[Any]:
-    """Tiles that differ from `tile` in up to one field, the tile among them, or in exactly two."""
-    choices: dict[str, Sequence[int]] = {
-        "tokens": (32, 64, 128),
-        "lanes": (32, 64, 128) if kernel != "output" else (64, 128, 256),
-        "warps": (4, 8),
-        "stages": (2, 3, 4, 5),
-    }
-    if kernel == "kv":
-        choices["lanes"] = (tile.lanes,)  # a head is taken whole
-    if tiny:
-        choices = {"warps": (8,)}
-    found = []
-    for fields in itertools.combinations(choices, fields_changed):
-        for values in itertools.product(*(choices[f] for f in fields)):
-            if fields_changed > 1 and any(getattr(tile, f) == v for f, v in zip(fields, values, strict=True)):  # fmt: skip
-                continue
-            other = dataclasses.replace(tile, **dict(zip(fields, values, strict=True)))
-            if other not in found:
-                found.append(other)
-    return sorted(found, key=lambda other: other != tile)
-
-
-def tune(stage: Stage) -> list[str]:
-    """Tiles of each kernel at 30k tokens, batch 64: the default's neighbours, best first as JSON for `tiles.py`."""
-    table = stage.table(["kernel", "shape", "heads", "width", "tokens", "lanes", "warps", "stages", "us", "default"])  # fmt: skip
-    ops, pools = kernel_ops(stage.tiny), _Pools()
-    if not ops.name.startswith("triton"):
-        return [f"nothing to tune: {ops.name}"]
-    from apt_jax.pallas import tiles
-
-    of_op = {"kv": "decode_kv", "reprojected": "decode_reprojected"}
-    which = ops.decode_kv.keywords["chip"]  # pyright: ignore[reportFunctionMemberAccess]
-    models = [shapes.SMALL["three-heads"]] if stage.tiny else [shapes.PUBLISHED[m] for m in _MODELS]
-    tokens, batch = (64, 2) if stage.tiny else (shapes.CACHED_TOKENS[1], 64)
-    kernels_ = _TUNED_KERNELS[:1] if stage.tiny else _TUNED_KERNELS
-
-    def lowered() -> Iterator[tuple[Any, Any]]:
-        changes = (1,) if stage.tiny else (1, 2)
-        for shape, changed, kernel in itertools.product(models, changes, kernels_):
-            named = kernel in of_op
-            case = _Timed(
-                kernel=of_op[kernel] if named else f"absorbed {kernel}",
-                op=of_op.get(kernel, "decode_absorbed"),
-                shape=shape, tokens=tokens, batch=batch,
-            )  # fmt: skip
-            width = shape.head_dim if kernel == "kv" else shape.hidden_size
-            key = (kernel, which or tiles.CHIPS[0], shape.num_heads, width)
-            default = tiles.tile_for(kernel, which, shape.num_heads, width, 2)
-            for tile in _neighbours(kernel, default, stage.tiny, changed):
-                sizes = f"{tile.tokens}x{tile.lanes} w{tile.warps} s{tile.stages}"
-                name = f"{kernel} {shape.name} {sizes}"
-                if not stage.wanted(table, name):
-                    continue
-                before = tiles._TUNED.get(key)
-                tiles._TUNED[key] = tile
-                try:
-                    shared, own = _shapes(case)
-                    program = _lower(problems.chained(_once(case, ops)), shared, own)
-                finally:
-                    tiles._TUNED.pop(key)
-                    if before is not None:
-                        tiles._TUNED[key] = before
-                label = (name, case, kernel, tile, width, tile == default)
-                yield label, program
-
-    def measure(case: _Timed, kernel: str, tile: Any, width: int, default: bool, program: Any) -> dict[str, Any]:  # fmt: skip
-        program = _unless_failed(program)
-        shared, own = _make(case, pools)
-        seconds, _ = time_call(lambda: program(shared, own), tiny=stage.tiny, seconds=0.08)
-        return {
-            "kernel": kernel, "shape": case.shape.name, "heads": case.shape.num_heads, "width": width,
-            "tokens": tile.tokens, "lanes": tile.lanes, "warps": tile.warps, "stages": tile.stages,
-            "us": 1e6 * seconds / len(own), "default": default,
-        }  # fmt: skip
-
-    for (name, *label), program in stage.compiled(lowered(), lambda label: label[0], workers=num_workers(), together=32):  # fmt: skip
-        if stage.wanted(table, name):
-            stage.run(table, name, functools.partial(measure, *label, program))
-    best: dict[tuple[str, str], dict[str, str]] = {}
-    defaults: dict[tuple[str, str], float] = {}
-    for row in _rows(stage):
-        if row["status"] != "ok":
-            continue
-        key = (row["kernel"], row["shape"])
-        if row["default"] == "True":
-            defaults[key] = float(row["us"])
-        if key not in best or float(row["us"]) < float(best[key]["us"]):
-            best[key] = row
-    found = [
-        {
-            "kernel": kernel, "chip": which or tiles.CHIPS[0], "heads": int(row["heads"]), "width": int(row["width"]),
-            "tile": {f: int(row[f]) for f in ("tokens", "lanes", "warps", "stages")},
-            "us": float(row["us"]), "default_us": defaults.get((kernel, shape)),
-        }
-        for (kernel, shape), row in best.items()
-    ]  # fmt: skip
-    write_json(stage.out / "tiles.json", found)
-    return [
-        *(
-            f"{f['kernel']:12s} H={f['heads']:3d} D={f['width']:5d}: {json.dumps(f['tile'])} {f['us']:.1f} us, default {f['default_us']} us"
-            for f in found
-        ),
-        f"{stage.num_skipped} not reached",
-    ]

@@ -195,8 +195,8 @@ class Work:
     flop: float
 
 
-def work_of(op: str, shape: AttentionShape, lens: Sequence[int], itemsize: int, chunk: int = 0) -> Work:  # fmt: skip
-    """Bytes and operations of a decode op (results in float32) or a `prefill` over KV prefixes."""
+def work_of(op: str, shape: AttentionShape, lens: Sequence[int], itemsize: int, chunk: int = 0, hidden_prefix: bool = False) -> Work:  # fmt: skip
+    """Bytes and operations of a decode op, or of a `prefill` over prefixes of one kind; results in float32."""
     n, h, d, e, r = (
         shape.num_heads, shape.head_dim, shape.hidden_size, shape.lane, shape.rotary_dim,
     )  # fmt: skip
@@ -204,8 +204,14 @@ def work_of(op: str, shape: AttentionShape, lens: Sequence[int], itemsize: int, 
     if op == "prefill":
         rows = batch * chunk
         pairs = sum(chunk * n_ + chunk * (chunk + 1) / 2 for n_ in lens)
-        own = rows * (n * h * (itemsize + 4) + 2 * e * itemsize)
-        return Work(num_bytes=own + 2 * e * itemsize * tokens, moved_bytes=own + 2 * e * itemsize * tokens, flop=4 * n * h * pairs)  # fmt: skip
+        moved = rows * (n * h * (itemsize + 4) + 2 * e * itemsize)
+        flop = 4 * n * h * pairs
+        if hidden_prefix:
+            moved += d * itemsize * tokens + 2 * e * d * itemsize
+            flop += 4 * e * d * tokens
+        else:
+            moved += 2 * e * itemsize * tokens
+        return Work(num_bytes=moved, moved_bytes=moved, flop=flop)
     if op == "decode_kv":
         cached, reads = 2 * e * itemsize * tokens, 1
         around, flop = batch * n * h * (itemsize + 4), 4 * n * h * tokens

@@ -55,6 +55,10 @@ def run_stage(stage: Stage, args: argparse.Namespace) -> list[str]:
         if stage.name == "step":
             return full_model.step(stage)
         return full_model.serve(stage, describe=args.describe, rate=args.rate, seconds=args.arrivals_s)  # fmt: skip
+    if stage.name == "tune":
+        from benchmarks.gpu.tuning import tune
+
+        return tune(stage)
     from benchmarks.gpu import kernels
 
     return getattr(kernels, stage.name)(stage)

@@ -45,7 +45,7 @@ def test_kernel_stages(tmp_path: Path) -> None:
     facts = json.loads(printed.splitlines()[-1])
     assert set(facts["seconds"]) == {"bandwidth", "correctness", "kernels", "peers", "tune"}
     for found in json.loads((tmp_path / "tiles.json").read_text()):
-        assert {"tokens", "lanes", "warps", "stages"} == set(found["tile"])
+        assert {"tokens", "lanes", "warps", "stages"} <= set(found["tile"])
 
 
 def test_whole_model_stages(tmp_path: Path) -> None:

@@ -1,0 +1,185 @@
+"""Stage `tune`: tiles of each kernel that differ from the one in use in one field, then in two; the best of each as JSON.
+
+A tile is put into its table while the program is traced and taken out again. What is found is fast, not known to be right:
+paste it, then run stage `correctness` and `make gate`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from apt_jax.pallas import shapes
+from apt_jax.pallas.shapes import AttentionShape
+from benchmarks.gpu import problems
+from benchmarks.gpu.harness import Stage, read_rows, time_call, write_json
+from benchmarks.gpu.kernels import (
+    Pools,
+    Timed,
+    abstract_arguments,
+    kernel_ops,
+    lower_or_error,
+    make_arguments,
+    num_workers,
+    one_call,
+    unless_failed,
+)
+
+_MODELS = ("opt-13b", "opt-66b", "opt-6.7b")
+_COMMON = {"warps": (4, 8), "stages": (2, 3, 4, 5)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tunable:
+    """A kernel that has a table of tiles, and what to try."""
+
+    kernel: str
+    """Its name in the table."""
+    op: str
+    timed: str
+    """The name that `kernels.one_call` knows it by."""
+    choices: Mapping[str, Sequence[int]]
+    prefill: bool = False
+
+
+_TUNABLES = (
+    _Tunable(kernel="kv", op="decode_kv", timed="decode_kv", choices={"tokens": (32, 64, 128)}),
+    _Tunable(kernel="scores", op="decode_absorbed", timed="absorbed scores", choices={"tokens": (32, 64, 128), "lanes": (32, 64, 128)}),
+    _Tunable(kernel="output", op="decode_absorbed", timed="absorbed output", choices={"tokens": (32, 64), "lanes": (64, 128, 256)}),
+    _Tunable(kernel="reprojected", op="decode_reprojected", timed="decode_reprojected", choices={"tokens": (64, 128), "lanes": (32, 64), "passes": (1, 2)}),
+    _Tunable(kernel="chunk", op="prefill", timed="prefill", choices={"queries": (64, 128), "keys": (32, 64, 128)}, prefill=True),
+    _Tunable(kernel="hidden", op="prefill", timed="prefill, hidden prefix", choices={"queries": (32, 64), "keys": (32, 64, 128), "lanes": (32, 64), "span": (256, 512, 1024)}, prefill=True),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Trial:
+    tunable: _Tunable
+    case: Timed
+    key: tuple[Any, ...]
+    """Of the table."""
+    tile: Any
+    default: bool
+
+    @property
+    def name(self) -> str:
+        values = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(self.tile).items() if v)
+        shape = "" if self.tunable.prefill else f" {self.case.shape.name}"
+        return f"{self.tunable.kernel}{shape}: {values}"
+
+
+def _neighbours(tile: Any, choices: Mapping[str, Sequence[int]], changed: int) -> list[Any]:
+    """Tiles that differ from `tile` in exactly `changed` fields; the tile itself is first of those for one."""
+    found = [tile] if changed == 1 else []
+    for fields in itertools.combinations(choices, changed):
+        for values in itertools.product(*(choices[f] for f in fields)):
+            pairs = dict(zip(fields, values, strict=True))
+            if all(getattr(tile, f) != v for f, v in pairs.items()):
+                found.append(dataclasses.replace(tile, **pairs))
+    return found
+
+
+def _table_of(tunable: _Tunable) -> dict[Any, Any]:
+    from apt_jax.pallas import tiles, triton_prefill
+
+    return triton_prefill._TILES if tunable.prefill else tiles._TUNED
+
+
+@contextlib.contextmanager
+def _installed(trial: _Trial) -> Iterator[None]:
+    table = _table_of(trial.tunable)
+    before = table.get(trial.key)
+    table[trial.key] = trial.tile
+    try:
+        yield
+    finally:
+        del table[trial.key]
+        if before is not None:
+            table[trial.key] = before
+
+
+def _trials(chip: str, tiny: bool) -> Iterator[_Trial]:
+    """One changed field for every kernel before two for any, OPT-13B before other models."""
+    from apt_jax.pallas import tiles
+
+    models = [shapes.SMALL["three-heads"]] if tiny else [shapes.PUBLISHED[m] for m in _MODELS]
+    tokens, batch = (64, 2) if tiny else (shapes.CACHED_TOKENS[1], 64)
+
+    def of_decode(tunable: _Tunable, shape: AttentionShape) -> tuple[Timed, tuple[Any, ...], Any]:
+        width = shape.head_dim if tunable.kernel == "kv" else shape.hidden_size
+        default = tiles.tile_for(tunable.kernel, chip, shape.num_heads, width, 2)
+        case = Timed(kernel=tunable.timed, op=tunable.op, shape=shape, tokens=tokens, batch=batch)
+        return case, (tunable.kernel, chip, shape.num_heads, width), default
+
+    def of_prefill(tunable: _Tunable, shape: AttentionShape) -> tuple[Timed, tuple[Any, ...], Any]:
+        case = Timed(
+            kernel=tunable.timed, op="prefill", shape=shape, tokens=4096, batch=4, chunk=512
+        )
+        key = (tunable.kernel, chip)
+        return case, key, _table_of(tunable)[key]
+
+    for shape, changed in itertools.product(models, (1,) if tiny else (1, 2)):
+        for tunable in _TUNABLES[:1] if tiny else _TUNABLES:
+            if tunable.prefill and shape is not models[0]:
+                continue  # one tile for all shapes
+            case, key, default = (of_prefill if tunable.prefill else of_decode)(tunable, shape)
+            choices = {"warps": (8,)} if tiny else {**tunable.choices, **_COMMON}
+            for tile in _neighbours(default, choices, changed):
+                yield _Trial(
+                    tunable=tunable, case=case, key=key, tile=tile, default=tile == default
+                )
+
+
+def tune(stage: Stage) -> list[str]:
+    """Decode kernels at 30k tokens, batch 64; prefill with four chunks of 512 over prefixes of about 1,024; bfloat16."""
+    table = stage.table(["kernel", "key", "tile", "us", "default"])
+    ops, pools = kernel_ops(stage.tiny), Pools()
+    if not ops.name.startswith("triton"):
+        write_json(stage.out / "tiles.json", [])
+        return [f"nothing to tune: {ops.name}"]
+    from apt_jax.pallas import tiles
+
+    chip = getattr(ops.decode_kv, "keywords", {}).get("chip") or tiles.CHIPS[0]
+
+    def lowered() -> Iterator[tuple[Any, Any]]:
+        for trial in _trials(chip, stage.tiny):
+            if stage.wanted(table, trial.name):
+                length = "chunk_lens" if trial.case.op == "prefill" else "lens"
+                shared, own = abstract_arguments(trial.case)
+                with _installed(trial):
+                    program = problems.chained(one_call(trial.case, ops), length)
+                    yield trial, lower_or_error(program, shared, own)
+
+    def measure(trial: _Trial, program: Any) -> dict[str, Any]:
+        program = unless_failed(program)
+        shared, own = make_arguments(trial.case, pools)
+        seconds, _ = time_call(lambda: program(shared, own), tiny=stage.tiny, seconds=0.08)
+        return {
+            "kernel": trial.tunable.kernel, "key": json.dumps(trial.key), "tile": json.dumps(dataclasses.asdict(trial.tile)),
+            "us": 1e6 * seconds / len(own), "default": trial.default,
+        }  # fmt: skip
+
+    programs = stage.compiled(lowered(), lambda t: t.name, workers=num_workers(), together=32)
+    for trial, program in programs:
+        if stage.wanted(table, trial.name):
+            stage.run(table, trial.name, functools.partial(measure, trial, program))
+    rows = [row for row in read_rows(table.path) if row["status"] == "ok"]
+    found = []
+    for key in dict.fromkeys(row["key"] for row in rows):
+        of_key = [row for row in rows if row["key"] == key]
+        best = min(of_key, key=lambda row: float(row["us"]))
+        default = [float(row["us"]) for row in of_key if row["default"] == "True"]
+        tile = json.loads(best["tile"])
+        name = "PrefillTile" if "queries" in tile else "Tile"
+        text = ", ".join(json.dumps(part) for part in json.loads(key))
+        fields = ", ".join(f"{k}={v}" for k, v in tile.items())
+        found.append({
+            "kernel": best["kernel"], "key": json.loads(key), "tile": tile, "us": float(best["us"]),
+            "default_us": default[0] if default else None, "line": f"({text}): {name}({fields}),",
+        })  # fmt: skip
+    write_json(stage.out / "tiles.json", found)
+    lines = [f"{f['us']:9.1f} us, default {f['default_us'] or 0:9.1f}: {f['line']}" for f in found]
+    return [*lines, f"{stage.num_skipped} not reached"]
