@@ -246,11 +246,28 @@ def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
 
 
+def _optimise(path: Path, code: KernelCode, chip: Chip) -> None:
+    """Run Triton's passes over its own intermediate code, as XLA does; `triton.compile` leaves them out for a file.
+
+    Among them is the one that turns `acc + dot(a, b)` into a product that accumulates in place.
+    """
+    ir, backends = _triton("._C.libtriton").ir, _triton(".backends.nvidia.compiler")
+    backend = backends.CUDABackend(_target(chip))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = ir.parse_mlir_module(os.fspath(path), context)
+    module.context = context
+    options = backend.parse_options(_options(code.num_warps, code.num_stages))
+    path.write_text(str(backend.make_ttir(module, {}, options, chip.capability)))
+
+
 def compile_kernel(code: KernelCode, chip: Chip) -> KernelReport:
     """Compile a kernel that `pallas_kernels` found."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.ttir"
         path.write_text(code.ttir)
+        _optimise(path, code, chip)
         kernel = _triton().compile(
             os.fspath(path),
             target=_target(chip),
