@@ -111,7 +111,7 @@ SMALL_OPS = AttentionOps(
     decode_kv=decode_kv,
     decode_absorbed=_absent,
     decode_reprojected=_absent,
-    decode_v_absorbed=None,
+    decode_v_absorbed=_absent,
     prefill=_absent,
     branches=False,
 )
