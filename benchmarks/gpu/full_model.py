@@ -133,8 +133,14 @@ def _lower(executor: JaxExecutor, program: Program) -> Any:
 def programs_of(executor: JaxExecutor) -> list[Program]:
     """All that greedy serving uses, for every mixture of kinds."""
     mixtures = executor._mixtures()
+    decodes = [
+        (rows, 0, kinds)
+        for kinds in mixtures
+        for rows in reversed(executor.decode_buckets)
+        if rows > 1 or not all(kinds) or len(mixtures) == 1  # one row is not of two kinds
+    ]
     return [
-        *((rows, 0, kinds) for kinds in mixtures for rows in reversed(executor.decode_buckets)),
+        *decodes,
         *((0, tokens, kinds) for kinds in mixtures for tokens in executor.prefill_buckets),
     ]
 

@@ -35,9 +35,10 @@ def kernel_ops(tiny: bool = False) -> AttentionOps:
     if platform != "cpu":
         from apt_jax.pallas.tiles import CHIPS
 
-        found = chip()
-        # An H100's successor takes its tiles, whatever lies between takes the A100's.
-        tiles = found if found in CHIPS else CHIPS[-1] if (found or "") > CHIPS[-1] else CHIPS[0]
+        # A chip between two that tiles were chosen for takes those of the older one.
+        age = [int(name.removeprefix("sm_")) for name in CHIPS]
+        own = int((chip() or CHIPS[0]).removeprefix("sm_"))
+        tiles = CHIPS[max(0, sum(a <= own for a in age) - 1)]
         return attention_ops(platform, "triton", tiles)
     if tiny and "triton-interpret" in known_attention_ops():
         try:

@@ -119,7 +119,9 @@ def _in_processes(name: str, budget_s: float, ends: float, args: argparse.Namesp
             case = marker.read_text()
             _blame(args.out / f"{name}.csv", case, status)
             notes.append(f"{case}: ended the process ({status})")
-        elif careful or isinstance(status, str):
+        elif (
+            careful or isinstance(status, str) or status == 1
+        ):  # 1: a Python error, nothing to find
             notes.append(f"ended ({status}); its own output is above")
             break
         careful = careful or status != HUNG
