@@ -1,0 +1,184 @@
+"""Prefill attention for NVIDIA GPUs, in Pallas' interpreter, against its reference."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from apt_jax.pallas import reference
+from apt_jax.pallas.shapes import SMALL, AttentionShape
+from apt_jax.pallas.triton_prefill import prefill
+
+BLOCK = 16
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
+"""Relative to the largest output: one layer's attention output."""
+CHUNKS = (1, 80, 37, 0, 40, 5, 4)
+PREFIXES = (9, 0, 70, 20, 67, 6, 30)
+"""Cached tokens; rows 5 and 6 are beyond `num_rows` in some cases."""
+
+run = jax.jit(prefill, static_argnames=("block_size", "with_hidden", "interpret", "chip"))
+
+
+def case(
+    shape: AttentionShape,
+    dtype: str,
+    *,
+    chunks: tuple[int, ...] = CHUNKS,
+    prefixes: tuple[int, ...] = PREFIXES,
+    num_rows: int | None = None,
+    hidden: tuple[bool, ...] | None = None,
+    shared: bool = False,
+    bias: bool = True,
+    seed: int = 0,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of `prefill`: slots that no row owns hold NaN. `shared`: last blocks in pairs, grown towards each other."""
+    rng = np.random.default_rng(seed)
+    n, k, h, lanes = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.lane
+    batch, entries = len(chunks), -(-max(1, *prefixes) // BLOCK)
+    free = list(1 + rng.permutation(2 * batch * entries + 3).astype(np.int32))
+    pool = np.full((len(free) + 1, BLOCK, lanes), np.nan, np.float32)
+    tables = np.zeros((batch, 2, entries), np.int32)
+    ranges = np.zeros((batch, entries, 2), np.int32)
+    before = (
+        np.zeros(2, np.int32),
+        BLOCK,
+    )  # the last block of the row before, and how many slots of it are taken
+    for r, length in enumerate(prefixes):
+        for j in range(-(-length // BLOCK)):
+            count = min(BLOCK, length - j * BLOCK)
+            last = (j + 1) * BLOCK >= length
+            if shared and last and before[1] + count <= BLOCK:
+                tables[r, :, j], ranges[r, j] = before[0], (BLOCK, BLOCK - count)
+                before = (before[0], BLOCK)
+            else:
+                tables[r, :, j], ranges[r, j] = (free.pop(), free.pop()), (0, count)
+                before = (tables[r, :, j], count) if last else before
+            low, high = sorted(ranges[r, j])
+            for block in tables[r, :, j]:
+                assert np.isnan(pool[block, low:high]).all()
+                pool[block, low:high] = rng.standard_normal((count, lanes))
+
+    def normal(size: tuple[int, ...], scale: float = 1.0) -> Any:
+        return jnp.asarray(scale * rng.standard_normal(size), jnp.float32).astype(dtype)
+
+    offsets = np.concatenate([[0], np.cumsum(chunks)[:-1]])
+    tokens = sum(chunks) + 3
+    weight, b = (k, h, lanes), (k, h)
+    if hidden is None:
+        hidden = tuple(r % 2 == 0 for r in range(batch))
+    arguments = [
+        *(normal((tokens, heads, h)) for heads in (n, k, k)),
+        jnp.asarray(pool.reshape(len(pool), -1)).astype(dtype),
+        jnp.asarray(tables),
+        *(jnp.asarray(a, jnp.int32) for a in (offsets, chunks, prefixes)),
+        jnp.asarray(hidden),
+        jnp.int32(batch if num_rows is None else num_rows),
+        normal(weight, lanes**-0.5),
+        normal(b) if bias else None,
+        normal(weight, lanes**-0.5),
+        normal(b) if bias else None,
+    ]
+    named: dict[str, Any] = {"block_size": BLOCK, "with_hidden": any(hidden)}
+    if shape.rotary_dim:
+        half = shape.rotary_dim // 2
+        frequency = 1e4 ** -(np.arange(half) / half)
+        named["angles"] = jnp.asarray(np.arange(max(prefixes))[:, None] * frequency, jnp.float32)
+    if shared:
+        named["slot_ranges"] = jnp.asarray(ranges)
+    return arguments, named
+
+
+def expected(arguments: list[Any], named: dict[str, Any]) -> Any:
+    """`reference.prefill` in float32, row by row, so that rows without a prefix are plain causal attention."""
+    q, k, v, pool, tables, offsets, chunks, prefixes, hidden, num_rows, *w = arguments
+    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    out = jnp.zeros_like(q)
+    ranges = named.get("slot_ranges")
+    for r in range(int(num_rows)):
+        chunk = slice(int(offsets[r]), int(offsets[r] + chunks[r]))
+        if not chunks[r]:
+            continue
+        if not prefixes[r]:
+            out = out.at[chunk].set(reference.causal_attention(q[chunk], k[chunk], v[chunk]))
+            continue
+        one = slice(r, r + 1)
+        row = (tables[one], offsets[one], chunks[one], prefixes[one], hidden[one], jnp.int32(1))
+        row_ranges = None if ranges is None else ranges[one]
+        out += reference.prefill(q, k, v, pool, *row, *w, **{**named, "slot_ranges": row_ranges})
+    return out
+
+
+def check(arguments: list[Any], named: dict[str, Any], dtype: str) -> np.ndarray:
+    actual = np.asarray(run(*arguments, **named, interpret=True), np.float64)
+    wanted = np.asarray(expected(arguments, named), np.float64)
+    assert np.isfinite(wanted).all()
+    assert np.abs(actual - wanted).max() <= TOLERANCE[dtype] * np.abs(wanted).max()
+    return actual
+
+
+@pytest.mark.parametrize("layout", [name for name in SMALL if name != "twelve-heads"])
+def test_head_layouts(layout: str) -> None:
+    arguments, named = case(SMALL[layout], "float32", num_rows=5)
+    actual = check(arguments, named, "float32")
+    assert not actual[int(arguments[5][5]) :].any()
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("width-80", "bfloat16"), ("partial-rotary", "float16"), ("grouped", "float32")],
+)
+def test_dtypes_in_shared_blocks(layout: str, dtype: str) -> None:
+    arguments, named = case(SMALL[layout], dtype, shared=True, bias=dtype == "bfloat16", seed=1)
+    actual = check(arguments, named, dtype)
+    again = np.asarray(run(*arguments, **named, interpret=True), np.float64)
+    np.testing.assert_array_equal(actual, again)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shared"), [("float32", True), ("bfloat16", False), ("float16", True)]
+)
+def test_few_tokens_absorb_the_projections(dtype: str, shared: bool) -> None:
+    """No more tokens than lanes of a head: scores come from absorbed queries, and both parts join."""
+    arguments, named = case(
+        AttentionShape(name="wide-head", num_heads=2, num_kv_heads=2, head_dim=64),
+        dtype,
+        chunks=(1, 33, 0, 5, 8),
+        prefixes=(150, 70, 3, 6, 2),
+        hidden=(True, True, True, False, True),
+        shared=shared,
+    )
+    check(arguments, named, dtype)
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
+def test_one_long_chunk_spans_several_programs(chip: str) -> None:
+    arguments, named = case(
+        SMALL["one-head"], "bfloat16", chunks=(3, 620), prefixes=(0, 300), hidden=(False, True)
+    )
+    named["chip"] = chip
+    actual = np.asarray(run(*arguments, **named, interpret=True))
+    del named["chip"]
+    wanted = np.asarray(expected(arguments, named))
+    assert np.abs(actual - wanted).max() <= TOLERANCE["bfloat16"] * np.abs(wanted).max()
+
+
+def test_nothing_hidden() -> None:
+    arguments, named = case(SMALL["three-heads"], "float32", hidden=(False,) * len(CHUNKS))
+    assert not named["with_hidden"]
+    check(arguments, named, "float32")
+
+
+def test_no_rows_give_zeros() -> None:
+    arguments, named = case(SMALL["three-heads"], "float32", num_rows=0)
+    assert not np.asarray(run(*arguments, **named, interpret=True)).any()
+
+
+def test_wrong_arguments_are_errors() -> None:
+    arguments, named = case(SMALL["three-heads"], "float32")
+    with pytest.raises(ValueError, match="no tiles for chip='sm_70'"):
+        prefill(*arguments, **named, chip="sm_70")
+    named["block_size"] = 8
+    with pytest.raises(ValueError, match="does not hold heads"):
+        prefill(*arguments, **named)
