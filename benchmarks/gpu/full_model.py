@@ -89,8 +89,10 @@ def _model(size: _Size) -> tuple[ModelConfig, ModelParams]:
 
 
 def _attention(tiny: bool) -> AttentionOps:
-    """Interpreted kernels are too slow for a whole model."""
-    return attention_ops("cpu", "xla") if tiny else kernel_ops()
+    """Interpreted kernels are too slow for a whole model: `tiny` takes XLA's, in the programs that a GPU runs."""
+    if tiny:
+        return dataclasses.replace(attention_ops("cpu", "xla"), branches=False)
+    return kernel_ops()
 
 
 def build(size: _Size, config: ModelConfig, params: ModelParams, *, hidden_attention: Any, tiny: bool) -> JaxExecutor:  # fmt: skip
