@@ -221,7 +221,7 @@ class JaxExecutor:
             self._ops = attention
         else:
             try:
-                self._ops = attention_ops(self.platform, attention, self._device.device_kind)
+                self._ops = attention_ops(self.platform, attention, _chip(self._device))
             except ValueError as error:
                 raise ConfigError(f"{error} (--attention-backend)") from None
         self.attention_name = self._ops.name
@@ -690,6 +690,18 @@ class JaxExecutor:
                 np.int32
             )
         return ints
+
+
+def _chip(device: Any) -> str | None:
+    """What the tiles of GPU kernels are chosen for; None where there is no GPU."""
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:
+        return None
+    if float(capability) < 8.0:
+        raise ValueError(
+            f"{device.device_kind} has compute capability {capability}; the kernels need 8.0 or newer"
+        )
+    return "sm_90" if float(capability) >= 9.0 else "sm_80"
 
 
 def _bucket(buckets: list[int], size: int) -> int:

@@ -116,7 +116,9 @@ def _hidden_decode(
         )
     # score = (W_k^T q) . x + q . b_k, and the softmax drops the second term; out = W_v (sum a x) + b_v as sum a = 1.
     scaled = q * jnp.asarray(q.shape[2] ** -0.5, q.dtype)
-    q_absorbed = dot(scaled, p.wk, (2, 1), ((1,), (0,))).transpose(1, 0, 2).astype(q.dtype)
+    # N times as wide as q: on GPUs its traffic counts, so it is not written in float32 first.
+    product = None if options.ops.branches else q.dtype
+    q_absorbed = dot(scaled, p.wk, (2, 1), ((1,), (0,)), product).transpose(1, 0, 2).astype(q.dtype)
     z = options.ops.decode_absorbed(
         q_absorbed, pool, tables, batch.decode_lens, block_size=options.block_size, rows=rows
     )

@@ -263,8 +263,9 @@ def prefill(
             keys = rotate(project(wk, bk), None if angles is None else angles[:m])
             values = project(wv, bv)
         else:
-            keys = first.reshape(m, -1, head_dim)
-            values = gather_slots(pool, tables[r, 1], block_size)[order].reshape(m, -1, head_dim)
+            heads = first.shape[1] // head_dim
+            keys = first.reshape(m, heads, head_dim)
+            values = gather_slots(pool, tables[r, 1], block_size)[order].reshape(m, heads, head_dim)
         chunk = slice(start, start + n)
         keys, values = jnp.concatenate([keys, k[chunk]]), jnp.concatenate([values, v[chunk]])
         out = out.at[chunk].set(causal_attention(q[chunk], keys, values))

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from jax import Array
+
 from apt_jax.pallas import xla
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ class AttentionOps:
     decode_kv: Callable[..., Any]
     decode_absorbed: Callable[..., Any]
     decode_reprojected: Callable[..., Any]
-    decode_v_absorbed: Callable[..., Any] | None
+    decode_v_absorbed: Callable[..., Any]
     prefill: Callable[..., Any]
     branches: bool
     """The decoder may branch around ops that have no rows. False: ops are called for every step and must cost little
@@ -39,15 +41,64 @@ def _xla(chip: str | None) -> AttentionOps:
         decode_kv=xla.decode_kv,
         decode_absorbed=xla.decode_absorbed,
         decode_reprojected=xla.decode_reprojected,
-        decode_v_absorbed=getattr(xla, "decode_v_absorbed", None),
+        decode_v_absorbed=xla.decode_v_absorbed,
         prefill=xla.prefill,
         branches=True,
     )
 
 
-_IMPLEMENTATIONS: dict[str, Callable[[str | None], AttentionOps]] = {"xla": _xla}
+def _triton(chip: str | None, interpret: bool = False) -> AttentionOps:
+    # Imported when asked for: Pallas' Triton backend takes a second.
+    from apt_jax.pallas import triton_decode, triton_prefill
 
-_PLATFORM_DEFAULT = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "tpu": "xla"}
+    def bound(op: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(op, interpret=interpret, chip=chip)
+
+    def decode_absorbed(q_absorbed: Array, *args: Any, **kwargs: Any) -> Array:
+        # The result is N times as wide as its input: its traffic counts.
+        op = bound(triton_decode.decode_absorbed)
+        return op(q_absorbed, *args, out_dtype=q_absorbed.dtype, **kwargs)
+
+    return AttentionOps(
+        name="triton-interpret" if interpret else "triton",
+        decode_kv=bound(triton_decode.decode_kv),
+        decode_absorbed=decode_absorbed,
+        decode_reprojected=bound(triton_decode.decode_reprojected),
+        decode_v_absorbed=bound(triton_decode.decode_v_absorbed),
+        prefill=bound(triton_prefill.prefill),
+        branches=False,
+    )
+
+
+def _jax_triton(chip: str | None) -> AttentionOps:
+    from apt_jax.pallas import jax_triton_absorbed
+
+    return dataclasses.replace(
+        _triton(chip), name="jax-triton", decode_absorbed=jax_triton_absorbed.decode_absorbed
+    )
+
+
+def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
+    from apt_jax.pallas import tpu_decode
+
+    return dataclasses.replace(
+        _xla(chip),
+        name="tpu-interpret" if interpret else "tpu",
+        decode_kv=functools.partial(tpu_decode.decode_kv, interpret=interpret),
+        decode_absorbed=functools.partial(tpu_decode.decode_absorbed, interpret=interpret),
+    )
+
+
+_IMPLEMENTATIONS: dict[str, Callable[[str | None], AttentionOps]] = {
+    "xla": _xla,
+    "triton": _triton,
+    "triton-interpret": functools.partial(_triton, interpret=True),
+    "jax-triton": _jax_triton,
+    "tpu": _tpu,
+    "tpu-interpret": functools.partial(_tpu, interpret=True),
+}
+
+_PLATFORM_DEFAULT = {"cpu": "xla", "gpu": "triton", "cuda": "triton", "tpu": "xla"}
 
 
 def known_attention_ops() -> list[str]:
@@ -60,7 +111,7 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
     """The implementation called `name`, or the default of a JAX platform.
 
     Args:
-        chip: device kind that tiles are chosen for; None: one that any chip takes.
+        chip: what tiles are chosen for, one of `tiles.CHIPS`; None: tiles that any of them takes.
 
     Raises:
         ValueError: no such implementation, or a platform that none was chosen for.
