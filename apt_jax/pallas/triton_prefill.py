@@ -71,10 +71,11 @@ class PrefillTile:
 _TILES = {
     ("chunk", "sm_80"): PrefillTile(queries=128, keys=64, warps=8, stages=3),
     ("chunk", "sm_90"): PrefillTile(queries=128, keys=64, warps=8, stages=3),
-    ("hidden", "sm_80"): PrefillTile(queries=32, keys=64, lanes=32, span=512, warps=8, stages=4),
+    ("hidden", "sm_80"): PrefillTile(queries=32, keys=64, lanes=16, span=512, warps=8, stages=6),
     ("hidden", "sm_90"): PrefillTile(queries=32, keys=64, lanes=64, span=512, warps=8, stages=3),
 }
-"""By kernel and chip; chosen so that nothing spills at the widths of OPT-13B, 30B, 66B and Llama-2-7B."""
+"""By kernel and chip; chosen so that nothing spills at the widths of OPT-13B, 30B, 66B, Llama-2-7B and GPT-NeoX-20B. `prefill_hidden` is at the
+limit on sm_80: with 128 keys or 32 lanes a step it spills."""
 
 
 def _tile_for(kernel: str, chip: str | None, itemsize: int, query_rows: int) -> PrefillTile:
