@@ -16,6 +16,7 @@ step travel as one vector, cut up by static offsets on the device. Sampled token
 device, so the next step can be dispatched before the host has seen them.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import os
@@ -42,6 +43,8 @@ from apt_jax.sched.view import HIDDEN, KV
 MAX_CPU_POOL_BYTES = 4 << 30
 """Largest pool that is chosen without being asked for on a CPU."""
 _MIN_PREFILL_BUCKET = 32
+_MAX_COMPILERS = 8
+"""Programs that are compiled at once."""
 
 
 def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1) -> list[int]:
@@ -165,6 +168,30 @@ class _Handle:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a jitted program that donates some of the executor's arrays."""
+
+    executor: "JaxExecutor"
+    program: Any
+    args: tuple[Any, ...]
+    static: dict[str, Any]
+    keeps: tuple[str, ...]
+    """The executor's attributes that the first results replace."""
+
+    def compile(self) -> None:
+        """Compile without running; the next run of the program finds it."""
+        self.program.lower(*self.args, **self.static).compile()
+
+    def run(self) -> Any:
+        """The results that replace nothing."""
+        results = self.program(*self.args, **self.static)
+        for name, value in zip(self.keeps, results, strict=False):
+            setattr(self.executor, name, value)
+        rest = results[len(self.keeps) :]
+        return rest[0] if len(rest) == 1 else rest
+
+
 class JaxExecutor:
     """Implements `apt_jax.executor.Executor` on one device.
 
@@ -173,7 +200,7 @@ class JaxExecutor:
         cache: block size, pool size, which kinds may occur, and how hidden rows attend.
         max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step; they fix the buckets.
         mixed: also compile steps in which decode rows and prompt chunks have their own attention paths; without it a
-            step with any chunk computes all its rows as chunks.
+            step with any chunk computes all its rows as chunks. None: where decode attention is a kernel of its own.
         attention: implementation, or its name for `apt_jax.pallas.attention_ops`; None: the platform's default.
 
     Raises:
@@ -189,16 +216,12 @@ class JaxExecutor:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        mixed: bool = False,
+        mixed: bool | None = None,
         attention: str | AttentionOps | None = None,
     ) -> None:
         self.config, self.cache_config = config, cache
         self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
-        self.max_num_batched_tokens, self.max_model_len, self.mixed = (
-            max_num_batched_tokens,
-            max_model_len,
-            mixed,
-        )
+        self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
         if max_model_len > config.max_position:
             raise ConfigError(
                 f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions (--max-model-len)"
@@ -225,6 +248,7 @@ class JaxExecutor:
             except ValueError as error:
                 raise ConfigError(f"{error} (--attention-backend)") from None
         self.attention_name = self._ops.name
+        self.mixed = not self._ops.branches if mixed is None else mixed
         self._pool_dtype = pool_dtype(params.embed.dtype, self.platform)
         self._table_len = -(-max_model_len // cache.block_size)
         self.decode_buckets = power_of_two_buckets(1, max_num_seqs, ROWS_PER_TILE)
@@ -441,44 +465,59 @@ class JaxExecutor:
         return shapes
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile and run every program once, on empty batches that touch no block."""
+        """Compile and run every program once, on empty batches that touch no block.
+
+        Where programs are many, as nothing branches on the device, they are compiled side by side first.
+        """
         shapes = [(*shape, kinds) for shape in self._forward_shapes() for kinds in self._mixtures()]
         variants = [(rows, variant) for rows in self.decode_buckets for variant in self._variants()]
-        steps = [
+        decodes = [
             (rows, kinds, variant)
             for rows in (() if self._ops.branches else self.decode_buckets)
             for kinds in self._mixtures()
             for variant in self._variants()
             if variant != "full"
         ]
-        total = len(shapes) + len(variants) + len(steps)
-        hidden = jnp.zeros(
-            (self.decode_buckets[-1], self.config.hidden_size), self.params.embed.dtype
-        )
-        for done, (num_decode, num_prefill, kinds) in enumerate(shapes, 1):
-            _, ints = self._empty_forward(num_decode, num_prefill)
-            hidden = self._run_forward(ints, num_decode, num_prefill, kinds)
-            jax.block_until_ready(hidden)
-            if progress:
-                progress(done, total)
-        for done, (rows, variant) in enumerate(variants, len(shapes) + 1):
-            _, ints = self._empty_sample(rows)
-            penalties = (
-                np.zeros(_penalty_layout(rows, self.max_model_len).size, np.int32)
-                if variant == "full"
-                else None
-            )
-            tokens, _ = self._run_sample(hidden, ints, penalties, rows, variant)
-            jax.block_until_ready(tokens)
-            if progress:
-                progress(done, total)
-        for done, (rows, kinds, variant) in enumerate(steps, len(shapes) + len(variants) + 1):
-            _, ints = self._empty_forward(rows, 0)
-            _, sample_ints = self._empty_sample(rows)
-            jax.block_until_ready(self._run_decode(ints, sample_ints, rows, kinds, variant))
+        calls = [
+            *(functools.partial(self._empty_forward_call, *shape) for shape in shapes),
+            *(functools.partial(self._empty_sample_call, *variant) for variant in variants),
+            *(functools.partial(self._empty_decode_call, *decode) for decode in decodes),
+        ]
+        ahead = 0 if self._ops.branches else len(calls)
+        total = ahead + len(calls)
+        if ahead:
+            workers = min(_MAX_COMPILERS, os.cpu_count() or 1)
+            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+                compiled = [pool.submit(lambda call=call: call().compile()) for call in calls]
+                for done, future in enumerate(concurrent.futures.as_completed(compiled), 1):
+                    future.result()
+                    if progress:
+                        progress(done, total)
+        for done, call in enumerate(calls, ahead + 1):
+            jax.block_until_ready(call().run())
             if progress:
                 progress(done, total)
         self._compiled_at_warm_up = self._num_programs()
+
+    def _empty_forward_call(
+        self, num_decode: int, num_prefill: int, kinds: tuple[bool, bool]
+    ) -> "_Call":
+        _, ints = self._empty_forward(num_decode, num_prefill)
+        return self._forward_call(ints, num_decode, num_prefill, kinds)
+
+    def _empty_sample_call(self, rows: int, variant: str) -> "_Call":
+        _, ints = self._empty_sample(rows)
+        # Placed as a forward program's result is: another placement would be another program.
+        shape = (self.decode_buckets[-1], self.config.hidden_size)
+        hidden = jnp.zeros(shape, self.params.embed.dtype, device=self._device)
+        size = _penalty_layout(rows, self.max_model_len).size
+        penalties = np.zeros(size, np.int32) if variant == "full" else None
+        return self._sample_call(hidden, ints, penalties, rows, variant)
+
+    def _empty_decode_call(self, rows: int, kinds: tuple[bool, bool], variant: str) -> "_Call":
+        _, ints = self._empty_forward(rows, 0)
+        _, sample_ints = self._empty_sample(rows)
+        return self._decode_call(ints, sample_ints, rows, kinds, variant)
 
     def _empty_forward(
         self, num_decode: int, num_prefill: int
@@ -503,56 +542,57 @@ class JaxExecutor:
     def _dropped_slot(self) -> int:
         return (self.num_blocks + 1) * self.block_size
 
-    def _run_forward(
+    # The three programs. A call's results that replace donated arrays are kept by `_Call.run`.
+
+    def _forward_call(
         self,
         ints: NDArray[np.int32],
         num_decode: int,
         num_prefill: int,
         kinds: tuple[bool, bool],
-    ) -> Array:
-        self._pools, hidden = self._forward_jit(
-            self.params,
-            self._pools,
-            self._last_tokens,
-            ints,
-            num_decode=num_decode,
-            num_prefill=num_prefill,
-            kinds=kinds,
+    ) -> "_Call":
+        """Gives hidden states of the rows that sample."""
+        return _Call(
+            self,
+            self._forward_jit,
+            (self.params, self._pools, self._last_tokens, ints),
+            {"num_decode": num_decode, "num_prefill": num_prefill, "kinds": kinds},
+            keeps=("_pools",),
         )
-        return hidden
 
-    def _run_decode(
+    def _decode_call(
         self,
         forward_ints: NDArray[np.int32],
         sample_ints: NDArray[np.int32],
         num_decode: int,
         kinds: tuple[bool, bool],
         variant: str,
-    ) -> Array:
-        self._pools, self._last_tokens, tokens = self._decode_jit(
-            self.params,
-            self._pools,
-            self._last_tokens,
-            forward_ints,
-            sample_ints,
-            num_decode=num_decode,
-            kinds=kinds,
-            variant=variant,
+    ) -> "_Call":
+        """Gives tokens."""
+        return _Call(
+            self,
+            self._decode_jit,
+            (self.params, self._pools, self._last_tokens, forward_ints, sample_ints),
+            {"num_decode": num_decode, "kinds": kinds, "variant": variant},
+            keeps=("_pools", "_last_tokens"),
         )
-        return tokens
 
-    def _run_sample(
+    def _sample_call(
         self,
         hidden: Array,
         ints: NDArray[np.int32],
         penalties: NDArray[np.int32] | None,
         rows: int,
         variant: str,
-    ) -> tuple[Array, tuple[Array, Array, Array] | None]:
-        self._last_tokens, tokens, extras = self._sample_jit(
-            self.params, hidden, self._last_tokens, ints, penalties, rows=rows, variant=variant
+    ) -> "_Call":
+        """Gives tokens and log probabilities, if the variant has them."""
+        return _Call(
+            self,
+            self._sample_jit,
+            (self.params, hidden, self._last_tokens, ints, penalties),
+            {"rows": rows, "variant": variant},
+            keeps=("_last_tokens",),
         )
-        return tokens, extras
 
     def execute(self, batch: StepBatch) -> StepHandle:
         """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
@@ -623,16 +663,18 @@ class JaxExecutor:
         variant = self._variant(params)
         done = functools.partial(_Handle, num_rows=len(batch.seats), rows=sampling_rows)
         if num_prefill or self._ops.branches or variant == "full" or not len(sampling_rows):
-            states = self._run_forward(ints, num_decode, num_prefill, kinds)
+            states = self._forward_call(ints, num_decode, num_prefill, kinds).run()
             if not len(sampling_rows):
                 return done(tokens=None, logprobs=None)
             bucket = _bucket(self.decode_buckets, len(sampling_rows))
             sample_ints = self._sample_ints(batch, sampling_rows, params, bucket, variant)
             penalties = self._penalties(batch, sampling_rows, bucket) if variant == "full" else None
-            tokens, extras = self._run_sample(states, sample_ints, penalties, bucket, variant)
+            tokens, extras = self._sample_call(
+                states, sample_ints, penalties, bucket, variant
+            ).run()
             return done(tokens=tokens, logprobs=extras)
         sample_ints = self._sample_ints(batch, sampling_rows, params, num_decode, variant)
-        tokens = self._run_decode(ints, sample_ints, num_decode, kinds, variant)
+        tokens = self._decode_call(ints, sample_ints, num_decode, kinds, variant).run()
         return done(tokens=tokens, logprobs=None)
 
     def _sample_ints(
