@@ -34,6 +34,8 @@ DEFAULT_BUDGET_S = 30.0
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _MIN_ROUNDS = 3
 """Rounds that are measured whatever the budget: a round has a step of each program."""
+_MIN_POINTS = 8
+"""Points of each phase that are measured whatever the budget: with fewer, no point is held back to judge the fit by."""
 _REPEATS = 3
 """Times that a step with chunks is measured, the median counts,"""
 _DECODE_RUN = 5
@@ -83,9 +85,10 @@ def program_shapes(executor: JaxExecutor) -> ProgramShapes:
     return ProgramShapes(
         decode_buckets=tuple(executor.decode_buckets),
         prefill_buckets=tuple(executor.prefill_buckets),
+        max_num_seqs=executor.max_num_seqs,
         mixed=executor.mixed,
         rows_per_tile=ROWS_PER_TILE,
-        tokens_per_tile=TOKENS_PER_TILE,
+        tokens_per_tile=max(1, TOKENS_PER_TILE // executor.block_size) * executor.block_size,
         query_tile=PREFILL_QUERY_TILE,
         key_tile=PREFILL_KEY_TILE,
     )
@@ -100,8 +103,9 @@ class _Episode:
 
 
 def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]:
-    """A round: every program once, with rows, contexts, kinds and chunks drawn at random."""
+    """A round: every program that a step can need once, with rows, contexts, kinds and chunks drawn at random."""
     shapes, max_len = program_shapes(executor), executor.max_model_len
+    most_tokens = min(executor.max_num_batched_tokens, executor.max_num_seqs * max_len)
     offered = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]
     # As many cached tokens as fit the pool: beyond that the timing would read the same blocks again and again.
     room = executor.num_blocks * executor.block_size // (2 if KV in offered else 1)
@@ -124,8 +128,10 @@ def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]
     for rows, tokens in shapes.programs():
         if tokens == 0:
             decodes.append(shapes.decode_buckets.index(rows))
-        else:
-            prefills.append((shapes.prefill_buckets.index(tokens), rows > 0))
+            continue
+        i = shapes.prefill_buckets.index(tokens)
+        if i == 0 or shapes.prefill_buckets[i - 1] < most_tokens:
+            prefills.append((i, rows > 0))
     decodes, prefills = [int(i) for i in rng.permutation(decodes)], list(prefills)
     rng.shuffle(prefills)
     out = []
@@ -137,16 +143,16 @@ def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]
         decode = (kinds(count), contexts(count, max_len), [1] * count)
 
         bucket, with_decode = prefills[turn % len(prefills)]
-        low, high = bounds(shapes.prefill_buckets, bucket, executor.max_num_batched_tokens)
-        total = int(rng.integers(max(low, 2), max(high, 2) + 1))
+        low, high = bounds(shapes.prefill_buckets, bucket, most_tokens)
+        total = int(rng.integers(min(max(low, 2), high), high + 1))
         fewest = -(-total // max_len)
         chunks = int(
             rng.integers(fewest, max(fewest, min(8, total // 2, executor.max_num_seqs)) + 1)
         )
         cuts = np.sort(rng.choice(np.arange(1, total), chunks - 1, replace=False))
         lens = np.minimum(np.diff([0, *cuts.tolist(), total]), max_len).tolist()
-        if max(lens) < 2:
-            lens[0] = 2
+        for i in range(chunks):  # what the longest ones could not take
+            lens[i] = min(max_len, lens[i] + total - sum(lens))
         starts = [
             contexts(chunks, max_len - n)[0] if rng.random() < 1 / 3 and n < max_len - 1 else 0
             for n in lens
@@ -156,7 +162,7 @@ def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]
         if with_decode or (not shapes.mixed and rng.random() < 1 / 3):
             beside = int(rng.integers(1, max(2, min(count, executor.max_num_seqs - chunks) + 1)))
             if not with_decode:
-                beside = min(beside, executor.max_num_batched_tokens - sum(lens))
+                beside = min(beside, high - total)
             beside = min(beside, executor.max_num_seqs - chunks)
         if beside > 0:
             starts += contexts(beside, max_len)
@@ -180,8 +186,9 @@ def calibrate(
     shapes = program_shapes(executor)
     points: list[StepPoint] = []
     started, rounds = time.monotonic(), 0
-    while rounds < _MIN_ROUNDS or time.monotonic() - started < budget_s:
-        episodes = _episodes(executor, rng)
+    episodes = _episodes(executor, rng)
+    min_rounds = max(_MIN_ROUNDS, -(-_MIN_POINTS // len(episodes)))
+    while rounds < min_rounds or time.monotonic() - started < budget_s:
         for episode in episodes:
             prefill, decode = (
                 _batch(executor, *step) for step in (episode.prefill, episode.decode)
@@ -204,9 +211,10 @@ def calibrate(
                 )
             if progress:
                 spent = (time.monotonic() - started) / max(budget_s, 1e-9)
-                least = len(points) / (2 * _MIN_ROUNDS * len(episodes))
+                least = len(points) / (2 * min_rounds * len(episodes))
                 progress(int(99 * min(1.0, spent, least)), 100)
         rounds += 1
+        episodes = _episodes(executor, rng)
     if progress:
         progress(100, 100)
     executor.reset()

@@ -1,23 +1,28 @@
 """Calibration on a tiny random model: what is measured, what is kept, what a broken file does."""
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from paged_driver import BLOCK, make_executor
+from paged_driver import BLOCK, CONFIG, PARAMS, make_executor
 
 from apt_jax.calibrate import (
+    _batch,
+    _episodes,
     calibrate,
     calibration_path,
     describe,
     load_calibration,
     load_or_calibrate,
+    program_shapes,
 )
-from apt_jax.config import CacheMode, HiddenAttention
+from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
+from apt_jax.jax_executor import JaxExecutor
 from apt_jax.sched import StepCosts
 from apt_jax.sched.cost_model import CostModel, FitQuality, StepPoint, fit_cost_model
 from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes
@@ -28,6 +33,7 @@ from apt_jax.sim.simulate import SimulationConfig, Workload, simulate
 SHAPES = ProgramShapes(
     decode_buckets=(1, 2, 4, 8),
     prefill_buckets=(32, 64),
+    max_num_seqs=8,
     mixed=False,
     rows_per_tile=4,
     tokens_per_tile=16,
@@ -193,6 +199,92 @@ def test_every_cache_mode_can_be_calibrated(mode: CacheMode, mixed: bool) -> Non
         n = min(len(lens), executor.max_num_seqs)
         step = StepPoint(num_tokens=lens[-n:], start=[7] * n, kind=[kind] * n, time_s=0.0)
         assert model.programs.step_s(*step.arrays()) > 0
+
+
+def bounded_executor(
+    mode: CacheMode, block_size: int, seqs: int, tokens: int, length: int, mixed: bool = False
+) -> JaxExecutor:
+    return JaxExecutor(
+        PARAMS,
+        CONFIG,
+        cache=CacheConfig(block_size=block_size, num_blocks_override=2, mode=mode),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=length,
+        mixed=mixed,
+    )
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mode", ["hybrid", "kv", "hidden"])
+def test_measured_steps_are_ones_that_serving_can_have(mode: CacheMode, mixed: bool) -> None:
+    rng = np.random.default_rng(0)
+    for block_size, seqs, tokens, length in itertools.product(
+        (1, 1024), (1, 3, 8), (1, 8, 31, 200), (2, 3, 4, 8, 128)
+    ):
+        if tokens < seqs:
+            continue
+        executor = bounded_executor(mode, block_size, seqs, tokens, length, mixed)
+        for episode in (*_episodes(executor, rng), *_episodes(executor, rng)):
+            for kinds, starts, lens in (episode.prefill, episode.decode):
+                case = f"{block_size=} {seqs=} {tokens=} {length=} {kinds=} {starts=} {lens=}"
+                assert len(kinds) == len(starts) == len(lens) <= seqs, case
+                assert all(executor.kinds_offered[kind] for kind in kinds), case
+                ends = [start + n for start, n in zip(starts, lens, strict=True)]
+                assert min(lens) >= 1, case
+                assert min(starts) >= 0, case
+                assert max(ends) <= length, case
+                assert sum(n for n in lens if n > 1 or not mixed) <= tokens, case
+                tables = _batch(executor, kinds, starts, lens).block_tables
+                assert tables.shape[2] <= -(-length // block_size), case
+                assert tables.max() <= 2, case
+            assert (max(episode.prefill[2]) > 1) == (tokens > 1)
+            assert max(episode.decode[2]) == 1
+
+
+def test_every_program_that_can_occur_is_measured() -> None:
+    executor = bounded_executor("kv", 16, 8, 256, 34)
+    assert executor.prefill_buckets == [32, 64, 128, 256]
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        tokens = [sum(episode.prefill[2]) for episode in _episodes(executor, rng)]
+        hit = {next(b for b in executor.prefill_buckets if b >= n) for n in tokens}
+        assert hit == set(executor.prefill_buckets)
+    executor = bounded_executor("kv", 16, 2, 256, 34)  # no step has more than 68 tokens
+    assert max(sum(e.prefill[2]) for _ in range(20) for e in _episodes(executor, rng)) <= 68
+
+
+@pytest.mark.parametrize(("tokens", "num_prefill"), [(32, 8), (1, 0)])
+def test_an_executor_with_few_programs_can_be_calibrated(tokens: int, num_prefill: int) -> None:
+    model = calibrate(bounded_executor("kv", BLOCK, 1, tokens, 4), 1e-3)
+    assert model.prefill_quality.num_points == num_prefill
+    assert model.decode_quality.num_points - num_prefill in (0, 16)
+    assert model.decode_s([2], []) > 0
+
+
+def test_tiles_are_of_whole_blocks() -> None:
+    shapes = program_shapes(bounded_executor("kv", 128, 8, 64, 128))
+    assert shapes.tokens_per_tile == 128
+    assert program_shapes(bounded_executor("kv", 24, 8, 64, 128)).tokens_per_tile == 48
+
+
+def test_a_description_allows_as_many_requests_as_the_engine_that_was_measured() -> None:
+    executor = bounded_executor("kv", BLOCK, 5, 5, 128)
+    assert executor.decode_buckets[-1] == 8
+    shapes = program_shapes(executor)
+    programs = ProgramCosts(shapes=shapes, coefficients=(1.0,) * len(shapes.feature_names()))
+    assert (programs.max_num_seqs, programs.max_num_batched_tokens) == (5, 5)
+    hardware = describe(dataclasses.replace(MODEL, programs=programs), executor, "tiny")
+    workload = Workload(
+        prompt_tokens=np.array([2], np.int32),
+        output_tokens=np.array([2], np.int32),
+        arrival_s=np.array([0.0]),
+        best_effort=np.array([False]),
+    )
+    config = SimulationConfig(policy="fcfs")
+    assert simulate(config, hardware=hardware, workload=workload).summary.num_completed == 1
+    with pytest.raises(ConfigError, match=r"max_num_seqs=6 is more than .* calibrated for, 5 "):
+        simulate(dataclasses.replace(config, max_num_seqs=6), hardware=hardware, workload=workload)
 
 
 def test_calibrations_are_stored_by_what_they_depend_on_and_loaded(tmp_path, monkeypatch) -> None:

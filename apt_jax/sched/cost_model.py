@@ -133,6 +133,8 @@ def _solve(
     """Coefficients that make the mean relative error small: least squares, reweighted so that hiccups weigh little."""
     from scipy.optimize import nnls  # heavy to import, and only a calibration needs it
 
+    if not rows.any():
+        return np.zeros(features.shape[1])
     a = features[rows] / times[rows, None]
     scale = np.maximum(np.abs(a).max(axis=0, initial=0.0), 1e-30)
     a, found = a / scale, np.zeros(features.shape[1])
@@ -172,11 +174,13 @@ def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostMo
     """Fit both models; every fourth point of a phase is held back to state the quality, then all are used.
 
     Raises:
-        ValueError: a phase has fewer points than the linear model has coefficients.
+        ValueError: a phase has fewer points than the linear model has coefficients, and is no prefill phase without
+            any where steps are of one token and so hold no chunk.
     """
     prefill = np.array([p.is_prefill for p in points], np.bool_)
     num_prefill, num_decode = int(prefill.sum()), int((~prefill).sum())
-    if num_prefill < len(_PREFILL) or num_decode < len(_DECODE):
+    no_chunks = num_prefill == 0 and shapes.prefill_buckets[-1] == 1
+    if (num_prefill < len(_PREFILL) and not no_chunks) or num_decode < len(_DECODE):
         raise ValueError(
             f"a cost model needs at least {len(_PREFILL)} prefill and {len(_DECODE)} decode points, got {num_prefill} and {num_decode}"
         )
@@ -198,7 +202,8 @@ def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostMo
     linear_qualities = []
     for names, phase in ((_PREFILL, prefill), (_DECODE, ~prefill)):
         features = np.zeros((len(points), len(names)))
-        features[phase] = [points[i].linear_features() for i in np.flatnonzero(phase).tolist()]
+        for i in np.flatnonzero(phase).tolist():
+            features[i] = points[i].linear_features()
         seen = _solve(features, times, phase & ~held)
         linear_qualities.append(_quality(seen, features, times, held, phase))
         found = _solve(features, times, phase)

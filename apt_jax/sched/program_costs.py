@@ -23,9 +23,11 @@ class ProgramShapes:
     """What an executor pads steps to."""
 
     decode_buckets: tuple[int, ...]
-    """Rows, ascending; the last one is the most that a step may have."""
+    """Rows of a step without chunks, ascending."""
     prefill_buckets: tuple[int, ...]
     """Tokens of a step with chunks, ascending."""
+    max_num_seqs: int
+    """Most rows that a step may have, at most the last bucket's."""
     mixed: bool
     """Decode rows have their own attention beside chunks; else a step with any chunk computes all rows as chunks."""
     rows_per_tile: int
@@ -42,6 +44,10 @@ class ProgramShapes:
             buckets: Sequence[int] = getattr(self, name)
             if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
                 raise ValueError(f"{name}: {list(buckets)} must ascend from at least 1")
+        if not 1 <= self.max_num_seqs <= self.decode_buckets[-1]:
+            raise ValueError(
+                f"max_num_seqs: {self.max_num_seqs} must lie in [1, {self.decode_buckets[-1]}]"
+            )
         for name in ("rows_per_tile", "tokens_per_tile", "query_tile", "key_tile"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
@@ -150,7 +156,7 @@ class ProgramCosts:
     @property
     def max_num_seqs(self) -> int:
         """Most rows of a step."""
-        return self.shapes.decode_buckets[-1]
+        return self.shapes.max_num_seqs
 
     @property
     def max_num_batched_tokens(self) -> int:
