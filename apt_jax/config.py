@@ -24,8 +24,12 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _is_positive(value: float) -> bool:
-    return not math.isnan(value) and value > 0
+def _require_seconds(name: str, value: float) -> None:
+    try:
+        positive = not math.isnan(value) and value > 0
+    except OverflowError:  # not printed: an integer of thousands of digits cannot be
+        raise ConfigError(f"{name} is too large a number of seconds") from None
+    _require(positive, f"{name}={value!r} must be a positive number of seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +42,8 @@ class SLO:
     """Gap between two consecutive tokens, seconds."""
 
     def __post_init__(self) -> None:
-        _require(
-            _is_positive(self.ttft_s),
-            f"slo ttft_s={self.ttft_s!r} must be a positive number of seconds",
-        )
-        _require(
-            _is_positive(self.tbt_s),
-            f"slo tbt_s={self.tbt_s!r} must be a positive number of seconds",
-        )
+        _require_seconds("slo ttft_s", self.ttft_s)
+        _require_seconds("slo tbt_s", self.tbt_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apt_jax.config import SLO
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import ConfigError, InvalidRequestError
 from apt_jax.request import SamplingParams
 from apt_jax.validation import RequestLimits, build_request
 
@@ -342,3 +342,13 @@ def test_classes(value):
 def test_the_two_classes_are_taken():
     assert build(slo_class="be").slo_class == "be"
     assert build(slo_class="rt").slo_class == "rt"
+
+
+@pytest.mark.parametrize("field", ["ttft_s", "tbt_s"])
+def test_an_objective_that_is_no_time_is_named(field: str) -> None:
+    for value in (math.nan, 0):
+        with pytest.raises(ConfigError, match=f"^slo {field}={value} must be a positive number"):
+            SLO(**{field: value})
+    for value in (10**400, HUGE):
+        with pytest.raises(ConfigError, match=f"^slo {field} is too large a number of seconds$"):
+            SLO(**{field: value})
