@@ -197,7 +197,7 @@ def load_hardware(model: str, hardware: str, num_devices: int | None = None) -> 
             raise ConfigError(f"{hardware} describes {found.model!r}, not {model!r} (--model)")
         if num_devices is not None and found.num_devices != num_devices:
             raise ConfigError(
-                f"{hardware} describes {found.num_devices} devices, not {num_devices} (--num-devices)"
+                f"{hardware} describes {found.num_devices} devices, not {num_devices} (--tensor-parallel-size)"
             )
         return found
     bundled = _bundled()
@@ -214,7 +214,7 @@ def load_hardware(model: str, hardware: str, num_devices: int | None = None) -> 
         known = ", ".join(f"{name} x{count}" for _, name, count in of_model)
         wanted = hardware if num_devices is None else f"{hardware} x{num_devices}"
         raise ConfigError(
-            f"no description of {model} on {wanted!r}; known: {known} (--hardware, --num-devices)"
+            f"no description of {model} on {wanted!r}; known: {known} (--hardware, --tensor-parallel-size)"
         )
     return bundled[matches[0]]
 
@@ -343,6 +343,8 @@ def _object(value: object, name: str) -> dict[str, Any]:
 def _integer(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}: {value!r:.40} must be an integer")
+    if abs(value) >= 2**31:
+        raise ValueError(f"{name}: the number is too large")
     return value
 
 
@@ -351,5 +353,8 @@ def _numbers(value: object, name: str) -> dict[str, float]:
     for key, number in _object(value, name).items():
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise ValueError(f"{name}.{key}: {number!r:.40} must be a number")
-        numbers[key] = float(number)
+        try:
+            numbers[key] = float(number)
+        except OverflowError:
+            raise ValueError(f"{name}.{key}: the number is too large") from None
     return numbers

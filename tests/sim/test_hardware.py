@@ -208,7 +208,7 @@ def test_a_description_survives_a_file(opt: Hardware, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["here.json"]
     with pytest.raises(ConfigError, match=r"here.json describes 'opt-13b', not 'opt-30b'"):
         load_hardware("opt-30b", str(path))
-    with pytest.raises(ConfigError, match="1 devices, not 2"):
+    with pytest.raises(ConfigError, match=r"1 devices, not 2 \(--tensor-parallel-size\)"):
         load_hardware("opt-13b", str(path), 2)
 
 
@@ -218,6 +218,15 @@ def test_a_description_survives_a_file(opt: Hardware, tmp_path: Path) -> None:
         (("format",), 2, "format: 2 must be 1"),
         (("num_blocks",), 1, "num_blocks: 1 must be at least 2"),
         (("num_blocks",), "many", "num_blocks: 'many' must be an integer"),
+        pytest.param(
+            ("num_blocks",), 10**400, "num_blocks: the number is too large", id="huge_blocks"
+        ),
+        pytest.param(
+            ("costs", "absorb", "prefill_base_s"),
+            10**400,
+            "costs.absorb.prefill_base_s: the number is too large",
+            id="huge_cost",
+        ),
         (("block_size",), True, "block_size: True must be an integer"),
         (("max_model_len",), 0, "max_model_len: 0 must be at least 1"),
         (("hidden_blocks_per_group",), 3, "hidden_blocks_per_group: 3 must be 1 or null"),
