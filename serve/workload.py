@@ -83,8 +83,16 @@ def sustained_rate(
     running = int(max(1, min(max_num_seqs, num_blocks // blocks)))
     lens = [int(held)] * running
     step_s = model.decode_s([], lens) if kind_hidden else model.decode_s(lens, [])
-    prefill_s = model.prefill_s([int(prompt_len)], [0])
+    prefill_s = _prompt_s(model, int(prompt_len))
     return 1.0 / (prefill_s + output_len * step_s / running)
+
+
+def _prompt_s(model: CostModel, length: int) -> float:
+    """Predicted time of one prompt on its own, in as many steps as it takes, seconds."""
+    most = model.programs.max_num_batched_tokens
+    return sum(
+        model.prefill_s([min(most, length - done)], [done]) for done in range(0, length, most)
+    )
 
 
 def derive_workload(
@@ -137,10 +145,9 @@ def derive_workload(
     held = int(prompt_len + output_len / 2)
     busy = min(max_num_seqs, num_blocks // int(2 * np.ceil(held / block_size)))
     step_s = model.decode_s([held] * busy, [])
-    chunk_s = model.prefill_s(
-        [int(prompt_len)] * max(1, int(max_num_batched_tokens / prompt_len)),
-        [0] * max(1, int(max_num_batched_tokens / prompt_len)),
-    )
+    chunk = min(int(prompt_len), max_num_batched_tokens)
+    chunks = min(int(max_num_batched_tokens / prompt_len) or 1, max_num_seqs)
+    chunk_s = model.prefill_s([chunk] * chunks, [0] * chunks)
     slo = SLO(ttft_s=TTFT_IN_STEPS * (step_s + chunk_s), tbt_s=TBT_IN_STEPS * (step_s + chunk_s))
     return Workload(arrivals=arrivals, slo=slo, rate=rate, kv_capacity=kv, hybrid_capacity=hybrid)
 
