@@ -2,6 +2,7 @@
 
     python -m benchmarks.apt_plus parts        effective throughput at 90 % attainment, one part at a time left out
     python -m benchmarks.apt_plus everywhere   attainment beside apt's: every trace, CV 1, 5 and 10, two loads
+    python -m benchmarks.apt_plus made_up      the same on traces made up for it: short prompts, long ones, two sorts, all alike
 
 Simulated OPT-13B on an A100 of 40 GB (and Llama-2-7B on one of 80 GB for traces beyond OPT's 2,048 tokens). "apt" is the
 paper's policy with the paper's reprojection cost, with KV alone and with the hybrid cache; `apt-plus` uses absorption where
@@ -185,6 +186,31 @@ def parts(args: argparse.Namespace) -> None:
     )
 
 
+COMPARED = ("apt, KV", "apt, hybrid (the paper's)", "apt-plus")
+
+
+def beside_apt(
+    configs: list[tuple[str, SimulationConfig]], args: argparse.Namespace, name: str
+) -> None:
+    """Attainment under `COMPARED` of every (trace, configuration), seeds averaged."""
+    tasks = [
+        Task(variant, dataclasses.replace(config, seed=seed))
+        for _, config in configs
+        for variant in COMPARED
+        for seed in range(args.seeds)
+    ]
+    found = iter(run_all(_attainment, tasks, args))
+    rows = []
+    for trace, config in configs:
+        means = [
+            100 * float(np.mean([next(found)["attainment"] for _ in range(args.seeds)]))
+            for _ in COMPARED
+        ]
+        gain = means[2] - max(means[:2])
+        rows.append([trace, config.cv, config.rate, *(f"{m:.1f}" for m in means), f"{gain:+.1f}"])
+    write(args.out / f"{name}.csv", ["trace", "CV", "requests/s", *COMPARED, "gain"], rows)
+
+
 def everywhere(args: argparse.Namespace) -> None:
     rates = {
         "sharegpt": (3.0, 6.0),
@@ -196,40 +222,52 @@ def everywhere(args: argparse.Namespace) -> None:
         "azure-conv": (3.0, 6.0),
         "mooncake-conv": (1.5, 4.0),
     }
-    compared = ("apt, KV", "apt, hybrid (the paper's)", "apt-plus")
-    cells = [
-        (trace, cv, rate)
+    configs = [
+        (trace, dataclasses.replace(config_of(trace, args.requests, 0, cv), rate=rate))
         for trace in args.traces or rates
         for cv in (1.0, 5.0, 10.0)
         for rate in rates[trace]
     ]
-    tasks = [
-        Task(
-            variant,
-            dataclasses.replace(config_of(trace, args.requests, seed, cv), rate=rate),
-        )
-        for trace, cv, rate in cells
-        for variant in compared
-        for seed in range(args.seeds)
-    ]
-    found = iter(run_all(_attainment, tasks, args))
-    rows = []
-    for trace, cv, rate in cells:
-        means = [
-            100 * float(np.mean([next(found)["attainment"] for _ in range(args.seeds)]))
-            for _ in compared
+    beside_apt(configs, args, "everywhere")
+
+
+def made_up(args: argparse.Namespace) -> None:
+    rng = np.random.default_rng(77)
+    n = 3000
+    one_sort = rng.random(n) < 0.5
+    drawn = {
+        "short-long": (rng.lognormal(3.5, 0.5, n), rng.lognormal(6.3, 0.4, n)),
+        "long-short": (rng.lognormal(6.8, 0.3, n), rng.lognormal(3.0, 0.7, n)),
+        "two-sorts": (
+            np.where(one_sort, rng.lognormal(3.0, 0.4, n), rng.lognormal(6.7, 0.3, n)),
+            np.where(one_sort, rng.lognormal(6.0, 0.4, n), rng.lognormal(2.5, 0.4, n)),
+        ),
+        "all-alike": (np.full(n, 300.0), np.full(n, 200.0)),
+    }
+    rates = {"short-long": (1.8, 3.5), "long-short": (3.0, 6.0), "two-sorts": (2.5, 5.0), "all-alike": (3.0, 6.0)}  # fmt: skip
+    directory = args.out / "traces"
+    directory.mkdir(exist_ok=True)
+    configs = []
+    for trace, (prompt, output) in drawn.items():
+        prompt = np.clip(prompt, 1, 1500).astype(int)
+        output = np.clip(output, 1, 2040 - prompt).astype(int)
+        path = directory / f"{trace}.csv"
+        rows = [f"{p},{o}" for p, o in zip(prompt.tolist(), output.tolist(), strict=True)]
+        path.write_text("\n".join(["prompt_tokens,output_tokens", *rows]) + "\n")
+        base = dataclasses.replace(config_of("sharegpt", args.requests, 0), trace=str(path))
+        configs += [
+            (trace, dataclasses.replace(base, cv=cv, rate=rate))
+            for cv in (1.0, 5.0, 10.0)
+            for rate in rates[trace]
         ]
-        rows.append(
-            [trace, cv, rate, *(f"{m:.1f}" for m in means), f"{means[2] - max(means[:2]):+.1f}"]
-        )
-    write(args.out / "everywhere.csv", ["trace", "CV", "requests/s", *compared, "gain"], rows)
+    beside_apt(configs, args, "made-up")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("parts", "everywhere"))
+    parser.add_argument("what", choices=("parts", "everywhere", "made_up"))
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
@@ -237,7 +275,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    {"parts": parts, "everywhere": everywhere}[args.what](args)
+    {"parts": parts, "everywhere": everywhere, "made_up": made_up}[args.what](args)
 
 
 if __name__ == "__main__":

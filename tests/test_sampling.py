@@ -49,9 +49,10 @@ def test_without_borders_only_min_p_is_left_and_nothing_branches_or_loops() -> N
         sampling.restrict(scores, off, ones, min_p, "no"),
         sampling.restrict(scores, off, ones, min_p),
     )
+    restrict = jax.jit(sampling.restrict, static_argnames="borders")
     for borders in ("yes", "no"):
-        restrict = jax.jit(lambda s, b=borders: sampling.restrict(s, off, ones, min_p, b))
-        text = restrict.lower(scores).compile().as_text() or ""
+        program = restrict.lower(scores, off, ones, min_p, borders=borders)
+        text = program.compile().as_text() or ""
         for control in (" while(", " conditional("):
             assert control not in text
 
