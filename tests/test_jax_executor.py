@@ -115,17 +115,20 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
         )
 
 
-@pytest.mark.parametrize("ops", [None, GRAPHS])
-def test_serving_after_warm_up_compiles_nothing(ops: AttentionOps | None) -> None:
-    executor = make_executor(mixed=True, ops=ops)
+@pytest.mark.parametrize(("mode", "ops", "seats"), [("hybrid", None, 8), ("kv", GRAPHS, 2)])
+def test_serving_after_warm_up_compiles_nothing(
+    mode: CacheMode, ops: AttentionOps | None, seats: int
+) -> None:
+    executor = make_executor(mode, mixed=True, ops=ops, max_num_seqs=seats)
     seen = []
     executor.warm_up(lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] == len(seen)
     assert executor.compilations == 0
     driver = Driver(executor)
     rng = np.random.default_rng(0)
-    for seat in range(8):
-        driver.add(seat, list(rng.integers(3, 97, int(rng.integers(1, 40)))), int(rng.integers(2)))
+    for seat in range(seats):
+        kind = int(rng.integers(2)) if mode == "hybrid" else KV
+        driver.add(seat, list(rng.integers(3, 97, int(rng.integers(1, 40)))), kind)
     variants = [
         GREEDY,
         SamplingParams(seed=1),
@@ -134,7 +137,7 @@ def test_serving_after_warm_up_compiles_nothing(ops: AttentionOps | None) -> Non
     ]
     for i in range(30):
         counts, budget = {}, 64
-        for seat in rng.permutation(8)[: rng.integers(1, 9)]:
+        for seat in rng.permutation(seats)[: rng.integers(1, seats + 1)]:
             left = len(driver.tokens[seat]) - driver.cached[seat]
             n = min(budget, int(rng.integers(1, left + 1)))
             if n and driver.cached[seat] + n < 90:

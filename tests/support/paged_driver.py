@@ -43,7 +43,7 @@ def make_executor(
         kwargs.pop("params", PARAMS),
         kwargs.pop("config", CONFIG),
         cache=cache,
-        max_num_seqs=8,
+        max_num_seqs=kwargs.pop("max_num_seqs", 8),
         max_num_batched_tokens=64,
         max_model_len=128,
         mixed=mixed,
