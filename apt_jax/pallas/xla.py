@@ -247,21 +247,18 @@ def decode_absorbed(
 
 
 def project_kv(
-    x: Float[Array, "T D"], w: Float[Array, "K H D"], b: Float[Array, "K H"] | None
+    x: Float[Array, "T D"],
+    w: Float[Array, "K H D"],
+    b: Float[Array, "K H"] | None,
+    angles: Float[Array, "T HALF"] | None = None,
 ) -> Float[Array, "T E"]:
-    """Keys or values of layer inputs, in the dtype of `x`, lanes flattened."""
+    """Keys or values of layer inputs, in the dtype of `x`, lanes flattened; rounded once, after `reference.rotate`."""
     out = dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1))
     if b is not None:
         out = out + b.astype(jnp.float32).reshape(1, -1)
+    if angles is not None:
+        out = rotate(out.reshape(x.shape[0], *w.shape[:2]), angles).reshape(out.shape)
     return out.astype(x.dtype)
-
-
-def rotate_keys(
-    keys: Float[Array, "T E"], angles: Float[Array, "T HALF"], num_kv_heads: int
-) -> Float[Array, "T E"]:
-    """`reference.rotate` of flattened lanes, in the dtype of `keys`."""
-    heads = keys.reshape(keys.shape[0], num_kv_heads, -1)
-    return rotate(heads, angles).astype(keys.dtype).reshape(keys.shape)
 
 
 def decode_reprojected(
@@ -286,9 +283,8 @@ def decode_reprojected(
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
         x = _fetch_blocks(pool, ids[:, 0], block_size, own)
         flat = x.reshape(-1, x.shape[2])
-        keys, values = project_kv(flat, wk, bk), project_kv(flat, wv, bv)
-        if angles is not None:
-            keys = rotate_keys(keys, angles[position.reshape(-1)], num_kv_heads)
+        turns = None if angles is None else angles[position.reshape(-1)]
+        keys, values = project_kv(flat, wk, bk, turns), project_kv(flat, wv, bv)
         return keys.reshape(*x.shape[:2], -1), values.reshape(*x.shape[:2], -1)
 
     return _decode(
@@ -326,8 +322,8 @@ def decode_v_absorbed(
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
         x = _fetch_blocks(pool, ids[:, 0], block_size, own)
-        keys = project_kv(x.reshape(-1, width), wk_rotary, bk_rotary)
-        keys = rotate_keys(keys, angles[position.reshape(-1)], num_heads)
+        turns = angles[position.reshape(-1)]
+        keys = project_kv(x.reshape(-1, width), wk_rotary, bk_rotary, turns)
         keys = keys.reshape(*x.shape[:2], -1)
         return keys if q_absorbed is None else jnp.concatenate([keys, x], axis=2), x
 
@@ -406,10 +402,12 @@ def prefill(
             .transpose(1, 0, 2, 3)
             .reshape(tq, num_heads, head_dim)
         )
+        # Tokens of other rows in the tile see no key of this one: 0 * NaN must not reach them.
+        sees = jnp.any(mask, axis=1)[:, None, None]
         new = (
             m_new.transpose(1, 0, 2).reshape(tq, num_heads),
             l * rescale + l_add,
-            acc * rescale[..., None] + pv,
+            jnp.where(sees, acc * rescale[..., None] + pv, acc),
         )
         return tuple(
             lax.dynamic_update_slice_in_dim(a, b, start, axis=0)
@@ -432,10 +430,8 @@ def prefill(
                 return first, second
 
             def from_hidden() -> tuple[Array, Array]:
-                keys = project_kv(first, wk, bk)
-                if angles is not None:
-                    keys = rotate_keys(keys, angles[position[0]], num_kv_heads)
-                return keys, project_kv(first, wv, bv)
+                turns = None if angles is None else angles[position[0]]
+                return project_kv(first, wk, bk, turns), project_kv(first, wv, bv)
 
             keys, values = lax.cond(hidden[r], from_hidden, from_kv) if with_hidden else from_kv()
             keys, values = (

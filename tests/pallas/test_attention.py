@@ -425,6 +425,43 @@ def test_prefill_without_cached_tokens_is_causal_attention(name: str) -> None:
     check(actual, reference.causal_attention(q, k, v), "float32")
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_broken_prefix_stays_with_its_row_in_prefill(name: str, hidden: bool) -> None:
+    """Chunks share a tile of queries: what is not finite in one row's cache may not reach the others."""
+    rng = np.random.default_rng(7)
+    shape, chunks, prefixes = SMALL["three-heads"], (3, 4, 2), (20, 9, 17)
+    blocks = place(rng, prefixes, 2)
+    q, k, v = (normal(rng, (12, shape.num_heads, shape.head_dim), "float32") for _ in range(3))
+    args = (
+        jnp.asarray(blocks.tables),
+        *(jnp.asarray(a, jnp.int32) for a in ((0, 3, 7), chunks, prefixes)),
+        jnp.full(3, hidden),
+        jnp.int32(3),
+        *weights(rng, shape, "float32"),
+    )
+    run = functools.partial(
+        attention_ops("cpu", name).prefill, block_size=BLOCK, with_hidden=hidden
+    )
+    pool = functools.partial(fill, blocks=blocks, lanes=shape.lane, dtype="float32")
+    whole = np.asarray(run(q, k, v, pool(np.random.default_rng(8)), *args))
+    broken = np.asarray(run(q, k, v, pool(np.random.default_rng(8), rows=[0, 2]), *args))
+    mine = [0, 1, 2, 7, 8, 9, 10, 11]
+    np.testing.assert_array_equal(broken[mine], whole[mine])
+    assert not np.isfinite(broken[3:7]).any()
+
+
+def test_rotary_keys_are_rounded_once() -> None:
+    rng = np.random.default_rng(9)
+    x, w, b = (normal(rng, s, "bfloat16") for s in ((50, 24), (3, 8, 24), (3, 8)))
+    angles = jnp.asarray(3 * rng.standard_normal((50, 4)), jnp.float32)
+    keys = jnp.einsum("td,khd->tkh", x, w, preferred_element_type=jnp.float32)
+    keys += b.astype(jnp.float32)[None]
+    exact = np.asarray(reference.rotate(keys, angles)).reshape(50, 24)
+    actual = np.asarray(xla.project_kv(x, w, b, angles), np.float32)
+    assert (np.abs(actual - exact) <= 2.0**-8 * np.abs(exact) * 1.001 + 1e-5).all()
+
+
 def test_unknown_implementation_is_an_error() -> None:
     with pytest.raises(ValueError, match="no attention implementation 'mosaic'"):
         attention_ops("cpu", "mosaic")
