@@ -21,7 +21,6 @@ from apt_jax.jax_executor import JaxExecutor
 from apt_jax.pallas.xla import (
     PREFILL_KEY_TILE,
     PREFILL_QUERY_TILE,
-    ROWS_PER_TILE,
     TOKENS_PER_TILE,
 )
 from apt_jax.request import SamplingParams
@@ -87,7 +86,7 @@ def program_shapes(executor: JaxExecutor) -> ProgramShapes:
         prefill_buckets=tuple(executor.prefill_buckets),
         max_num_seqs=executor.max_num_seqs,
         mixed=executor.mixed,
-        rows_per_tile=ROWS_PER_TILE,
+        rows_per_tile=executor.rows_per_tile,
         tokens_per_tile=max(1, TOKENS_PER_TILE // executor.block_size) * executor.block_size,
         query_tile=PREFILL_QUERY_TILE,
         key_tile=PREFILL_KEY_TILE,

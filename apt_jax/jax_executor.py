@@ -247,7 +247,7 @@ class JaxExecutor:
                 self._ops = attention_ops(self.platform, attention, _chip(self._device))
             except ValueError as error:
                 raise ConfigError(f"{error} (--attention-backend)") from None
-        self.attention_name = self._ops.name
+        self.attention_name, self.rows_per_tile = self._ops.name, self._ops.rows_per_tile
         self.mixed = not self._ops.branches if mixed is None else mixed
         self._pool_dtype = pool_dtype(params.embed.dtype, self.platform)
         self._table_len = -(-max_model_len // cache.block_size)

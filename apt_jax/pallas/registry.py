@@ -29,6 +29,8 @@ class AttentionOps:
     decode_reprojected: Callable[..., Any]
     decode_v_absorbed: Callable[..., Any]
     prefill: Callable[..., Any]
+    rows_per_tile: int
+    """Decode rows that attend together, reading up to the longest of their contexts."""
     branches: bool
     """The decoder may branch around ops that have no rows. False: ops are called for every step and must cost little
     where they have none, as a branch on the device would break up a CUDA graph."""
@@ -43,6 +45,7 @@ def _xla(chip: str | None) -> AttentionOps:
         decode_reprojected=xla.decode_reprojected,
         decode_v_absorbed=xla.decode_v_absorbed,
         prefill=xla.prefill,
+        rows_per_tile=xla.ROWS_PER_TILE,
         branches=True,
     )
 
@@ -66,6 +69,7 @@ def _triton(chip: str | None, interpret: bool = False) -> AttentionOps:
         decode_reprojected=bound(triton_decode.decode_reprojected),
         decode_v_absorbed=bound(triton_decode.decode_v_absorbed),
         prefill=bound(triton_prefill.prefill),
+        rows_per_tile=1,
         branches=False,
     )
 
@@ -86,6 +90,7 @@ def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
         name="tpu-interpret" if interpret else "tpu",
         decode_kv=functools.partial(tpu_decode.decode_kv, interpret=interpret),
         decode_absorbed=functools.partial(tpu_decode.decode_absorbed, interpret=interpret),
+        rows_per_tile=1,
     )
 
 

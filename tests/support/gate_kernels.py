@@ -113,5 +113,6 @@ SMALL_OPS = AttentionOps(
     decode_reprojected=_absent,
     decode_v_absorbed=_absent,
     prefill=_absent,
+    rows_per_tile=1,
     branches=False,
 )
