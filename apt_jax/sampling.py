@@ -58,8 +58,8 @@ class PenaltyRows:
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Unsigned integers in the order of the floats (no NaN)."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    """Unsigned integers in the order of the floats (no NaN); both zeros are one."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.uint32)
     negative = bits >= jnp.uint32(0x80000000)
     return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
 

@@ -61,6 +61,13 @@ def test_ties_at_the_border_stay() -> None:
     scores = jnp.array([[1.0, 2.0, 2.0, 0.0, -1.0]])
     kept = sampling.restrict(scores, jnp.array([1], jnp.int32), jnp.array([1.0]), jnp.array([0.0]))
     assert np.isfinite(np.asarray(kept))[0].tolist() == [False, True, True, False, False]
+    zeros = jnp.array([[0.0, -0.0, -1.0]])  # equal, whatever their sign bits
+    restrict = jax.jit(sampling.restrict, static_argnames="borders")
+    for borders in ("maybe", "yes"):
+        kept = restrict(
+            zeros, jnp.array([1], jnp.int32), jnp.ones(1), jnp.zeros(1), borders=borders
+        )
+        assert np.isfinite(np.asarray(kept))[0].tolist() == [True, True, False]
 
 
 def _rows(
