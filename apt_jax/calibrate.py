@@ -104,13 +104,18 @@ class _Episode:
 def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]:
     """A round: every program that a step can need once, with rows, contexts, kinds and chunks drawn at random."""
     shapes, max_len = program_shapes(executor), executor.max_model_len
-    most_tokens = min(executor.max_num_batched_tokens, executor.max_num_seqs * max_len)
     offered = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]
     # As many cached tokens as fit the pool: beyond that the timing would read the same blocks again and again.
     room = executor.num_blocks * executor.block_size // (2 if KV in offered else 1)
 
     def bounds(buckets: tuple[int, ...], i: int, most: int) -> tuple[int, int]:
         return (buckets[i - 1] + 1 if i else 1), min(buckets[i], most)
+
+    def most_chunks(with_decode: bool) -> int:
+        return executor.max_num_seqs - with_decode
+
+    def most_tokens(with_decode: bool) -> int:
+        return min(executor.max_num_batched_tokens, most_chunks(with_decode) * max_len)
 
     def kinds(count: int) -> list[int]:
         if len(offered) == 2 and rng.random() < 1 / 3:
@@ -129,7 +134,8 @@ def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]
             decodes.append(shapes.decode_buckets.index(rows))
             continue
         i = shapes.prefill_buckets.index(tokens)
-        if i == 0 or shapes.prefill_buckets[i - 1] < most_tokens:
+        fewer = shapes.prefill_buckets[i - 1] if i else 0
+        if fewer < most_tokens(rows > 0):
             prefills.append((i, rows > 0))
     decodes, prefills = [int(i) for i in rng.permutation(decodes)], list(prefills)
     rng.shuffle(prefills)
@@ -142,14 +148,17 @@ def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]
         decode = (kinds(count), contexts(count, max_len), [1] * count)
 
         bucket, with_decode = prefills[turn % len(prefills)]
-        low, high = bounds(shapes.prefill_buckets, bucket, most_tokens)
+        low, high = bounds(shapes.prefill_buckets, bucket, most_tokens(with_decode))
         total = int(rng.integers(min(max(low, 2), high), high + 1))
         fewest = -(-total // max_len)
         chunks = int(
-            rng.integers(fewest, max(fewest, min(8, total // 2, executor.max_num_seqs)) + 1)
+            rng.integers(fewest, max(fewest, min(8, total // 2, most_chunks(with_decode))) + 1)
         )
-        cuts = np.sort(rng.choice(np.arange(1, total), chunks - 1, replace=False))
-        lens = np.minimum(np.diff([0, *cuts.tolist(), total]), max_len).tolist()
+        # Where decode rows have their own path, a chunk of one token is one.
+        more = 1 if shapes.mixed and 2 * chunks <= total else 0
+        rest = total - more * chunks
+        cuts = np.sort(rng.choice(np.arange(1, rest), chunks - 1, replace=False))
+        lens = np.minimum(np.diff([0, *cuts.tolist(), rest]) + more, max_len).tolist()
         for i in range(chunks):  # what the longest ones could not take
             lens[i] = min(max_len, lens[i] + total - sum(lens))
         starts = [
@@ -272,8 +281,11 @@ def store_calibration(model: CostModel, path: Path) -> None:
     """Write a fit where `load_calibration` finds it; replaces the file as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(dataclasses.asdict(model), indent=1))
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(dataclasses.asdict(model), indent=1))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_or_calibrate(

@@ -242,16 +242,26 @@ def test_measured_steps_are_ones_that_serving_can_have(mode: CacheMode, mixed: b
             assert max(episode.decode[2]) == 1
 
 
-def test_every_program_that_can_occur_is_measured() -> None:
-    executor = bounded_executor("kv", 16, 8, 256, 34)
-    assert executor.prefill_buckets == [32, 64, 128, 256]
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("seqs", [1, 2, 3, 4, 8])
+def test_every_round_measures_every_program_that_can_occur(seqs: int, mixed: bool) -> None:
+    executor = bounded_executor("kv", 16, seqs, 256, 34, mixed)
+    shapes = program_shapes(executor)
+    assert shapes.prefill_buckets == (32, 64, 128, 256)
+    possible = set()
+    for rows, tokens in shapes.programs():
+        least = {32: 2, 64: 33, 128: 65, 256: 129}.get(tokens, 0)
+        if least <= 34 * (seqs - (tokens > 0 and rows > 0)):
+            possible.add(f"program_{rows}_{tokens}")
     rng = np.random.default_rng(0)
-    for _ in range(5):
-        tokens = [sum(episode.prefill[2]) for episode in _episodes(executor, rng)]
-        hit = {next(b for b in executor.prefill_buckets if b >= n) for n in tokens}
-        assert hit == set(executor.prefill_buckets)
-    executor = bounded_executor("kv", 16, 2, 256, 34)  # no step has more than 68 tokens
-    assert max(sum(e.prefill[2]) for _ in range(20) for e in _episodes(executor, rng)) <= 68
+    for _ in range(10):
+        seen = set()
+        for episode in _episodes(executor, rng):
+            for kinds, starts, lens in (episode.prefill, episode.decode):
+                step = StepPoint(num_tokens=lens, start=starts, kind=kinds, time_s=1.0)
+                found = zip(shapes.feature_names(), shapes.features(*step.arrays()), strict=True)
+                seen |= {name for name, value in found if name.startswith("program") and value}
+        assert seen == possible
 
 
 @pytest.mark.parametrize(("tokens", "num_prefill"), [(32, 8), (1, 0)])

@@ -170,8 +170,13 @@ def save_hardware(hardware: Hardware, path: Path | str) -> None:
     path = Path(path)
     data = {"format": FORMAT_VERSION, **dataclasses.asdict(hardware)}
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(
+            json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def known_hardware() -> list[tuple[str, str, int]]:

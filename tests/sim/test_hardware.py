@@ -210,6 +210,10 @@ def test_a_description_survives_a_file(opt: Hardware, tmp_path: Path) -> None:
         load_hardware("opt-30b", str(path))
     with pytest.raises(ConfigError, match=r"1 devices, not 2 \(--tensor-parallel-size\)"):
         load_hardware("opt-13b", str(path), 2)
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        save_hardware(opt, tmp_path / "folder.json")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder.json", "here.json"]
 
 
 @pytest.mark.parametrize(
