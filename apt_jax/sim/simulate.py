@@ -86,6 +86,13 @@ class SimulationConfig:
             f"output_scale={self.output_scale!r} must be positive (--output-scale)",
         )
         require(self.seed >= 0, f"seed={self.seed} must be at least 0 (--seed)")
+        for name, flag in (
+            ("max_num_seqs", "--max-num-seqs"),
+            ("max_num_batched_tokens", "--max-num-batched-tokens"),
+            ("num_blocks", "--num-blocks-override"),
+        ):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name}={value} must be at least 1 ({flag})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

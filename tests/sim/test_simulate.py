@@ -170,6 +170,13 @@ def test_a_request_that_can_never_fit_is_named_or_left_out(tmp_path):
     assert result.summary.num_completed == 2
 
 
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "num_blocks"])
+def test_no_bound_of_a_run_can_be_zero(name):
+    for value in (0, -1):
+        with pytest.raises(ConfigError, match=f"^{name}={value} must be at least 1 "):
+            dataclasses.replace(SMALL, **{name: value})
+
+
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ConfigError, match="sharegpt"):
         simulate(dataclasses.replace(SMALL, trace="sharegtp"))
