@@ -78,8 +78,13 @@ _TILES = {
 limit on sm_80: with 128 keys or 32 lanes a step it spills."""
 
 
-def _tile_for(kernel: str, chip: str | None, itemsize: int, query_rows: int) -> PrefillTile:
-    """The tile of a kernel; 4-byte elements get half of it and two stages, a short batch a smaller query tile."""
+def _tile_for(
+    kernel: str, chip: str | None, itemsize: int, num_tokens: int, group: int
+) -> PrefillTile:
+    """The tile of a kernel; 4-byte elements get half of it and two stages, a short batch a smaller query tile.
+
+    A tile holds all of the `group` query heads of a key/value head, a power of two, for at least one token.
+    """
     chip = chip or CHIPS[0]
     if chip not in CHIPS:
         raise ValueError(f"no tiles for {chip=}; known: {CHIPS}, or None")
@@ -92,7 +97,8 @@ def _tile_for(kernel: str, chip: str | None, itemsize: int, query_rows: int) -> 
             lanes=max(MIN_SIDE, tile.lanes // 2),
             stages=2,
         )
-    return dataclasses.replace(tile, queries=min(tile.queries, padded(query_rows)))
+    queries = max(min(tile.queries, padded(num_tokens * group)), group)
+    return dataclasses.replace(tile, queries=queries, span=max(tile.span, queries))
 
 
 _TILE_FIELDS = 6
@@ -399,7 +405,7 @@ def _reprojected_prefix(
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
     group_bits = (group - 1).bit_length()
-    tile = _tile_for("hidden", chip, pool.dtype.itemsize, num_tokens << group_bits)
+    tile = _tile_for("hidden", chip, pool.dtype.itemsize, num_tokens, 1 << group_bits)
     query_tiles = _query_tiles(*fields, num_tokens, tile.span >> group_bits)
     kernel = functools.partial(
         _hidden_kernel,
@@ -558,7 +564,7 @@ def prefill(
             num_kv_heads=num_kv_heads,
             **more,
         )
-    tile = _tile_for("chunk", chip, pool.dtype.itemsize, num_tokens << group_bits)
+    tile = _tile_for("chunk", chip, pool.dtype.itemsize, num_tokens, 1 << group_bits)
     query_tiles = _query_tiles(*fields, num_tokens, tile.queries >> group_bits)
     kernel = functools.partial(
         _chunk_kernel,

@@ -164,6 +164,13 @@ def test_one_long_chunk_spans_several_programs(chip: str) -> None:
     assert np.abs(actual - wanted).max() <= TOLERANCE["bfloat16"] * np.abs(wanted).max()
 
 
+def test_more_query_heads_of_one_key_head_than_a_tile_has_rows() -> None:
+    shape = AttentionShape(name="multi-query", num_heads=71, num_kv_heads=1, head_dim=16)
+    chunks, prefixes = (3, 9, 1), (5, 0, 40)
+    arguments, named = case(shape, "float32", chunks=chunks, prefixes=prefixes, hidden=(False,) * 3)
+    check(arguments, named, "float32")
+
+
 def test_nothing_hidden() -> None:
     arguments, named = case(SMALL["three-heads"], "float32", hidden=(False,) * len(CHUNKS))
     assert not named["with_hidden"]
