@@ -135,30 +135,24 @@ def _lower(executor: JaxExecutor, program: Program) -> Any:
 def programs_of(executor: JaxExecutor) -> list[Program]:
     """All that greedy serving uses, for every mixture of kinds."""
     mixtures = executor._mixtures()
-    decodes = [
-        (rows, 0, kinds)
-        for kinds in mixtures
-        for rows in reversed(executor.decode_buckets)
-        if rows > 1 or not all(kinds) or len(mixtures) == 1  # one row is not of two kinds
-    ]
     return [
-        *decodes,
-        *((0, tokens, kinds) for kinds in mixtures for tokens in executor.prefill_buckets),
+        (rows, tokens, kinds)
+        for rows, tokens in reversed(executor._forward_shapes())
+        for kinds in mixtures
+        if rows + tokens > 1 or not all(kinds) or len(mixtures) == 1  # one row is not of two kinds
     ]
 
 
 def warm(executor: JaxExecutor, program: Program) -> None:
     """Run a program once on rows that touch few blocks, sampling included."""
     rows, tokens, (kv, hidden) = program
-    if tokens:
-        count = min(executor.max_num_seqs, 2 if kv and hidden else 1)
-        lens = [tokens // count] * count
-        starts = [0] * count
-    else:
-        lens, starts, count = [1] * rows, [1] * rows, rows
-    kinds = [KV if kv else HIDDEN] * count
-    if kv and hidden and count > 1:
+    chunks = (2 if kv and hidden and not rows else 1) if tokens else 0
+    beside = min(rows, executor.max_num_seqs - chunks)
+    lens = [1] * beside + [tokens // max(1, chunks)] * chunks
+    kinds = [KV if kv else HIDDEN] * len(lens)
+    if kv and hidden and len(lens) > 1:
         kinds[-1] = HIDDEN
+    starts = [1] * beside + [0] * chunks
     executor.execute(calibrate._batch(executor, kinds, starts, lens)).result()
 
 
