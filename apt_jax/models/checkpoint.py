@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -27,6 +28,7 @@ from apt_jax.errors import ModelLoadError
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_ELEMENTS = 2**48
+_CHUNK_BYTES = 8 * 2**20  # a multiple of every element size
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,6 +48,7 @@ _WEIGHT_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
+_QUANTISED = re.compile(r"(I?Q|TQ|MXFP|NVFP)\d\w*")  # block types of GGUF files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +75,39 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """A fresh array in the stored dtype.
+        """A fresh array: in the stored dtype, or float32 where the values are quantised.
 
         Raises:
             ModelLoadError: the file cannot be read or has become shorter.
         """
         ...
 
+    def chunks(self, name: str) -> Iterator[np.ndarray]:
+        """The values of `read` in the order of the file, as flat pieces of a few MiB.
+
+        Raises:
+            ModelLoadError: as `read`.
+        """
+        ...
+
+    def arrange(self, name: str, values: np.ndarray) -> np.ndarray:
+        """The joined pieces of `chunks`, in any dtype, in the order and shape of `tensors`; may be a view."""
+        ...
+
     def close(self) -> None:
         """Close the files; reading afterwards is an error."""
         ...
+
+
+def join_chunks(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """`Checkpoint.read` from `chunks` and `arrange`."""
+    values, done = np.empty(0, np.float32), 0
+    for chunk in checkpoint.chunks(name):
+        if not done:
+            values = np.empty(math.prod(checkpoint.tensors[name].shape), chunk.dtype.newbyteorder("="))
+        values[done : done + chunk.size] = chunk
+        done += chunk.size
+    return checkpoint.arrange(name, values)
 
 
 def one_line(text: str) -> str:
@@ -98,8 +124,8 @@ def some_names(names: Iterable[str], most: int = 3) -> str:
 
 
 def is_weight_dtype(info: TensorInfo) -> bool:
-    """Whether the stored dtype is one that model weights come in."""
-    return info.dtype in _WEIGHT_DTYPES
+    """Whether the stored dtype is one that model weights come in: floating point, or blocks that stand for it."""
+    return info.dtype in _WEIGHT_DTYPES or _QUANTISED.fullmatch(info.dtype) is not None
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -242,7 +268,7 @@ def _read_header(file: io.FileIO, path: Path) -> dict[str, TensorInfo]:
     }
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
+def open_without_waiting(path: str, flags: int) -> int:
     return os.open(
         path, flags | os.O_NONBLOCK
     )  # a pipe of this name would block until somebody writes to it
@@ -265,7 +291,7 @@ class SafetensorsCheckpoint:
     def _add(self, path: Path) -> None:
         try:
             # Unbuffered: a tensor goes straight into its array.
-            file = open(path, "rb", buffering=0, opener=_open_without_waiting)  # noqa: SIM115  # closed by close()
+            file = open(path, "rb", buffering=0, opener=open_without_waiting)  # noqa: SIM115  # closed by close()
             self._files[path.name] = file
             infos = _read_header(file, path)
         except OSError as error:
@@ -278,27 +304,31 @@ class SafetensorsCheckpoint:
             self.tensors[name] = info
 
     def read(self, name: str) -> np.ndarray:
+        return join_chunks(self, name)
+
+    def chunks(self, name: str) -> Iterator[np.ndarray]:
         info = self.tensors[name]
         file, path = self._files[info.file], self._paths[info.file]
+        done = 0
         try:
-            array = np.empty(info.shape, _WEIGHT_DTYPES[info.dtype])
-            target = array.reshape(-1).view(np.uint8)
-            done = 0
-            file.seek(info.start)
             while done < info.num_bytes:
-                count = file.readinto(memoryview(target)[done:])
-                if not count:
-                    raise ModelLoadError(
-                        f"{path}: became shorter while it was read, within {name!r:.80}"
-                    )
-                done += count
+                file.seek(info.start + done)
+                piece = np.empty(min(_CHUNK_BYTES, info.num_bytes - done), np.uint8)
+                filled = 0
+                while filled < piece.size:
+                    count = file.readinto(memoryview(piece)[filled:])
+                    if not count:
+                        raise ModelLoadError(
+                            f"{path}: became shorter while it was read, within {name!r:.80}"
+                        )
+                    filled += count
+                done += filled
+                yield piece.view(_WEIGHT_DTYPES[info.dtype])
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except MemoryError as error:
-            raise ModelLoadError(
-                f"{path}: no memory for {name!r:.80} of {info.num_bytes} bytes"
-            ) from error
-        return array
+
+    def arrange(self, name: str, values: np.ndarray) -> np.ndarray:
+        return values.reshape(self.tensors[name].shape)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -359,6 +389,12 @@ class TorchCheckpoint:
         if self.tensors[name].dtype == "BF16":  # NumPy has no such dtype of its own
             return value.view(self._torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
         return value.numpy().copy()
+
+    def chunks(self, name: str) -> Iterator[np.ndarray]:
+        yield self.read(name).reshape(-1)
+
+    def arrange(self, name: str, values: np.ndarray) -> np.ndarray:
+        return values.reshape(self.tensors[name].shape)
 
     def close(self) -> None:
         self._values.clear()
@@ -438,8 +474,10 @@ __all__ = [
     "TensorInfo",
     "TorchCheckpoint",
     "is_weight_dtype",
+    "join_chunks",
     "one_line",
     "open_checkpoint",
+    "open_without_waiting",
     "read_json",
     "some_names",
 ]

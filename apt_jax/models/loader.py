@@ -10,9 +10,11 @@
 """
 
 import dataclasses
+import itertools
 import logging
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ from apt_jax.models.checkpoint import (
 from apt_jax.models.families import FAMILIES, MODEL_TYPES, PRESETS, Family
 from apt_jax.models.fields import ConfigFields
 from apt_jax.models.params import ModelParams, abstract_params, dummy_params, param_names
+
+LeafSharding = Callable[[str], jax.sharding.Sharding | None]
+"""Where a leaf of the parameters (``layers.3.wq``) shall be; None: on the default device."""
 
 _logger = logging.getLogger(__name__)
 
@@ -281,20 +286,48 @@ def _match(
 
 
 def _read_cast(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) -> np.ndarray:
-    values = checkpoint.read(name)
-    if not _is_finite(values):
+    """A tensor in `dtype`, checked and cast piece by piece: beside the result there is one piece, never a second tensor."""
+    values = _empty(checkpoint, name, dtype, path)
+    done = 0
+    for chunk in checkpoint.chunks(name):
+        if not _is_finite(chunk):
+            raise ModelLoadError(
+                f"{path}: tensor {name!r} holds NaN or infinite values; the file is damaged"
+            )
+        target = values[done : done + chunk.size]
+        with np.errstate(over="ignore"):  # found by the check that follows
+            target[...] = chunk
+        if chunk.dtype != dtype and not _is_finite(target):
+            raise ModelLoadError(
+                f"{path}: tensor {name!r} has values beyond the range of {dtype.name}; choose another --dtype"
+            )
+        done += chunk.size
+    return checkpoint.arrange(name, values)
+
+
+def _empty(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) -> np.ndarray:
+    size = math.prod(checkpoint.tensors[name].shape)
+    try:
+        return np.empty(size, dtype)
+    except MemoryError as error:
         raise ModelLoadError(
-            f"{path}: tensor {name!r} holds NaN or infinite values; the file is damaged"
-        )
-    if values.dtype == dtype:
-        return values
-    with np.errstate(over="ignore"):  # found by the check that follows
-        cast = values.astype(dtype)
-    if not _is_finite(cast):
-        raise ModelLoadError(
-            f"{path}: tensor {name!r} has values beyond the range of {dtype.name}; choose another --dtype"
-        )
-    return cast
+            f"{path}: no memory for {name!r:.80} of {size * dtype.itemsize} bytes"
+        ) from error
+
+
+def _equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    """Whether two tensors hold the same values, compared piece by piece."""
+    pieces = itertools.zip_longest(checkpoint.chunks(name), checkpoint.chunks(other))
+    return all(a is not None and b is not None and np.array_equal(a, b) for a, b in pieces)
+
+
+def _put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Move values to the devices and wait: the host holds no more than one tensor that is on its way."""
+    if sharding is None:
+        array = jnp.asarray(values)
+    else:
+        array = jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
+    return array.block_until_ready()
 
 
 def _load_params(
@@ -304,13 +337,14 @@ def _load_params(
     fields: Mapping[str, Any],
     dtype: np.dtype[Any],
     path: Path,
+    sharding: LeafSharding | None = None,
 ) -> ModelParams:
     leaves, tied_head = _match(checkpoint, family, config, fields, path)
     _check_memory(config, dtype)
     if tied_head is not None:
         embed = next(leaf.stored for leaf in leaves if leaf.leaf == "embed")
         assert embed is not None
-        if not np.array_equal(checkpoint.read(embed), checkpoint.read(tied_head)):
+        if not _equal(checkpoint, embed, tied_head):
             raise ModelLoadError(
                 f"{path}: {tied_head!r} differs from {embed!r}, but config.json says that they are tied (tie_word_embeddings)"
             )
@@ -333,11 +367,13 @@ def _load_params(
 
         for leaf in sorted(leaves, key=place):
             if leaf.stored is None:
-                arrays[leaf.leaf] = jnp.full(leaf.shape, leaf.constant, dtype)
+                values = np.broadcast_to(np.asarray(leaf.constant, dtype), leaf.shape)
+            else:
+                values = _read_cast(checkpoint, leaf.stored, dtype, path).reshape(leaf.shape)
+            arrays[leaf.leaf] = _put(values, None if sharding is None else sharding(leaf.leaf))
+            del values
+            if leaf.stored is None:
                 continue
-            arrays[leaf.leaf] = jnp.asarray(
-                _read_cast(checkpoint, leaf.stored, dtype, path).reshape(leaf.shape)
-            )
             bar.update(checkpoint.tensors[leaf.stored].num_bytes)
     return jax.tree.map(lambda name: arrays[name], param_names(config))
 
