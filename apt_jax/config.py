@@ -248,13 +248,16 @@ class EngineConfig:
     """Everything that `apt_jax.llm.build_engine` needs to make an engine."""
 
     model: str
-    """A bundled name (``tiny-opt``), a directory in Hugging Face format, or with `load_format="dummy"` any known size
-    (``opt-13b``)."""
+    """A bundled name (``tiny-opt``), a directory in Hugging Face format or in ours for Orbax, a ``.gguf`` file, a hub id
+    (``owner/model`` or ``owner/model@revision``), or with `load_format="dummy"` any known size (``opt-13b``)."""
     tokenizer: str | None = None
-    """Directory with a tokenizer.json; None: the model's own."""
+    """Directory with a tokenizer.json, or a ``.gguf`` file; None: the model's own."""
+    chat_template: str | None = None
+    """File of a chat template (Jinja) in place of the model's, or ``none``; None: the model's own, if it has one."""
     dtype: DType = "float32"
-    load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto"
-    """`pt` opens PyTorch `.bin` files with weights_only loading, and only when asked for."""
+    load_format: Literal["auto", "safetensors", "orbax", "gguf", "pt", "dummy"] = "auto"
+    """What the model's files must be. `pt` opens PyTorch `.bin` files with weights_only loading, and only when asked
+    for."""
     max_model_len: int | None = None
     """Longest prompt plus output, tokens; None: the model's own limit."""
     served_model_name: str | None = None
@@ -274,8 +277,8 @@ class EngineConfig:
             f"dtype={self.dtype!r} must be one of float32, bfloat16, float16 (--dtype)",
         )
         _require(
-            self.load_format in ("auto", "safetensors", "pt", "dummy"),
-            f"load_format={self.load_format!r} must be one of auto, safetensors, pt, dummy (--load-format)",
+            self.load_format in ("auto", "safetensors", "orbax", "gguf", "pt", "dummy"),
+            f"load_format={self.load_format!r} must be one of auto, safetensors, orbax, gguf, pt, dummy (--load-format)",
         )
         _require(
             self.max_model_len is None or self.max_model_len >= 2,

@@ -1,6 +1,6 @@
 """Text to tokens and back: a thin wrapper of the `tokenizers` library, and what streaming needs beyond it.
 
-* `Tokenizer` reads tokenizer.json of a model directory. Text that looks like a special token is encoded as the plain
+* `load_tokenizer` reads the tokenizer of a model directory or GGUF file into a `Tokenizer`. Text that looks like a special token is encoded as the plain
   text that it is: only the tokenizer's own template adds special tokens.
 * `IncrementalDetokenizer` turns tokens into text one by one. A character whose bytes are spread over several tokens
   comes out whole, with its last byte; the pieces together are exactly the decoded text of all tokens.
@@ -10,12 +10,18 @@
 """
 
 import codecs
+import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.processors
 
 from apt_jax.errors import ModelLoadError
 
@@ -53,7 +59,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: ids are in [0, vocab_size).
-        path: the directory that it was read from, if any.
+        path: the directory or GGUF file that it was read from, if any.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, path: Path | None = None) -> None:
@@ -118,34 +124,21 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> Tokenizer:
-    """Read tokenizer.json from a model directory.
+    """Read the tokenizer of a model: tokenizer.json, else vocab.json with merges.txt (GPT-2's kind), or a GGUF file.
 
     Args:
-        path: the directory.
+        path: a directory, or a ``.gguf`` file.
         model_vocab_size: V of the model that it will feed; None: not checked.
 
     Raises:
         ModelLoadError: the file is missing or damaged, or it has ids that the model does not.
     """
-    directory = Path(path)
-    file = directory / "tokenizer.json"
-    try:
-        if file.stat().st_size > _MAX_FILE_BYTES:
-            raise ModelLoadError(f"{file}: larger than {_MAX_FILE_BYTES >> 20} MiB")
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelLoadError(
-            f"{file}: cannot be read ({error.strerror}); a directory with a tokenizer.json is needed (--tokenizer)"
-        ) from None
-    except UnicodeDecodeError:
-        raise ModelLoadError(f"{file}: damaged, not UTF-8") from None
-    _check_config(directory)
-    try:
-        backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception
-        reason = " ".join(str(error).split())[:120]
-        raise ModelLoadError(f"{file}: damaged or not a tokenizer ({reason})") from None
-    tokenizer = Tokenizer(backend, directory)
+    source = Path(path)
+    if source.suffix.lower() == ".gguf" and not source.is_dir():
+        file, backend = source, _from_gguf(source)
+    else:
+        file, backend = _from_directory(source)
+    tokenizer = Tokenizer(backend, source)
     if tokenizer.vocab_size == 0:
         raise ModelLoadError(f"{file}: the vocabulary is empty")
     if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
@@ -156,19 +149,129 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
     return tokenizer
 
 
+def _from_gguf(path: Path) -> tokenizers.Tokenizer:
+    # Imported here: the package of the models imports JAX.
+    from apt_jax.models.gguf_file import GgufFile
+    from apt_jax.models.gguf_tokenizer import gguf_tokenizer
+
+    with contextlib.closing(GgufFile(path)) as file:
+        return gguf_tokenizer(file)
+
+
+def _from_directory(directory: Path) -> tuple[Path, tokenizers.Tokenizer]:
+    """The file that the tokenizer is in, and the tokenizer."""
+    file = directory / "tokenizer.json"
+    vocab, merges = directory / "vocab.json", directory / "merges.txt"
+    if not file.exists() and vocab.is_file() and merges.is_file():
+        return vocab, _gpt2_files(directory, vocab, merges)
+    if not file.exists() and (directory / "tokenizer.model").is_file():
+        raise ModelLoadError(
+            f"{directory / 'tokenizer.model'}: is the only tokenizer file, and SentencePiece files are not read; a tokenizer.json is "
+            "needed, as transformers' save_pretrained writes it (--tokenizer)"
+        )
+    text = _read_text(file)
+    _check_config(directory)
+    try:
+        return file, tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        reason = " ".join(str(error).split())[:120]
+        raise ModelLoadError(f"{file}: damaged or not a tokenizer ({reason})") from None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise ModelLoadError(f"{file}: larger than {_MAX_FILE_BYTES >> 20} MiB")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelLoadError(
+            f"{file}: cannot be read ({error.strerror}); a directory with a tokenizer.json is needed (--tokenizer)"
+        ) from None
+    except UnicodeDecodeError:
+        raise ModelLoadError(f"{file}: damaged, not UTF-8") from None
+
+
+def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokenizers.Tokenizer:
+    """Byte-level BPE as GPT-2 and OPT were first published: a vocabulary, merges, and the names of special tokens."""
+    try:
+        vocab = json.loads(_read_text(vocab_file))
+    except (ValueError, RecursionError):
+        raise ModelLoadError(f"{vocab_file}: damaged, not JSON") from None
+    if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 2**31 for i in vocab.values()):
+        raise ModelLoadError(f"{vocab_file}: damaged, must map tokens to ids")
+    if not _BYTES.keys() <= vocab.keys():
+        raise ModelLoadError(
+            f"{vocab_file}: is not a byte-level vocabulary; a tokenizer.json is needed (--tokenizer)"
+        )
+    lines = [line for line in _read_text(merges_file).split("\n") if not line.startswith("#version")]
+    pairs = [tuple(line.split(" ")) for line in lines if line.strip()]
+    if not all(len(pair) == 2 for pair in pairs):
+        raise ModelLoadError(f"{merges_file}: damaged, a line is not two tokens")
+    _check_config(directory)
+    config = tokenizer_config(directory)
+    try:
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
+    except Exception as error:  # the library raises plain Exception
+        reason = " ".join(str(error).split())[:120]
+        raise ModelLoadError(f"{merges_file}: does not fit vocab.json ({reason})") from None
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: special_token(config, name) for name in names}
+    known = [token for token in special.values() if token in vocab]
+    backend.add_special_tokens(list(dict.fromkeys([*known, *({"<|endoftext|>"} & vocab.keys())])))
+    bos = special["bos_token"]
+    if config.get("add_bos_token") is True and bos in vocab:
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, vocab[bos])]
+        )
+    return backend
+
+
+def tokenizer_config(directory: Path) -> dict[str, Any]:
+    """Contents of special_tokens_map.json and tokenizer_config.json, whose word counts where both speak.
+
+    Raises:
+        ModelLoadError: a file is damaged.
+    """
+    fields: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (directory / name).is_file():
+            fields |= _json_object(directory / name)
+    return fields
+
+
+def special_token(config: Mapping[str, Any], name: str) -> str | None:
+    """The text of a special token such as ``bos_token``, which may be a string or a described token."""
+    value = config.get(name)
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
 def _check_config(directory: Path) -> None:
     """tokenizer_config.json may be missing. Nothing in it changes the tokenizer; one that asks for code is not obeyed."""
     file = directory / "tokenizer_config.json"
     if not file.is_file():
         return
+    if _json_object(file).get("auto_map"):
+        _logger.warning("%s: auto_map is ignored: code from model directories is never run", file)
+
+
+def _json_object(file: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:
+            text = stream.read(_MAX_FILE_BYTES + 1)
+        if len(text) > _MAX_FILE_BYTES:
+            raise ModelLoadError(f"{file}: larger than {_MAX_FILE_BYTES >> 20} MiB")
+        fields = json.loads(text.decode("utf-8"))
+    except ModelLoadError:
+        raise
     except (OSError, ValueError, RecursionError):
         raise ModelLoadError(f"{file}: damaged, not JSON") from None
     if not isinstance(fields, dict):
         raise ModelLoadError(f"{file}: damaged, not a JSON object")
-    if fields.get("auto_map"):
-        _logger.warning("%s: auto_map is ignored: code from model directories is never run", file)
+    return fields
 
 
 class IncrementalDetokenizer:

@@ -6,6 +6,7 @@ from typing import Any
 
 # An environment variable, not a call: it also reaches the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may ask the hub
 
 import jax
 import numpy as np

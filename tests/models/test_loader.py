@@ -185,9 +185,9 @@ def test_remote_code_is_ignored_with_one_warning(tmp_path, caplog):
 
 def test_an_unknown_name_lists_what_there_is():
     with pytest.raises(ModelLoadError) as error:
-        load_model(EngineConfig(model="mistralai/Mistral-7B-v0.1"))
-    assert "nothing is downloaded" in str(error.value)
-    assert "opt-13b" in str(error.value)
+        load_model(EngineConfig(model="no-such-model"))
+    for known in ("tiny-opt", "opt-13b", "hub id"):
+        assert known in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["opt-125m", "facebook/opt-125m"])
@@ -408,7 +408,7 @@ def test_nothing_reaches_the_device_before_the_names_are_checked(tmp_path, monke
     tensors = random_tensors(TINY)
     tensors.popitem()
     write_model(tmp_path, TINY, tensors)
-    monkeypatch.setattr(loader, "_read_cast", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(loader, "read_cast", lambda *_: pytest.fail("read"))
     assert "missing" in _refusal(tmp_path)
 
 
