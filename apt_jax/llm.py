@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from apt_jax.chat import ChatTemplate, Message, load_chat_template
 from apt_jax.clock import Clock, WallClock
 from apt_jax.config import (
     SLO,
@@ -255,6 +256,10 @@ class EngineParts:
     assembler: OutputAssembler
     cost_model: "CostModel | None" = None
     """None: not calibrated, the policy weighs kinds as equally fast."""
+    chat_template: ChatTemplate | None = None
+    """None: the model brings none, or there is no tokenizer."""
+    stored: tuple[str, str] = ("none", "none")
+    """Format of the model's files, and how the weights are stored in them."""
     load_s: float = 0.0
     warm_up_s: float = 0.0
     calibration_s: float = 0.0
@@ -264,6 +269,22 @@ class EngineParts:
     def model_name(self) -> str:
         """The name that requests call the model by."""
         return self.config.served_model_name or self.config.model
+
+    def chat_prompt(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation. Waits for another process: call it outside of event loops.
+
+        Raises:
+            InvalidRequestError: malformed messages, or the model has no chat template.
+        """
+        if self.chat_template is None or self.tokenizer is None:
+            raise InvalidRequestError(
+                "messages", f"model {self.model_name!r:.80} has no chat template (--chat-template)"
+            )
+        return self.chat_template.encode(
+            self.tokenizer, messages, add_generation_prompt=add_generation_prompt
+        )
 
     def build_request(self, **fields: Any) -> EngineRequest:
         """`apt_jax.validation.build_request` with this engine's limits, arriving now unless `arrival_s` is given.
@@ -380,6 +401,8 @@ def with_scheduler(parts: EngineParts, policy: str, cache: CacheMode) -> EngineP
         costs=parts.engine.costs,
         model_config=parts.model_config,
         cost_model=parts.cost_model,
+        chat_template=parts.chat_template,
+        stored=parts.stored,
     )
 
 
@@ -432,6 +455,7 @@ def build_engine(
     use_compile_cache()
     loaded = load_model(config)
     tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
+    template = None if tokenizer is None else _find_template(config, tokenizer)
     executor = JaxExecutor(
         loaded.params,
         loaded.config,
@@ -456,11 +480,13 @@ def build_engine(
         vocab_size=loaded.config.vocab_size,
         max_model_len=executor.max_model_len,
         tokenizer=tokenizer,
-        eos_token_ids=loaded.eos_token_ids,
+        eos_token_ids=_end_ids(loaded.eos_token_ids, tokenizer, template),
         policy=policy,
         costs=None if cost_model is None else cost_model.step_costs(),
         model_config=loaded.config,
         cost_model=cost_model,
+        chat_template=template,
+        stored=(loaded.format, loaded.weights),
         load_s=loaded_s - started,
         warm_up_s=warm_s - loaded_s,
         calibration_s=time.monotonic() - warm_s,
@@ -506,10 +532,32 @@ def _find_tokenizer(config: EngineConfig, model_path: Any, vocab_size: int) -> T
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer, model_vocab_size=vocab_size)
     if model_path is None or (
-        config.load_format == "dummy" and not (model_path / "tokenizer.json").is_file()
+        config.load_format == "dummy"
+        and model_path.is_dir()
+        and not (model_path / "tokenizer.json").is_file()
     ):
         return None
     return load_tokenizer(model_path, model_vocab_size=vocab_size)
+
+
+def _find_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template beside the tokenizer, or the one asked for; rendered once to see that it works."""
+    if tokenizer.path is None:
+        return None
+    template = load_chat_template(tokenizer.path, config.chat_template)
+    if template is not None:
+        template.validate()
+    return template
+
+
+def _end_ids(
+    ids: Sequence[int], tokenizer: Tokenizer | None, template: ChatTemplate | None
+) -> Sequence[int]:
+    """Of a model with a chat template also the tokenizer's own end token: it may be what ends a turn."""
+    if tokenizer is None or template is None:
+        return ids
+    end = tokenizer.backend.token_to_id(template.special_tokens.get("eos_token", ""))
+    return ids if end is None else tuple(dict.fromkeys([*ids, end]))
 
 
 def _kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[KindSpec]:
@@ -559,8 +607,8 @@ class LLM:
     """A model and its engine in this process.
 
     Args:
-        model: a bundled name (``tiny-opt``), a directory in Hugging Face format, or with ``load_format="dummy"`` any
-            known size (``opt-125m``).
+        model: a bundled name (``tiny-opt``), a directory in Hugging Face format or in ours for Orbax, a ``.gguf`` file, a
+            hub id (``owner/model``), or with ``load_format="dummy"`` any known size (``opt-125m``).
         cache: which cache kinds the scheduler may use.
         scheduling_policy: a name from `apt_jax.sched.POLICIES`.
         hidden_attention: how attention over a hidden cache is computed.
@@ -573,7 +621,7 @@ class LLM:
         device_memory_utilization: share of the free device memory for the pool, in (0, 1].
         max_num_batched_tokens: most tokens in one step; None: 512, and at least `max_num_seqs`.
         max_model_len: longest prompt plus output; None: the model's limit.
-        load_format, tokenizer, served_model_name, attention_backend: see `EngineConfig`.
+        load_format, tokenizer, chat_template, served_model_name, attention_backend: see `EngineConfig`.
         violation_decay: see `SchedulerConfig`.
         default_slo: objectives of requests that bring none.
         warm_up: compile everything now rather than when it is first needed.
@@ -602,6 +650,7 @@ class LLM:
         max_model_len: int | None = None,
         load_format: Any = "auto",
         tokenizer: str | None = None,
+        chat_template: str | None = None,
         served_model_name: str | None = None,
         attention_backend: str | None = None,
         violation_decay: float = 0.0,
@@ -613,6 +662,7 @@ class LLM:
         config = EngineConfig(
             model=model,
             tokenizer=tokenizer,
+            chat_template=chat_template,
             dtype=dtype,
             load_format=load_format,
             max_model_len=max_model_len,
@@ -715,6 +765,42 @@ class LLM:
             if num_open and engine.dead_reason is None:
                 self._abandon(requests)
         return [states[request].output() for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams
+        | Mapping[str, object]
+        | Sequence[SamplingParams | Mapping[str, object]]
+        | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        slo: SLO | Sequence[SLO | None] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations, by the chat template of the model.
+
+        Args:
+            messages: a conversation, or a list of them: messages of ``{"role": ..., "content": ...}``. Text that looks like a
+                special token is encoded as the text that it is.
+            add_generation_prompt: end the prompt where the model's answer begins.
+            sampling_params, slo, use_tqdm: see `generate`.
+
+        Returns:
+            One output a conversation.
+
+        Raises:
+            InvalidRequestError: malformed messages, or the model has no chat template; or see `generate`.
+            EngineDeadError: the engine ended.
+        """
+        conversations: Sequence[Any] = messages
+        if len(messages) and isinstance(messages[0], Mapping):
+            conversations = [messages]
+        prompts = [
+            self.parts.chat_prompt(one, add_generation_prompt=add_generation_prompt)
+            for one in conversations
+        ]
+        return self.generate(prompts, sampling_params, slo=slo, use_tqdm=use_tqdm)
 
     def _abandon(self, requests: Sequence[EngineRequest]) -> None:
         """After an interruption: end what is left, so that the next call starts clean."""

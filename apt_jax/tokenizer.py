@@ -11,8 +11,10 @@
 
 import codecs
 import contextlib
+import functools
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,74 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (OPT: `</s>` first)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """Matches the text of any special token, of several at one place the longest; None: there are none."""
+        added = self._backend.get_added_tokens_decoder().values()
+        tokens = sorted(
+            (t for t in added if t.special and t.content), key=lambda t: -len(t.content)
+        )
+        if not tokens:
+            return None
+        # As the library does it: a token may swallow the spaces beside it.
+        parts = (
+            (r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "")
+            for t in tokens
+        )
+        return re.compile("|".join(parts))
+
+    @functools.cached_property
+    def _trusting(self) -> tokenizers.Tokenizer:
+        """A copy that takes the text of special tokens for special tokens."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = False
+        return backend
+
+    @functools.cached_property
+    def _continuing(self) -> tokenizers.Tokenizer:
+        """A copy for text that does not begin the prompt: no space is put before it where only the first text gets one."""
+        fields = json.loads(self._backend.to_str())
+
+        def change(step: Any) -> None:
+            if isinstance(step, dict):
+                if step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first":
+                    step["prepend_scheme"] = "never"
+                for inner in step.get("pretokenizers", []):
+                    change(inner)
+
+        change(fields.get("pre_tokenizer"))
+        backend = tokenizers.Tokenizer.from_str(json.dumps(fields))
+        backend.encode_special_tokens = True
+        return backend
+
+    def encode_template(self, text: str, plain: Mapping[str, str]) -> list[int]:
+        """Token ids of a prompt whose special tokens are written out; none is added.
+
+        Args:
+            text: of a source that is trusted to name special tokens.
+            plain: marks in the text, and the text that each stands for, which is encoded without special tokens. A special
+                token ends the text before it, so that the parts between them can be encoded one by one.
+        """
+        if not plain:
+            return self._trusting.encode(text, add_special_tokens=False).ids
+        pattern = self.special_pattern
+        assert pattern is not None
+        ids: list[int] = []
+        end = 0
+        marks = re.compile("|".join(map(re.escape, plain)))
+
+        def add(part: str) -> None:
+            backend = self._continuing if ids else self._backend
+            whole = marks.sub(lambda mark: plain[mark[0]], part)
+            ids.extend(backend.encode(whole, add_special_tokens=False).ids if whole else [])
+
+        for match in pattern.finditer(text):
+            add(text[end : match.start()])
+            ids.extend(self._trusting.encode(match[0], add_special_tokens=False).ids)
+            end = match.end()
+        add(text[end:])
+        return ids
 
     def min_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens of `text`, from its length alone."""
@@ -197,13 +267,17 @@ def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokeniz
         vocab = json.loads(_read_text(vocab_file))
     except (ValueError, RecursionError):
         raise ModelLoadError(f"{vocab_file}: damaged, not JSON") from None
-    if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 2**31 for i in vocab.values()):
+    if not isinstance(vocab, dict) or not all(
+        type(i) is int and 0 <= i < 2**31 for i in vocab.values()
+    ):
         raise ModelLoadError(f"{vocab_file}: damaged, must map tokens to ids")
     if not _BYTES.keys() <= vocab.keys():
         raise ModelLoadError(
             f"{vocab_file}: is not a byte-level vocabulary; a tokenizer.json is needed (--tokenizer)"
         )
-    lines = [line for line in _read_text(merges_file).split("\n") if not line.startswith("#version")]
+    lines = [
+        line for line in _read_text(merges_file).split("\n") if not line.startswith("#version")
+    ]
     pairs = [tuple(line.split(" ")) for line in lines if line.strip()]
     if not all(len(pair) == 2 for pair in pairs):
         raise ModelLoadError(f"{merges_file}: damaged, a line is not two tokens")

@@ -26,6 +26,7 @@ _VERBS = {
     "info": ("serve.verbs.info", "versions, devices, kernels, model and cache, or a server's numbers"),
     "optimal": ("serve.verbs.optimal", "find the best possible schedule of a few requests"),
     "simulate": ("serve.verbs.simulate", "what a policy would do to a workload on other hardware"),
+    "convert": ("serve.verbs.convert", "rewrite a model's files as Orbax or safetensors"),
     "calibrate": ("serve.verbs.calibrate", "measure what steps cost on this machine"),
 }  # fmt: skip
 

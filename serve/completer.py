@@ -1,13 +1,15 @@
 """One way to complete a prompt, whether the engine is in this process or behind a server."""
 
+import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import grpc
 
 from apt_jax.async_engine import AsyncEngine
+from apt_jax.chat import Message
 from apt_jax.config import EngineConfig
 from apt_jax.errors import InvalidRequestError
 from apt_jax.llm import EngineParts, ProgressBars, build_engine
@@ -26,9 +28,14 @@ class Piece:
 
 
 class Completer(Protocol):
-    """Completes prompts."""
+    """Completes prompts: texts, or where `has_chat` says so also conversations."""
 
-    def stream(self, prompt: str, *, slo_ttft_ms: float | None = None, slo_tbt_ms: float | None = None, **sampling: Any) -> AsyncGenerator[Piece]: ...  # fmt: skip
+    @property
+    def has_chat(self) -> bool:
+        """Whether there is a chat template, so that `stream` takes messages too."""
+        ...
+
+    def stream(self, prompt: str | Sequence[Message], *, slo_ttft_ms: float | None = None, slo_tbt_ms: float | None = None, **sampling: Any) -> AsyncGenerator[Piece]: ...  # fmt: skip
 
     async def max_model_len(self) -> int: ...
 
@@ -39,16 +46,23 @@ class LocalCompleter:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
+    @property
+    def has_chat(self) -> bool:
+        return self._engine.parts.chat_template is not None
+
     async def stream(
         self,
-        prompt: str,
+        prompt: str | Sequence[Message],
         *,
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[Piece]:
-        request = self._engine.parts.build_request(
-            prompt=prompt, params=sampling, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms
+        parts, given = self._engine.parts, {"prompt": prompt}
+        if not isinstance(prompt, str):
+            given = {"prompt_token_ids": await asyncio.to_thread(parts.chat_prompt, prompt)}
+        request = parts.build_request(
+            **given, params=sampling, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms
         )
         stream = self._engine.submit(request)
         num_tokens = 0
@@ -70,14 +84,19 @@ class RemoteCompleter:
     def __init__(self, client: AsyncAptClient) -> None:
         self._client = client
 
+    @property
+    def has_chat(self) -> bool:
+        return False  # the service takes text
+
     async def stream(
         self,
-        prompt: str,
+        prompt: str | Sequence[Message],
         *,
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[Piece]:
+        assert isinstance(prompt, str)
         call = self._client.generate(
             prompt, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling
         )

@@ -16,6 +16,10 @@ from apt_jax.sched import POLICIES
 from serve.client import address
 
 DEFAULT_MODEL = "tiny-opt"
+MODEL_HELP = (
+    "bundled name (tiny-opt), directory in Hugging Face format or of apt-jax convert, .gguf file, hub id (owner/model or "
+    "owner/model@revision), or with --load-format dummy a published size (opt-125m)"
+)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -97,7 +101,7 @@ def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = Fals
         metavar="MODEL",
         nargs=None if required else "?",
         default=DEFAULT_MODEL,
-        help="bundled name (tiny-opt), directory in Hugging Face format, or with --load-format dummy a published size (opt-125m)",
+        help=MODEL_HELP,
     )
 
 
@@ -195,12 +199,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--load-format",
-        choices=("auto", "safetensors", "pt", "dummy"),
+        choices=("auto", "safetensors", "orbax", "gguf", "pt", "dummy"),
         default=config.load_format,
         help="kind of checkpoint; dummy: random weights",
     )
     group.add_argument(
-        "--tokenizer", metavar="DIR", help="directory with a tokenizer.json; without it the model's"
+        "--tokenizer",
+        metavar="DIR",
+        help="directory with a tokenizer.json, or .gguf file; without it the model's",
+    )
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja file to use as chat template, or none; without it the model's",
     )
     group.add_argument(
         "--max-model-len",
@@ -250,6 +261,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model=args.model,
         tokenizer=args.tokenizer,
+        chat_template=args.chat_template,
         dtype=args.dtype,
         load_format=args.load_format,
         max_model_len=args.max_model_len,

@@ -104,7 +104,9 @@ def join_chunks(checkpoint: Checkpoint, name: str) -> np.ndarray:
     values, done = np.empty(0, np.float32), 0
     for chunk in checkpoint.chunks(name):
         if not done:
-            values = np.empty(math.prod(checkpoint.tensors[name].shape), chunk.dtype.newbyteorder("="))
+            values = np.empty(
+                math.prod(checkpoint.tensors[name].shape), chunk.dtype.newbyteorder("=")
+            )
         values[done : done + chunk.size] = chunk
         done += chunk.size
     return checkpoint.arrange(name, values)

@@ -27,9 +27,13 @@ ConvertFormat = Literal["orbax", "safetensors"]
 _GROUP_BYTES = 2**30
 _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja",
+    "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
-_NAMES = {np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16", np.dtype(np.float32): "F32"}
+_NAMES = {
+    np.dtype(np.float16): "F16",
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+    np.dtype(np.float32): "F32",
+}
 _STORED = {"F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
@@ -118,7 +122,9 @@ def convert_model(
         raise ModelLoadError(f"{target}: exists already; nothing is overwritten")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+        work = Path(
+            tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
+        )
     except OSError as error:
         raise ModelLoadError(f"{target}: cannot be written ({error.strerror or error})") from error
     try:
@@ -143,10 +149,18 @@ def _write(
     checkpoint: Checkpoint, writer: _Writer, dtype: str | None, path: Path, use_tqdm: bool
 ) -> tuple[int, int]:
     """Returns how many tensors and bytes."""
-    names = sorted(checkpoint.tensors, key=lambda n: (checkpoint.tensors[n].file, checkpoint.tensors[n].start))
+    names = sorted(
+        checkpoint.tensors, key=lambda n: (checkpoint.tensors[n].file, checkpoint.tensors[n].start)
+    )
     total = sum(info.num_bytes for info in checkpoint.tensors.values())
     written = 0
-    with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=None if use_tqdm else True) as bar:
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="converting",
+        disable=None if use_tqdm else True,
+    ) as bar:
         for group in _groups(checkpoint, names, dtype):
             tensors = {}
             for name, wanted in group.items():
@@ -166,7 +180,9 @@ def _groups(
     for name in names:
         info = checkpoint.tensors[name]
         stored = info.dtype
-        default = jnp.float32 if stored in ("F32", "F64") else _STORED.get(stored, ml_dtypes.bfloat16)
+        default = (
+            jnp.float32 if stored in ("F32", "F64") else _STORED.get(stored, ml_dtypes.bfloat16)
+        )
         wanted = np.dtype(jnp.dtype(dtype or default))
         num_bytes = int(np.prod(info.shape)) * wanted.itemsize
         if group and size + num_bytes > _GROUP_BYTES:

@@ -123,7 +123,9 @@ class GgufFile:
         try:
             import gguf
         except ImportError as error:
-            raise ModelLoadError(f"{path}: GGUF files need the package gguf (pip install gguf)") from error
+            raise ModelLoadError(
+                f"{path}: GGUF files need the package gguf (pip install gguf)"
+            ) from error
         self._gguf = gguf
         self.path = path
         self.metadata: dict[str, Any] = {}
@@ -178,7 +180,9 @@ class GgufFile:
             )
         start = -(-cursor.offset // alignment) * alignment
         end, last = start, ""
-        for name, stored in sorted(described, key=lambda item: (item[1].info.start, item[1].info.num_bytes)):
+        for name, stored in sorted(
+            described, key=lambda item: (item[1].info.start, item[1].info.num_bytes)
+        ):
             where = f"{self.path}: tensor {name!r:.80}"
             info = dataclasses.replace(stored.info, start=start + stored.info.start)
             if info.start % alignment:
@@ -187,7 +191,9 @@ class GgufFile:
                 raise ModelLoadError(f"{where} overlaps with {last!r:.80}")
             end, last = info.start + info.num_bytes, name
             if end > size:
-                raise ModelLoadError(f"{where} ends at byte {end}, but the file has {size}; it is cut off")
+                raise ModelLoadError(
+                    f"{where} ends at byte {end}, but the file has {size}; it is cut off"
+                )
             self._stored[name] = dataclasses.replace(stored, info=info)
 
     def _describe(self, cursor: _Cursor) -> tuple[str, _Stored]:
@@ -212,7 +218,9 @@ class GgufFile:
                 f"{self.path}: {where} has rows of {sizes[0]}, which {known[quant].name} cannot hold"
             )
         num_bytes = math.prod(sizes) // block_elements * block_bytes
-        info = TensorInfo(self.path.name, known[quant].name, tuple(reversed(sizes)), offset, num_bytes)
+        info = TensorInfo(
+            self.path.name, known[quant].name, tuple(reversed(sizes)), offset, num_bytes
+        )
         stored = _Stored(info, quant, block_elements, block_bytes)
         self._stored[name] = stored  # to find duplicates; set again when the place is known
         return name, stored
@@ -245,7 +253,9 @@ class GgufFile:
                     with np.errstate(all="ignore"):
                         yield self._gguf.quants.dequantize(blocks, kind).reshape(-1)
         except OSError as error:
-            raise ModelLoadError(f"{self.path}: cannot be read ({error.strerror or error})") from error
+            raise ModelLoadError(
+                f"{self.path}: cannot be read ({error.strerror or error})"
+            ) from error
         except NotImplementedError:
             raise ModelLoadError(
                 f"{self.path}: tensor {name!r:.80} is quantised as {info.dtype}, which is not supported"

@@ -203,9 +203,7 @@ def end_ids(file: GgufFile, vocab_size: int) -> list[int]:
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
-def _llama3_scaling(
-    factors: np.ndarray, head_dim: int, theta: float, where: str
-) -> dict[str, Any]:
+def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, where: str) -> dict[str, Any]:
     """The parameters that the tensor of factors was made from (Llama 3.1): it keeps only what came of them."""
     scale = float(factors.max())
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -213,7 +211,9 @@ def _llama3_scaling(
     for context in (8192, 4096, 16384, 32768):
         smooth = (context / wavelength - low) / (high - low)
         middle = 1 / ((1 - smooth) / scale + smooth)
-        want = np.where(wavelength < context / high, 1, np.where(wavelength > context / low, scale, middle))
+        want = np.where(
+            wavelength < context / high, 1, np.where(wavelength > context / low, scale, middle)
+        )
         if want.shape == factors.shape and np.allclose(want, factors, rtol=_LLAMA3_TOLERANCE):
             return {
                 "rope_type": "llama3",
@@ -225,7 +225,9 @@ def _llama3_scaling(
     raise ModelLoadError(f"{where}: tensor 'rope_freqs.weight' holds a scaling that is not known")
 
 
-def _rope_scaling(file: GgufFile, get: _Metadata, head_dim: int, theta: float) -> dict[str, Any] | None:
+def _rope_scaling(
+    file: GgufFile, get: _Metadata, head_dim: int, theta: float
+) -> dict[str, Any] | None:
     if "rope_freqs.weight" in file.tensors:
         factors = _small(file, "rope_freqs.weight", head_dim // 2)
         if (factors == 1).all():
@@ -364,7 +366,9 @@ def _phi3(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     return fields | {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
-        "original_max_position_embeddings": get.size("rope.scaling.original_context_length", context),
+        "original_max_position_embeddings": get.size(
+            "rope.scaling.original_context_length", context
+        ),
         "partial_rotary_factor": rotated / fields["head_dim"],
         "sliding_window": get.size("attention.sliding_window")
         if get.raw("attention.sliding_window")

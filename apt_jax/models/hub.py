@@ -17,7 +17,7 @@ _REPO = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w./
 ALLOWED = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-    "chat_template.json", "chat_template.jinja",
+    "chat_template.jinja",
 )  # fmt: skip
 """What is fetched of a repository; everything else stays where it is."""
 
@@ -86,7 +86,12 @@ def _reason(name: str, error: Exception) -> str:
             "RevisionNotFoundError": "the model has no such revision",
         }[kind]
         return f"model {name!r:.200}: {what}"
-    if kind == "LocalEntryNotFoundError" or "Connect" in kind or "Timeout" in kind or "Offline" in kind:
+    if (
+        kind == "LocalEntryNotFoundError"
+        or "Connect" in kind
+        or "Timeout" in kind
+        or "Offline" in kind
+    ):
         return (
             f"model {name!r:.200} is not in the local cache, and the hub cannot be reached ({kind}); "
             "give a directory with its files"

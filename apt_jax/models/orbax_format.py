@@ -124,7 +124,12 @@ class OrbaxCheckpoint:
 
     def read_sharded(self, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
         """A tensor in its stored dtype, restored onto `sharding`: each process reads its shards alone."""
-        return self._restore(name, self._ocp.ArrayRestoreArgs, sharding=sharding, global_shape=self.tensors[name].shape)
+        return self._restore(
+            name,
+            self._ocp.ArrayRestoreArgs,
+            sharding=sharding,
+            global_shape=self.tensors[name].shape,
+        )
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
         values = self.read(name).reshape(-1)
@@ -139,7 +144,9 @@ class OrbaxCheckpoint:
 
 
 def _info(name: str, entry: Any, group: str, index: int, where: str) -> TensorInfo:
-    dtype, shape = (entry.get(k) for k in ("dtype", "shape")) if isinstance(entry, dict) else (None, None)
+    dtype, shape = (
+        (entry.get(k) for k in ("dtype", "shape")) if isinstance(entry, dict) else (None, None)
+    )
     if (
         not isinstance(dtype, str)
         or dtype not in DTYPES

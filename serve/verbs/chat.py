@@ -1,13 +1,14 @@
-"""Talk with a model. Models here complete text: the talk is a plain transcript that the model goes on with.
+"""Talk with a model: by its chat template, or where it has none, in a plain transcript that the model goes on with.
 
-Lines beginning with a slash are commands: /reset forgets the talk, /quit ends it. Ctrl-C stops an answer, Ctrl-D ends.
+Lines beginning with a slash are commands: /reset forgets the talk, /quit ends it. Ctrl-D ends, too. Where standard input
+is no terminal, every line is a question, and the answers alone are printed.
 """
 
 import argparse
 import asyncio
 import contextlib
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 from apt_jax.errors import InvalidRequestError
 from serve import options
@@ -16,6 +17,7 @@ from serve.completer import Completer, open_completer, verdict
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
     options.add_target_argument(parser)
     parser.add_argument("--you", metavar="NAME", default="User", help="your name in the transcript")
     parser.add_argument(
@@ -35,7 +37,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.model = args.model_flag or args.model
     return asyncio.run(_talk(args))
+
+
+class Talk(Protocol):
+    """Questions and answers so far."""
+
+    @property
+    def stop(self) -> str | None:
+        """Text at which an answer ends, besides the model's end tokens."""
+        ...
+
+    def prompt(self, question: str) -> str | list[dict[str, str]]: ...
+
+    def add(self, question: str, answer: str) -> None: ...
+
+    def forget_oldest(self) -> bool: ...
+
+    def reset(self) -> None: ...
+
+
+class Conversation:
+    """A talk as messages for a chat template, the oldest turns forgotten when it grows too long."""
+
+    stop = None
+
+    def __init__(self, system: str = "") -> None:
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._messages: list[dict[str, str]] = []
+
+    def prompt(self, question: str) -> list[dict[str, str]]:
+        """The messages to answer."""
+        return [*self._system, *self._messages, {"role": "user", "content": question}]
+
+    def add(self, question: str, answer: str) -> None:
+        self._messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer.strip()},
+        ]
+
+    def forget_oldest(self) -> bool:
+        """False when there is nothing left to forget."""
+        if not self._messages:
+            return False
+        del self._messages[:2]
+        return True
+
+    def reset(self) -> None:
+        self._messages.clear()
 
 
 class Transcript:
@@ -81,42 +131,53 @@ async def _talk(args: argparse.Namespace) -> int:
         "slo_ttft_ms": args.slo_ttft_ms,
         "slo_tbt_ms": args.slo_tbt_ms,
     }
-    transcript = Transcript(args.you, args.name, args.system)
-    fields["stop"] = list(dict.fromkeys([transcript.stop, *fields.get("stop", [])]))
+    shown = sys.stdin.isatty()
     async with open_completer(args) as completer:
+        talk: Talk = (
+            Conversation(args.system)
+            if completer.has_chat
+            else Transcript(args.you, args.name, args.system)
+        )
+        stops = [*([talk.stop] if talk.stop is not None else []), *fields.get("stop", [])]
+        if stops:
+            fields["stop"] = list(dict.fromkeys(stops))
         while True:
             try:
-                question = await asyncio.to_thread(input, f"{args.you}: ")
+                question = await asyncio.to_thread(input, f"{args.you}: " if shown else "")
             except EOFError:
-                sys.stdout.write("\n")
+                sys.stdout.write("\n" if shown else "")
                 return 0
             question = question.strip()
             if question in ("/quit", "/exit"):
                 return 0
             if question == "/reset":
-                transcript.reset()
+                talk.reset()
             elif question.startswith("/"):
                 sys.stderr.write("commands: /reset, /quit\n")
             elif question:
-                await _answer(completer, transcript, question, fields, args)
+                await _answer(completer, talk, question, fields, args, shown=shown)
 
 
 async def _answer(
     completer: Completer,
-    transcript: Transcript,
+    talk: Talk,
     question: str,
     fields: dict[str, Any],
     args: argparse.Namespace,
+    *,
+    shown: bool,
 ) -> None:
     parts: list[str] = []
     while True:
-        stream = completer.stream(transcript.prompt(question), **fields)
+        stream = completer.stream(talk.prompt(question), **fields)
         try:
             async with contextlib.aclosing(stream):
                 async for piece in stream:
-                    if not parts:
-                        sys.stdout.write(f"{args.name}:")
-                    sys.stdout.write(piece.text)
+                    # A transcript's answers begin with a space of their own.
+                    text = piece.text if "".join(parts).strip() else piece.text.lstrip()
+                    if shown and not parts:
+                        text = f"{args.name}: {text}"
+                    sys.stdout.write(text)
                     sys.stdout.flush()
                     parts.append(piece.text)
                     if piece.finish is not None:
@@ -125,7 +186,7 @@ async def _answer(
                             sys.stderr.write(f"[{verdict(piece.finish)}]\n")
             break
         except InvalidRequestError as error:
-            if error.field not in ("prompt", "max_tokens") or not transcript.forget_oldest():
+            if error.field not in ("prompt", "max_tokens") or not talk.forget_oldest():
                 sys.stderr.write(f"{error}\n")
                 return
-    transcript.add(question, "".join(parts))
+    talk.add(question, "".join(parts))

@@ -15,7 +15,10 @@ from serve.client import AptClient
 from serve.output import print_table, write_json
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
-_PACKAGES = ("jax", "jaxlib", "numpy", "tokenizers", "safetensors", "grpcio", "protobuf")
+_PACKAGES = (
+    "jax", "jaxlib", "numpy", "tokenizers", "safetensors", "gguf", "jinja2", "orbax-checkpoint", "huggingface-hub", "grpcio",
+    "protobuf",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +85,8 @@ def model_facts(config: EngineConfig, parts: EngineParts) -> dict[str, Any]:
         "name": parts.model_name,
         "family": model.family,
         "parameters": model.num_params,
+        "files": parts.stored[0],
+        "weights in the files": parts.stored[1],
         "dtype": config.dtype,
         "layers": model.num_layers,
         "width": model.hidden_size,
@@ -90,6 +95,9 @@ def model_facts(config: EngineConfig, parts: EngineParts) -> dict[str, Any]:
         "tokenizer ids": parts.tokenizer.vocab_size if parts.tokenizer else "no tokenizer",
         "max_model_len (tokens)": parts.limits.max_model_len,
         "end-of-sequence ids": ", ".join(map(str, parts.limits.eos_token_ids)) or "none",
+        "chat template": "none"
+        if parts.chat_template is None
+        else f"from {parts.chat_template.where}",
     }
 
 

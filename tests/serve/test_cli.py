@@ -24,7 +24,7 @@ from serve.grpc_server import ServerConfig
 from serve.verbs import serve as serve_verb
 from serve.verbs.chat import Transcript
 
-VERBS = ("serve", "generate", "chat", "info", "calibrate", "optimal", "demo")
+VERBS = ("serve", "generate", "chat", "info", "convert", "calibrate", "optimal", "demo")
 
 
 def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
@@ -60,7 +60,7 @@ def test_every_verb_has_help(verb):
     assert f"apt-jax {verb}" in out
 
 
-@pytest.mark.parametrize("verb", ["serve", "generate", "chat", "info", "calibrate"])
+@pytest.mark.parametrize("verb", ["serve", "generate", "chat", "info", "convert", "calibrate"])
 def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
     import importlib
 
@@ -218,7 +218,8 @@ def test_chat_keeps_the_talk_and_ends_at_the_end_of_input(server):
         "chat", "--target", target, "--max-tokens", "8", "--timings", stdin="hi\n\n/what\n/reset\nhi\n/quit\n",
     )  # fmt: skip
     assert code == 0
-    assert out.count("Assistant:") == 2
+    assert "Assistant:" not in out  # stdin is no terminal: the answers alone
+    assert len(out.splitlines()) >= 2
     assert "commands: /reset" in err
     assert err.count("output tokens") == 2
     assert run("chat", "--target", target)[0] == 0  # no input at all
@@ -244,7 +245,7 @@ def test_a_long_talk_goes_on_without_its_beginning(server):
         "chat", "--target", target, "--max-tokens", "30", stdin=("question " * 6 + "\n") * 6
     )
     assert code == 0
-    assert out.count("Assistant:") == 6
+    assert out.count("\n") >= 6
     assert err == ""
 
 

@@ -1,0 +1,363 @@
+"""Messages to the tokens of a prompt, by the chat template that a model brings.
+
+A template is a Jinja program by whoever published the model. It is rendered in a process of its own (`chat_worker`), with
+limits on time, memory and output. The special tokens of the prompt come from the template alone: special-token text in a
+message is taken out before rendering, put back afterwards, and encoded as the plain text that it is.
+
+Operators choose the template, requests cannot.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from apt_jax.errors import InvalidRequestError, ModelLoadError
+from apt_jax.tokenizer import Tokenizer, special_token, tokenizer_config
+
+_logger = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+"""``{"role": ..., "content": ...}``; content is a text or a list of ``{"type": "text", "text": ...}``."""
+
+_MAX_TEMPLATE_BYTES = 2**20
+_MAX_OUTPUT = 2**20
+_MAX_MESSAGES = 8192
+_WALL_S = 20.0  # the worker's own limit is CPU time: a busy machine is no reason to fail
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+_PROBE = [{"role": "user", "content": "Hi"}]
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class _TemplateFailed(Exception):
+    """The template did not render; the text says why."""
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+class _Worker:
+    """The rendering process of one template; started when it is first needed, and again after it was ended."""
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def render(self, contexts: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
+        with self._lock:
+            if self._process is None:
+                self._start()
+            return self._ask({"contexts": contexts, "limit": limit})
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        worker = Path(__file__).with_name("chat_worker.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(worker)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._finalizer = weakref.finalize(self, _stop, self._process)
+        self._ask({"template": self._template})
+
+    def _end(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+
+    def _ask(self, job: Mapping[str, Any]) -> list[str]:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+            answer = json.loads(self._line())
+        except (OSError, ValueError, _TemplateFailed) as error:
+            self._end()
+            reason = str(error) if isinstance(error, _TemplateFailed) else type(error).__name__
+            raise _TemplateFailed(reason) from None
+        except (
+            BaseException
+        ):  # an interruption: the answer of this job must not be taken for the next one's
+            self._end()
+            raise
+        if "error" in answer:
+            raise _TemplateFailed(str(answer["error"]))
+        return answer["texts"]
+
+    def _line(self) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        fd, parts = self._process.stdout.fileno(), []
+        deadline = time.monotonic() + _WALL_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, selectors.EVENT_READ)
+            while True:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise _TemplateFailed(f"it did not finish within {_WALL_S:g} s")
+                part = os.read(fd, 2**20)
+                if not part:
+                    raise _TemplateFailed("it did not finish within 1 s of computing")
+                parts.append(part)
+                if part.endswith(b"\n"):
+                    return b"".join(parts)
+
+
+class ChatTemplate:
+    """A chat template, ready to render; may be used from several threads.
+
+    Args:
+        source: the Jinja text.
+        special_tokens: ``bos_token`` and the like, which templates may use.
+        where: what messages call it: a file.
+    """
+
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None, where: str = "chat template") -> None:  # fmt: skip
+        self.source = source
+        self.where = where
+        self.special_tokens = dict(special_tokens or {})
+        self._worker = _Worker(source)
+
+    def validate(self) -> None:
+        """Render a conversation of one message.
+
+        Raises:
+            ModelLoadError: the template does not do so within its limits.
+        """
+        try:
+            import jinja2  # noqa: F401
+        except ImportError:
+            raise ModelLoadError(
+                f"{self.where}: chat templates need the package jinja2 (pip install jinja2)"
+            ) from None
+        try:
+            self._render([_PROBE], add_generation_prompt=True)
+        except _TemplateFailed as error:
+            raise ModelLoadError(
+                f"{self.where}: the chat template fails on a plain message: {_one_line(str(error))}; another one can be given, or "
+                "none (--chat-template)"
+            ) from None
+
+    def close(self) -> None:
+        """End the rendering process; it would be started again."""
+        self._worker.close()
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The text that transformers' `apply_chat_template(tokenize=False)` makes.
+
+        Raises:
+            InvalidRequestError: the messages are malformed, or the template refuses them.
+        """
+        try:
+            return self._render([_checked(messages)], add_generation_prompt)[0]
+        except _TemplateFailed as error:
+            raise self._refused(error) from None
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of the prompt: those of transformers, where no message holds the text of a special token.
+
+        Raises:
+            InvalidRequestError: the messages are malformed, the template refuses them, or it would join parts of messages to
+                special tokens.
+        """
+        checked = _checked(messages)
+        nonce = "".join(secrets.choice("0123456789") for _ in range(12))
+        plain: dict[str, str] = {}
+
+        def take_out(match: re.Match[str]) -> str:
+            mark = f"\ue000{nonce}.{len(plain)}\ue001"
+            plain[mark] = match[0]
+            return mark
+
+        pattern = tokenizer.special_pattern
+        marked = checked
+        if pattern is not None:
+            marked = [m | {"content": pattern.sub(take_out, m["content"])} for m in checked]
+        # The same conversation with nothing in it shows how many special tokens are the template's own.
+        bare = [
+            m | {"content": f"\ue000{nonce}\ue001" if m["content"].strip() else m["content"]}
+            for m in checked
+        ]
+        try:
+            text, skeleton = self._render([marked, bare], add_generation_prompt)
+        except _TemplateFailed as error:
+            raise self._refused(error) from None
+        ids = tokenizer.encode_template(text, plain)
+        special = tokenizer.special_ids
+        most = sum(i in special for i in tokenizer.encode_template(skeleton, {}))
+        if sum(i in special for i in ids) > most:
+            raise InvalidRequestError(
+                "messages", "the chat template would join parts of the content to special tokens"
+            )
+        return ids
+
+    def _refused(self, error: _TemplateFailed) -> InvalidRequestError:
+        return InvalidRequestError(
+            "messages", f"the chat template refuses them: {_one_line(str(error))}"
+        )
+
+    def _render(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool
+    ) -> list[str]:
+        contexts = [
+            {
+                **self.special_tokens,
+                "messages": messages,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            for messages in conversations
+        ]
+        size = sum(len(m["content"]) for messages in conversations for m in messages)
+        return self._worker.render(contexts, _MAX_OUTPUT + 2 * size)
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())[:300]
+    return text if text.isprintable() else ascii(text)
+
+
+def _checked(messages: Any) -> list[dict[str, str]]:
+    """Plain messages of role and text, nothing else that a template could take for its own."""
+
+    def refuse(problem: str) -> InvalidRequestError:
+        return InvalidRequestError("messages", problem)
+
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise refuse("must be a list of at least one message")
+    if len(messages) > _MAX_MESSAGES:
+        raise refuse(f"{len(messages)} messages; at most {_MAX_MESSAGES}")
+    checked = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise refuse(f"[{number}] must have role and content")
+        surplus = sorted(str(key) for key in message.keys() - {"role", "content"})
+        if surplus:
+            raise refuse(f"[{number}] has {surplus[0]!r:.40}; only role and content are supported")
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not _ROLE.fullmatch(role):
+            raise refuse(f"[{number}] has the role {role!r:.40}, which is no name")
+        if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+            texts = [
+                p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None
+                for p in content
+            ]
+            if not all(isinstance(text, str) for text in texts):
+                raise refuse(f"[{number}] has content that is not text")
+            content = "".join(text for text in texts if text is not None)
+        if not isinstance(content, str):
+            raise refuse(f"[{number}] has content that is not text")
+        try:
+            content.encode("utf-8")
+        except UnicodeEncodeError:
+            raise refuse(f"[{number}] has content that is not Unicode text") from None
+        checked.append({"role": role, "content": content})
+    return checked
+
+
+# --- finding templates ---------------------------------------------------------------------------------------------
+
+
+def load_chat_template(path: Path | str, override: str | None = None) -> ChatTemplate | None:
+    """The chat template of a model, not yet validated.
+
+    Args:
+        path: a directory with chat_template.jinja or a template in tokenizer_config.json, or a ``.gguf`` file.
+        override: a file to use instead, or ``none``.
+
+    Returns:
+        None: the model has no template.
+
+    Raises:
+        ModelLoadError: a file is damaged or too large.
+    """
+    source = Path(path)
+    if override == "none":
+        return None
+    from_gguf = source.suffix.lower() == ".gguf" and not source.is_dir()
+    text, tokens = _from_gguf(source) if from_gguf else _from_directory(source)
+    where = str(source)
+    if override is not None:
+        text, where = _read(Path(override)), override
+    if text is None:
+        return None
+    if len(text.encode("utf-8", "surrogatepass")) > _MAX_TEMPLATE_BYTES:
+        raise ModelLoadError(
+            f"{where}: the chat template is larger than {_MAX_TEMPLATE_BYTES >> 20} MiB"
+        )
+    return ChatTemplate(text, special_tokens=tokens, where=where)
+
+
+def _from_gguf(path: Path) -> tuple[str | None, dict[str, str]]:
+    from apt_jax.models.gguf_file import GgufFile
+    from apt_jax.models.gguf_tokenizer import gguf_chat_template, gguf_special_tokens
+
+    with contextlib.closing(GgufFile(path)) as file:
+        text = gguf_chat_template(file)
+        return text, {} if text is None else gguf_special_tokens(file)
+
+
+def _from_directory(directory: Path) -> tuple[str | None, dict[str, str]]:
+    config = tokenizer_config(directory)
+    tokens = {name: special_token(config, name) for name in _TOKEN_NAMES}
+    found = {name: token for name, token in tokens.items() if token is not None}
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return _read(file), found
+    value, where = config.get("chat_template"), directory / "tokenizer_config.json"
+    if isinstance(value, list):
+        if not all(isinstance(e, dict) and isinstance(e.get("name"), str) for e in value):
+            raise ModelLoadError(f"{where}: chat_template must be a text or a list of named texts")
+        named = {entry["name"]: entry.get("template") for entry in value}
+        if named and "default" not in named:
+            _logger.warning("%s: none of the chat templates is the default; none is used", where)
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise ModelLoadError(f"{where}: chat_template must be a text or a list of named texts")
+    return value, found
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_TEMPLATE_BYTES + 1)
+        return text.decode("utf-8")
+    except OSError as error:
+        raise ModelLoadError(
+            f"{path}: cannot be read ({error.strerror}) (--chat-template)"
+        ) from None
+    except UnicodeDecodeError:
+        raise ModelLoadError(f"{path}: damaged, not UTF-8") from None
+
+
+__all__ = ["ChatTemplate", "Message", "load_chat_template"]

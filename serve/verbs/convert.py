@@ -1,0 +1,51 @@
+"""Rewrite a model's files: from any format that can be read to an Orbax directory or safetensors.
+
+The configuration and the tokenizer go with the weights. DST appears when it is complete, and never before.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from serve import options
+from serve.output import write_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help=options.MODEL_HELP.partition(", or with")[0])
+    parser.add_argument("target", metavar="DST", help="directory to make; must not exist")
+    parser.add_argument(
+        "--format", choices=("orbax", "safetensors"), default="orbax", help="what to write"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights; without it as they are stored, quantised ones in bfloat16",
+    )
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "safetensors", "orbax", "gguf", "pt"),
+        default="auto",
+        help="what SRC must be",
+    )
+    options.add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from apt_jax.models.convert import convert_model  # JAX takes a second to import
+
+    started = time.monotonic()
+    result = convert_model(
+        args.source,
+        Path(args.target).expanduser(),
+        format=args.format,
+        dtype=args.dtype,
+        load_format=args.load_format,
+    )
+    seconds = time.monotonic() - started
+    sys.stdout.write(
+        f"{result['path']}: {result['tensors']} tensors, {result['bytes'] / 2**20:.1f} MiB, {seconds:.1f} s\n"
+    )
+    write_json(args.json, {**result, "seconds": seconds})
+    return 0
