@@ -276,6 +276,19 @@ def open_without_waiting(path: str, flags: int) -> int:
     )  # a pipe of this name would block until somebody writes to it
 
 
+def read_bytes(file: io.FileIO, start: int, count: int) -> np.ndarray | None:
+    """Exactly `count` bytes from `start` on; None: the file has fewer."""
+    data = np.empty(count, np.uint8)
+    file.seek(start)
+    done = 0
+    while done < count:
+        got = file.readinto(memoryview(data)[done:])
+        if not got:
+            return None
+        done += got
+    return data
+
+
 class SafetensorsCheckpoint:
     """One or several safetensors files, read with plain reads."""
 
@@ -314,17 +327,14 @@ class SafetensorsCheckpoint:
         done = 0
         try:
             while done < info.num_bytes:
-                file.seek(info.start + done)
-                piece = np.empty(min(_CHUNK_BYTES, info.num_bytes - done), np.uint8)
-                filled = 0
-                while filled < piece.size:
-                    count = file.readinto(memoryview(piece)[filled:])
-                    if not count:
-                        raise ModelLoadError(
-                            f"{path}: became shorter while it was read, within {name!r:.80}"
-                        )
-                    filled += count
-                done += filled
+                piece = read_bytes(
+                    file, info.start + done, min(_CHUNK_BYTES, info.num_bytes - done)
+                )
+                if piece is None:
+                    raise ModelLoadError(
+                        f"{path}: became shorter while it was read, within {name!r:.80}"
+                    )
+                done += piece.size
                 yield piece.view(_WEIGHT_DTYPES[info.dtype])
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -480,6 +490,7 @@ __all__ = [
     "one_line",
     "open_checkpoint",
     "open_without_waiting",
+    "read_bytes",
     "read_json",
     "some_names",
 ]

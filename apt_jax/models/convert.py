@@ -4,13 +4,14 @@ The new directory is made under another name beside its final one and renamed wh
 half-made is ever found under the final name.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -37,6 +38,7 @@ _NAMES = {
 _STORED = {"F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
+@runtime_checkable  # the suite checks annotations at run time
 class _Writer(Protocol):
     def write(self, tensors: Mapping[str, np.ndarray]) -> None: ...
 
@@ -206,8 +208,9 @@ def _copy_files(source: Path | None, target: Path) -> None:
         from apt_jax.models.gguf_file import GgufFile
         from apt_jax.models.gguf_tokenizer import gguf_tokenizer_files
 
-        for name, text in gguf_tokenizer_files(GgufFile(source)).items():
-            (target / name).write_text(text, encoding="utf-8")
+        with contextlib.closing(GgufFile(source)) as file:
+            for name, text in gguf_tokenizer_files(file).items():
+                (target / name).write_text(text, encoding="utf-8")
         return
     for name in _COPIED:
         if (source / name).is_file():

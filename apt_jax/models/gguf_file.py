@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint import TensorInfo, one_line, open_without_waiting
+from apt_jax.models.checkpoint import TensorInfo, one_line, open_without_waiting, read_bytes
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -130,12 +130,11 @@ class GgufFile:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self._stored: dict[str, _Stored] = {}
+        self._file: io.FileIO | None = None
         try:
-            self._file = open(path, "rb", buffering=2**20, opener=open_without_waiting)  # noqa: SIM115  # closed by close()
-        except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-        try:
-            self._read_header()
+            # Unbuffered: a piece of a tensor goes straight into its array.
+            self._file = open(path, "rb", buffering=0, opener=open_without_waiting)  # noqa: SIM115  # closed by close()
+            self._read_header(self._file)
         except OSError as error:
             self.close()
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -147,9 +146,15 @@ class GgufFile:
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {name: stored.info for name, stored in self._stored.items()}
 
-    def _read_header(self) -> None:
-        size = os.fstat(self._file.fileno()).st_size
-        cursor = _Cursor(self._file, size, str(self.path))
+    def _read_header(self, file: io.FileIO) -> None:
+        size = os.fstat(file.fileno()).st_size
+        buffered = io.BufferedReader(file, 2**20)
+        try:
+            self._parse(_Cursor(buffered, size, str(self.path)), size)
+        finally:
+            buffered.detach()  # the file itself stays open
+
+    def _parse(self, cursor: _Cursor, size: int) -> None:
         if size < 24 or cursor.bytes(4, "the magic") != _MAGIC:
             raise ModelLoadError(f"{self.path}: is not a GGUF file ({size} bytes)")
         version = cursor.number("I", "the version")
@@ -239,16 +244,18 @@ class GgufFile:
         try:
             for first in range(0, num_blocks, step):
                 count = min(step, num_blocks - first)
-                self._file.seek(info.start + first * stored.block_bytes)
-                data = self._file.read(count * stored.block_bytes)
-                if len(data) != count * stored.block_bytes:
+                assert self._file is not None
+                data = read_bytes(
+                    self._file, info.start + first * stored.block_bytes, count * stored.block_bytes
+                )
+                if data is None:
                     raise ModelLoadError(
                         f"{self.path}: became shorter while it was read, within {name!r:.80}"
                     )
                 if plain is not None:
-                    yield np.frombuffer(data, np.dtype(plain).newbyteorder("<"))
+                    yield data.view(np.dtype(plain).newbyteorder("<"))
                 else:
-                    blocks = np.frombuffer(data, np.uint8).reshape(count, stored.block_bytes)
+                    blocks = data.reshape(count, stored.block_bytes)
                     # Damaged blocks may hold infinite scales; the loader looks for what comes of them.
                     with np.errstate(all="ignore"):
                         yield self._gguf.quants.dequantize(blocks, kind).reshape(-1)
@@ -262,7 +269,8 @@ class GgufFile:
             ) from None
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 __all__ = ["GgufFile"]

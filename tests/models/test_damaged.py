@@ -1,0 +1,387 @@
+"""Damaged and hostile model files beyond single safetensors files (test_loader.py): each is refused with its reason.
+
+Every case is one line that names the file, and the tensor or key where there is one.
+"""
+
+import json
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_models import assemble, entry, hf_tensors, tensor, text, write_gguf
+from opt_checkpoint import TINY, random_tensors, safetensors_bytes, write_model
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from apt_jax.chat import load_chat_template
+from apt_jax.config import EngineConfig
+from apt_jax.errors import ModelLoadError
+from apt_jax.models import load_model, resolve_model
+from apt_jax.models.convert import convert_model
+from apt_jax.models.gguf_model import open_gguf
+from apt_jax.tokenizer import load_tokenizer
+
+
+def refusal(action: Callable[[], object]) -> str:
+    with pytest.raises(ModelLoadError) as error:
+        action()
+    message = str(error.value)
+    assert "\n" not in message
+    assert message.isprintable()
+    assert len(message) < 700
+    return message
+
+
+# --- GGUF ----------------------------------------------------------------------------------------------------------
+
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+_F32, _Q4_0 = 0, 2
+_ARCH = entry("general.architecture", _STRING, text("llama"))
+_ONE = tensor("a", (8,), _F32, 0)
+_32 = bytes(32)
+
+
+def _u32(value: int) -> bytes:
+    return value.to_bytes(4, "little")
+
+
+def _u64(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+GGUF_DAMAGE = {
+    "empty": (b"", "is not a GGUF file (0 bytes)"),
+    "short": (b"GGUF\x03\0\0\0", "is not a GGUF file (8 bytes)"),
+    "wrong magic": (assemble(magic=b"GGML"), "is not a GGUF file"),
+    "version 1": (assemble(version=1), "GGUF version 1"),
+    "version of the future": (assemble(version=77), "GGUF version 77"),
+    "big-endian": (assemble(version=3 << 24), "big-endian"),
+    "huge number of tensors": (assemble(num_tensors=2**63), f"claims {2**63} tensors"),
+    "huge number of entries": (assemble(num_entries=2**40), f"{2**40} metadata entries"),
+    "more entries than there are": (assemble([_ARCH], num_entries=3, pad=False), "cut off, within"),
+    "more tensors than there are": (assemble([_ARCH], [_ONE], num_tensors=9, pad=False), "cut off, within"),
+    "huge key": (assemble([_u64(2**62) + b"abc"]), f"a metadata key claims {2**62} bytes"),
+    "huge string": (assemble([entry("k", _STRING, _u64(2**50) + b"x")]), "metadata k claims"),
+    "huge array of numbers": (assemble([entry("k", _ARRAY, _u32(_UINT32) + _u64(2**60))]), f"metadata k claims {2**60} values"),
+    "array longer than the file": (assemble([entry("k", _ARRAY, _u32(_UINT32) + _u64(10**6))]), "cut off, within metadata k"),
+    "array of strings longer than the file": (assemble([entry("k", _ARRAY, _u32(_STRING) + _u64(10**6))]), "cut off, within metadata k"),
+    "nested array": (assemble([entry("k", _ARRAY, _u32(_ARRAY) + _u64(1))]), "metadata k is an array of the unknown type 9"),
+    "unknown type of value": (assemble([entry("k", 99, b"")]), "metadata k has the unknown type 99"),
+    "key that is not UTF-8": (assemble([entry(b"\xff\xfe", _UINT32, _u32(1))]), "a metadata key is not UTF-8"),
+    "string that is not UTF-8": (assemble([entry("k", _STRING, text(b"\xc3("))]), "metadata k is not UTF-8"),
+    "key twice": (assemble([_ARCH, _ARCH]), "metadata general.architecture occurs twice"),
+    "alignment of zero": (assemble([entry("general.alignment", _UINT32, _u32(0))]), "general.alignment=0 must be a power of two"),
+    "alignment that is no power of two": (assemble([entry("general.alignment", _UINT32, _u32(48))]), "must be a power of two"),
+    "alignment that is a text": (assemble([entry("general.alignment", _STRING, text("32"))]), "must be a power of two"),
+    "tensor twice": (assemble([_ARCH], [_ONE, _ONE], _32), "tensor 'a' occurs twice"),
+    "tensor name that is not UTF-8": (assemble([_ARCH], [tensor(b"\xff", (8,), _F32, 0)], _32), "a tensor's name is not UTF-8"),
+    "no dimensions": (assemble([_ARCH], [tensor("a", (), _F32, 0)], _32), "tensor 'a' has 0 dimensions"),
+    "many dimensions": (assemble([_ARCH], [tensor("a", (1,) * 9, _F32, 0)], _32), "tensor 'a' has 9 dimensions"),
+    "a size of zero": (assemble([_ARCH], [tensor("a", (8, 0), _F32, 0)], _32), "impossible sizes [8, 0]"),
+    "sizes whose product overflows": (assemble([_ARCH], [tensor("a", (2**33, 2**33), _F32, 0)], _32), "impossible sizes"),
+    "unknown quantisation": (assemble([_ARCH], [tensor("a", (32,), 250, 0)], _32), "tensor 'a' has the unknown quantisation type 250"),
+    "rows that blocks do not fill": (assemble([_ARCH], [tensor("a", (33,), _Q4_0, 0)], bytes(64)), "rows of 33, which Q4_0 cannot hold"),
+    "offset beyond the file": (assemble([_ARCH], [tensor("a", (8,), _F32, 2**40)], _32), "tensor 'a' ends at byte"),
+    "offset that overflows": (assemble([_ARCH], [tensor("a", (8,), _F32, 2**64 - 32)], _32), "tensor 'a' ends at byte"),
+    "offset that is not aligned": (assemble([_ARCH], [tensor("a", (4,), _F32, 8)], _32), "does not begin at a multiple of 32"),
+    "tensors that overlap": (assemble([_ARCH], [tensor("a", (16,), _F32, 0), tensor("b", (8,), _F32, 32)], bytes(64)), "'b' overlaps with 'a'"),
+    "data cut off": (assemble([_ARCH], [_ONE], bytes(31)), "it is cut off"),
+    "no architecture": (assemble(), "architecture None is not known"),
+    "unknown architecture": (assemble([entry("general.architecture", _STRING, text("mamba"))]), "architecture 'mamba' is not known; known in GGUF files: llama"),
+    "architecture that is a number": (assemble([entry("general.architecture", _UINT32, _u32(1))]), "architecture 1 is not known"),
+    "no embeddings": (assemble([_ARCH], [_ONE], _32), "tensor 'token_embd.weight' is missing"),
+    "no hyperparameters": (assemble([_ARCH], [tensor("token_embd.weight", (4, 2), _F32, 0)], _32), "metadata llama.embedding_length is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GGUF_DAMAGE)
+def test_a_damaged_gguf_file_is_refused_in_one_line_that_names_it(tmp_path, kind):
+    content, says = GGUF_DAMAGE[kind]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    message = refusal(lambda: resolve_model(str(path)))
+    assert says in message
+    assert str(path) in message
+
+
+def test_hostile_counts_take_no_memory(tmp_path):
+    hostile = [
+        content for kind, (content, _) in GGUF_DAMAGE.items() if "huge" in kind or "longer" in kind
+    ]
+    path = tmp_path / "m.gguf"
+    tracemalloc.start()
+    for content in hostile:
+        path.write_bytes(content)
+        refusal(lambda: resolve_model(str(path)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * 2**20
+
+
+_CHANGES: dict[str, tuple[Callable[..., object], str]] = {
+    "heads of zero": (lambda w: w.add_uint32("llama.attention.head_count", 0), "head_count=0 must be a positive integer"),
+    "heads as text": (lambda w: w.add_string("llama.attention.head_count", "4"), "head_count='4' must be a positive"),
+    "heads that differ by layer": (lambda w: w.add_array("llama.attention.head_count_kv", [2, 4]), "the same in all layers"),
+    "epsilon that is not finite": (lambda w: w.add_float32("llama.attention.layer_norm_rms_epsilon", float("nan")), "must be a finite number"),
+    "unknown scaling": (lambda w: w.add_string("llama.rope.scaling.type", "magic"), "metadata llama.rope.scaling.factor is missing"),
+    "a tensor without a place": (lambda w: w.add_tensor("blk.0.strange.weight", np.zeros(4, np.float32)), "'blk.0.strange.weight' has no place"),
+    "a tensor of no layer": (lambda w: w.add_tensor("blk.x.attn_q.weight", np.zeros(4, np.float32)), "'blk.x.attn_q.weight' has no place"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _CHANGES)
+def test_gguf_metadata_that_contradict_a_model_are_refused(tmp_path, kind):
+    change, says = _CHANGES[kind]
+    write_gguf(tmp_path / "m.gguf", "llama", hf_tensors("llama"), extra=change)  # overwrites
+    message = refusal(lambda: open_gguf(tmp_path / "m.gguf"))
+    assert says in message
+    assert "m.gguf" in message
+
+
+def test_mutated_gguf_files_open_or_are_refused(tmp_path):
+    """400 mutations of the header: a typed error in one line, or a file that can be read to the end."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "llama", hf_tensors("llama"))
+    good = path.read_bytes()
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(400):
+        data = bytearray(good)
+        for _ in range(rng.choice((1, 1, 2, 6))):
+            at = rng.randrange(min(2600, len(data)) if rng.random() < 0.9 else len(data))
+            kind = rng.randrange(4)
+            if kind == 0:
+                data[at] ^= 1 << rng.randrange(8)
+            elif kind == 1:
+                data[at : at + 8] = rng.choice((0, 1, 2**31, 2**63, 2**64 - 1)).to_bytes(
+                    8, "little"
+                )
+            elif kind == 2:
+                del data[at : at + rng.randrange(1, 20)]
+            else:
+                del data[max(at, 24) :]
+            data = data or bytearray(b"\0")
+        path.write_bytes(data)
+        try:
+            checkpoint, _ = open_gguf(path)
+        except ModelLoadError as error:
+            refused += 1
+            assert "\n" not in str(error)
+            continue
+        try:
+            for name in checkpoint.tensors:
+                checkpoint.read(name)
+        except ModelLoadError:
+            refused += 1
+        finally:
+            checkpoint.close()
+    assert refused > 250
+
+
+def test_a_gguf_file_that_shrinks_while_it_is_read_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "llama", hf_tensors("llama"))
+    checkpoint, _ = open_gguf(path)
+    path.write_bytes(path.read_bytes()[:3000])
+    last = max(checkpoint.tensors, key=lambda name: checkpoint.tensors[name].start)
+    message = refusal(lambda: checkpoint.read(last))
+    checkpoint.close()
+    assert "became shorter" in message
+
+
+# --- Orbax ---------------------------------------------------------------------------------------------------------
+
+
+def _orbax(tmp_path: Path) -> Path:
+    pytest.importorskip("orbax.checkpoint")
+    write_model(tmp_path / "source", TINY, random_tensors(TINY))
+    convert_model(str(tmp_path / "source"), tmp_path / "m", use_tqdm=False)
+    return tmp_path / "m"
+
+
+def _edit(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    def edit(path: Path) -> None:
+        manifest = json.loads((path / "orbax.json").read_text())
+        change(manifest)
+        (path / "orbax.json").write_text(json.dumps(manifest))
+
+    return edit
+
+
+def _first(manifest: dict) -> dict:
+    return next(iter(manifest["groups"]["00000"].values()))
+
+
+def _link_out(path: Path) -> None:
+    (path / "weights" / "00000").rename(path.parent / "elsewhere")
+    (path / "weights" / "00000").symlink_to(path.parent / "elsewhere")
+
+
+ORBAX_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "manifest that is not JSON": (lambda p: (p / "orbax.json").write_text("{"), "not valid JSON"),
+    "manifest of something else": (_edit(lambda m: m.update(format="x")), "is not a manifest of version 1"),
+    "manifest of another version": (_edit(lambda m: m.update(version=2)), "is not a manifest of version 1"),
+    "groups that are a list": (_edit(lambda m: m.update(groups=[])), "groups must map"),
+    "group name with a path": (_edit(lambda m: m["groups"].update({"../x": {}})), "group '../x' is missing"),
+    "group that is absent": (_edit(lambda m: m["groups"].update({"00009": {}})), "group '00009' is missing"),
+    "group that is a link": (_link_out, "is a link out of the directory"),
+    "impossible dtype": (_edit(lambda m: _first(m).update(dtype="I7")), "has an impossible dtype or shape"),
+    "impossible shape": (_edit(lambda m: _first(m).update(shape=[2**40, 2**40])), "has an impossible dtype or shape"),
+    "other shape than stored": (_edit(lambda m: _first(m).update(dtype="F16")), "not as orbax.json says"),
+    "tensor left out": (_edit(lambda m: m["groups"]["00000"].popitem()), "1 missing"),
+    "tensor that is not stored": (_edit(lambda m: m["groups"]["00000"].update({"x": {"dtype": "F32", "shape": [1]}})), "1 unexpected (x)"),
+    "files that are gone": (lambda p: [f.unlink() for f in (p / "weights" / "00000").rglob("*") if f.is_file()], "cannot be restored"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ORBAX_DAMAGE)
+def test_a_damaged_orbax_directory_is_refused(tmp_path, kind):
+    path = _orbax(tmp_path)
+    damage, says = ORBAX_DAMAGE[kind]
+    damage(path)
+    assert says in refusal(lambda: load_model(EngineConfig(model=str(path))))
+
+
+# --- configuration against weights ---------------------------------------------------------------------------------
+
+CONTRADICTIONS = {
+    "fewer layers than stored": ({"num_hidden_layers": 1}, "unexpected"),
+    "more layers than stored": ({"num_hidden_layers": 3}, "missing"),
+    "another width": ({"hidden_size": 32}, "misshapen"),
+    "another vocabulary": ({"vocab_size": 49}, "misshapen"),
+    "heads that do not divide the width": ({"num_attention_heads": 5}, "must be a multiple of"),
+    "a million layers": ({"num_hidden_layers": 10**6}, "at most 1024"),
+    "a vocabulary of 2^31": ({"vocab_size": 2**31}, "vocab_size"),
+    "negative size": ({"ffn_dim": -16}, "ffn_dim=-16"),
+    "size as a float": ({"hidden_size": 16.0}, "hidden_size=16.0"),
+    "quantised by another tool": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "end token beyond the vocabulary": ({"eos_token_id": 10**6}, "eos_token_id"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_a_configuration_that_contradicts_the_weights_is_refused(tmp_path, kind):
+    change, says = CONTRADICTIONS[kind]
+    write_model(tmp_path, TINY, random_tensors(TINY))
+    (tmp_path / "config.json").write_text(json.dumps(TINY | change))
+    assert says in refusal(lambda: load_model(EngineConfig(model=str(tmp_path))))
+
+
+# --- tokenizers and templates --------------------------------------------------------------------------------------
+
+
+def _gpt2_files(path: Path, **changes: str) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, "<|endoftext|>", "he"])}
+    files = {"vocab.json": json.dumps(vocab), "merges.txt": "#version: 0.2\nh e\n"} | changes
+    for name, content in files.items():
+        (path / name.replace("_", ".")).write_text(
+            content, encoding="utf-8", errors="surrogateescape"
+        )
+
+
+def test_a_vocabulary_and_merges_are_a_tokenizer(tmp_path):
+    _gpt2_files(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("hey he")] == [
+        "he",
+        "y",
+        "Ġ",
+        "he",
+    ]
+    assert tokenizer.special_ids == {256}
+    assert tokenizer.is_byte_level
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": {"content": "<|endoftext|>"}, "add_bos_token": True})
+    )
+    assert load_tokenizer(tmp_path).encode("he") == [256, 257]
+
+
+TOKENIZER_DAMAGE = {
+    "vocabulary that is not JSON": ({"vocab.json": "{"}, "vocab.json: damaged, not JSON"),
+    "vocabulary that is a list": ({"vocab.json": "[]"}, "must map tokens to ids"),
+    "negative id": ({"vocab.json": '{"a": -1}'}, "must map tokens to ids"),
+    "not byte-level": ({"vocab.json": '{"a": 1}'}, "is not a byte-level vocabulary"),
+    "merge of three": ({"merges.txt": "h e l"}, "merges.txt: damaged"),
+    "merge of unknown tokens": ({"merges.txt": "h zz"}, "does not fit vocab.json"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_DAMAGE)
+def test_damaged_gpt2_tokenizer_files_are_refused(tmp_path, kind):
+    changes, says = TOKENIZER_DAMAGE[kind]
+    _gpt2_files(tmp_path, **changes)
+    assert says in refusal(lambda: load_tokenizer(tmp_path))
+
+
+def test_a_sentencepiece_file_alone_says_what_is_needed(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x05")
+    message = refusal(lambda: load_tokenizer(tmp_path))
+    assert "tokenizer.model" in message
+    assert "tokenizer.json is needed" in message
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    backend = Backend(models.BPE(vocab={f"t{i}": i for i in range(100)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert "do not belong together" in refusal(
+        lambda: load_tokenizer(tmp_path, model_vocab_size=99)
+    )
+
+
+TEMPLATE_DAMAGE = {
+    "a number": ("tokenizer_config.json", '{"chat_template": 5}', "must be a text or a list"),
+    "a list of texts": ("tokenizer_config.json", '{"chat_template": ["x"]}', "must be a text or a list"),
+    "not JSON": ("tokenizer_config.json", "{", "not JSON"),
+    "not UTF-8": ("chat_template.jinja", b"\xff", "not UTF-8"),
+    "2 MiB": ("chat_template.jinja", b"a" * 2**21, "larger than 1 MiB"),
+    "a syntax error": ("chat_template.jinja", "{% for %}", "TemplateSyntaxError"),
+    "a list of many": ("chat_template.jinja", "{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    "a large text": ("chat_template.jinja", "{{ 'a' * 10**9 }}", "MiB of memory"),
+    "nested loops": (
+        "chat_template.jinja",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "did not finish within 1 s",
+    ),
+    "attribute tricks": ("chat_template.jinja", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+    "recursion": ("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
+    "an endless output": (
+        "chat_template.jinja",
+        "{% for i in range(99999) %}" + "a" * 100 + "{% endfor %}",
+        "output is longer than",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TEMPLATE_DAMAGE)
+def test_a_hostile_chat_template_is_refused_at_load(tmp_path, kind):
+    name, content, says = TEMPLATE_DAMAGE[kind]
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    def load() -> None:
+        template = load_chat_template(tmp_path)
+        assert template is not None
+        try:
+            template.validate()
+        finally:
+            template.close()
+
+    message = refusal(load)
+    assert says in message
+    assert str(tmp_path) in message
+
+
+def test_weights_that_hold_nan_are_refused_from_every_format(tmp_path):
+    tensors = random_tensors(TINY)
+    tensors["model.decoder.layers.0.fc1.weight"][0, 0] = np.nan
+    write_model(tmp_path / "m", TINY, tensors)
+    assert "holds NaN" in refusal(lambda: load_model(EngineConfig(model=str(tmp_path / "m"))))
+    assert "holds NaN" in refusal(
+        lambda: convert_model(str(tmp_path / "m"), tmp_path / "n", format="safetensors")
+    )
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m"]
+    assert safetensors_bytes(tensors)
