@@ -28,7 +28,7 @@ from apt_jax.errors import ModelLoadError
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_ELEMENTS = 2**48
-_CHUNK_BYTES = 8 * 2**20  # a multiple of every element size
+_CHUNK_BYTES = 4 * 2**20  # a multiple of every element size
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

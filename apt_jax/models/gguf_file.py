@@ -32,7 +32,7 @@ _MAX_ARRAY = 2**22  # the largest vocabularies have under a million tokens and m
 _MAX_NAME_BYTES = 2**16
 _MAX_DIMS = 4
 _MAX_ELEMENTS = 2**40
-_CHUNK_BYTES = 8 * 2**20  # of float32 values made at a time
+_CHUNK_BYTES = 2 * 2**20  # of float32 values made at a time
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {

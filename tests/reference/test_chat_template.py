@@ -9,7 +9,9 @@ from apt_jax.chat import ChatTemplate
 from apt_jax.errors import InvalidRequestError
 from apt_jax.tokenizer import Tokenizer
 
-transformers = pytest.importorskip("transformers", reason="runs in the reference environment (make reference)")
+transformers = pytest.importorskip(
+    "transformers", reason="runs in the reference environment (make reference)"
+)
 
 
 def _backend() -> tokenizers.Tokenizer:
@@ -28,7 +30,10 @@ def _backend() -> tokenizers.Tokenizer:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_are_those_of_transformers(name, add_generation_prompt):
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=_backend(), bos_token="<s>", eos_token="</s>", chat_template=TEMPLATES[name]
+        tokenizer_object=_backend(),
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=TEMPLATES[name],
     )
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     ours, tokenizer = ChatTemplate(TEMPLATES[name], special_tokens=tokens), Tokenizer(_backend())
@@ -41,6 +46,8 @@ def test_prompts_are_those_of_transformers(name, add_generation_prompt):
                 ours.render(messages, **options)
             continue
         assert ours.render(messages, **options) == text
-        ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
+        ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **options)[
+            "input_ids"
+        ]
         assert ours.encode(tokenizer, messages, **options) == ids
     ours.close()

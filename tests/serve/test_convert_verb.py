@@ -1,0 +1,117 @@
+"""`apt-jax convert`, and the verbs on what it made."""
+
+import contextlib
+import io
+import json
+import sys
+
+import pytest
+
+from serve import cli
+
+pytest.importorskip("orbax.checkpoint")
+
+
+def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    before, sys.stdin = sys.stdin, io.StringIO(stdin)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = cli.main(argv)
+            except SystemExit as exit_:
+                code = int(exit_.code or 0)
+    finally:
+        sys.stdin = before
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    target = tmp_path_factory.mktemp("convert") / "tiny"
+    code, out, err = run(
+        "convert", "tiny-opt", str(target), "--dtype", "float32", "--json", str(target) + ".json"
+    )
+    assert code == 0, err
+    assert out.startswith(f"{target}: 132 tensors, 30.1 MiB")
+    return target
+
+
+def test_the_result_is_measured(converted):
+    measured = json.loads((converted.parent / "tiny.json").read_text())
+    assert (measured["format"], measured["tensors"]) == ("orbax", 132)
+
+
+def test_a_second_conversion_overwrites_nothing(converted):
+    code, out, err = run("convert", "tiny-opt", str(converted))
+    assert (code, out) == (1, "")
+    assert err == f"apt-jax convert: {converted}: exists already; nothing is overwritten\n"
+
+
+def test_the_converted_model_completes_as_its_source_does(converted):
+    flags = ("--quiet", "--no-warm-up", "--max-tokens", "6", "--num-blocks-override", "64")
+    code, out, _ = run("generate", str(converted), "Once upon a time", *flags)
+    assert code == 0
+    assert out == run("generate", "tiny-opt", "Once upon a time", *flags)[1]
+
+
+def test_info_tells_format_quantisation_and_template(converted):
+    code, out, _ = run("info", str(converted), "--num-blocks-override", "64")
+    assert code == 0
+    for name, value in (
+        ("files", "orbax"),
+        ("weights in the files", "F32"),
+        ("chat template", "none"),
+        ("end-of-sequence ids", "2"),
+    ):
+        assert any(
+            line.strip().startswith(name) and line.strip().endswith(value)
+            for line in out.splitlines()
+        )
+
+
+def test_chat_answers_lines_of_stdin_by_the_template(tmp_path, converted):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}King:")
+    flags = (
+        "--no-warm-up",
+        "--max-tokens",
+        "5",
+        "--num-blocks-override",
+        "64",
+        "--chat-template",
+        str(template),
+    )
+    code, out, err = run(
+        "chat", "--model", str(converted), *flags, "--timings", stdin="Who art thou?\n\nAnd why?\n"
+    )
+    assert code == 0, err
+    assert "King:" not in out
+    assert err.count("5 output tokens") == 2
+    assert "User:" not in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("convert", "tiny-opt"), "DST"),
+        (
+            ("convert", "tiny-opt", "x", "--format", "gguf"),
+            "--format: 'gguf' must be one of orbax, safetensors",
+        ),
+        (("convert", "tiny-opt", "x", "--dtype", "int8"), "--dtype"),
+    ],
+)
+def test_wrong_usage_is_one_line(argv, says):
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_source_that_is_not_there_leaves_nothing(tmp_path):
+    code, _, err = run("convert", "no-such-model", str(tmp_path / "x"))
+    assert code == 1
+    assert "no-such-model" in err
+    assert list(tmp_path.iterdir()) == []
