@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class _Stored:
 class _Cursor:
     """Reads the metadata part of a file front to back; every length is compared with what is left."""
 
-    def __init__(self, file: io.BufferedReader, size: int, where: str) -> None:
+    def __init__(self, file: BinaryIO, size: int, where: str) -> None:
         self._file, self._left, self._where = file, size, where
         self.offset = 0
 

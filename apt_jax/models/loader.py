@@ -93,9 +93,10 @@ def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
     """Find a model by its name. In this order:
 
     1. a directory, or a ``.gguf`` file;
-    2. a bundled name, or one of a package that brings a model file;
+    2. a bundled name;
     3. with `allow_preset` a published size such as ``opt-13b``, also as ``facebook/opt-13b``;
-    4. a hub id, ``owner/model`` or ``owner/model@revision``: from the local cache, else downloaded.
+    4. the name of a package that brings a model file;
+    5. a hub id, ``owner/model`` or ``owner/model@revision``: from the local cache, else downloaded.
 
     Raises:
         ModelLoadError: nothing of this name, or no usable configuration in it.
@@ -115,12 +116,12 @@ def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
         raise ModelLoadError(
             f"model {name!r:.200} is a file, and no .gguf file; give the directory that holds config.json and the weights"
         )
-    if name in _PACKAGED:
-        return _gguf(_packaged(name))
     preset = name.rsplit("/", 1)[-1]
     is_preset = preset in PRESETS and name in (preset, f"facebook/{preset}")
     if is_preset and allow_preset:
         return ResolvedModel(fields=PRESETS[preset], path=None, format="preset")
+    if name in _PACKAGED:
+        return _gguf(_packaged(name))
     hub_id = parse_hub_id(name)
     if hub_id is not None and not name.endswith(".gguf"):
         try:
