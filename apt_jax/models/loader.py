@@ -30,8 +30,9 @@ from apt_jax.models.checkpoint import (
     read_json,
     some_names,
 )
-from apt_jax.models.families import FAMILIES, MODEL_TYPES, PRESETS, Family
+from apt_jax.models.families import FAMILIES, MODEL_TYPES, PRESETS, Family, constant_leaf
 from apt_jax.models.fields import ConfigFields
+from apt_jax.models.mapping import Source
 from apt_jax.models.params import ModelParams, abstract_params, dummy_params, param_names
 
 _logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def bundled_models() -> list[str]:
 def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
     """Find a model: a directory, then a bundled name, then with `allow_preset` a published size such as ``opt-13b``.
 
-    A hub id whose last part is a published size (``facebook/opt-13b``) names the same preset.
+    A hub id whose last part is a published size (``facebook/opt-13b``, ``Qwen/Qwen3-0.6B``) names the same preset.
 
     Raises:
         ModelLoadError: nothing of this name, or no usable config.json in it.
@@ -93,8 +94,8 @@ def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
         raise ModelLoadError(
             f"model {name!r:.200} is a file; give the directory that holds config.json and the weights"
         )
-    preset = name.rsplit("/", 1)[-1]
-    if preset in PRESETS and name in (preset, f"facebook/{preset}"):
+    preset = name.rsplit("/", 1)[-1].lower()
+    if preset in PRESETS and name.count("/") <= 1:
         if allow_preset:
             return ResolvedModel(fields=PRESETS[preset], path=None)
         raise ModelLoadError(
@@ -120,8 +121,14 @@ def _family(fields: Mapping[str, Any]) -> Family:
     )
 
 
-def read_model_config(fields: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+def read_model_config(
+    fields: Mapping[str, Any], max_len: int | None = None
+) -> tuple[Family, ModelConfig]:
     """The family and shape that the fields of a config.json describe.
+
+    Args:
+        max_len: longest context that will be served, tokens; None: as long as the configuration says. Some rotary
+            embeddings depend on it (`apt_jax.models.rope`).
 
     Raises:
         ModelLoadError: unknown architecture, missing or impossible values, a feature that is not implemented.
@@ -132,7 +139,7 @@ def read_model_config(fields: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
             "config.json: quantization_config is set, and quantised checkpoints are not supported"
         )
     try:
-        config = family.model_config(fields)
+        config = family.model_config(fields, max_len)
     except ConfigError as error:
         raise ModelLoadError(f"config.json: {error}") from error
     if config.num_layers > _MAX_LAYERS:
@@ -210,6 +217,8 @@ class _Leaf:
     """Tensor in the checkpoint, or None:"""
     constant: float = 0.0
     """the leaf is filled with this value."""
+    source: Source | None = None
+    """How the leaf lies in it."""
 
 
 def _match(
@@ -235,24 +244,26 @@ def _match(
     wanted: dict[str, tuple[int, ...]] = {}
     missing: list[str] = []
     for leaf, shape in zip(jax.tree.leaves(param_names(config)), shapes, strict=True):
-        constant = family.constant_leaf(leaf, fields)
+        constant = constant_leaf(family, leaf, fields)
         if constant is not None:
             leaves.append(_Leaf(leaf, shape, None, constant))
             continue
-        bare = family.tensor_name(leaf)
-        wanted[bare] = family.tensor_shape(leaf, shape)
+        source = family.source(leaf, shape, config)
+        bare = source.name
+        wanted[bare] = source.shape
         if bare in by_bare_name:
-            leaves.append(_Leaf(leaf, shape, by_bare_name[bare]))
-        else:
+            leaves.append(_Leaf(leaf, shape, by_bare_name[bare], source=source))
+        elif bare not in missing:
             missing.append(bare)
     head = None
     if config.tie_embeddings and family.TIED_HEAD in by_bare_name:
         head = by_bare_name[family.TIED_HEAD]
-        wanted[family.TIED_HEAD] = wanted[family.tensor_name("embed")]
+        width = config.embedding_size or config.hidden_size
+        wanted[family.TIED_HEAD] = (config.vocab_size, width)
     extra = [
         name
         for bare, name in by_bare_name.items()
-        if bare not in wanted and bare not in family.IGNORED_TENSORS
+        if bare not in wanted and not family.IGNORED_TENSORS.search(bare)
     ]
     infos = {
         bare: checkpoint.tensors[by_bare_name[bare]] for bare in wanted if bare in by_bare_name
@@ -315,9 +326,8 @@ def _load_params(
                 f"{path}: {tied_head!r} differs from {embed!r}, but config.json says that they are tied (tie_word_embeddings)"
             )
     arrays: dict[str, jax.Array] = {}
-    total = sum(
-        checkpoint.tensors[leaf.stored].num_bytes for leaf in leaves if leaf.stored is not None
-    )
+    stored = {leaf.stored for leaf in leaves if leaf.stored is not None}
+    total = sum(checkpoint.tensors[name].num_bytes for name in stored)
     # disable=None: shown on a terminal only.
     with tqdm(
         total=total,
@@ -331,14 +341,21 @@ def _load_params(
             info = checkpoint.tensors[leaf.stored] if leaf.stored is not None else None
             return ("", 0) if info is None else (info.file, info.start)
 
+        last: np.ndarray | None = None
+        last_name: str | None = None
         for leaf in sorted(leaves, key=place):
             if leaf.stored is None:
                 arrays[leaf.leaf] = jnp.full(leaf.shape, leaf.constant, dtype)
                 continue
-            arrays[leaf.leaf] = jnp.asarray(
-                _read_cast(checkpoint, leaf.stored, dtype, path).reshape(leaf.shape)
-            )
-            bar.update(checkpoint.tensors[leaf.stored].num_bytes)
+            if leaf.stored != last_name:  # parts of one tensor come one after another
+                last = None  # the one before goes first
+                last = _read_cast(checkpoint, leaf.stored, dtype, path)
+                last_name = leaf.stored
+                bar.update(checkpoint.tensors[leaf.stored].num_bytes)
+            assert last is not None
+            assert leaf.source is not None
+            part = last if leaf.source.take is None else leaf.source.take(last)
+            arrays[leaf.leaf] = jnp.asarray(part.reshape(leaf.shape))
     return jax.tree.map(lambda name: arrays[name], param_names(config))
 
 
@@ -356,7 +373,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     fields, path = resolved.fields, resolved.path
     where = config.model if path is None else os.fspath(path)
     try:
-        family, model_config = read_model_config(fields)
+        family, model_config = read_model_config(fields, config.max_model_len)
         eos_token_ids = _eos_token_ids(path, model_config, fields)
     except ModelLoadError as error:
         named = str(error).startswith(where)

@@ -185,7 +185,7 @@ def test_remote_code_is_ignored_with_one_warning(tmp_path, caplog):
 
 def test_an_unknown_name_lists_what_there_is():
     with pytest.raises(ModelLoadError) as error:
-        load_model(EngineConfig(model="mistralai/Mistral-7B-v0.1"))
+        load_model(EngineConfig(model="mistralai/Mixtral-8x7B-v0.1"))
     assert "nothing is downloaded" in str(error.value)
     assert "opt-13b" in str(error.value)
 
