@@ -19,6 +19,7 @@ device, so the next step can be dispatched before the host has seen them.
 import concurrent.futures
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,15 +31,17 @@ from jax import Array
 from numpy.typing import NDArray
 
 from apt_jax import sampling
-from apt_jax.config import CacheConfig, ModelConfig
+from apt_jax.config import CacheConfig, HiddenMode, ModelConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor import NO_TOKEN, StepBatch, StepHandle, StepResult
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, logits
-from apt_jax.models.params import ModelParams, fuse_qkv
+from apt_jax.models.params import ModelParams, fuse_products
 from apt_jax.pallas import AttentionOps, attention_ops
 from apt_jax.pallas.xla import ROWS_PER_TILE
 from apt_jax.request import SamplingParams
 from apt_jax.sched.view import HIDDEN, KV
+
+logger = logging.getLogger(__name__)
 
 MAX_CPU_POOL_BYTES = 4 << 30
 """Largest pool that is chosen without being asked for on a CPU."""
@@ -192,6 +195,41 @@ class _Call:
         return rest[0] if len(rest) == 1 else rest
 
 
+def _extras(config: ModelConfig, hidden_mode: HiddenMode | None, hidden: bool) -> frozenset[str]:
+    """What of `pallas.registry.EXTRAS` a model needs."""
+    needed = {
+        "softcap": config.attention_softcap is not None,
+        "alibi": bool(config.alibi_slopes),
+        "window": any(window is not None for window in config.layer_windows),
+        "key norm": hidden and config.qk_norm is not None,
+        "grouped absorption": hidden_mode in ("partial", "v-absorb") and config.num_heads > config.num_kv_heads,
+        "narrow inputs": hidden and config.hidden_size < config.lane,
+    }  # fmt: skip
+    return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+
+def _attention_ops(
+    platform: str, wanted: str | AttentionOps | None, chip: str | None, extras: frozenset[str]
+) -> AttentionOps:
+    """The ops asked for, or the platform's; XLA's where those cannot do what the model needs and nobody named them."""
+    if isinstance(wanted, AttentionOps):
+        ops = wanted
+    else:
+        try:
+            ops = attention_ops(platform, wanted, chip)
+        except ValueError as error:
+            raise ConfigError(f"{error} (--attention-backend)") from None
+    missing = ", ".join(sorted(extras - ops.extras))
+    if not missing:
+        return ops
+    if wanted is not None:
+        raise ConfigError(
+            f"attention backend {ops.name!r} cannot do what this model needs: {missing}; use xla (--attention-backend)"
+        )
+    logger.warning("attention: %s cannot do %s; this model runs on xla", ops.name, missing)
+    return attention_ops(platform, "xla", chip)
+
+
 class JaxExecutor:
     """Implements `apt_jax.executor.Executor` on one device.
 
@@ -226,29 +264,23 @@ class JaxExecutor:
             raise ConfigError(
                 f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions (--max-model-len)"
             )
-        if cache.mode == "hidden" and not config.supports_hidden:
+        if cache.mode == "hidden" and config.hidden_refusal is not None:
             raise ConfigError(
-                f"cache='hidden': the layer inputs of this model are not smaller than its keys and values (width {config.hidden_size}, lane {config.lane}); use --cache kv"
-            )
-        if cache.hidden_attention == "absorb" and not config.supports_absorb:
-            raise ConfigError(
-                "hidden_attention='absorb' is not exact for this model; use --hidden-attention reproject"
+                f"cache='hidden' is not offered for this model: {config.hidden_refusal}; use --cache kv"
             )
         hidden = cache.mode in ("hidden", "hybrid") and config.supports_hidden
         self.kinds_offered = (cache.mode != "hidden", hidden)
-        self.absorbs = hidden and config.supports_absorb and cache.hidden_attention != "reproject"
+        absorbs = hidden and cache.hidden_attention != "reproject"
+        self.hidden_mode: HiddenMode | None = config.hidden_mode if absorbs else None
         self._device = next(iter(params.embed.devices()))
         self.platform = self._device.platform
-        self.params = fuse_qkv(params) if self.platform == "cpu" else params
-        if isinstance(attention, AttentionOps):
-            self._ops = attention
-        else:
-            try:
-                self._ops = attention_ops(self.platform, attention, _chip(self._device))
-            except ValueError as error:
-                raise ConfigError(f"{error} (--attention-backend)") from None
+        self.params = fuse_products(params, keep=hidden) if self.platform == "cpu" else params
+        self._ops = _attention_ops(
+            self.platform, attention, _chip(self._device), _extras(config, self.hidden_mode, hidden)
+        )
         self.attention_name, self.rows_per_tile = self._ops.name, self._ops.rows_per_tile
         self.mixed = not self._ops.branches if mixed is None else mixed
+        self.hidden_block_size = cache.block_size
         self._pool_dtype = pool_dtype(params.embed.dtype, self.platform)
         self._table_len = -(-max_model_len // cache.block_size)
         self.decode_buckets = power_of_two_buckets(1, max_num_seqs, ROWS_PER_TILE)
@@ -270,6 +302,11 @@ class JaxExecutor:
         )
         self._compiled_at_warm_up = 0
         self.reset()
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether attention over layer inputs absorbs what of it can be."""
+        return self.hidden_mode is not None
 
     @property
     def block_bytes(self) -> int:
@@ -300,7 +337,8 @@ class JaxExecutor:
         return StepOptions(
             num_decode=num_decode,
             block_size=self.block_size,
-            absorb=self.absorbs,
+            hidden_block_size=self.hidden_block_size,
+            hidden_mode=self.hidden_mode,
             kinds=kinds,
             ops=self._ops,
         )
@@ -353,7 +391,7 @@ class JaxExecutor:
         variant: str,
     ) -> tuple[Array, Array, tuple[Array, Array, Array] | None]:
         parts = _sample_layout(rows).unpack(ints)
-        raw = logits(params, hidden[:rows])
+        raw = logits(params, hidden[:rows], self.config)
         scores = raw
         if penalties is not None:
             extra = _penalty_layout(rows, self.max_model_len).unpack(penalties)
@@ -643,12 +681,13 @@ class JaxExecutor:
         )
         place = np.concatenate([np.arange(n), num_decode + np.arange(num_prefill_tokens)])
         position = batch.start[owner] + offset
-        block, slot = np.divmod(position, self.block_size)
         hidden = batch.kind[owner] == HIDDEN
+        per_block = np.where(hidden, self.hidden_block_size, self.block_size)
+        block, slot = np.divmod(position, per_block)
         views["token_ids"][place] = batch.token_ids[token_start[owner] + offset]
         views["token_seats"][place] = batch.seats[owner]
         views["positions"][place] = position
-        views["first_slots"][place] = batch.block_tables[owner, 0, block] * self.block_size + slot
+        views["first_slots"][place] = batch.block_tables[owner, 0, block] * per_block + slot
         second = batch.block_tables[owner, 1, block] * self.block_size + slot
         views["second_slots"][place] = np.where(hidden, self._dropped_slot, second)
         views["token_hidden"][place] = hidden

@@ -100,17 +100,18 @@ def work(
     hidden: float,
 ) -> tuple[float, float]:
     """(FLOP, bytes) of the whole batch: dense products and attention; weights once a step and the cache once a token."""
-    d = config.hidden_size
-    layer_weights = config.num_layers * (4 * d * d + 2 * d * config.ffn_size)
+    d, q = config.hidden_size, config.num_heads * config.head_dim
+    per_layer = 2 * d * q + 2 * d * config.lane + (3 if config.gated else 2) * d * config.ffn_size
+    layer_weights = config.num_layers * per_layer
     head = config.vocab_size * d
     tokens = concurrency * (prompt + output - 1)
     flop = 2.0 * layer_weights * tokens + 2.0 * head * concurrency * output
     context = sum(range(prompt, prompt + output)) * concurrency
-    flop += 4.0 * config.num_layers * d * (context + concurrency * prompt * prompt / 2)
+    flop += 4.0 * config.num_layers * q * (context + concurrency * prompt * prompt / 2)
     cache_lanes = 2.0 - hidden
     bytes_read = (
         float(steps) * (layer_weights + head) * itemsize
-        + context * cache_lanes * config.num_layers * d * itemsize
+        + context * cache_lanes * config.num_layers * config.lane * itemsize
     )
     return flop, bytes_read
 

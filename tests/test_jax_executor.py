@@ -47,9 +47,9 @@ def test_tokens_equal_a_plain_forward_pass(
 
 
 LAYOUTS = {
-    "350m": {"norm_before": False, "final_norm": False, "embedding_size": 16},
+    "350m": {"norm_placement": "post", "final_norm": False, "embedding_size": 16},
     "projected pre-norm": {"embedding_size": 48},
-    "no bias": {"bias": False},
+    "no bias": {"qkv_bias": False, "out_bias": False, "ffn_bias": False},
     "untied": {"tie_embeddings": False},
     "one head": {"num_heads": 1, "num_kv_heads": 1, "head_dim": 32},
 }

@@ -4,11 +4,12 @@ A step works on T flat tokens: first `num_decode` rows of one token each, then t
 another. The life of a token in one layer:
 
 1. x = the layer's attention input (after the norm where the model is pre-norm): what the hidden kind caches.
-2. q from x for all tokens; k and v from x for prefill tokens, and for decode rows if any of them has the KV kind.
+2. q from x for all tokens; k and v from x for prefill tokens, and for decode rows if any of them has the KV kind; q and k
+   are normed and turned where the model does so.
 3. Cache write: (k, v) or x, whichever the token's request caches, in one scatter into the donated pool.
 4. Decode rows attend to the pool: KV, absorbed, or reprojected. Prefill chunks attend to themselves directly and to
    their cached prefix through the pool; a hidden request computes k and v on the fly and keeps only x.
-5. Output projection, residual, feed-forward, residual.
+5. Output projection, residual, feed-forward, residual; norms where `ModelConfig.norm_placement` says.
 
 Activations are in the parameters' dtype, every product accumulates in float32, the residual stream, norms and softmax
 are float32. Layers are unrolled with one pool array each: a scan over stacked pools would copy the pool.
@@ -22,9 +23,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax.config import ModelConfig
+from apt_jax.config import HiddenMode, ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams, NormParams
 from apt_jax.pallas import AttentionOps
+from apt_jax.pallas.reference import KeyNorm, ScoreRules, rms_norm_heads, rotate
 from apt_jax.pallas.xla import dot
 
 
@@ -64,8 +66,10 @@ class StepOptions:
     num_decode: int
     """B: decode rows, padding included."""
     block_size: int
-    absorb: bool
-    """Hidden decode rows are absorbed (else reprojected)."""
+    hidden_block_size: int
+    """Layer inputs a block."""
+    hidden_mode: HiddenMode | None
+    """How hidden decode rows attend: what of `ModelConfig.hidden_mode` is absorbed; None: nothing, they are reprojected."""
     kinds: tuple[bool, bool]
     """Whether KV and hidden rows can occur in the step."""
     ops: AttentionOps
@@ -83,151 +87,336 @@ def _dense(
     return out if b is None else out + b.astype(jnp.float32)[None, :]
 
 
-def _norm(x: Float[Array, "T D"], p: NormParams, eps: float) -> Float[Array, "T D"]:
+def _norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[Array, "T D"]:
     x = x.astype(jnp.float32)
-    mean = jnp.mean(x, axis=-1, keepdims=True)
-    centred = x - mean
-    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
-    scaled = centred * lax.rsqrt(variance + eps)
-    return scaled * p.scale.astype(jnp.float32)[None, :] + p.bias.astype(jnp.float32)[None, :]
+    if config.norm == "layer":
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    scaled = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
+    scale = p.scale.astype(jnp.float32)
+    if config.norm_offset:
+        scale = scale + config.norm_offset
+    out = scaled * scale[None, :]
+    return out if p.bias is None else out + p.bias.astype(jnp.float32)[None, :]
+
+
+def _activate(x: Float[Array, "T F"], config: ModelConfig) -> Float[Array, "T F"]:
+    if config.activation == "relu":
+        return jax.nn.relu(x)
+    if config.activation == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=config.activation == "gelu_tanh")
 
 
 def _finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
-def _hidden_decode(
-    q: Array, pool: Array, batch: DecoderBatch, p: LayerParams, options: StepOptions
-) -> Float[Array, "B N H"]:
-    rows = (batch.num_kv_rows, batch.num_decode_rows)
-    tables = batch.decode_tables[:, 0]
-    if not options.absorb:
-        return options.ops.decode_reprojected(
-            q,
-            pool,
-            tables,
-            batch.decode_lens,
-            p.wk,
-            p.bk,
-            p.wv,
-            p.bv,
-            block_size=options.block_size,
-            rows=rows,
-        )
-    # score = (W_k^T q) . x + q . b_k, and the softmax drops the second term; out = W_v (sum a x) + b_v as sum a = 1.
-    scaled = q * jnp.asarray(q.shape[2] ** -0.5, q.dtype)
-    # N times as wide as q: on GPUs its traffic counts, so it is not written in float32 first.
-    product = None if options.ops.branches else q.dtype
-    q_absorbed = dot(scaled, p.wk, (2, 1), ((1,), (0,)), product).transpose(1, 0, 2).astype(q.dtype)
-    z = options.ops.decode_absorbed(
-        q_absorbed, pool, tables, batch.decode_lens, block_size=options.block_size, rows=rows
-    )
-    out = dot(z.astype(p.wv.dtype), p.wv, (2, 2), ((1,), (0,))).transpose(1, 0, 2)
-    if p.bv is None:
-        return out
-    mine = (jnp.arange(q.shape[0], dtype=jnp.int32) >= rows[0])[:, None, None]
-    return out + jnp.where(mine, p.bv.astype(jnp.float32)[None], 0.0)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Attention:
+    """What attention of one layer needs beside its input: the same for all layers but for `params` and `rules`."""
 
+    params: LayerParams
+    config: ModelConfig
+    options: StepOptions
+    batch: DecoderBatch
+    token_angles: Float[Array, "T HALF"] | None
+    """Of every token of the step."""
+    all_angles: Float[Array, "S HALF"] | None
+    """Of every position, for keys computed from cached layer inputs."""
+    rules: ScoreRules | None
 
-def _attention(
-    x: Float[Array, "T D"], pool: Array, batch: DecoderBatch, p: LayerParams, options: StepOptions
-) -> tuple[Float[Array, "T NH"], Array]:
-    b, t = options.num_decode, x.shape[0]
-    kv_rows, hidden_rows = options.kinds
-    head_dim = p.wq.shape[1]
-    dtype = x.dtype
-    lanes = p.wk.shape[0] * head_dim
-    q_width = p.wq.shape[0] * head_dim
+    @property
+    def key_norm(self) -> KeyNorm | None:
+        scale = self.params.k_norm
+        return None if scale is None else KeyNorm(scale=scale, eps=self.config.norm_eps)
 
-    def project(tokens: Array, w: Array, b: Array | None) -> Array:
-        out = _dense(tokens, w.reshape(-1, w.shape[-1]), None if b is None else b.reshape(-1))
-        return out.astype(dtype)
+    @property
+    def extras(self) -> dict[str, Any]:
+        """Arguments of ops, only those that are not the plain case."""
+        return {} if self.rules is None else {"rules": self.rules}
 
-    def q_alone(tokens: Array) -> tuple[Array, Array, Array]:
-        nothing = jnp.zeros((tokens.shape[0], lanes), dtype)
-        return project(tokens, p.wq, p.bq), nothing, nothing
+    @property
+    def key_extras(self) -> dict[str, Any]:
+        """Arguments of ops that compute keys."""
+        more: dict[str, Any] = {} if self.all_angles is None else {"angles": self.all_angles}
+        return more if self.key_norm is None else more | {"key_norm": self.key_norm}
 
-    def qkv(tokens: Array) -> tuple[Array, Array, Array]:
-        if p.wqkv is None:
-            return (
-                project(tokens, p.wq, p.bq),
-                project(tokens, p.wk, p.bk),
-                project(tokens, p.wv, p.bv),
-            )
-        out = project(tokens, p.wqkv, p.bqkv)
-        return out[:, :q_width], out[:, q_width : q_width + lanes], out[:, q_width + lanes :]
+    def qkv(
+        self, x: Array, angles: Array | None, *, q_alone: bool = False
+    ) -> tuple[Array, Array, Array]:
+        """q (T, N * H), k and v (T, E) of tokens, in the dtype of x; `q_alone`: k and v are zeros."""
+        p, config = self.params, self.config
+        lanes, q_width = config.lane, config.num_heads * config.head_dim
+        nothing = jnp.zeros((x.shape[0], lanes), x.dtype)
 
-    parts = []
-    if b and not (kv_rows and hidden_rows and options.ops.branches):
-        parts.append(qkv(x[:b]) if kv_rows else q_alone(x[:b]))
-    elif b:
-        parts.append(lax.cond(batch.num_kv_rows > 0, lambda: qkv(x[:b]), lambda: q_alone(x[:b])))
-    if t > b:
-        parts.append(qkv(x[b:]))
-    q, k, v = (jnp.concatenate(pieces) for pieces in zip(*parts, strict=True))
-    q = q.reshape(t, -1, head_dim)
+        def project(w: Array, b: Array | None) -> Array:
+            return _dense(x, w.reshape(-1, w.shape[-1]), None if b is None else b.reshape(-1))
 
-    # What others may read stays finite by construction: 0 * NaN = NaN, so a NaN would pass the mask of a neighbour in
-    # the same tile, or of a recycled block's next owner. The row that made it still fails, through its own residual.
-    k, v = _finite(k), _finite(v)
-    first = jnp.where(batch.token_hidden[:, None], _finite(x), k) if hidden_rows else k
-    rows = jnp.concatenate([first, v]) if kv_rows else first
-    slots = (
-        jnp.concatenate([batch.first_slots, batch.second_slots]) if kv_rows else batch.first_slots
-    )
-    by_slot = pool.reshape(-1, lanes).at[slots].set(rows.astype(pool.dtype), mode="drop")
-    pool = by_slot.reshape(pool.shape)
-
-    outs = []
-    if b:
-        zeros = jnp.zeros((b, q.shape[1], head_dim), jnp.float32)
-
-        def kv_attention() -> Array:
-            rows = (jnp.int32(0), batch.num_kv_rows)
-            return options.ops.decode_kv(
-                q[:b],
-                pool,
-                batch.decode_tables,
-                batch.decode_lens,
-                block_size=options.block_size,
-                rows=rows,
-            )
-
-        def hidden_attention() -> Array:
-            return _hidden_decode(q[:b], pool, batch, p, options)
-
-        if not hidden_rows:
-            out = kv_attention()
-        elif not kv_rows:
-            out = hidden_attention()
-        elif not options.ops.branches:
-            out = kv_attention() + hidden_attention()
+        if p.wqkv is not None and not (q_alone and p.wq is not None):
+            out = project(p.wqkv, p.bqkv)
+            q, k, v = out[:, :q_width], out[:, q_width : q_width + lanes], out[:, q_width + lanes :]
+        elif q_alone:
+            q, k, v = project(p.wq, p.bq), nothing, nothing
         else:
-            out = kv_attention() + lax.cond(
-                batch.num_decode_rows > batch.num_kv_rows, hidden_attention, lambda: zeros
+            q, k, v = project(p.wq, p.bq), project(p.wk, p.bk), project(p.wv, p.bv)
+        if config.clip_qkv is not None:
+            q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
+        q = self._positioned(q, p.q_norm, angles, of_queries=True)
+        k = k if q_alone else self._positioned(k, p.k_norm, angles, of_queries=False)
+        return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype)
+
+    def _positioned(
+        self, a: Float[Array, "T E"], norm: Array | None, angles: Array | None, *, of_queries: bool
+    ) -> Array:
+        """Queries or keys, normed and turned; queries take all factors on scores, but for the 1 / sqrt(H) of the ops."""
+        config = self.config
+        factor = config.scale * config.head_dim**0.5 if of_queries else 1.0
+        if norm is None and angles is None:
+            return a if factor == 1.0 else a * factor
+        heads = a.reshape(a.shape[0], -1, config.head_dim)
+        if norm is not None:
+            heads = rms_norm_heads(heads, norm, config.norm_eps)
+        if angles is not None:
+            heads = rotate(heads, angles)
+        if config.rope is not None and of_queries and config.rope.attention_factor != 1.0:
+            turned = jnp.arange(config.head_dim) < config.rope.rotary_dim
+            heads = heads * jnp.where(turned, config.rope.attention_factor**2, 1.0)[None, None]
+        return (heads if factor == 1.0 else heads * factor).reshape(a.shape)
+
+    def hidden_decode(self, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
+        """Decode rows of the hidden kind; zeros for others."""
+        p, options, batch = self.params, self.options, self.batch
+        rows = (batch.num_kv_rows, batch.num_decode_rows)
+        common: dict[str, Any] = {
+            "block_size": options.hidden_block_size,
+            "rows": rows,
+        } | self.extras
+        tables, lens = batch.decode_tables[:, 0], batch.decode_lens
+        if options.hidden_mode is None:
+            return options.ops.decode_reprojected(
+                q, pool, tables, lens, p.wk, p.bk, p.wv, p.bv, **common, **self.key_extras
             )
-        outs.append(out.astype(dtype))
-    if t > b:
-        out = options.ops.prefill(
-            q[b:],
-            k[b:].reshape(t - b, -1, head_dim),
-            v[b:].reshape(t - b, -1, head_dim),
-            pool,
-            batch.prefill_tables,
-            batch.prefill_offsets,
-            batch.prefill_lens,
-            batch.prefix_lens,
-            batch.prefill_hidden,
-            batch.num_prefill_rows,
-            p.wk,
-            p.bk,
-            p.wv,
-            p.bv,
-            block_size=options.block_size,
-            with_hidden=hidden_rows,
+        # score = (W_k^T q) . x + q . b_k, and the softmax drops the second term; out = W_v (sum a x) + b_v as sum a = 1.
+        scaled = q * jnp.asarray(q.shape[2] ** -0.5, q.dtype)
+        if options.hidden_mode == "absorb":
+            z = options.ops.decode_absorbed(
+                self._absorbed(scaled, p.wk), pool, tables, lens, **common
+            )
+        else:
+            # Lanes that are turned, or normed, after projection: keys are computed, and only the rest is absorbed.
+            r = q.shape[2] if options.hidden_mode == "v-absorb" else 2 * self._half
+            absorbed = None if r == q.shape[2] else self._absorbed(scaled[:, :, r:], p.wk[:, r:])
+            bias = None if p.bk is None else p.bk[:, :r]
+            z = options.ops.decode_v_absorbed(
+                scaled[:, :, :r], absorbed, pool, tables, lens, p.wk[:, :r], bias, **common, **self.key_extras
+            )  # fmt: skip
+        out = _of_kv_heads(z, p.wv, (2, 2)).transpose(1, 0, 2).reshape(q.shape)
+        if p.bv is None:
+            return out
+        mine = (jnp.arange(q.shape[0], dtype=jnp.int32) >= rows[0])[:, None, None]
+        bias = jnp.repeat(p.bv.astype(jnp.float32), q.shape[1] // p.bv.shape[0], axis=0)
+        return out + jnp.where(mine, bias[None], 0.0)
+
+    @property
+    def _half(self) -> int:
+        assert self.all_angles is not None
+        return self.all_angles.shape[1]
+
+    def _absorbed(
+        self, q: Float[Array, "B N R"], wk: Float[Array, "K R D"]
+    ) -> Float[Array, "B N D"]:
+        # N times as wide as q: on GPUs its traffic counts, so it is not written in float32 first.
+        product = None if self.options.ops.branches else q.dtype
+        out = _of_kv_heads(q, wk, (2, 1), product)
+        return out.transpose(1, 0, 2).reshape(q.shape[0], q.shape[1], -1).astype(q.dtype)
+
+    def write(self, pool: Array, x: Array, k: Array, v: Array) -> Array:
+        """The pool with the cache of all tokens in it."""
+        batch, (kv_rows, hidden_rows) = self.batch, self.options.kinds
+        lanes = self.config.lane
+        # What others may read stays finite by construction: 0 * NaN = NaN, so a NaN would pass the mask of a neighbour in
+        # the same tile, or of a recycled block's next owner. The row that made it still fails, through its own residual.
+        k, v = _finite(k), _finite(v)
+        narrow = hidden_rows and x.shape[1] != lanes
+        if narrow:
+            pool = self._write_narrow(pool, _finite(x))
+            if not kv_rows:
+                return pool
+        first = (
+            jnp.where(batch.token_hidden[:, None], _finite(x), k)
+            if hidden_rows and not narrow
+            else k
         )
-        outs.append(out.astype(dtype))
-    return jnp.concatenate(outs).reshape(t, -1), pool
+        rows = jnp.concatenate([first, v]) if kv_rows else first
+        first_slots = batch.first_slots
+        if narrow:
+            first_slots = jnp.where(
+                batch.token_hidden, pool.shape[0] * self.options.block_size, first_slots
+            )
+        slots = jnp.concatenate([first_slots, batch.second_slots]) if kv_rows else first_slots
+        by_slot = pool.reshape(-1, lanes).at[slots].set(rows.astype(pool.dtype), mode="drop")
+        return by_slot.reshape(pool.shape)
+
+    def _write_narrow(self, pool: Array, x: Array) -> Array:
+        """Layer inputs narrower than the lane: `hidden_block_size` of them lie at the start of a block."""
+        batch, slots = self.batch, self.options.hidden_block_size
+        block, slot = batch.first_slots // slots, batch.first_slots % slots
+        block = jnp.where(batch.token_hidden, block, pool.shape[0])
+        return lax.scatter(
+            pool,
+            jnp.stack([block, slot * x.shape[1]], axis=1),
+            x.astype(pool.dtype),
+            lax.ScatterDimensionNumbers(
+                update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+            ),
+            mode=lax.GatherScatterMode.FILL_OR_DROP,
+        )  # fmt: skip
+
+    def __call__(self, x: Float[Array, "T D"], pool: Array) -> tuple[Float[Array, "T NH"], Array]:
+        """Attention of all tokens, before the output projection, and the pool with their cache written."""
+        batch, options, config = self.batch, self.options, self.config
+        b, t = options.num_decode, x.shape[0]
+        kv_rows, hidden_rows = options.kinds
+        head_dim, dtype = config.head_dim, x.dtype
+
+        def angles(start: int, stop: int) -> Array | None:
+            return None if self.token_angles is None else self.token_angles[start:stop]
+
+        parts = []
+        if b and not (kv_rows and hidden_rows and options.ops.branches):
+            parts.append(self.qkv(x[:b], angles(0, b), q_alone=not kv_rows))
+        elif b:
+            parts.append(
+                lax.cond(
+                    batch.num_kv_rows > 0,
+                    lambda: self.qkv(x[:b], angles(0, b)),
+                    lambda: self.qkv(x[:b], angles(0, b), q_alone=True),
+                )
+            )
+        if t > b:
+            parts.append(self.qkv(x[b:], angles(b, t)))
+        q, k, v = (jnp.concatenate(pieces) for pieces in zip(*parts, strict=True))
+        q = q.reshape(t, -1, head_dim)
+        k, v = _finite(k), _finite(v)
+        pool = self.write(pool, x, k, v)
+
+        outs = []
+        if b:
+            zeros = jnp.zeros((b, q.shape[1], head_dim), jnp.float32)
+
+            def kv_attention() -> Array:
+                rows = (jnp.int32(0), batch.num_kv_rows)
+                return options.ops.decode_kv(
+                    q[:b],
+                    pool,
+                    batch.decode_tables,
+                    batch.decode_lens,
+                    block_size=options.block_size,
+                    rows=rows,
+                    **self.extras,
+                )
+
+            def hidden_attention() -> Array:
+                return self.hidden_decode(q[:b], pool)
+
+            if not hidden_rows:
+                out = kv_attention()
+            elif not kv_rows:
+                out = hidden_attention()
+            elif not options.ops.branches:
+                out = kv_attention() + hidden_attention()
+            else:
+                out = kv_attention() + lax.cond(
+                    batch.num_decode_rows > batch.num_kv_rows, hidden_attention, lambda: zeros
+                )
+            outs.append(out.astype(dtype))
+        if t > b:
+            p = self.params
+            more: dict[str, Any] = {}
+            if options.hidden_block_size != options.block_size or x.shape[1] != config.lane:
+                more["hidden_block_size"] = options.hidden_block_size
+            out = options.ops.prefill(
+                q[b:],
+                k[b:].reshape(t - b, -1, head_dim),
+                v[b:].reshape(t - b, -1, head_dim),
+                pool,
+                batch.prefill_tables,
+                batch.prefill_offsets,
+                batch.prefill_lens,
+                batch.prefix_lens,
+                batch.prefill_hidden,
+                batch.num_prefill_rows,
+                p.wk,
+                p.bk,
+                p.wv,
+                p.bv,
+                block_size=options.block_size,
+                with_hidden=hidden_rows,
+                **self.extras,
+                **(self.key_extras if hidden_rows else {}),
+                **(more if hidden_rows else {}),
+            )
+            outs.append(out.astype(dtype))
+        return jnp.concatenate(outs).reshape(t, -1), pool
+
+
+def _of_kv_heads(
+    a: Float[Array, "B N R"], w: Float[Array, "K H D"], contract: tuple[int, int], dtype: Any = None
+) -> Array:
+    """Products of every query head with its key head's matrix: (N, B, ...) where K = N, else (B * G, ...) a key head laid
+    out so that `transpose(1, 0, 2)` and a reshape give (B, N, ...)."""
+    batch, num_heads, width = a.shape
+    num_kv_heads = w.shape[0]
+    if num_heads == num_kv_heads:
+        return dot(a.astype(w.dtype), w, contract, ((1,), (0,)), dtype)
+    group = num_heads // num_kv_heads
+    grouped = a.reshape(batch, num_kv_heads, group, width).transpose(0, 2, 1, 3)
+    rows = grouped.reshape(batch * group, num_kv_heads, width).astype(w.dtype)
+    out = dot(rows, w, contract, ((1,), (0,)), dtype)
+    out = out.reshape(num_kv_heads, batch, group, -1).transpose(0, 2, 1, 3)
+    return out.reshape(num_heads, batch, -1)
+
+
+def _feed_forward(
+    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig
+) -> Float[Array, "T D"]:
+    """In the dtype of x between its two products; the result in float32."""
+    dtype = x.dtype
+    if not config.gated:
+        up = _activate(_dense(x, p.w_up, p.b_up), config)
+    elif p.w_gate_up is None:
+        up = _activate(_dense(x, p.w_gate, p.b_gate), config) * _dense(x, p.w_up, p.b_up)
+    else:
+        both = _dense(x, p.w_gate_up, p.b_gate_up)
+        up = _activate(both[:, : config.ffn_size], config) * both[:, config.ffn_size :]
+    return _dense(up.astype(dtype), p.w_down, p.b_down)
+
+
+def score_rules(config: ModelConfig, layer: int) -> ScoreRules | None:
+    """The rules of a layer's scores; None where there are none."""
+    window = config.window(layer)
+    if config.attention_softcap is None and not config.alibi_slopes and window is None:
+        return None
+    slopes = jnp.asarray(config.alibi_slopes, jnp.float32) if config.alibi_slopes else None
+    return ScoreRules(softcap=config.attention_softcap, slopes=slopes, window=window)
+
+
+def embed(
+    params: ModelParams,
+    token_ids: Int32[Array, " T"],
+    positions: Int32[Array, " T"],
+    config: ModelConfig,
+) -> Float[Array, "T D"]:
+    """What the first layer works on, float32."""
+    h = params.embed[token_ids]
+    if params.project_in is not None:
+        h = _dense(h, params.project_in, None)
+    h = h.astype(jnp.float32)
+    if config.embedding_scale is not None:
+        h = h * jnp.asarray(config.embedding_scale, params.embed.dtype).astype(jnp.float32)
+    if params.position is not None:
+        h = h + params.position[positions + config.position_offset].astype(jnp.float32)
+    return h if params.embed_norm is None else _norm(h, params.embed_norm, config)
 
 
 def decoder_step(
@@ -248,38 +437,54 @@ def decoder_step(
     """
     dtype = params.embed.dtype
     with jax.named_scope("embed"):
-        h = params.embed[batch.token_ids]
-        if params.project_in is not None:
-            h = _dense(h, params.project_in, None)
-        h = h.astype(jnp.float32) + params.position[
-            batch.positions + config.position_offset
-        ].astype(jnp.float32)
+        h = embed(params, batch.token_ids, batch.positions, config)
+    token_angles = all_angles = None
+    if config.rope is not None:
+        inv_freq = jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
+        token_angles = batch.positions.astype(jnp.float32)[:, None] * inv_freq
+        if options.kinds[1]:
+            tables = batch.decode_tables if options.num_decode else batch.prefill_tables
+            longest = tables.shape[2] * options.hidden_block_size
+            all_angles = jnp.arange(longest, dtype=jnp.float32)[:, None] * inv_freq
+
+    def normed(h: Array, norm: NormParams | None) -> Array:
+        return h if norm is None else _norm(h, norm, config)
+
+    post = config.norm_placement == "post"
     new_pools: list[Any] = []
     for i, p in enumerate(params.layers):
+        attention = _Attention(
+            params=p, config=config, options=options, batch=batch, token_angles=token_angles,
+            all_angles=all_angles, rules=score_rules(config, i),
+        )  # fmt: skip
         with jax.named_scope(f"layer{i}/attention"):
-            x = (_norm(h, p.attn_norm, config.norm_eps) if config.norm_before else h).astype(dtype)
-            out, pool = _attention(x, pools[i], batch, p, options)
+            x = (h if post else normed(h, p.attn_norm)).astype(dtype)
+            out, pool = attention(x, pools[i])
             new_pools.append(pool)
-            h = h + _dense(out, p.wo.reshape(p.wo.shape[0], -1), p.bo)
-            if not config.norm_before:
-                h = _norm(h, p.attn_norm, config.norm_eps)
+            out = normed(_dense(out, p.wo.reshape(p.wo.shape[0], -1), p.bo), p.attn_out_norm)
+            before, h = h, h + out
+            if post:
+                h = normed(h, p.attn_norm)
         with jax.named_scope(f"layer{i}/ffn"):
-            x = (_norm(h, p.ffn_norm, config.norm_eps) if config.norm_before else h).astype(dtype)
-            up = jax.nn.relu(_dense(x, p.w_up, p.b_up)).astype(dtype)
-            h = h + _dense(up, p.w_down, p.b_down)
-            if not config.norm_before:
-                h = _norm(h, p.ffn_norm, config.norm_eps)
-    if params.final_norm is not None:
-        h = _norm(h, params.final_norm, config.norm_eps)
+            source = before if config.parallel else h
+            x = (h if post else normed(source, p.ffn_norm)).astype(dtype)
+            h = h + normed(_feed_forward(x, p, config), p.ffn_out_norm)
+            if post:
+                h = normed(h, p.ffn_norm)
+    h = normed(h, params.final_norm)
     return tuple(new_pools), h.astype(dtype)
 
 
-def logits(params: ModelParams, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+def logits(
+    params: ModelParams, hidden: Float[Array, "B D"], config: ModelConfig
+) -> Float[Array, "B V"]:
     """Scores over the vocabulary, float32."""
     if params.project_out is not None:
         hidden = _dense(hidden, params.project_out, None).astype(hidden.dtype)
     head = params.embed if params.head is None else params.head
-    return _dense(hidden, head, None)
+    scores = _dense(hidden, head, params.head_bias)
+    cap = config.logits_softcap
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-__all__ = ["DecoderBatch", "StepOptions", "decoder_step", "logits"]
+__all__ = ["DecoderBatch", "StepOptions", "decoder_step", "embed", "logits", "score_rules"]

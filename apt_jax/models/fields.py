@@ -1,9 +1,11 @@
 """Typed, checked access to the fields of a Hugging Face ``config.json``."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from apt_jax.errors import ModelLoadError
+
+_T = TypeVar("_T")
 
 _REQUIRED = object()
 _MAX_SIZE = 2**31 - 1  # sizes are used as int32 on the device
@@ -14,15 +16,19 @@ class ConfigFields:
 
     JSON has no integer type of its own and Python takes `True` for 1, so both are checked here: ``768.0`` and ``true``
     are not sizes.
+
+    Args:
+        fields: the JSON object.
+        where: what stands before a field's name in messages.
     """
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = fields
+    def __init__(self, fields: Mapping[str, Any], where: str = "config.json: ") -> None:
+        self._fields, self._where = fields, where
 
     def _value(self, name: str, default: Any) -> Any:
         value = self._fields.get(name, default)
         if value is _REQUIRED:
-            raise ModelLoadError(f"config.json: {name} is missing")
+            raise ModelLoadError(f"{self._where}{name} is missing")
         return default if value is None and default is not _REQUIRED else value
 
     def positive(self, name: str, default: Any = _REQUIRED) -> int:
@@ -30,22 +36,57 @@ class ConfigFields:
         value = self._value(name, default)
         if type(value) is not int or not 0 < value <= _MAX_SIZE:
             raise ModelLoadError(
-                f"config.json: {name}={value!r:.60} must be an integer in [1, {_MAX_SIZE}]"
+                f"{self._where}{name}={value!r:.60} must be an integer in [1, {_MAX_SIZE}]"
             )
         return value
+
+    def number(
+        self, name: str, default: Any = _REQUIRED, *, at_least: float | None = None
+    ) -> float:
+        """A finite number; integers are taken as well."""
+        value = self._value(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) < 1e30 or (at_least is not None and value < at_least):
+            least = "" if at_least is None else f" of at least {at_least:g}"
+            raise ModelLoadError(
+                f"{self._where}{name}={value!r:.60} must be a finite number{least}"
+            )
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """A positive number, or None where the field is absent or null."""
+        if self._fields.get(name) is None:
+            return None
+        value = self.number(name)
+        if value <= 0:
+            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a positive number")
+        return value
+
+    def optional_positive(self, name: str) -> int | None:
+        """As `positive`, or None where the field is absent or null."""
+        return None if self._fields.get(name) is None else self.positive(name)
+
+    def choice(self, name: str, default: str, known: Mapping[str, _T]) -> _T:
+        """What one of a few words stands for."""
+        value = self.text(name, default)
+        if value not in known:
+            raise ModelLoadError(
+                f"{self._where}{name}={value!r:.60} is not supported; only {', '.join(map(repr, known))}"
+            )
+        return known[value]
 
     def flag(self, name: str, default: bool) -> bool:
         """A JSON boolean."""
         value = self._value(name, default)
         if not isinstance(value, bool):
-            raise ModelLoadError(f"config.json: {name}={value!r:.60} must be true or false")
+            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
         """A string."""
         value = self._value(name, default)
         if not isinstance(value, str):
-            raise ModelLoadError(f"config.json: {name}={value!r:.60} must be a string")
+            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a string")
         return value
 
     def token_ids(

@@ -35,11 +35,12 @@ from apt_jax.models.checkpoint import (
     read_json,
     some_names,
 )
-from apt_jax.models.families import FAMILIES, MODEL_TYPES, PRESETS, Family
+from apt_jax.models.families import FAMILIES, MODEL_TYPES, PRESETS, Family, constant_leaf
 from apt_jax.models.fields import ConfigFields
 from apt_jax.models.gguf_model import open_gguf
 from apt_jax.models.hub import hub_snapshot, parse_hub_id
 from apt_jax.models.orbax_format import DTYPES, MANIFEST, OrbaxCheckpoint
+from apt_jax.models.mapping import Source
 from apt_jax.models.params import ModelParams, abstract_params, dummy_params, param_names
 
 ModelFormat = Literal["preset", "directory", "orbax", "gguf"]
@@ -94,7 +95,8 @@ def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
 
     1. a directory, or a ``.gguf`` file;
     2. a bundled name;
-    3. with `allow_preset` a published size such as ``opt-13b``, also as ``facebook/opt-13b``;
+    3. with `allow_preset` a published size such as ``opt-13b``, also as a hub id (``facebook/opt-13b``,
+       ``Qwen/Qwen3-0.6B``);
     4. the name of a package that brings a model file;
     5. a hub id, ``owner/model`` or ``owner/model@revision``: from the local cache, else downloaded.
 
@@ -116,8 +118,8 @@ def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
         raise ModelLoadError(
             f"model {name!r:.200} is a file, and no .gguf file; give the directory that holds config.json and the weights"
         )
-    preset = name.rsplit("/", 1)[-1]
-    is_preset = preset in PRESETS and name in (preset, f"facebook/{preset}")
+    preset = name.rsplit("/", 1)[-1].lower()
+    is_preset = preset in PRESETS and name.count("/") <= 1
     if is_preset and allow_preset:
         return ResolvedModel(fields=PRESETS[preset], path=None, format="preset")
     if name in _PACKAGED:
@@ -220,8 +222,14 @@ def _family(fields: Mapping[str, Any]) -> Family:
     )
 
 
-def read_model_config(fields: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+def read_model_config(
+    fields: Mapping[str, Any], max_len: int | None = None
+) -> tuple[Family, ModelConfig]:
     """The family and shape that the fields of a config.json describe.
+
+    Args:
+        max_len: longest context that will be served, tokens; None: as long as the configuration says. Some rotary
+            embeddings depend on it (`apt_jax.models.rope`).
 
     Raises:
         ModelLoadError: unknown architecture, missing or impossible values, a feature that is not implemented.
@@ -232,7 +240,7 @@ def read_model_config(fields: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
             "config.json: quantization_config is set, and quantised checkpoints are not supported"
         )
     try:
-        config = family.model_config(fields)
+        config = family.model_config(fields, max_len)
     except ConfigError as error:
         raise ModelLoadError(f"config.json: {error}") from error
     if config.num_layers > _MAX_LAYERS:
@@ -310,6 +318,8 @@ class _Leaf:
     """Tensor in the checkpoint, or None:"""
     constant: float = 0.0
     """the leaf is filled with this value."""
+    source: Source | None = None
+    """How the leaf lies in it."""
 
 
 def _match(
@@ -335,24 +345,26 @@ def _match(
     wanted: dict[str, tuple[int, ...]] = {}
     missing: list[str] = []
     for leaf, shape in zip(jax.tree.leaves(param_names(config)), shapes, strict=True):
-        constant = family.constant_leaf(leaf, fields)
+        constant = constant_leaf(family, leaf, fields)
         if constant is not None:
             leaves.append(_Leaf(leaf, shape, None, constant))
             continue
-        bare = family.tensor_name(leaf)
-        wanted[bare] = family.tensor_shape(leaf, shape)
+        source = family.source(leaf, shape, config)
+        bare = source.name
+        wanted[bare] = source.shape
         if bare in by_bare_name:
-            leaves.append(_Leaf(leaf, shape, by_bare_name[bare]))
-        else:
+            leaves.append(_Leaf(leaf, shape, by_bare_name[bare], source=source))
+        elif bare not in missing:
             missing.append(bare)
     head = None
     if config.tie_embeddings and family.TIED_HEAD in by_bare_name:
         head = by_bare_name[family.TIED_HEAD]
-        wanted[family.TIED_HEAD] = wanted[family.tensor_name("embed")]
+        width = config.embedding_size or config.hidden_size
+        wanted[family.TIED_HEAD] = (config.vocab_size, width)
     extra = [
         name
         for bare, name in by_bare_name.items()
-        if bare not in wanted and bare not in family.IGNORED_TENSORS
+        if bare not in wanted and not family.IGNORED_TENSORS.search(bare)
     ]
     infos = {
         bare: checkpoint.tensors[by_bare_name[bare]] for bare in wanted if bare in by_bare_name
@@ -436,7 +448,8 @@ def _restored(
     if sharding is None or leaf.stored is None or not isinstance(checkpoint, OrbaxCheckpoint):
         return None
     info = checkpoint.tensors[leaf.stored]
-    if info.shape != leaf.shape or DTYPES.get(info.dtype) != dtype.name:
+    assert leaf.source is not None
+    if leaf.source.take is not None or info.shape != leaf.shape or DTYPES.get(info.dtype) != dtype.name:
         return None
     array = checkpoint.read_sharded(leaf.stored, sharding)
     if not jnp.isfinite(array).all():
@@ -465,9 +478,8 @@ def _load_params(
                 f"{path}: {tied_head!r} differs from {embed!r}, but config.json says that they are tied (tie_word_embeddings)"
             )
     arrays: dict[str, jax.Array] = {}
-    total = sum(
-        checkpoint.tensors[leaf.stored].num_bytes for leaf in leaves if leaf.stored is not None
-    )
+    stored = {leaf.stored for leaf in leaves if leaf.stored is not None}
+    total = sum(checkpoint.tensors[name].num_bytes for name in stored)
     # disable=None: shown on a terminal only.
     with tqdm(
         total=total,
@@ -481,6 +493,8 @@ def _load_params(
             info = checkpoint.tensors[leaf.stored] if leaf.stored is not None else None
             return ("", 0) if info is None else (info.file, info.start)
 
+        last: np.ndarray | None = None
+        last_name: str | None = None
         for leaf in sorted(leaves, key=place):
             where = None if sharding is None else sharding(leaf.leaf)
             if leaf.stored is None:
@@ -488,11 +502,18 @@ def _load_params(
                 continue
             array = _restored(checkpoint, leaf, dtype, path, where)
             if array is None:
-                values = read_cast(checkpoint, leaf.stored, dtype, path)
-                array = _put(values.reshape(leaf.shape), where)
-                del values
+                if leaf.stored != last_name:  # parts of one tensor come one after another
+                    last = None  # the one before goes first
+                    last = read_cast(checkpoint, leaf.stored, dtype, path)
+                    last_name = leaf.stored
+                    bar.update(checkpoint.tensors[leaf.stored].num_bytes)
+                assert last is not None
+                assert leaf.source is not None
+                part = last if leaf.source.take is None else leaf.source.take(last)
+                array = _put(part.reshape(leaf.shape), where)
+            else:
+                bar.update(checkpoint.tensors[leaf.stored].num_bytes)
             arrays[leaf.leaf] = array
-            bar.update(checkpoint.tensors[leaf.stored].num_bytes)
     return jax.tree.map(lambda name: arrays[name], param_names(config))
 
 
@@ -514,7 +535,7 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
     fields, path = resolved.fields, resolved.path
     where = config.model if path is None else os.fspath(path)
     try:
-        family, model_config = read_model_config(fields)
+        family, model_config = read_model_config(fields, config.max_model_len)
         eos_token_ids = _eos_token_ids(path, model_config, fields)
     except ModelLoadError as error:
         named = str(error).startswith(where)

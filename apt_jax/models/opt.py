@@ -8,12 +8,14 @@ Every leaf of `ModelParams` is one tensor of the checkpoint, reshaped: ``q_proj.
 ``out_proj.weight`` (D, N*H) is `wo` (D, N, H). Nothing is transposed or split.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.config import ModelConfig
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.fields import ConfigFields
+from apt_jax.models.mapping import Source, whole
 
 FAMILY = "opt"
 
@@ -51,16 +53,20 @@ _IN_LAYER = {
 TIED_HEAD = "lm_head.weight"
 """May be in a checkpoint with tied embeddings, and is then the embedding table once more."""
 
-IGNORED_TENSORS = frozenset({"version"})
+IGNORED_TENSORS = re.compile(r"^version$")
 """Left over from the format that OPT was converted from."""
 
 
-def model_config(fields: Mapping[str, Any]) -> ModelConfig:
+def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """The model shape that a ``config.json`` describes; absent optional fields have Hugging Face's defaults.
+
+    Args:
+        max_len: changes nothing: the position table is what it is.
 
     Raises:
         ModelLoadError: a field is missing, out of range, or asks for something that is not implemented.
     """
+    del max_len
     get = ConfigFields(fields)
     hidden_size = get.positive("hidden_size")
     num_heads = get.positive("num_attention_heads")
@@ -68,6 +74,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         raise ModelLoadError(
             f"config.json: hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}"
         )
+    bias = get.flag("enable_bias", True)
     activation = get.text("activation_function", "relu")
     if activation != "relu":
         raise ModelLoadError(
@@ -88,12 +95,14 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         max_position=get.positive("max_position_embeddings"),
         embedding_size=None if embedding_size == hidden_size else embedding_size,
         activation="relu",
-        norm_before=norm_before,
+        norm_placement="pre" if norm_before else "post",
         final_norm=norm_before and not get.flag("_remove_final_layer_norm", False),
         norm_eps=1e-5,
         position="learned",
         position_offset=_POSITION_OFFSET,
-        bias=get.flag("enable_bias", True),
+        qkv_bias=bias,
+        out_bias=bias,
+        ffn_bias=bias,
         tie_embeddings=get.flag("tie_word_embeddings", True),
         bos_token_id=get.token_id("bos_token_id", 2, vocab_size),
         eos_token_id=get.token_id("eos_token_id", 2, vocab_size),
@@ -110,27 +119,10 @@ def constant_leaf(leaf: str, fields: Mapping[str, Any]) -> float | None:
     return 0.0 if leaf.endswith("norm.bias") else None
 
 
-def tensor_name(leaf: str) -> str:
-    """The bare checkpoint name of a leaf of `param_names`, e.g. ``layers.3.fc1.weight`` for ``layers.3.w_up``."""
-    if not leaf.startswith("layers."):
-        return _TOP_LEVEL[leaf]
-    _, index, rest = leaf.split(".", 2)
-    return f"layers.{index}.{_IN_LAYER[rest]}"
-
-
-def tensor_shape(leaf: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that the checkpoint has for a leaf of `shape`: heads and their dimension are one axis."""
-    field = leaf.rsplit(".", 1)[-1]
-    if field in ("wq", "wk", "wv"):
-        heads, head_dim, width = shape
-        return (heads * head_dim, width)
-    if field in ("bq", "bk", "bv"):
-        heads, head_dim = shape
-        return (heads * head_dim,)
-    if field == "wo":
-        width, heads, head_dim = shape
-        return (width, heads * head_dim)
-    return shape
+def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
+    """Where a leaf of `param_names` comes from, e.g. ``layers.3.fc1.weight`` for ``layers.3.w_up``."""
+    del config
+    return whole(leaf, shape, _TOP_LEVEL, _IN_LAYER, "layers.{}.")
 
 
 def bare_name(name: str) -> str:
@@ -170,6 +162,5 @@ __all__ = [
     "bare_name",
     "constant_leaf",
     "model_config",
-    "tensor_name",
-    "tensor_shape",
+    "source",
 ]

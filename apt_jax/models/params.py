@@ -20,18 +20,22 @@ from apt_jax.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormParams:
-    """Layer norm: `(x - mean) / sqrt(var + eps) * scale + bias`."""
+    """Layer norm, `(x - mean) / sqrt(var + eps) * scale + bias`, or RMS norm, `x / sqrt(mean(x^2) + eps) * scale`."""
 
     scale: Any
     bias: Any
+    """None: adds nothing."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerParams:
-    """One transformer layer. Biases are None where the model has none."""
+    """One transformer layer. What the model does not have is None."""
 
-    attn_norm: NormParams
+    attn_norm: NormParams | None
+    """Before attention; after its residual where norms are placed "post"."""
+    attn_out_norm: NormParams | None
+    """Of attention's output, before the residual."""
     wq: Any
     """(N, H, D)"""
     bq: Any
@@ -42,11 +46,19 @@ class LayerParams:
     wv: Any
     """(K, H, D)"""
     bv: Any
+    q_norm: Any
+    """(H,) of each head, or (N * H,) over all of them"""
+    k_norm: Any
+    """(H,) or (K * H,)"""
     wo: Any
     """(D, N, H)"""
     bo: Any
     """(D,)"""
-    ffn_norm: NormParams
+    ffn_norm: NormParams | None
+    ffn_out_norm: NormParams | None
+    w_gate: Any
+    """(F, D)"""
+    b_gate: Any
     w_up: Any
     """(F, D)"""
     b_up: Any
@@ -54,9 +66,12 @@ class LayerParams:
     """(D, F)"""
     b_down: Any
     wqkv: Any = None
-    """((N + 2K) * H, D): a copy of wq, wk and wv as one matrix, or None. See `fuse_qkv`."""
+    """((N + 2K) * H, D): wq, wk and wv as one matrix, or None. See `fuse_products`."""
     bqkv: Any = None
     """((N + 2K) * H,)"""
+    w_gate_up: Any = None
+    """(2F, D): w_gate and w_up as one matrix, in their place"""
+    b_gate_up: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -66,8 +81,9 @@ class ModelParams:
 
     embed: Any
     """(V, D')"""
+    embed_norm: NormParams | None
     position: Any
-    """(max_position + position_offset, D)"""
+    """(max_position + position_offset, D), or None"""
     project_in: Any
     """(D, D') or None"""
     project_out: Any
@@ -75,6 +91,8 @@ class ModelParams:
     final_norm: NormParams | None
     head: Any
     """(V, D'); None: tied to `embed`"""
+    head_bias: Any
+    """(V,) or None"""
     layers: tuple[LayerParams, ...]
 
 
@@ -84,46 +102,62 @@ def _build(
     d, f, h = config.hidden_size, config.ffn_size, config.head_dim
     n, k, v = config.num_heads, config.num_kv_heads, config.vocab_size
     e = config.embedding_size or d
+    before = config.norm_placement in ("pre", "post", "sandwich")
+    after = config.norm_placement in ("output", "sandwich")
 
-    def bias(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
-        return leaf(name, shape, axes) if config.bias else None
+    def only_if(wanted: bool, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
+        return leaf(name, shape, axes) if wanted else None
 
-    def norm(name: str) -> NormParams:
+    def norm(name: str, wanted: bool = True) -> NormParams | None:
+        if not wanted:
+            return None
         return NormParams(
             scale=leaf(f"{name}.scale", (d,), ("embed",)),
-            bias=leaf(f"{name}.bias", (d,), ("embed",)),
+            bias=only_if(config.norm_bias, f"{name}.bias", (d,), ("embed",)),
         )
+
+    def head_norm(name: str, heads: int, axis: str) -> Any:
+        if config.qk_norm == "head":
+            return leaf(name, (h,), ("head_dim",))
+        return only_if(config.qk_norm == "lane", name, (heads * h,), (axis,))
 
     def layer(i: int) -> LayerParams:
         p = f"layers.{i}."
         return LayerParams(
-            attn_norm=norm(p + "attn_norm"),
+            attn_norm=norm(p + "attn_norm", before),
+            attn_out_norm=norm(p + "attn_out_norm", after),
             wq=leaf(p + "wq", (n, h, d), ("heads", "head_dim", "embed")),
-            bq=bias(p + "bq", (n, h), ("heads", "head_dim")),
+            bq=only_if(config.qkv_bias, p + "bq", (n, h), ("heads", "head_dim")),
             wk=leaf(p + "wk", (k, h, d), ("kv_heads", "head_dim", "embed")),
-            bk=bias(p + "bk", (k, h), ("kv_heads", "head_dim")),
+            bk=only_if(config.qkv_bias, p + "bk", (k, h), ("kv_heads", "head_dim")),
             wv=leaf(p + "wv", (k, h, d), ("kv_heads", "head_dim", "embed")),
-            bv=bias(p + "bv", (k, h), ("kv_heads", "head_dim")),
+            bv=only_if(config.qkv_bias, p + "bv", (k, h), ("kv_heads", "head_dim")),
+            q_norm=head_norm(p + "q_norm", n, "heads"),
+            k_norm=head_norm(p + "k_norm", k, "kv_heads"),
             wo=leaf(p + "wo", (d, n, h), ("embed", "heads", "head_dim")),
-            bo=bias(p + "bo", (d,), ("embed",)),
-            ffn_norm=norm(p + "ffn_norm"),
+            bo=only_if(config.out_bias, p + "bo", (d,), ("embed",)),
+            ffn_norm=norm(p + "ffn_norm", before),
+            ffn_out_norm=norm(p + "ffn_out_norm", after),
+            w_gate=only_if(config.gated, p + "w_gate", (f, d), ("ffn", "embed")),
+            b_gate=only_if(config.gated and config.ffn_bias, p + "b_gate", (f,), ("ffn",)),
             w_up=leaf(p + "w_up", (f, d), ("ffn", "embed")),
-            b_up=bias(p + "b_up", (f,), ("ffn",)),
+            b_up=only_if(config.ffn_bias, p + "b_up", (f,), ("ffn",)),
             w_down=leaf(p + "w_down", (d, f), ("embed", "ffn")),
-            b_down=bias(p + "b_down", (d,), ("embed",)),
+            b_down=only_if(config.ffn_bias, p + "b_down", (d,), ("embed",)),
         )
 
+    positions = config.max_position + config.position_offset
     return ModelParams(
         embed=leaf("embed", (v, e), ("vocab", "token_embed")),
-        position=leaf(
-            "position", (config.max_position + config.position_offset, d), ("position", "embed")
-        ),
-        project_in=leaf("project_in", (d, e), ("embed", "token_embed")) if e != d else None,
-        project_out=leaf("project_out", (e, d), ("token_embed", "embed")) if e != d else None,
-        final_norm=norm("final_norm") if config.final_norm else None,
-        head=None if config.tie_embeddings else leaf("head", (v, e), ("vocab", "token_embed")),
+        embed_norm=norm("embed_norm", config.embedding_norm),
+        position=only_if(config.position == "learned", "position", (positions, d), ("position", "embed")),
+        project_in=only_if(e != d, "project_in", (d, e), ("embed", "token_embed")),
+        project_out=only_if(e != d, "project_out", (e, d), ("token_embed", "embed")),
+        final_norm=norm("final_norm", config.final_norm),
+        head=only_if(not config.tie_embeddings, "head", (v, e), ("vocab", "token_embed")),
+        head_bias=only_if(config.head_bias, "head_bias", (v,), ("vocab",)),
         layers=tuple(layer(i) for i in range(config.num_layers)),
-    )
+    )  # fmt: skip
 
 
 def abstract_params(config: ModelConfig, dtype: Any) -> ModelParams:
@@ -150,24 +184,50 @@ def dummy_params(config: ModelConfig, dtype: Any, seed: int) -> ModelParams:
 
     def leaf(name: str, shape: tuple[int, ...], _axes: tuple[str, ...]) -> Any:
         values = rng.standard_normal(shape, np.float32) * np.float32(0.02)
-        if name.endswith("norm.scale"):
-            values += 1.0
+        if is_norm_scale(name):
+            values += np.float32(1.0 - config.norm_offset)
         return jnp.asarray(values).astype(dtype)
 
     return _build(config, leaf)
 
 
-def fuse_qkv(params: ModelParams) -> ModelParams:
-    """Add `wqkv` and `bqkv` to every layer: CPUs compute one wide product in less than half the time of three.
+def is_norm_scale(name: str) -> bool:
+    """Whether a leaf of `param_names` is the scale of a norm."""
+    return name.endswith(("norm.scale", "q_norm", "k_norm"))
 
-    The separate matrices stay: hidden rows need only q, and absorption needs wk and wv by themselves. The copies add a
-    quarter to the layers' memory (less with grouped queries).
+
+def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
+    """One matrix for q, k and v in every layer, and one for gate and up: CPUs compute one wide product in less than half
+    the time of three.
+
+    Args:
+        keep: leave wq, wk and wv as well: hidden rows need only q, and absorption needs wk and wv by themselves. The
+            copies add a quarter to the layers' memory (less with grouped queries).
     """
 
+    def join(*leaves: Any) -> Any:
+        if leaves[0] is None:
+            return None
+        return jnp.concatenate(
+            [w.reshape(-1, *w.shape[2:]) if w.ndim == 3 else w.reshape(-1) for w in leaves]
+        )
+
     def fused(layer: LayerParams) -> LayerParams:
-        wqkv = jnp.concatenate([w.reshape(-1, w.shape[2]) for w in (layer.wq, layer.wk, layer.wv)])
-        biases = (layer.bq, layer.bk, layer.bv)
-        bqkv = None if layer.bq is None else jnp.concatenate([b.reshape(-1) for b in biases])
-        return dataclasses.replace(layer, wqkv=wqkv, bqkv=bqkv)
+        layer = dataclasses.replace(
+            layer,
+            wqkv=join(layer.wq, layer.wk, layer.wv),
+            bqkv=join(layer.bq, layer.bk, layer.bv),
+        )
+        if not keep:
+            layer = dataclasses.replace(layer, wq=None, wk=None, wv=None, bq=None, bk=None, bv=None)
+        if layer.w_gate is None:
+            return layer
+        biases = None if layer.b_gate is None else jnp.concatenate([layer.b_gate, layer.b_up])
+        return dataclasses.replace(
+            layer,
+            w_gate_up=jnp.concatenate([layer.w_gate, layer.w_up]),
+            b_gate_up=biases,
+            w_gate=None, w_up=None, b_gate=None, b_up=None,
+        )  # fmt: skip
 
     return dataclasses.replace(params, layers=tuple(fused(layer) for layer in params.layers))

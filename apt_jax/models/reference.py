@@ -23,36 +23,96 @@ def _plus(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias[None]
 
 
-def _norm(x: Float[Array, "T D"], p: NormParams, eps: float) -> Float[Array, "T D"]:
-    mean = jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean((x - mean) ** 2, axis=-1, keepdims=True)
-    return (x - mean) / jnp.sqrt(variance + eps) * p.scale[None, :] + p.bias[None, :]
+def _norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[Array, "T D"]:
+    if config.norm == "layer":
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    x = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.norm_eps)
+    return _plus(x * (p.scale + config.norm_offset)[None, :], p.bias)
 
 
-def _attention(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Float[Array, "T D"]:
+def _head_norm(x: Float[Array, "T N H"], scale: Array | None, eps: float) -> Float[Array, "T N H"]:
+    """RMS norm of every head, or of all heads together, as long as `scale` is."""
+    if scale is None:
+        return x
+    flat = x if scale.shape[0] == x.shape[2] else x.reshape(x.shape[0], -1)
+    scale = scale.reshape((1,) * (flat.ndim - 1) + (-1,))
+    return (flat / jnp.sqrt(jnp.mean(flat**2, axis=-1, keepdims=True) + eps) * scale).reshape(
+        x.shape
+    )
+
+
+def _turn(x: Float[Array, "T N H"], config: ModelConfig) -> Float[Array, "T N H"]:
+    """Rotary embedding: complex multiplication of lanes i + i' j with i' = i + R / 2 by e^(j t f_i)."""
+    if config.rope is None:
+        return x
+    half = len(config.rope.inv_freq)
+    angle = (
+        jnp.arange(x.shape[0], dtype=jnp.float32)[:, None]
+        * jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
+    )
+    turn = jax.lax.complex(jnp.cos(angle), jnp.sin(angle)) * config.rope.attention_factor
+    turned = jax.lax.complex(x[..., :half], x[..., half : 2 * half]) * turn[:, None]
+    return jnp.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
+
+
+def _attention(
+    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, layer: int
+) -> Float[Array, "T D"]:
     groups = config.num_heads // config.num_kv_heads
     q = _plus(_einsum("TD,NHD->TNH", x, p.wq), p.bq)
     k = _plus(_einsum("SD,KHD->SKH", x, p.wk), p.bk)
     v = _plus(_einsum("SD,KHD->SKH", x, p.wv), p.bv)
+    if config.clip_qkv is not None:
+        q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
+    q = _turn(_head_norm(q, p.q_norm, config.norm_eps), config)
+    k = _turn(_head_norm(k, p.k_norm, config.norm_eps), config)
     k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
-    scores = _einsum("TNH,SNH->NTS", q, k) / jnp.sqrt(jnp.float32(config.head_dim))
-    causal = jnp.tril(jnp.ones(scores.shape[1:], bool))
-    weights = jax.nn.softmax(jnp.where(causal[None], scores, -jnp.inf), axis=-1)
+    scores = _einsum("TNH,SNH->NTS", q, k) * config.scale
+    if config.attention_softcap is not None:
+        scores = jnp.tanh(scores / config.attention_softcap) * config.attention_softcap
+    position = jnp.arange(x.shape[0])
+    distance = position[None, :] - position[:, None]
+    if config.alibi_slopes:
+        slopes = jnp.asarray(config.alibi_slopes, jnp.float32)
+        scores = scores + slopes[:, None, None] * distance[None].astype(jnp.float32)
+    window = config.window(layer) or x.shape[0]
+    visible = (distance <= 0) & (distance > -window)
+    weights = jax.nn.softmax(jnp.where(visible[None], scores, -jnp.inf), axis=-1)
     return _plus(_einsum("TNH,DNH->TD", _einsum("NTS,SNH->TNH", weights, v), p.wo), p.bo)
 
 
-def _feed_forward(x: Float[Array, "T D"], p: LayerParams) -> Float[Array, "T D"]:
-    up = jax.nn.relu(_plus(_einsum("TD,FD->TF", x, p.w_up), p.b_up))
+_ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+def _feed_forward(
+    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig
+) -> Float[Array, "T D"]:
+    activate = _ACTIVATIONS[config.activation]
+    up = _plus(_einsum("TD,FD->TF", x, p.w_up), p.b_up)
+    if config.gated:
+        up = up * activate(_plus(_einsum("TD,FD->TF", x, p.w_gate), p.b_gate))
+    else:
+        up = activate(up)
     return _plus(_einsum("TF,DF->TD", up, p.w_down), p.b_down)
 
 
-def _layer(h: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Float[Array, "T D"]:
-    eps = config.norm_eps
-    if config.norm_before:
-        h = h + _attention(_norm(h, p.attn_norm, eps), p, config)
-        return h + _feed_forward(_norm(h, p.ffn_norm, eps), p)
-    h = _norm(h + _attention(h, p, config), p.attn_norm, eps)
-    return _norm(h + _feed_forward(h, p), p.ffn_norm, eps)
+def _layer(
+    h: Float[Array, "T D"], p: LayerParams, config: ModelConfig, i: int
+) -> Float[Array, "T D"]:
+    def norm(x: Array, params: NormParams | None) -> Array:
+        return x if params is None else _norm(x, params, config)
+
+    if config.norm_placement == "post":
+        h = norm(h + _attention(h, p, config, i), p.attn_norm)
+        return norm(h + _feed_forward(h, p, config), p.ffn_norm)
+    after = h + norm(_attention(norm(h, p.attn_norm), p, config, i), p.attn_out_norm)
+    source = h if config.parallel else after
+    return after + norm(_feed_forward(norm(source, p.ffn_norm), p, config), p.ffn_out_norm)
 
 
 def forward(
@@ -71,15 +131,22 @@ def forward(
     h = params.embed[tokens]
     if params.project_in is not None:
         h = _einsum("TE,DE->TD", h, params.project_in)
-    h = h + params.position[jnp.arange(tokens.shape[0]) + config.position_offset]
-    for p in params.layers:
-        h = _layer(h, p, config)
+    if config.embedding_scale is not None:
+        h = h * config.embedding_scale
+    if params.position is not None:
+        h = h + params.position[jnp.arange(tokens.shape[0]) + config.position_offset]
+    if params.embed_norm is not None:
+        h = _norm(h, params.embed_norm, config)
+    for i, p in enumerate(params.layers):
+        h = _layer(h, p, config, i)
     if params.final_norm is not None:
-        h = _norm(h, params.final_norm, config.norm_eps)
+        h = _norm(h, params.final_norm, config)
     if params.project_out is not None:
         h = _einsum("TD,ED->TE", h, params.project_out)
     head = params.embed if params.head is None else params.head
-    return _einsum("TE,VE->TV", h, head)
+    logits = _plus(_einsum("TE,VE->TV", h, head), params.head_bias)
+    cap = config.logits_softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 _forward_compiled = jax.jit(forward, static_argnums=2)

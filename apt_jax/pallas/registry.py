@@ -18,6 +18,10 @@ from apt_jax.pallas import xla
 
 logger = logging.getLogger(__name__)
 
+EXTRAS: frozenset[str] = frozenset({"softcap", "alibi", "window", "key norm", "grouped absorption", "narrow inputs"})  # fmt: skip
+"""What some models ask of the ops beyond plain attention: the three of `ScoreRules`, `KeyNorm`, `decode_v_absorbed` with fewer
+key heads than query heads, and layer inputs narrower than the lane."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOps:
@@ -31,6 +35,8 @@ class AttentionOps:
     prefill: Callable[..., Any]
     rows_per_tile: int
     """Decode rows that attend together, reading up to the longest of their contexts."""
+    extras: frozenset[str]
+    """What of `EXTRAS` the ops can do."""
     branches: bool
     """The decoder may branch around ops that have no rows. False: ops are called for every step and must cost little
     where they have none, as a branch on the device would break up a CUDA graph."""
@@ -46,6 +52,7 @@ def _xla(chip: str | None) -> AttentionOps:
         decode_v_absorbed=xla.decode_v_absorbed,
         prefill=xla.prefill,
         rows_per_tile=xla.ROWS_PER_TILE,
+        extras=EXTRAS,
         branches=True,
     )
 
@@ -70,6 +77,7 @@ def _triton(chip: str | None, interpret: bool = False) -> AttentionOps:
         decode_v_absorbed=bound(triton_decode.decode_v_absorbed),
         prefill=bound(triton_prefill.prefill),
         rows_per_tile=1,
+        extras=frozenset(),
         branches=False,
     )
 
@@ -91,6 +99,7 @@ def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
         decode_kv=functools.partial(tpu_decode.decode_kv, interpret=interpret),
         decode_absorbed=functools.partial(tpu_decode.decode_absorbed, interpret=interpret),
         rows_per_tile=1,
+        extras=frozenset(),
     )
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax.pallas.reference import own_slots, rotate
+from apt_jax.pallas.reference import KeyNorm, ScoreRules, own_slots, rms_norm_heads, rotate
 
 _MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
@@ -92,6 +92,7 @@ def _decode(
     out_width: int,
     block_size: int,
     slot_ranges: Int32[Array, "B J 2"] | None,
+    rules: ScoreRules | None = None,
 ) -> Float[Array, "B N W"]:
     """Flash attention of one query a row over the keys and values (R, T, E) that `fetch` gives.
 
@@ -121,6 +122,10 @@ def _decode(
             ids = lax.dynamic_slice_in_dim(table_tile, j * g, g, axis=2)
             keys, values = fetch(ids, own, position)
             s = dot(q_tile, keys, (2, 2), ((0,), (0,)))
+            if rules is not None:
+                last = len_tile[:, None] - 1
+                s, seen = _ruled(s, (position - last)[:, None, :], rules, (1, -1, 1))
+                own = own & seen[:, 0]
             s = jnp.where(own[:, None, :], s, _MASKED)
             m_new = jnp.maximum(m, jnp.max(s, axis=-1))
             p = jnp.exp(s - m_new[:, :, None])
@@ -132,14 +137,19 @@ def _decode(
             return j + 1, m_new, l, acc
 
         steps = (jnp.max(len_tile) + t - 1) // t
+        first_step = jnp.zeros((), jnp.int32)
+        if rules is not None and rules.window is not None:
+            starts = jnp.where(len_tile > 0, len_tile - rules.window, jnp.max(len_tile))
+            first_step = jnp.maximum(jnp.min(starts), 0) // t
         init = (
-            jnp.zeros((), jnp.int32),
+            first_step,
             jnp.full((r, num_heads), _MASKED, jnp.float32),
             jnp.zeros((r, num_heads), jnp.float32),
             jnp.zeros((r, num_heads, out_width), jnp.float32),
         )
         _, _, l, acc = lax.while_loop(lambda c: c[0] < steps, body, init)
-        # A masked tile of a shorter row adds exp(0) = 1 to its l when nothing was seen before; such rows have length 0.
+        # A masked tile of a row adds exp(0) = 1 to its l when nothing was seen before: rows of length 0, or a window that
+        # begins in a later tile, whose first score then scales it away.
         result = jnp.where(
             len_tile[:, None, None] > 0, acc / jnp.maximum(l, 1e-30)[:, :, None], 0.0
         )
@@ -149,6 +159,23 @@ def _decode(
     return lax.fori_loop(
         first, last, row_tile, jnp.zeros((batch, num_heads, out_width), jnp.float32)
     )
+
+
+def _ruled(
+    s: Float[Array, "*heads T"],
+    distance: Int32[Array, "*one T"],
+    rules: ScoreRules,
+    slopes_shape: tuple[int, ...],
+) -> tuple[Array, Array]:
+    """Scores by the rules and what the window leaves of them, from key position less query position; see
+    `reference.ruled_scores`. Distances and, in `slopes_shape`, slopes broadcast against the scores."""
+    if rules.softcap is not None:
+        s = rules.softcap * jnp.tanh(s / rules.softcap)
+    if rules.slopes is not None:
+        s = s + rules.slopes.reshape(slopes_shape) * distance.astype(jnp.float32)
+    if rules.window is None:
+        return s, distance <= 0
+    return s, (distance <= 0) & (distance > -rules.window)
 
 
 def _own_slots(
@@ -175,11 +202,22 @@ def _own_slots(
 
 
 def _fetch_blocks(
-    pool: Array, ids: Int32[Array, "R G"], block_size: int, own: Bool[Array, "R T"] | None
+    pool: Array,
+    ids: Int32[Array, "R G"],
+    block_size: int,
+    own: Bool[Array, "R T"] | None,
+    width: int | None = None,
 ) -> Float[Array, "R T E"]:
-    """The slots of G blocks a row; where `own` is given, zeros for slots that are not the row's own."""
+    """The slots of G blocks a row; where `own` is given, zeros for slots that are not the row's own.
+
+    Args:
+        width: of a slot, where `block_size` of them do not fill a block.
+    """
     r, g = ids.shape
-    slots = pool[ids.reshape(-1)].reshape(r, g * block_size, pool.shape[1] // block_size)
+    blocks = pool[ids.reshape(-1)]
+    if width is not None and block_size * width < pool.shape[1]:
+        blocks = blocks[:, : block_size * width]
+    slots = blocks.reshape(r, g * block_size, -1)
     if own is None:
         return slots
     return jnp.where(own[:, :, None], slots, jnp.zeros((), slots.dtype))
@@ -194,6 +232,7 @@ def decode_kv(
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
+    rules: ScoreRules | None = None,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
     num_kv_heads = pool.shape[1] // block_size // q.shape[2]
@@ -213,6 +252,7 @@ def decode_kv(
         q.shape[2],
         block_size,
         slot_ranges,
+        rules,
     )
 
 
@@ -225,12 +265,13 @@ def decode_absorbed(
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
+    rules: ScoreRules | None = None,
 ) -> Float[Array, "B N D"]:
     """See `reference.decode_absorbed`."""
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
         del position
-        x = _fetch_blocks(pool, ids[:, 0], block_size, own)
+        x = _fetch_blocks(pool, ids[:, 0], block_size, own, q_absorbed.shape[2])
         return x, x
 
     return _decode(
@@ -243,6 +284,7 @@ def decode_absorbed(
         q_absorbed.shape[2],
         block_size,
         slot_ranges,
+        rules,
     )
 
 
@@ -251,11 +293,15 @@ def project_kv(
     w: Float[Array, "K H D"],
     b: Float[Array, "K H"] | None,
     angles: Float[Array, "T HALF"] | None = None,
+    norm: KeyNorm | None = None,
 ) -> Float[Array, "T E"]:
     """Keys or values of layer inputs, in the dtype of `x`, lanes flattened; rounded once, after `reference.rotate`."""
     out = dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1))
     if b is not None:
         out = out + b.astype(jnp.float32).reshape(1, -1)
+    if norm is not None:
+        heads = out.reshape(x.shape[0], *w.shape[:2])
+        out = rms_norm_heads(heads, norm.scale, norm.eps).reshape(out.shape)
     if angles is not None:
         out = rotate(out.reshape(x.shape[0], *w.shape[:2]), angles).reshape(out.shape)
     return out.astype(x.dtype)
@@ -275,16 +321,18 @@ def decode_reprojected(
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     angles: Float[Array, "S HALF"] | None = None,
+    key_norm: KeyNorm | None = None,
+    rules: ScoreRules | None = None,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_reprojected`."""
 
     num_kv_heads = wk.shape[0]
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-        x = _fetch_blocks(pool, ids[:, 0], block_size, own)
+        x = _fetch_blocks(pool, ids[:, 0], block_size, own, wk.shape[2])
         flat = x.reshape(-1, x.shape[2])
         turns = None if angles is None else angles[position.reshape(-1)]
-        keys, values = project_kv(flat, wk, bk, turns), project_kv(flat, wv, bv)
+        keys, values = project_kv(flat, wk, bk, turns, key_norm), project_kv(flat, wv, bv)
         return keys.reshape(*x.shape[:2], -1), values.reshape(*x.shape[:2], -1)
 
     return _decode(
@@ -297,6 +345,7 @@ def decode_reprojected(
         q.shape[2],
         block_size,
         slot_ranges,
+        rules,
     )
 
 
@@ -306,24 +355,26 @@ def decode_v_absorbed(
     pool: Float[Array, "P CE"],
     tables: Int32[Array, "B J"],
     lens: Int32[Array, " B"],
-    wk_rotary: Float[Array, "N R D"],
-    bk_rotary: Float[Array, "N R"] | None,
+    wk_rotary: Float[Array, "K R D"],
+    bk_rotary: Float[Array, "K R"] | None,
     angles: Float[Array, "S HALF"],
     *,
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
+    key_norm: KeyNorm | None = None,
+    rules: ScoreRules | None = None,
 ) -> Float[Array, "B N D"]:
     """See `reference.decode_v_absorbed`: one product with the keys [k_r | x] gives both parts of the scores."""
-    num_heads, width = q_rotary.shape[1], wk_rotary.shape[2]
-    q = _spread_heads(q_rotary, num_heads, scale=1.0).astype(pool.dtype)
+    num_kv_heads, _, width = wk_rotary.shape
+    q = _spread_heads(q_rotary, num_kv_heads, scale=1.0).astype(pool.dtype)
     if q_absorbed is not None:
         q = jnp.concatenate([q, q_absorbed.astype(pool.dtype)], axis=2)
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-        x = _fetch_blocks(pool, ids[:, 0], block_size, own)
+        x = _fetch_blocks(pool, ids[:, 0], block_size, own, width)
         turns = angles[position.reshape(-1)]
-        keys = project_kv(x.reshape(-1, width), wk_rotary, bk_rotary, turns)
+        keys = project_kv(x.reshape(-1, width), wk_rotary, bk_rotary, turns, key_norm)
         keys = keys.reshape(*x.shape[:2], -1)
         return keys if q_absorbed is None else jnp.concatenate([keys, x], axis=2), x
 
@@ -337,6 +388,7 @@ def decode_v_absorbed(
         width,
         block_size,
         slot_ranges,
+        rules,
     )
 
 
@@ -351,24 +403,27 @@ def prefill(
     prefix_lens: Int32[Array, " B"],
     hidden: Bool[Array, " B"],
     num_rows: Int32[Array, ""],
-    wk: Float[Array, "K H D"],
+    wk: Float[Array, "K H D"] | None,
     bk: Float[Array, "K H"] | None,
-    wv: Float[Array, "K H D"],
+    wv: Float[Array, "K H D"] | None,
     bv: Float[Array, "K H"] | None,
     *,
     block_size: int,
     with_hidden: bool,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     angles: Float[Array, "S HALF"] | None = None,
+    hidden_block_size: int | None = None,
+    key_norm: KeyNorm | None = None,
+    rules: ScoreRules | None = None,
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than
     absorbing (crossover at H * N / (N - 1))."""
     num_tokens, num_heads, head_dim = q.shape
+    hidden_slots = hidden_block_size or block_size
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
     tq, tk = min(PREFILL_QUERY_TILE, num_tokens), min(PREFILL_KEY_TILE, num_tokens)
     g = max(1, PREFILL_KEY_TILE // block_size)
-    tp = g * block_size
     pad = ((0, max(tq, tk)), (0, 0), (0, 0))
     q = jnp.pad(q * jnp.asarray(head_dim**-0.5, q.dtype), pad)
     k, v = jnp.pad(k, pad), jnp.pad(v, pad)
@@ -377,15 +432,19 @@ def prefill(
         slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, -slot_ranges.shape[1] % g), (0, 0)))
 
     def update(
-        state: _FlashState, start: Array, keys: Array, values: Array, mask: Array
+        state: _FlashState, start: Array, keys: Array, values: Array, mask: Array, distance: Array
     ) -> _FlashState:
-        """Fold keys and values (S, K, H) into the queries [start, start + tq); mask (tq, S)."""
+        """Fold keys and values (S, K, H) into the queries [start, start + tq); mask and position of the key less that of
+        the query (tq, S)."""
         m, l, acc = (lax.dynamic_slice_in_dim(a, start, tq) for a in state)
         q_tile = lax.dynamic_slice_in_dim(q, start, tq).reshape(tq, num_kv_heads, group, head_dim)
         q_tile = q_tile.transpose(1, 0, 2, 3).reshape(num_kv_heads, tq * group, head_dim)
         s = dot(q_tile, keys, (2, 2), ((0,), (1,)))
-        s = jnp.where(jnp.repeat(mask, group, axis=0)[None], s, _MASKED)
         s = s.reshape(num_kv_heads, tq, group, -1)
+        if rules is not None:
+            s, seen = _ruled(s, distance[None, :, None, :], rules, (num_kv_heads, 1, group, 1))
+            mask = mask & seen[0, :, 0]
+        s = jnp.where(mask[None, :, None, :], s, _MASKED)
         m_old = m.reshape(tq, num_kv_heads, group).transpose(1, 0, 2)
         m_new = jnp.maximum(m_old, jnp.max(s, axis=-1))
         p = jnp.where(mask[None, :, None, :], jnp.exp(s - m_new[..., None]), 0.0)
@@ -419,30 +478,44 @@ def prefill(
         q_tiles = (length + tq - 1) // tq
         query_index = jnp.arange(tq, dtype=jnp.int32)
 
-        def prefix_tile(j: Array, state: _FlashState) -> _FlashState:
+        def prefix_tile(
+            j: Array, state: _FlashState, slots: int, fetch: Callable[..., tuple[Array, Array]]
+        ) -> _FlashState:
             ids = lax.dynamic_slice(tables, (r, jnp.int32(0), j * g), (1, 2, g))[0]
-            own, position = _own_slots(slot_ranges, prefix[None], r, j * g, g, block_size)
-            first, second = _fetch_blocks(
-                pool, ids, block_size, jnp.broadcast_to(own, (2, own.shape[1]))
-            )
-
-            def from_kv() -> tuple[Array, Array]:
-                return first, second
-
-            def from_hidden() -> tuple[Array, Array]:
-                turns = None if angles is None else angles[position[0]]
-                return project_kv(first, wk, bk, turns), project_kv(first, wv, bv)
-
-            keys, values = lax.cond(hidden[r], from_hidden, from_kv) if with_hidden else from_kv()
+            own, position = _own_slots(slot_ranges, prefix[None], r, j * g, g, slots)
             keys, values = (
-                a.astype(k.dtype).reshape(tp, num_kv_heads, head_dim) for a in (keys, values)
+                a.astype(k.dtype).reshape(-1, num_kv_heads, head_dim)
+                for a in fetch(ids, own, position)
             )
 
             def query_tile(i: Array, state: _FlashState) -> _FlashState:
                 mask = own & (i * tq + query_index < length)[:, None]
-                return update(state, offset + i * tq, keys, values, mask)
+                distance = position - (prefix + i * tq + query_index)[:, None]
+                return update(state, offset + i * tq, keys, values, mask, distance)
 
             return lax.fori_loop(0, q_tiles, query_tile, state)
+
+        def from_kv(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+            del position
+            both = _fetch_blocks(pool, ids, block_size, jnp.broadcast_to(own, (2, own.shape[1])))
+            return both[0], both[1]
+
+        def from_hidden(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+            assert wk is not None
+            assert wv is not None
+            x = _fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2])[0]
+            turns = None if angles is None else angles[position[0]]
+            return project_kv(x, wk, bk, turns, key_norm), project_kv(x, wv, bv)
+
+        def prefix_tiles(
+            slots: int, fetch: Callable[..., tuple[Array, Array]]
+        ) -> Callable[..., _FlashState]:
+            tile = functools.partial(prefix_tile, slots=slots, fetch=fetch)
+            size = g * slots
+            first = jnp.int32(0)
+            if rules is not None and rules.window is not None:
+                first = jnp.maximum(prefix + 1 - rules.window, 0) // size
+            return lambda state: lax.fori_loop(first, (prefix + size - 1) // size, tile, state)
 
         def own_tile(i: Array, state: _FlashState) -> _FlashState:
             q_position = i * tq + query_index
@@ -451,14 +524,26 @@ def prefill(
                 keys = lax.dynamic_slice_in_dim(k, offset + j * tk, tk)
                 values = lax.dynamic_slice_in_dim(v, offset + j * tk, tk)
                 k_position = j * tk + jnp.arange(tk, dtype=jnp.int32)
-                mask = (k_position[None, :] <= q_position[:, None]) & (q_position < length)[:, None]
-                return update(state, offset + i * tq, keys, values, mask)
+                distance = k_position[None, :] - q_position[:, None]
+                mask = (distance <= 0) & (q_position < length)[:, None]
+                return update(state, offset + i * tq, keys, values, mask, distance)
 
+            first = jnp.int32(0)
+            if rules is not None and rules.window is not None:
+                first = jnp.maximum(i * tq + 1 - rules.window, 0) // tk
             return lax.fori_loop(
-                0, (jnp.minimum((i + 1) * tq, length) + tk - 1) // tk, key_tile, state
+                first, (jnp.minimum((i + 1) * tq, length) + tk - 1) // tk, key_tile, state
             )
 
-        state = lax.fori_loop(0, (prefix + tp - 1) // tp, prefix_tile, state)
+        if with_hidden:
+            state = lax.cond(
+                hidden[r],
+                prefix_tiles(hidden_slots, from_hidden),
+                prefix_tiles(block_size, from_kv),
+                state,
+            )
+        else:
+            state = prefix_tiles(block_size, from_kv)(state)
         return lax.fori_loop(0, q_tiles, own_tile, state)
 
     padded = num_tokens + pad[0][1]

@@ -69,25 +69,36 @@ def _sharded_layers(
     *,
     config: ModelConfig,
     options: StepOptions,
+    num_devices: int,
 ) -> tuple[tuple[Array, ...], Array]:
     """`decoder_step` on one device's heads, feed-forward columns and pool lanes: two all-reduces a layer."""
     batch = DecoderBatch(**fields)
     dtype = params.embed.dtype
-    h = params.embed[batch.token_ids].astype(jnp.float32) + params.position[
-        batch.positions + config.position_offset
-    ].astype(jnp.float32)
+    # One device's share of heads and lanes: what attention is told.
+    mine = dataclasses.replace(
+        config,
+        num_heads=config.num_heads // num_devices,
+        num_kv_heads=config.num_kv_heads // num_devices,
+        ffn_size=config.ffn_size // num_devices,
+    )
+    h = decoder.embed(params, batch.token_ids, batch.positions, config)
     new_pools = []
     for p, pool in zip(params.layers, pools, strict=True):
-        x = decoder._norm(h, p.attn_norm, config.norm_eps).astype(dtype)
-        out, pool = decoder._attention(x, pool, batch, p, options)
+        assert p.attn_norm is not None
+        assert p.ffn_norm is not None
+        x = decoder._norm(h, p.attn_norm, config).astype(dtype)
+        attention = decoder._Attention(
+            params=p, config=mine, options=options, batch=batch, token_angles=None, all_angles=None, rules=None
+        )  # fmt: skip
+        out, pool = attention(x, pool)
         new_pools.append(pool)
         out = decoder._dense(out, p.wo.reshape(p.wo.shape[0], -1), None)
         h = h + jax.lax.psum(out, "x") + p.bo.astype(jnp.float32)[None]
-        x = decoder._norm(h, p.ffn_norm, config.norm_eps).astype(dtype)
-        up = jax.nn.relu(decoder._dense(x, p.w_up, p.b_up)).astype(dtype)
-        h = h + jax.lax.psum(decoder._dense(up, p.w_down, None), "x") + p.b_down.astype(jnp.float32)[None]  # fmt: skip
+        x = decoder._norm(h, p.ffn_norm, config).astype(dtype)
+        part = decoder._feed_forward(x, dataclasses.replace(p, b_down=None), mine)
+        h = h + jax.lax.psum(part, "x") + p.b_down.astype(jnp.float32)[None]
     assert params.final_norm is not None
-    return tuple(new_pools), decoder._norm(h, params.final_norm, config.norm_eps).astype(dtype)
+    return tuple(new_pools), decoder._norm(h, params.final_norm, config).astype(dtype)
 
 
 def compile_step(case: StepCase, chip: Chip, ops: AttentionOps) -> ProgramReport:
@@ -125,8 +136,8 @@ def _engine_step(case: StepCase, config: ModelConfig, ops: AttentionOps) -> tupl
     executor = JaxExecutor(
         # The executor looks at the device and dtype of its weights; those of the program are its arguments.
         ModelParams(
-            embed=jnp.zeros((1, 1), case.dtype), position=None, project_in=None, project_out=None,
-            final_norm=nothing, head=None, layers=(),
+            embed=jnp.zeros((1, 1), case.dtype), embed_norm=None, position=None, project_in=None, project_out=None,
+            final_norm=nothing, head=None, head_bias=None, layers=(),
         ),
         config,
         cache=CacheConfig(
@@ -192,13 +203,16 @@ def _sharded_step(
     options = StepOptions(
         num_decode=case.num_rows,
         block_size=BLOCK_SIZE,
-        absorb=case.absorb,
+        hidden_block_size=BLOCK_SIZE,
+        hidden_mode="absorb" if case.absorb else None,
         kinds=case.kinds,
         ops=ops,
     )
     specs = _specs(config, sharded=True)
     forward = jax.shard_map(
-        functools.partial(_sharded_layers, config=config, options=options),
+        functools.partial(
+            _sharded_layers, config=config, options=options, num_devices=case.num_devices
+        ),
         mesh=mesh,
         in_specs=(specs.params, specs.pool, specs.replicated),
         out_specs=(specs.pool, specs.replicated),
@@ -207,7 +221,7 @@ def _sharded_step(
 
     def step(params: ModelParams, pools: Any, fields: dict[str, Array]) -> Any:
         pools, hidden = forward(params, pools, fields)
-        return pools, sampling.greedy(logits(params, hidden))
+        return pools, sampling.greedy(logits(params, hidden, config))
 
     return step, (_batch(case),), (1,)
 

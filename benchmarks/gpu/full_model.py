@@ -20,7 +20,7 @@ from apt_jax.jax_executor import JaxExecutor
 from apt_jax.llm import EngineParts, make_parts, use_compile_cache, with_scheduler
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.models.loader import read_model_config, resolve_model
-from apt_jax.models.params import ModelParams, abstract_params, param_names
+from apt_jax.models.params import ModelParams, abstract_params, is_norm_scale, param_names
 from apt_jax.pallas import AttentionOps, attention_ops
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched.view import HIDDEN, KV
@@ -74,7 +74,7 @@ def random_params(config: ModelConfig, dtype: str, seed: int = 0) -> ModelParams
     key = jax.random.key(seed)
 
     def leaf(name: str, shape: jax.ShapeDtypeStruct) -> Any:
-        mean = jnp.float32(1.0 if name.endswith("norm.scale") else 0.0)
+        mean = jnp.float32(1.0 if is_norm_scale(name) else 0.0)
         return _leaf(jax.random.fold_in(key, next(count)), mean, shape.shape, shape.dtype)
 
     return jax.tree.map(leaf, param_names(config), abstract_params(config, dtype))

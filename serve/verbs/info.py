@@ -123,7 +123,7 @@ def cache_facts(parts: EngineParts) -> dict[str, Any]:
     if isinstance(executor, JaxExecutor):
         facts["attention"] = executor.attention_name
         if engine.kinds[1].offered:
-            facts["hidden attention"] = "absorb" if executor.absorbs else "reproject"
+            facts["hidden attention"] = executor.hidden_mode or "reproject"
     facts["scheduling policy"] = parts.policy.name
     model = parts.cost_model
     facts["calibration"] = (

@@ -4,7 +4,7 @@ import pytest
 from opt_checkpoint import TINY, tensor_shapes
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models import FAMILIES, PRESETS, opt
+from apt_jax.models import FAMILIES, opt
 from apt_jax.models.loader import read_model_config
 from apt_jax.models.params import abstract_params, dummy_params, param_axes, param_names
 
@@ -20,21 +20,21 @@ _PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", opt.PRESETS)
 def test_a_preset_has_the_published_number_of_parameters(name):
-    _, config = read_model_config(PRESETS[name])
+    _, config = read_model_config(opt.PRESETS[name])
     shapes = jax.tree.leaves(abstract_params(config, np.float16))
     assert config.num_params == sum(leaf.size for leaf in shapes) == _PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", opt.PRESETS)
 def test_a_preset_names_every_published_tensor_once(name):
-    fields = PRESETS[name]
+    fields = opt.PRESETS[name]
     _, config = read_model_config(fields)
     leaves = jax.tree.leaves(param_names(config))
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float16))]
     ours = {
-        opt.tensor_name(leaf): opt.tensor_shape(leaf, shape)
+        (source := opt.source(leaf, shape, config)).name: source.shape
         for leaf, shape in zip(leaves, shapes, strict=True)
     }
     theirs = {opt.bare_name(tensor): shape for tensor, shape in tensor_shapes(dict(fields)).items()}
@@ -43,11 +43,11 @@ def test_a_preset_names_every_published_tensor_once(name):
 
 
 def test_the_350m_layout_is_post_norm_with_narrow_embeddings():
-    _, config = read_model_config(PRESETS["opt-350m"])
-    assert (config.norm_before, config.final_norm) == (False, False)
+    _, config = read_model_config(opt.PRESETS["opt-350m"])
+    assert (config.norm_placement, config.final_norm) == ("post", False)
     assert (config.embedding_size, config.hidden_size) == (512, 1024)
     assert config.supports_hidden
-    assert config.supports_absorb
+    assert config.hidden_mode == "absorb"
 
 
 def test_axes_and_shapes_have_one_structure():

@@ -211,7 +211,12 @@ def test_the_decoder_lowers_for_a_tpu(decode: str, absorb: bool) -> None:
             ops, decode_kv=tpu_decode.decode_kv, decode_absorbed=tpu_decode.decode_absorbed
         )
     options = StepOptions(
-        num_decode=8, block_size=BLOCK, absorb=absorb, kinds=(True, True), ops=ops
+        num_decode=8,
+        block_size=BLOCK,
+        hidden_block_size=BLOCK,
+        hidden_mode="absorb" if absorb else None,
+        kinds=(True, True),
+        ops=ops,
     )
     params = abstract_params(config, jnp.bfloat16)
     pools = (ShapeDtypeStruct((64, BLOCK * config.lane), jnp.bfloat16),) * config.num_layers

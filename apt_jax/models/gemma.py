@@ -1,0 +1,54 @@
+"""Gemma 1 (Gemma Team, 2024): Llama with scaled token embeddings, norms that store their scale less one, the tanh form of
+GELU, heads of 256, and tied embeddings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.config import ModelConfig
+from apt_jax.errors import ModelLoadError
+from apt_jax.models.fields import ConfigFields
+from apt_jax.models.llama import IGNORED_TENSORS, TIED_HEAD, bare_name, base_config, preset, source
+from apt_jax.models.mapping import ACTIVATIONS
+
+FAMILY = "gemma"
+
+
+def gemma_config(
+    fields: Mapping[str, Any], family: str, max_len: int | None, activation: str, **more: Any
+) -> ModelConfig:
+    """What Gemma 1 and 2 share.
+
+    Args:
+        activation: name of the field.
+        more: fields of `ModelConfig` in which they differ.
+    """
+    get = ConfigFields(fields)
+    if get.flag("use_bidirectional_attention", False):
+        raise ModelLoadError(
+            "config.json: use_bidirectional_attention is set, and is not supported"
+        )
+    chosen = get.choice(activation, "gelu_pytorch_tanh", ACTIVATIONS)
+    return base_config(
+        fields, family, max_len, head_dim=256, tie_embeddings=True, tokens=(2, 1, 0),
+        default_activation="gelu_pytorch_tanh",
+        **({
+            "activation": "gelu_tanh" if chosen == "gelu" else chosen,  # the first releases said gelu and meant this
+            "norm_offset": 1.0,
+            "embedding_scale": float(get.positive("hidden_size")) ** 0.5,
+        } | more),
+    )  # fmt: skip
+
+
+def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
+    """See `llama.model_config`."""
+    name = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"
+    return gemma_config(fields, FAMILY, max_len, name)
+
+
+_GEMMA = "GemmaForCausalLM"
+PRESETS: dict[str, dict[str, Any]] = {
+    "gemma-2b": preset(_GEMMA, 18, 2048, 8, 1, 16384, 256000, 8192, head_dim=256),
+    "gemma-7b": preset(_GEMMA, 28, 3072, 16, 16, 24576, 256000, 8192, head_dim=256),
+}
+
+__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "gemma_config", "model_config", "source"]  # fmt: skip

@@ -1,0 +1,134 @@
+"""Which cache kinds a model can have, what they take, and how attention over its layer inputs works: a table, made by code.
+
+    python -m apt_jax.models.kinds            # every published size that is known by name, as Markdown
+    python -m apt_jax.models.kinds FILE       # the same, put between the markers of a Markdown file
+
+Memory is what one token takes in all layers. The time of a cached token in a decode step is the larger of its bytes over the
+bandwidth and its operations over the matmul rate of an A100 40 GB (1.555 TB/s, 312 TFLOP/s): a floor, not a measurement.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from apt_jax.config import HiddenMode, ModelConfig
+from apt_jax.models.families import PRESETS
+from apt_jax.models.loader import read_model_config
+
+BANDWIDTH_BYTES_S = 1.555e12
+MATMUL_FLOP_S = 312e12
+ITEMSIZE = 2
+"""Bytes of a 16-bit value."""
+
+BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
+
+ATTENTION: dict[HiddenMode, str] = {
+    "absorb": "absorb",
+    "partial": "rotary lanes of K reprojected, the rest absorbed",
+    "v-absorb": "K reprojected, V absorbed",
+    "refused": "refused",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KindFacts:
+    """Both cache kinds of one model."""
+
+    model: str
+    kv_bytes: int
+    """A token in all layers, 16 bit."""
+    hidden_bytes: int
+    hidden_ratio: float
+    """`hidden_bytes` over `kv_bytes`."""
+    mode: HiddenMode
+    refusal: str | None
+    """Why the hidden kind is not offered."""
+    break_even_tokens: float | None
+    """Context from which absorbed attention moves fewer bytes than attention over keys and values, in a kernel that reads
+    layer inputs once: its queries and results are N * D wide, written and read, whatever the context. None: it is bound by
+    operations, or not offered."""
+    time_ratio: float | None
+    """Floor of a cached token's time in attention over layer inputs, over that of keys and values; contexts far beyond the
+    break-even."""
+
+
+def kind_facts(model: str, config: ModelConfig) -> KindFacts:
+    """The row of one model."""
+    n, d, e, layers = config.num_heads, config.hidden_size, config.lane, config.num_layers
+    mode = config.hidden_mode
+    kv_s = max(2 * e * ITEMSIZE / BANDWIDTH_BYTES_S, 4 * n * config.head_dim / MATMUL_FLOP_S)
+    if mode == "refused":
+        flop = None
+    elif mode == "absorb":
+        flop = 4 * n * d
+    else:
+        turned = (
+            config.head_dim if config.rope is None or mode == "v-absorb" else config.rope.rotary_dim
+        )
+        rest = 2 * n * d if turned < config.head_dim else 0
+        flop = 2 * d * config.num_kv_heads * turned + 2 * n * turned + rest + 2 * n * d
+    ratio = (
+        None if flop is None else max(d * ITEMSIZE / BANDWIDTH_BYTES_S, flop / MATMUL_FLOP_S) / kv_s
+    )
+    return KindFacts(
+        model=model,
+        kv_bytes=2 * e * layers * ITEMSIZE,
+        hidden_bytes=d * layers * ITEMSIZE,
+        hidden_ratio=config.hidden_ratio,
+        mode=mode,
+        refusal=config.hidden_refusal,
+        break_even_tokens=4 * n * d / (2 * e - d) if mode == "absorb" else None,
+        time_ratio=ratio,
+    )
+
+
+def known_kinds() -> list[KindFacts]:
+    """Every published size that is known by name."""
+    return [kind_facts(name, read_model_config(fields)[1]) for name, fields in PRESETS.items()]
+
+
+def markdown(rows: Iterable[KindFacts]) -> str:
+    """The table."""
+    lines = [
+        "| model | KV, KiB a token | hidden, KiB a token | hidden / KV | attention over layer inputs | break-even context, tokens | time of a cached token, hidden / KV |",
+        "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
+    ]
+    for row in rows:
+        what = ATTENTION[row.mode] if row.refusal is None else f"refused: {row.refusal}"
+        even = "" if row.break_even_tokens is None else f"{row.break_even_tokens:.0f}"
+        time = "" if row.time_ratio is None else f"{row.time_ratio:.2g}"
+        lines.append(
+            f"| {row.model} | {row.kv_bytes / 1024:.4g} | {row.hidden_bytes / 1024:.4g} | {row.hidden_ratio:.4g} | {what} | {even} | {time} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def put_into(text: str, table: str) -> str:
+    """`text` with `table` between its markers.
+
+    Raises:
+        ValueError: the markers are not there.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"the text must hold {BEGIN} and {END}, once each")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table}{END}{rest.split(END)[1]}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table, or put it into a file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path, nargs="?", help="Markdown file with the markers")
+    args = parser.parse_args(arguments)
+    table = markdown(known_kinds())
+    if args.file is None:
+        sys.stdout.write(table)
+    else:
+        args.file.write_text(put_into(args.file.read_text(), table))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""What mapping files share: where in a checkpoint a leaf of our parameters comes from.
+
+A mapping file names, for every leaf of `params.param_names`, the tensor that holds it. Most leaves are a whole tensor, only
+with heads and their width in one axis; others are a part of a fused one (`Source.take`).
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from apt_jax.config import Activation
+from apt_jax.models.fields import ConfigFields
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+"""By transformers' names of them."""
+
+NORM_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")  # fmt: skip
+"""Bare names of what older files stored beside the weights: masks and frequencies, which are computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The tensor that a leaf is made of."""
+
+    name: str
+    """Bare name, without the prefixes of the class that it was saved from."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    take: Callable[[np.ndarray], np.ndarray] | None = None
+    """From the tensor to the leaf; None: the whole tensor in the leaf's shape."""
+
+
+def split_leaf(leaf: str) -> tuple[str, str | None]:
+    """Field and layer number of a leaf: ``("wq", "3")`` of ``layers.3.wq``, ``("embed", None)`` of ``embed``."""
+    if not leaf.startswith("layers."):
+        return leaf, None
+    _, index, field = leaf.split(".", 2)
+    return field, index
+
+
+def flat_shape(field: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that checkpoints have for a leaf: heads and their width are one axis."""
+    if field in ("wq", "wk", "wv"):
+        heads, head_dim, width = shape
+        return (heads * head_dim, width)
+    if field in ("bq", "bk", "bv"):
+        heads, head_dim = shape
+        return (heads * head_dim,)
+    if field == "wo":
+        width, heads, head_dim = shape
+        return (width, heads * head_dim)
+    return shape
+
+
+def whole(
+    leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapping[str, str], prefix: str
+) -> Source:
+    """A leaf that is a tensor of its own.
+
+    Args:
+        top: names of the leaves outside layers.
+        layer: names within a layer, by field.
+        prefix: of a layer, its number as ``{}``.
+    """
+    field, index = split_leaf(leaf)
+    name = top[field] if index is None else prefix.format(index) + layer[field]
+    return Source(name, flat_shape(field, shape))
+
+
+def rows(name: str, shape: tuple[int, ...], start: int, total: int) -> Source:
+    """A leaf that is rows [start, start + shape[0]) of a tensor with `total` rows; `shape` is flat."""
+    stop = start + shape[0]
+    return Source(name, (total, *shape[1:]), lambda tensor: tensor[start:stop])
+
+
+def one_of_three(name: str, shape: tuple[int, ...], which: int) -> Source:
+    """q, k or v (0, 1, 2) of a tensor that holds them head by head; `shape` begins with heads and head width."""
+    heads, head_dim = shape[:2]
+
+    def take(tensor: np.ndarray) -> np.ndarray:
+        return tensor.reshape(heads, 3, head_dim, *shape[2:])[:, which]
+
+    return Source(name, (3 * heads * head_dim, *shape[2:]), take)
+
+
+def windows(
+    fields: Mapping[str, Any], num_layers: int, is_sliding: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """`ModelConfig.layer_windows`: ``sliding_window`` where ``layer_types`` or else `is_sliding` says so."""
+    window = ConfigFields(fields).optional_positive("sliding_window")
+    if window is None:
+        return ()
+    types = fields.get("layer_types")
+    if isinstance(types, list) and len(types) == num_layers:
+        sliding = [kind == "sliding_attention" for kind in types]
+    else:
+        sliding = [is_sliding(i) for i in range(num_layers)]
+    return tuple(window if s else None for s in sliding) if any(sliding) else ()
+
+
+__all__ = ["ACTIVATIONS", "NORM_BUFFERS", "Source", "flat_shape", "one_of_three", "rows", "split_leaf", "whole", "windows"]  # fmt: skip

@@ -1,0 +1,121 @@
+"""MPT (MosaicML, 2023): ALiBi, no biases anywhere, q, k and v one after another in one tensor."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.config import ModelConfig
+from apt_jax.errors import ModelLoadError
+from apt_jax.models.fields import ConfigFields
+from apt_jax.models.mapping import NORM_BUFFERS, Source, flat_shape, rows, split_leaf, whole
+
+FAMILY = "mpt"
+
+_TOP_LEVEL = {
+    "embed": "wte.weight",
+    "final_norm.scale": "norm_f.weight",
+    "head": "lm_head.weight",
+}
+
+_IN_LAYER = {
+    "attn_norm.scale": "norm_1.weight",
+    "wo": "attn.out_proj.weight",
+    "ffn_norm.scale": "norm_2.weight",
+    "w_up": "ffn.up_proj.weight",
+    "w_down": "ffn.down_proj.weight",
+}
+
+TIED_HEAD = "lm_head.weight"
+"""May be in a checkpoint with tied embeddings, and is then the embedding table once more."""
+
+IGNORED_TENSORS = NORM_BUFFERS
+
+
+def slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
+    """MPT's slopes: 2^(-bias_max i / n) of the next power of two; where there are fewer heads, the even ones come first."""
+    power = 2 ** math.ceil(math.log2(num_heads))
+    all_of_them = [2.0 ** (-bias_max * i / power) for i in range(1, power + 1)]
+    if power != num_heads:
+        all_of_them = all_of_them[1::2] + all_of_them[::2]
+    return tuple(all_of_them[:num_heads])
+
+
+def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
+    """See `bloom.model_config`."""
+    get = ConfigFields(fields)
+    hidden_size, num_heads = get.positive("d_model", 2048), get.positive("n_heads", 16)
+    if hidden_size % num_heads:
+        raise ModelLoadError(
+            f"config.json: d_model={hidden_size} must be a multiple of n_heads={num_heads}"
+        )
+    found = fields.get("attn_config")
+    if found is not None and not isinstance(found, Mapping):
+        raise ModelLoadError(f"config.json: attn_config={found!r:.60} must be an object")
+    attention = ConfigFields(found or {}, "config.json: attn_config.")
+    refused = {
+        "alibi": not attention.flag("alibi", True),
+        "prefix_lm": attention.flag("prefix_lm", False),
+        "qk_ln": attention.flag("qk_ln", False),
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise ModelLoadError(f"config.json: attn_config.{name}={found[name]!r} is not supported")  # pyright: ignore[reportOptionalSubscript]  # fmt: skip
+    if attention.text("attn_type", "multihead_attention") != "multihead_attention":
+        raise ModelLoadError("config.json: attn_config.attn_type: only 'multihead_attention' is supported")  # fmt: skip
+    if get.positive("expansion_ratio", 4) != 4 or not get.flag("no_bias", True):
+        raise ModelLoadError("config.json: only expansion_ratio=4 and no_bias=true are supported")
+    vocab_size, trained = get.positive("vocab_size", 50368), get.positive("max_seq_len", 2048)
+    return ModelConfig(
+        family=FAMILY,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=get.positive("n_layers", 24),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        ffn_size=4 * hidden_size,
+        max_position=max(trained, max_len or trained),
+        activation="gelu",
+        norm_bias=False,
+        norm_eps=get.number("layer_norm_epsilon", 1e-5),
+        position="alibi",
+        alibi_slopes=slopes(num_heads, attention.number("alibi_bias_max", 8.0)),
+        attention_scale=attention.optional_number("softmax_scale"),
+        clip_qkv=attention.optional_number("clip_qkv"),
+        qkv_bias=False,
+        out_bias=False,
+        ffn_bias=False,
+        tie_embeddings=get.flag("tie_word_embeddings", True),
+        bos_token_id=get.token_id("bos_token_id", None, vocab_size),
+        eos_token_id=get.token_id("eos_token_id", None, vocab_size),
+        pad_token_id=get.token_id("pad_token_id", None, vocab_size),
+    )
+
+
+def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
+    """Where a leaf of `param_names` comes from."""
+    field, index = split_leaf(leaf)
+    if field in ("wq", "wk", "wv"):
+        d = config.hidden_size
+        start = d * "qkv".index(field[1])
+        return rows(f"blocks.{index}.attn.Wqkv.weight", flat_shape(field, shape), start, 3 * d)
+    return whole(leaf, shape, _TOP_LEVEL, _IN_LAYER, "blocks.{}.")
+
+
+def bare_name(name: str) -> str:
+    """A tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
+    return name.removeprefix("transformer.")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "mpt-7b": {
+        "architectures": ["MptForCausalLM"],
+        "d_model": 4096, "n_heads": 32, "n_layers": 32, "max_seq_len": 2048, "vocab_size": 50432,
+    },
+    "mpt-30b": {
+        "architectures": ["MptForCausalLM"],
+        "d_model": 7168, "n_heads": 64, "n_layers": 48, "max_seq_len": 8192, "vocab_size": 50432,
+    },
+}  # fmt: skip
+
+__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "slopes", "source"]  # fmt: skip

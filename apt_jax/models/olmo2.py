@@ -1,0 +1,46 @@
+"""OLMo 2 (OLMo Team, 2025): Llama whose norms act on the output of attention and feed-forward layers, and whose queries and
+keys are RMS-normed over all heads together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.config import ModelConfig
+from apt_jax.models.llama import (
+    IGNORED_TENSORS,
+    IN_LAYER,
+    TIED_HEAD,
+    TOP_LEVEL,
+    bare_name,
+    base_config,
+    preset,
+)
+from apt_jax.models.mapping import Source, whole
+
+FAMILY = "olmo2"
+
+_IN_LAYER = IN_LAYER | {
+    "attn_out_norm.scale": "post_attention_layernorm.weight",
+    "ffn_out_norm.scale": "post_feedforward_layernorm.weight",
+}
+
+
+def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
+    """See `llama.model_config`."""
+    return base_config(
+        fields, FAMILY, max_len, eps=1e-5, tokens=(None, 50279, 1), qk_norm="lane", norm_placement="output"
+    )  # fmt: skip
+
+
+def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
+    """Where a leaf of `param_names` comes from."""
+    del config
+    return whole(leaf, shape, TOP_LEVEL, _IN_LAYER, "layers.{}.")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "olmo-2-7b": preset(
+        "Olmo2ForCausalLM", 32, 4096, 32, 32, 11008, 100352, 4096, rope_theta=500000
+    ),
+}
+
+__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "source"]  # fmt: skip

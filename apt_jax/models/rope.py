@@ -1,0 +1,185 @@
+"""Frequencies of rotary position embeddings, as Hugging Face configurations describe them.
+
+`read_rope` turns the fields of a ``config.json`` into a `RopeConfig`. Names of types and fields are those of transformers,
+old (``rope_theta`` and ``rope_scaling``) and new (``rope_parameters``):
+
+default   1 / theta^(2i / R)                                         (Su et al., 2021)
+linear    all of them divided by `factor`                            (Chen et al., 2023)
+dynamic   theta grows with the context: "dynamic NTK"                (bloc97 and emozilla, 2023)
+llama3    low frequencies divided by `factor`, high ones kept        (Llama 3.1)
+yarn      as llama3 with a ramp over lanes, and scaled scores        (Peng et al., 2023)
+longrope  a factor a lane, one set for short contexts, one for long  (Ding et al., 2024)
+
+Two types depend on the length of the context. Cached keys cannot follow a length that grows, so the frequencies are
+those of one length, the model's `max_len`: up to the original context both are exactly those of transformers, and beyond
+it a longer `max_len` must be asked for (``--max-model-len``), which fixes the frequencies of that length.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.config import RopeConfig
+from apt_jax.errors import ModelLoadError
+from apt_jax.models.fields import ConfigFields
+
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_OLD_NAMES = {"su": "longrope"}
+
+
+def _parameters(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    """One dictionary from the old and the new way of writing them."""
+    found: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = fields.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, Mapping):
+            raise ModelLoadError(f"config.json: {name}={value!r:.60} must be an object")
+        found |= value
+    if found.get("rope_theta") is None:
+        found["rope_theta"] = theta if fields.get("rope_theta") is None else fields["rope_theta"]
+    original = fields.get("original_max_position_embeddings")
+    if original is not None:
+        found["original_max_position_embeddings"] = original
+    kind = found.get("rope_type", found.get("type", "default"))
+    if not isinstance(kind, str) or _OLD_NAMES.get(kind, kind) not in TYPES:
+        raise ModelLoadError(
+            f"config.json: rope type {kind!r:.40} is not known; known: {', '.join(TYPES)}"
+        )
+    return found | {"rope_type": _OLD_NAMES.get(kind, kind)}
+
+
+def _powers(theta: float, rotary_dim: int) -> NDArray[np.float32]:
+    exponent = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    return np.float32(theta) ** exponent
+
+
+def _llama3(get: ConfigFields, inv_freq: NDArray[np.float32], original: int) -> NDArray[np.float32]:
+    factor = get.number("factor", at_least=1.0)
+    low, high = get.number("low_freq_factor"), get.number("high_freq_factor")
+    if not 0 < low < high:
+        raise ModelLoadError(
+            f"config.json: rope low_freq_factor={low} and high_freq_factor={high} must be positive and in this order"
+        )
+    wavelength = 2 * np.float32(math.pi) / inv_freq
+    smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
+    scaled = inv_freq / np.float32(factor)
+    mixed = (1 - smooth) * scaled + smooth * inv_freq
+    return np.where(
+        wavelength > original / low, scaled, np.where(wavelength < original / high, inv_freq, mixed)
+    )
+
+
+def _yarn(
+    get: ConfigFields, theta: float, rotary_dim: int, original: int, factor: float
+) -> tuple[NDArray[np.float32], float]:
+    def lane(rotations: float) -> float:
+        return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = lane(get.number("beta_fast", 32.0)), lane(get.number("beta_slow", 1.0))
+    if get.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    ramp = (np.arange(rotary_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
+    keep = 1 - np.clip(ramp, 0, 1).astype(np.float32)
+    powers = _powers(theta, rotary_dim)
+    inv_freq = (1 - keep) / (np.float32(factor) * powers) + keep / powers
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    top, bottom = get.number("mscale", 0.0), get.number("mscale_all_dim", 0.0)
+    attention = mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
+    return inv_freq, get.number("attention_factor", attention)
+
+
+def _longrope(
+    get: ConfigFields, fields: Mapping[str, Any], powers: NDArray[np.float32], original: int, max_len: int, longest: int
+) -> tuple[NDArray[np.float32], float]:  # fmt: skip
+    name = "long_factor" if max_len > original else "short_factor"
+    factors = fields.get(name)
+    if (
+        not isinstance(factors, list)
+        or len(factors) != powers.size
+        or not all(isinstance(f, int | float) and not isinstance(f, bool) and f > 0 for f in factors)
+    ):  # fmt: skip
+        raise ModelLoadError(
+            f"config.json: rope {name} must be a list of {powers.size} positive numbers"
+        )
+    factor = get.number("factor", longest / original)
+    attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    inv_freq = np.float32(1) / (np.asarray(factors, np.float32) * powers)
+    return inv_freq, get.number("attention_factor", attention)
+
+
+def read_rope(
+    fields: Mapping[str, Any],
+    head_dim: int,
+    *,
+    theta: float = 10_000.0,
+    partial: float = 1.0,
+    max_len: int | None = None,
+) -> tuple[RopeConfig, int]:
+    """The rotary embedding that a ``config.json`` describes, and the longest context that its frequencies are for.
+
+    Args:
+        fields: of the configuration; ``max_position_embeddings`` among them.
+        head_dim: H.
+        theta: base where the configuration names none.
+        partial: share of a head's lanes that turn, where ``partial_rotary_factor`` is not there.
+        max_len: longest context that will be served, tokens; None: what the configuration gives without stretching.
+
+    Raises:
+        ModelLoadError: an unknown type, or a missing or impossible field.
+    """
+    found = _parameters(fields, theta)
+    get = ConfigFields(found, "config.json: rope ")
+    share = get.number("partial_rotary_factor", ConfigFields(fields).number("partial_rotary_factor", partial))  # fmt: skip
+    rotary_dim = int(head_dim * share)
+    if not 0 < share <= 1 or rotary_dim < 2 or rotary_dim % 2:
+        raise ModelLoadError(
+            f"config.json: {rotary_dim} of {head_dim} lanes of a head would turn; it must be an even number of them"
+        )
+    base = get.number("rope_theta", at_least=1.0)
+    longest = ConfigFields(fields).positive("max_position_embeddings")
+    original = get.positive("original_max_position_embeddings", longest)
+    kind = found["rope_type"]
+    attention = 1.0
+    native = limit = longest
+    if kind == "dynamic":
+        factor = get.number("factor", at_least=1.0)
+        limit = max(longest, int(longest * factor))
+        if rotary_dim <= 2:
+            raise ModelLoadError(
+                "config.json: rope type 'dynamic' needs more than two rotary lanes"
+            )
+        served = min(limit, max(longest, max_len or longest))
+        base *= (factor * served / longest - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))
+        inv_freq = 1 / _powers(base, rotary_dim)
+    elif kind == "linear":
+        factor = get.number("factor", at_least=1.0)
+        limit = max(longest, int(longest * factor))
+        inv_freq = 1 / _powers(base, rotary_dim) / np.float32(factor)
+    elif kind == "llama3":
+        inv_freq = _llama3(get, 1 / _powers(base, rotary_dim), original)
+    elif kind == "yarn":
+        factor = get.number("factor", longest / original)
+        native = limit = max(longest, int(original * factor))
+        inv_freq, attention = _yarn(get, base, rotary_dim, original, factor)
+    elif kind == "longrope":
+        native = min(original, longest)
+        powers = _powers(base, rotary_dim)
+        inv_freq, attention = _longrope(get, found, powers, original, max_len or native, longest)
+    else:
+        inv_freq = 1 / _powers(base, rotary_dim)
+    rope = RopeConfig(
+        inv_freq=tuple(np.asarray(inv_freq, np.float32).tolist()), attention_factor=attention
+    )
+    return rope, min(limit, max(native, max_len or native))
+
+
+__all__ = ["TYPES", "read_rope"]

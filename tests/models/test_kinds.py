@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import pytest
+
+from apt_jax.config import CacheConfig, EngineConfig
+from apt_jax.errors import ConfigError
+from apt_jax.jax_executor import JaxExecutor
+from apt_jax.models import load_model
+from apt_jax.models.kinds import kind_facts, known_kinds, main, markdown, put_into
+from apt_jax.models.loader import read_model_config
+
+DOCS = Path(__file__).parents[2] / "docs" / "families.md"
+
+
+def test_the_documented_table_is_the_one_that_the_code_makes():
+    text = DOCS.read_text()
+    assert put_into(text, markdown(known_kinds())) == text
+
+
+def test_what_the_published_sizes_offer():
+    facts = {row.model: row for row in known_kinds()}
+    expected = {
+        "opt-13b": (0.5, "absorb"),
+        "llama-2-7b": (0.5, "v-absorb"),
+        "llama-3-8b": (2.0, "refused"),
+        "qwen3-0.6b": (0.5, "v-absorb"),
+        "gemma-7b": (0.375, "v-absorb"),
+        "phi-3-mini": (0.5, "v-absorb"),
+        "pythia-6.9b": (0.5, "partial"),
+        "bloom-7b": (0.5, "absorb"),
+        "mpt-7b": (0.5, "absorb"),
+        "olmo-2-7b": (0.5, "v-absorb"),
+    }
+    for model, (ratio, mode) in expected.items():
+        assert (facts[model].hidden_ratio, facts[model].mode) == (ratio, mode), model
+        assert facts[model].hidden_bytes == ratio * facts[model].kv_bytes
+    assert facts["opt-13b"].kv_bytes == 2 * 40 * 5120 * 2
+    assert facts["opt-13b"].break_even_tokens == 4 * 40  # KERNELS: 4 times the heads
+    refusal = facts["llama-3-8b"].refusal
+    assert refusal is not None
+    assert "larger than its keys and values" in refusal
+
+
+def test_a_model_that_clips_keys_has_no_hidden_kind():
+    fields = {"architectures": ["MptForCausalLM"], "d_model": 32, "n_heads": 4, "n_layers": 1, "attn_config": {"clip_qkv": 8}}  # fmt: skip
+    row = kind_facts("clipped", read_model_config(fields)[1])
+    assert row.mode == "refused"
+    assert "clip_qkv" in (row.refusal or "")
+
+
+def test_hidden_is_refused_with_the_reason_and_hybrid_means_kv(tmp_path):
+    fields = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 64,
+    }  # fmt: skip
+    import json
+
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = load_model(EngineConfig(model=str(tmp_path), load_format="dummy"))
+
+    def executor(mode):
+        return JaxExecutor(
+            model.params, model.config, cache=CacheConfig(mode=mode, num_blocks_override=8), max_num_seqs=1,
+            max_num_batched_tokens=32, max_model_len=32,
+        )  # fmt: skip
+
+    with pytest.raises(ConfigError, match=r"larger than its keys and values.*--cache kv"):
+        executor("hidden")
+    assert executor("hybrid").kinds_offered == (True, False)
+
+
+def test_the_command_writes_the_table_between_the_markers(tmp_path, capsys):
+    file = tmp_path / "table.md"
+    file.write_text("before\n<!-- kinds: begin -->\nold\n<!-- kinds: end -->\nafter\n")
+    assert main([str(file)]) == 0
+    text = file.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| gemma-7b |" in text
+    assert "old" not in text
+    assert main([]) == 0
+    assert "| opt-13b |" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="kinds: begin"):
+        put_into("nothing", "")

@@ -1,0 +1,52 @@
+"""Small random models of every family, as transformers describes them: (class of the configuration, its fields)."""
+
+from typing import Any
+
+_BASE: dict[str, Any] = dict(
+    vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+    max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}  # fmt: skip
+_FACTORS = [1.0 + 0.1 * i for i in range(4)]
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("OPTConfig", _BASE | dict(ffn_dim=48, word_embed_proj_dim=32)),
+    "opt post-norm": ("OPTConfig", _BASE | dict(ffn_dim=48, word_embed_proj_dim=8, do_layer_norm_before=False)),
+    "llama": ("LlamaConfig", _BASE | dict(num_key_value_heads=4, rms_norm_eps=1e-5)),
+    "llama grouped, llama3 rope, biases": ("LlamaConfig", _BASE | dict(
+        num_key_value_heads=2, rope_parameters=_LLAMA3, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "llama linear rope": ("LlamaConfig", _BASE | dict(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0})),
+    "llama yarn rope": ("LlamaConfig", _BASE | dict(rope_parameters=_YARN)),
+    "llama dynamic rope": ("LlamaConfig", _BASE | dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0})),
+    "mistral": ("MistralConfig", _BASE | dict(num_key_value_heads=2, sliding_window=13)),
+    "mistral wide heads": ("MistralConfig", _BASE | dict(num_key_value_heads=4, head_dim=16, sliding_window=None)),
+    "qwen2": ("Qwen2Config", _BASE | dict(num_key_value_heads=4, use_sliding_window=True, sliding_window=9, max_window_layers=1)),
+    "qwen2 grouped": ("Qwen2Config", _BASE | dict(num_key_value_heads=2, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3Config", _BASE | dict(num_key_value_heads=2, head_dim=16)),
+    "qwen3 biases": ("Qwen3Config", _BASE | dict(num_key_value_heads=4, head_dim=8, attention_bias=True)),
+    "phi3": ("Phi3Config", _BASE | dict(num_key_value_heads=4, sliding_window=11)),
+    "phi3 longrope, partial": ("Phi3Config", _BASE | dict(
+        num_attention_heads=2, num_key_value_heads=2, original_max_position_embeddings=96, rope_parameters={
+            "rope_type": "longrope", "short_factor": _FACTORS, "long_factor": [2 * f for f in _FACTORS],
+            "partial_rotary_factor": 0.5, "rope_theta": 1000.0, "original_max_position_embeddings": 96})),
+    "gemma": ("GemmaConfig", _BASE | dict(num_key_value_heads=4, head_dim=12)),
+    "gemma one key head": ("GemmaConfig", _BASE | dict(num_key_value_heads=1, head_dim=16)),
+    "gemma2": ("Gemma2Config", _BASE | dict(
+        num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=24, sliding_window=10, attn_logit_softcapping=2.0, final_logit_softcapping=5.0)),
+    "gemma2 no caps": ("Gemma2Config", _BASE | dict(
+        num_key_value_heads=4, head_dim=8, query_pre_attn_scalar=8, sliding_window=64, attn_logit_softcapping=None, final_logit_softcapping=None)),
+    "olmo2": ("Olmo2Config", _BASE | dict(num_key_value_heads=4)),
+    "olmo2 grouped": ("Olmo2Config", _BASE | dict(num_key_value_heads=2)),
+    "gpt2": ("GPT2Config", dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)),
+    "gpt2 unscaled, untied": ("GPT2Config", dict(
+        vocab_size=97, n_embd=24, n_layer=2, n_head=3, n_positions=128, n_inner=40, activation_function="gelu", scale_attn_weights=False,
+        tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)),
+    "neox": ("GPTNeoXConfig", _BASE | dict(num_attention_heads=2, rotary_pct=0.25)),
+    "neox sequential": ("GPTNeoXConfig", _BASE | dict(rotary_pct=1.0, use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True)),
+    "bloom": ("BloomConfig", dict(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)),
+    "bloom six heads": ("BloomConfig", dict(vocab_size=97, hidden_size=48, n_layer=2, n_head=6, bos_token_id=1, eos_token_id=2)),
+    "mpt": ("MptConfig", dict(vocab_size=97, d_model=32, n_heads=4, n_layers=2, max_seq_len=128)),
+    "mpt six heads, clipped": ("MptConfig", dict(
+        vocab_size=97, d_model=48, n_heads=6, n_layers=2, max_seq_len=128, attn_config={"clip_qkv": 0.8, "softmax_scale": 0.5})),
+}  # fmt: skip
