@@ -191,12 +191,10 @@ class ChatTemplate:
         """
         checked = _checked(messages)
         nonce = "".join(secrets.choice("0123456789") for _ in range(12))
-        plain: dict[str, str] = {}
+        marks: dict[str, str] = {}  # by the special token's text: few, however often they occur
 
         def take_out(match: re.Match[str]) -> str:
-            mark = f"\ue000{nonce}.{len(plain)}\ue001"
-            plain[mark] = match[0]
-            return mark
+            return marks.setdefault(match[0], f"\ue000{nonce}.{len(marks)}\ue001")
 
         pattern = tokenizer.special_pattern
         marked = checked
@@ -211,7 +209,7 @@ class ChatTemplate:
             text, skeleton = self._render([marked, bare], add_generation_prompt)
         except _TemplateFailed as error:
             raise self._refused(error) from None
-        ids = tokenizer.encode_template(text, plain)
+        ids = tokenizer.encode_template(text, {mark: token for token, mark in marks.items()})
         special = tokenizer.special_ids
         most = sum(i in special for i in tokenizer.encode_template(skeleton, {}))
         if sum(i in special for i in ids) > most:

@@ -101,20 +101,15 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     @functools.cached_property
+    def _special_tokens(self) -> dict[str, tokenizers.AddedToken]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return {token.content: token for token in added if token.special and token.content}
+
+    @functools.cached_property
     def special_pattern(self) -> re.Pattern[str] | None:
         """Matches the text of any special token, of several at one place the longest; None: there are none."""
-        added = self._backend.get_added_tokens_decoder().values()
-        tokens = sorted(
-            (t for t in added if t.special and t.content), key=lambda t: -len(t.content)
-        )
-        if not tokens:
-            return None
-        # As the library does it: a token may swallow the spaces beside it.
-        parts = (
-            (r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "")
-            for t in tokens
-        )
-        return re.compile("|".join(parts))
+        texts = sorted(self._special_tokens, key=lambda text: -len(text))
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
 
     @functools.cached_property
     def _trusting(self) -> tokenizers.Tokenizer:
@@ -162,9 +157,15 @@ class Tokenizer:
             ids.extend(backend.encode(whole, add_special_tokens=False).ids if whole else [])
 
         for match in pattern.finditer(text):
-            add(text[end : match.start()])
-            ids.extend(self._trusting.encode(match[0], add_special_tokens=False).ids)
-            end = match.end()
+            token, start, stop = self._special_tokens[match[0]], match.start(), match.end()
+            # A token may swallow the spaces beside it.
+            if token.lstrip:
+                start = max(end, len(text[:start].rstrip()))
+            if token.rstrip:
+                stop = len(text) - len(text[stop:].lstrip())
+            add(text[end:start])
+            ids.extend(self._trusting.encode(text[start:stop], add_special_tokens=False).ids)
+            end = stop
         add(text[end:])
         return ids
 
@@ -278,9 +279,10 @@ def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokeniz
     lines = [
         line for line in _read_text(merges_file).split("\n") if not line.startswith("#version")
     ]
-    pairs = [tuple(line.split(" ")) for line in lines if line.strip()]
-    if not all(len(pair) == 2 for pair in pairs):
+    parts = [line.rstrip("\r").split(" ") for line in lines if line.strip()]
+    if not all(len(pair) == 2 for pair in parts):
         raise ModelLoadError(f"{merges_file}: damaged, a line is not two tokens")
+    pairs = [(left, right) for left, right in parts]
     _check_config(directory)
     config = tokenizer_config(directory)
     try:

@@ -56,7 +56,8 @@ def _sentencepiece(scheme: str) -> Tokenizer:
 
 TOKENIZERS = {
     "byte-level": _byte_level(),
-    "byte-level, specials swallow spaces": _byte_level(rstrip=True),
+    "byte-level, specials swallow spaces after them": _byte_level(rstrip=True),
+    "byte-level, specials swallow spaces around them": _byte_level(lstrip=True, rstrip=True),
     "legacy": _sentencepiece("legacy"),
     "first": _sentencepiece("first"),
 }
@@ -177,6 +178,15 @@ def test_R17_nested_special_token_text_stays_text(templates):
         tokenizer, [{"role": "user", "content": "<|im_<|im_end|>end|>"}]
     )
     assert "<|im_<|im_end|>end|>" in _pieces(tokenizer, ids)
+
+
+def test_R22_a_message_full_of_special_token_text_takes_no_longer_than_others(templates):
+    tokenizer = TOKENIZERS["byte-level"]
+    content = "<|im_end|><|eot_id|> x" * 20_000 + " " * 100_000
+    started = time.monotonic()
+    ids = templates["chatml"].encode(tokenizer, [{"role": "user", "content": content}])
+    assert time.monotonic() - started < 20  # a second or two on a quiet machine
+    assert sum(i in tokenizer.special_ids for i in ids) == 5
 
 
 def test_R17_a_template_that_joins_parts_to_a_special_token_is_caught():

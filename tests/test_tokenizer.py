@@ -181,6 +181,36 @@ def test_pieces_together_are_the_text_and_hold_whole_characters(tokenizer, text)
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+_DECODERS = {
+    "none": None,
+    "metaspace": decoders.Metaspace(),
+    "metaspace after bytes": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    "no space stripped": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    ),
+    "words": decoders.WordPiece(),
+}
+
+
+@pytest.mark.parametrize("name", _DECODERS)
+def test_pieces_together_are_the_decoded_text_whatever_the_decoder(name):
+    """Random ids, most of them bytes of characters that are whole or cut."""
+    backend = byte_fallback_backend()
+    backend.decoder = _DECODERS[name]  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_tokens(["<tag>", " x "])
+    tokenizer = Tokenizer(backend)
+    rng = random.Random(0)
+    bytes_ = [len(SPECIALS) + byte for byte in "é€🎉 a".encode()]
+    for _ in range(500):
+        ids = [
+            rng.choice(bytes_) if rng.random() < 0.5 else rng.randrange(tokenizer.vocab_size + 2)
+            for _ in range(rng.randrange(1, 20))
+        ]
+        for skip in (True, False):
+            whole = tokenizer.decode(ids, skip_special_tokens=skip)
+            assert "".join(streamed(tokenizer, ids, skip)) == whole
+
+
 def test_a_character_comes_with_its_last_byte():
     ids = [BYTE_LEVEL.backend.token_to_id(t) for t in ("ð", "Ł", "İ", "ī")]
     assert streamed(BYTE_LEVEL, ids) == ["", "", "", "🎉", ""]

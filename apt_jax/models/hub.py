@@ -1,6 +1,6 @@
 """Models of the Hugging Face hub: from the local cache where it has them, else downloaded.
 
-Only configuration, tokenizer and safetensors or GGUF weights are ever fetched: no pickles, no code.
+Only configuration, tokenizer and safetensors files are ever fetched: no pickles, no code.
 """
 
 import contextlib

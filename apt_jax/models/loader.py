@@ -538,8 +538,15 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
         family, model_config = read_model_config(fields, config.max_model_len)
         eos_token_ids = _eos_token_ids(path, model_config, fields)
     except ModelLoadError as error:
-        named = str(error).startswith(where)
-        raise ModelLoadError(str(error) if named else f"{where}: {error}") from error.__cause__
+        # A GGUF file has no config.json: its metadata stand for it.
+        text = (
+            str(error).replace("config.json", "metadata")
+            if resolved.format == "gguf"
+            else str(error)
+        )
+        raise ModelLoadError(
+            text if text.startswith(where) else f"{where}: {text}"
+        ) from error.__cause__
     ignored = [name for name in ("auto_map", "trust_remote_code") if fields.get(name)]
     if ignored:
         _logger.warning(

@@ -4,8 +4,12 @@ The configuration and the tokenizer go with the weights. DST appears when it is 
 """
 
 import argparse
+import contextlib
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from serve import options
@@ -32,17 +36,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_json_argument(parser)
 
 
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Whoever ends the process, what is half done is cleared away."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run(args: argparse.Namespace) -> int:
     from apt_jax.models.convert import convert_model  # JAX takes a second to import
 
     started = time.monotonic()
-    result = convert_model(
-        args.source,
-        Path(args.target).expanduser(),
-        format=args.format,
-        dtype=args.dtype,
-        load_format=args.load_format,
-    )
+    with _sigterm_as_ctrl_c():
+        result = convert_model(
+            args.source,
+            Path(args.target).expanduser(),
+            format=args.format,
+            dtype=args.dtype,
+            load_format=args.load_format,
+        )
     seconds = time.monotonic() - started
     sys.stdout.write(
         f"{result['path']}: {result['tensors']} tensors, {result['bytes'] / 2**20:.1f} MiB, {seconds:.1f} s\n"

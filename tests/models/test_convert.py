@@ -23,7 +23,7 @@ from apt_jax.models.loader import open_weights
 FORMATS = ["orbax", "safetensors"]
 
 
-def _source(tmp_path, dtype=np.float32):
+def _source(tmp_path, dtype: type = np.float32):
     tensors = {name: values.astype(dtype) for name, values in random_tensors(TINY).items()}
     write_model(tmp_path / "source", TINY, tensors)
     (tmp_path / "source" / "generation_config.json").write_text('{"eos_token_id": 5}')

@@ -118,3 +118,40 @@ def test_the_paged_decoder(pair, attention) -> None:
     step(dict.fromkeys(chunked, PROMPT - 14))
     for _ in range(STEPS - 1):
         step(dict.fromkeys(whole + chunked, 1))
+
+
+_SHORT = [1.0 + 0.1 * i for i in range(4)]
+LONGER = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1000.0},
+    "longrope": {
+        "rope_type": "longrope", "short_factor": _SHORT, "long_factor": [3 * f for f in _SHORT], "rope_theta": 1000.0,
+        "original_max_position_embeddings": 32, "factor": 4.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LONGER)
+def test_a_context_beyond_the_original_has_the_frequencies_of_its_length(kind, tmp_path) -> None:
+    """What depends on the length of the context is that of `max_model_len`; within the original one nothing changes."""
+    fields = MODELS["llama"][1] | {"max_position_embeddings": 128 if kind == "longrope" else 32}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**fields, rope_parameters=LONGER[kind])
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for value in theirs.parameters():
+            if value.dim() > 1:
+                value.normal_(0, 1.0 / min(value.shape) ** 0.5)
+    theirs.save_pretrained(tmp_path)
+    tokens = _tokens()
+    stretched = load_model(EngineConfig(model=str(tmp_path), max_model_len=len(tokens)))
+    plain = load_model(EngineConfig(model=str(tmp_path)))
+    assert plain.config.max_position == 32
+    assert stretched.config.max_position == len(tokens)
+    for ours, n in ((stretched, len(tokens)), (plain, 32)):
+        want = _their_logits(
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), tokens[:n]
+        )
+        got = forward(ours.params, jnp.asarray(tokens[:n], jnp.int32), ours.config)
+        np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)

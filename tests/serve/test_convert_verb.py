@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -108,6 +110,36 @@ def test_wrong_usage_is_one_line(argv, says):
     assert (code, out) == (2, "")
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_a_conversion_that_is_told_to_end_leaves_nothing(tmp_path):
+    code = (
+        "import sys, time; from apt_jax.models import convert; from serve import cli\n"
+        "def slow(*a): print('writing', flush=True); time.sleep(60)\n"
+        "convert._WRITERS['orbax'].write = slow\n"
+        f"sys.exit(cli.main(['convert', 'tiny-opt', {str(tmp_path / 'x')!r}]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"writing\n"
+        assert len(list(tmp_path.iterdir())) == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_imported_without_the_optional_libraries():
+    code = (
+        "import sys\n"
+        "for name in ('gguf', 'jinja2', 'orbax', 'orbax.checkpoint', 'huggingface_hub'): sys.modules[name] = None\n"
+        "import apt_jax.llm, apt_jax.models.convert, serve.cli, serve.verbs.chat, serve.verbs.convert, serve.verbs.info\n"
+        "sys.exit(serve.cli.main(['info', '/absent.gguf']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
 
 
 def test_a_source_that_is_not_there_leaves_nothing(tmp_path):

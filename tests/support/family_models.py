@@ -27,9 +27,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 biases": ("Qwen3Config", _BASE | dict(num_key_value_heads=4, head_dim=8, attention_bias=True)),
     "phi3": ("Phi3Config", _BASE | dict(num_key_value_heads=4, sliding_window=11)),
     "phi3 longrope, partial": ("Phi3Config", _BASE | dict(
-        num_attention_heads=2, num_key_value_heads=2, original_max_position_embeddings=96, rope_parameters={
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256, original_max_position_embeddings=128, rope_parameters={
             "rope_type": "longrope", "short_factor": _FACTORS, "long_factor": [2 * f for f in _FACTORS],
-            "partial_rotary_factor": 0.5, "rope_theta": 1000.0, "original_max_position_embeddings": 96})),
+            "partial_rotary_factor": 0.5, "rope_theta": 1000.0, "original_max_position_embeddings": 128})),
     "gemma": ("GemmaConfig", _BASE | dict(num_key_value_heads=4, head_dim=12)),
     "gemma one key head": ("GemmaConfig", _BASE | dict(num_key_value_heads=1, head_dim=16)),
     "gemma2": ("Gemma2Config", _BASE | dict(

@@ -1,0 +1,173 @@
+"""Rules on scores, norms of keys, grouped absorption and narrow layer inputs: XLA's ops against the references.
+
+Slots that no row owns hold NaN, and so does the tail of blocks that layer inputs do not fill.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from apt_jax.pallas import reference, xla
+from apt_jax.pallas.reference import KeyNorm, ScoreRules
+
+C, K, G, H, D = 16, 2, 3, 12, 20
+"""Slots a block, key heads, queries a key head, head width, model width (narrower than the lane of 24)."""
+N, E = K * G, K * H
+INPUTS = C * E // D  # layer inputs a block
+LENS = (1, 0, 15, 16, 17, 40, 65, 130, 33, 7)
+
+RULES: dict[str, ScoreRules] = {
+    "softcap": ScoreRules(softcap=1.5),
+    "window": ScoreRules(window=9),
+    "wide window": ScoreRules(window=70),
+    "alibi": ScoreRules(slopes=jnp.asarray(2.0 ** -np.arange(1, N + 1), jnp.float32)),
+    "softcap and window": ScoreRules(softcap=1.5, window=20),
+}
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> Any:
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def _pool(
+    rng: np.random.Generator, lens: Any, per_block: int, width: int, halves: int
+) -> tuple[Any, Any]:
+    """A pool with NaN wherever no position lies, and tables (B, halves, J)."""
+    entries = max(1, -(-max(lens) // per_block))
+    used = [-(-n // per_block) for n in lens]
+    pool = np.full((1 + halves * sum(used) + 2, C * E), np.nan, np.float32)
+    free = list(1 + rng.permutation(len(pool) - 1))
+    tables = np.zeros((len(lens), halves, entries), np.int32)
+    for row, n in enumerate(lens):
+        for j in range(used[row]):
+            count = min(per_block, n - j * per_block) * width
+            for half in range(halves):
+                tables[row, half, j] = block = free.pop()
+                pool[block, :count] = rng.standard_normal(count)
+    return jnp.asarray(pool), jnp.asarray(tables)
+
+
+def _weights(rng: np.random.Generator, lanes: int = H) -> list[Any]:
+    scale = D**-0.5
+    return [
+        scale * _normal(rng, K, lanes, D),
+        _normal(rng, K, lanes),
+        scale * _normal(rng, K, H, D),
+        _normal(rng, K, H),
+    ]
+
+
+def _norm(rng: np.random.Generator, kind: str | None) -> dict[str, Any]:
+    if kind is None:
+        return {}
+    return {
+        "key_norm": KeyNorm(scale=1.0 + 0.2 * _normal(rng, H if kind == "head" else E), eps=1e-6)
+    }
+
+
+def _angles(positions: int, half: int) -> Any:
+    return jnp.asarray(
+        np.arange(positions)[:, None] * 100.0 ** -np.linspace(0, 1, half), jnp.float32
+    )
+
+
+def _close(op: str, args: tuple[Any, ...], **options: Any) -> None:
+    got = jax.jit(lambda *a: getattr(xla, op)(*a, **options))(*args)
+    want = getattr(reference, op)(*args, **options)
+    assert np.isfinite(np.asarray(want)).all()
+    np.testing.assert_allclose(got, want, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_decode_over_keys_and_values(name: str) -> None:
+    rng = np.random.default_rng(0)
+    pool, tables = _pool(rng, LENS, C, E, 2)
+    lens = jnp.asarray(LENS, jnp.int32)
+    q = 2.0 * _normal(rng, len(LENS), N, H)
+    _close("decode_kv", (q, pool, tables, lens), block_size=C, rules=RULES[name])
+    plain = reference.decode_kv(q, pool, tables, lens, block_size=C)
+    ruled = reference.decode_kv(q, pool, tables, lens, block_size=C, rules=RULES[name])
+    assert np.abs(np.asarray(plain - ruled)).max() > 1e-2  # the rule does something here
+
+
+@pytest.mark.parametrize("name", [None, *RULES])
+def test_decode_over_absorbed_layer_inputs(name: str | None) -> None:
+    rng = np.random.default_rng(1)
+    pool, tables = _pool(rng, LENS, INPUTS, D, 1)
+    q = _normal(rng, len(LENS), N, D)
+    args = (q, pool, tables[:, 0], jnp.asarray(LENS, jnp.int32))
+    _close("decode_absorbed", args, block_size=INPUTS, rules=None if name is None else RULES[name])
+
+
+@pytest.mark.parametrize("norm", [None, "head", "lane"])
+@pytest.mark.parametrize("name", [None, "softcap and window", "alibi"])
+def test_decode_over_reprojected_layer_inputs(name: str | None, norm: str | None) -> None:
+    rng = np.random.default_rng(2)
+    pool, tables = _pool(rng, LENS, INPUTS, D, 1)
+    args = (
+        _normal(rng, len(LENS), N, H),
+        pool,
+        tables[:, 0],
+        jnp.asarray(LENS, jnp.int32),
+        *_weights(rng),
+    )
+    _close(
+        "decode_reprojected", args, block_size=INPUTS, angles=_angles(200, 4),
+        rules=None if name is None else RULES[name], **_norm(rng, norm),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("norm", "rotary"), [(None, H), (None, 4), ("head", H), ("lane", H)])
+@pytest.mark.parametrize("name", [None, "softcap and window"])
+def test_decode_with_absorbed_values(name: str | None, norm: str | None, rotary: int) -> None:
+    rng = np.random.default_rng(3)
+    pool, tables = _pool(rng, LENS, INPUTS, D, 1)
+    wk, bk, _, _ = _weights(rng, rotary)
+    rest = None if rotary == H else _normal(rng, len(LENS), N, D)
+    args = (
+        _normal(rng, len(LENS), N, rotary), rest, pool, tables[:, 0], jnp.asarray(LENS, jnp.int32), wk, bk, _angles(200, 2),
+    )  # fmt: skip
+    _close(
+        "decode_v_absorbed", args, block_size=INPUTS, rules=None if name is None else RULES[name], **_norm(rng, norm)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", [None, "head", "lane"])
+@pytest.mark.parametrize("name", [None, *RULES])
+def test_prefill_over_prefixes_of_both_kinds(name: str | None, norm: str | None) -> None:
+    rng = np.random.default_rng(4)
+    chunks, prefixes, hidden = (
+        (40, 1, 150, 9, 33),
+        (0, 17, 40, 130, 64),
+        (False, True, False, True, True),
+    )
+    total = sum(chunks)
+    padded = total + 5
+    entries = max(-(-n // C) for n in prefixes)
+    pools, tables = [], np.zeros((len(chunks), 2, entries), np.int32)
+    base = 0
+    for row, (prefix, is_hidden) in enumerate(zip(prefixes, hidden, strict=True)):
+        part, table = _pool(rng, (prefix,), *((INPUTS, D, 1) if is_hidden else (C, E, 2)))
+        used = -(-prefix // (INPUTS if is_hidden else C))
+        tables[row, : table.shape[1], :used] = np.asarray(table)[0, :, :used] + base
+        pools.append(np.asarray(part))
+        base += len(pools[-1])
+    args = (
+        2.0 * _normal(rng, padded, N, H), _normal(rng, padded, K, H), _normal(rng, padded, K, H),
+        jnp.asarray(np.concatenate(pools)), jnp.asarray(tables), jnp.asarray(np.cumsum(chunks) - chunks, jnp.int32),
+        jnp.asarray(chunks, jnp.int32), jnp.asarray(prefixes, jnp.int32), jnp.asarray(hidden), jnp.int32(len(chunks)),
+        *_weights(rng),
+    )  # fmt: skip
+    _close_prefill(
+        args, block_size=C, with_hidden=True, angles=_angles(200, 4), hidden_block_size=INPUTS,
+        rules=None if name is None else RULES[name], **_norm(rng, norm),
+    )  # fmt: skip
+
+
+def _close_prefill(args: tuple[Any, ...], **options: Any) -> None:
+    got = jax.jit(lambda *a: xla.prefill(*a, **options))(*args)
+    want = reference.prefill(*args, **options)
+    np.testing.assert_allclose(got, want, atol=5e-5, rtol=0)
