@@ -5,9 +5,11 @@ import os
 from pathlib import Path
 
 import gguf
+import jax
 import numpy as np
 import pytest
 from gguf_models import SHAPES, H, K, L, N, V, gguf_name, hf_tensors, write_gguf
+from opt_checkpoint import write_model
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
@@ -288,6 +290,23 @@ def test_parts_mixtures_and_uneven_layers_are_refused(tmp_path):
 
 
 # --- a whole model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_file_of_every_architecture_loads_as_its_hugging_face_checkpoint_does(tmp_path, arch):
+    tensors = hf_tensors(arch)
+    write_gguf(tmp_path / "m.gguf", arch, tensors)
+    fields = dict(resolve_model(str(tmp_path / "m.gguf")).fields)
+    if fields["architectures"][0] not in FAMILIES:
+        pytest.skip("no family for it")
+    model = load_model(EngineConfig(model=str(tmp_path / "m.gguf")))
+    write_model(tmp_path / "hf", fields, tensors)
+    same = load_model(EngineConfig(model=str(tmp_path / "hf")))
+    assert model.config == same.config
+    for ours, theirs in zip(
+        jax.tree.leaves(model.params), jax.tree.leaves(same.params), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
 def test_a_directory_around_one_file_is_that_file(tmp_path):
