@@ -39,8 +39,8 @@ from apt_jax.models.families import FAMILIES, MODEL_TYPES, PRESETS, Family, cons
 from apt_jax.models.fields import ConfigFields
 from apt_jax.models.gguf_model import open_gguf
 from apt_jax.models.hub import hub_snapshot, parse_hub_id
-from apt_jax.models.orbax_format import DTYPES, MANIFEST, OrbaxCheckpoint
 from apt_jax.models.mapping import Source
+from apt_jax.models.orbax_format import DTYPES, MANIFEST, OrbaxCheckpoint
 from apt_jax.models.params import ModelParams, abstract_params, dummy_params, param_names
 
 ModelFormat = Literal["preset", "directory", "orbax", "gguf"]
@@ -449,7 +449,11 @@ def _restored(
         return None
     info = checkpoint.tensors[leaf.stored]
     assert leaf.source is not None
-    if leaf.source.take is not None or info.shape != leaf.shape or DTYPES.get(info.dtype) != dtype.name:
+    if (
+        leaf.source.take is not None
+        or info.shape != leaf.shape
+        or DTYPES.get(info.dtype) != dtype.name
+    ):
         return None
     array = checkpoint.read_sharded(leaf.stored, sharding)
     if not jnp.isfinite(array).all():
