@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +262,7 @@ class GrammarCompiler:
     """Compiles the forms that users ask for; from any thread, one new form at a time.
 
     Args:
-        tokenizer_json: the text of tokenizer.json.
+        tokenizer_json: gives the text of tokenizer.json, when the first form comes.
         vocab_size: V of the model; ids that the tokenizer does not have are never allowed.
         num_tokens: ids that the tokenizer has, [0, num_tokens).
         eos_token_ids: end an output.
@@ -272,7 +272,7 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        tokenizer_json: str,
+        tokenizer_json: Callable[[], str],
         *,
         vocab_size: int,
         num_tokens: int,
@@ -367,7 +367,7 @@ class GrammarCompiler:
             self._worker = None
         if self._worker is None:
             setup = {
-                "tokenizer": self._tokenizer_json,
+                "tokenizer": self._tokenizer_json(),
                 "vocab_size": self._vocab_size,
                 "eos": list(self._their_eos),
                 "limits": dict(LIMITS),
@@ -396,7 +396,7 @@ class GrammarCompiler:
 
         try:
             tokenizer = LLTokenizer(
-                self._tokenizer_json, n_vocab=self._vocab_size, eos_token=list(self._their_eos)
+                self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=list(self._their_eos)
             )
         except Exception as error:
             logger.warning("structured outputs: llguidance cannot use this tokenizer: %s", error)

@@ -270,6 +270,8 @@ class JaxExecutor:
         self._pool_dtype = pool_dtype(params.embed.dtype, self.platform)
         self._table_len = -(-max_model_len // cache.block_size)
         self.decode_buckets = power_of_two_buckets(1, max_num_seqs, ROWS_PER_TILE)
+        # Every second one: half as many programs to compile, for at most twice the rows in the sampler.
+        self.masked_buckets = sorted({self.decode_buckets[0], *self.decode_buckets[::-2]})
         self.prefill_buckets = power_of_two_buckets(
             min(_MIN_PREFILL_BUCKET, max_num_batched_tokens), max_num_batched_tokens
         )
@@ -485,10 +487,11 @@ class JaxExecutor:
         return "draw" if plain and not self._ops.branches else "sample"
 
     def _variants(self) -> list[str]:
-        return [
-            *(["greedy", "sample"] if self._ops.branches else ["greedy", "draw", "sample"]),
-            *("full", "masked", "masked full"),
-        ]
+        return (
+            ["greedy", "sample", "full"]
+            if self._ops.branches
+            else ["greedy", "draw", "sample", "full"]
+        )
 
     def _forward_shapes(self) -> list[tuple[int, int]]:
         shapes = [(b, 0) for b in self.decode_buckets] + [(0, t) for t in self.prefill_buckets]
@@ -503,12 +506,13 @@ class JaxExecutor:
         """
         shapes = [(*shape, kinds) for shape in self._forward_shapes() for kinds in self._mixtures()]
         variants = [(rows, variant) for rows in self.decode_buckets for variant in self._variants()]
+        variants += [(r, variant) for r in self.masked_buckets for variant in ("masked", "masked full")]
         decodes = [
             (rows, kinds, variant)
             for rows in (() if self._ops.branches else self.decode_buckets)
             for kinds in self._mixtures()
             for variant in self._variants()
-            if variant in ("greedy", "draw", "sample")
+            if variant != "full"
         ]
         calls = [
             *(functools.partial(self._empty_forward_call, *shape) for shape in shapes),
@@ -706,7 +710,8 @@ class JaxExecutor:
             states = self._forward_call(ints, num_decode, num_prefill, kinds).run()
             if not len(sampling_rows):
                 return done(tokens=None, logprobs=None)
-            bucket = _bucket(self.decode_buckets, len(sampling_rows))
+            buckets = self.masked_buckets if masked else self.decode_buckets
+            bucket = _bucket(buckets, len(sampling_rows))
             sample_ints = self._sample_ints(batch, sampling_rows, params, bucket, variant)
             full = variant.endswith("full")
             penalties = self._penalties(batch, sampling_rows, bucket) if full else None
