@@ -762,8 +762,7 @@ class Engine:
         started = self._timer()
         masked = step.masked.tolist()
         lives = [step.requests[i] for i in masked]
-        if self._mask_words is None:
-            raise AssertionError("structured output needs the size of the vocabulary")
+        assert self._mask_words is not None
         masks = np.full((len(lives), self._mask_words), -1, np.int32)
         rows = [j for j, live in enumerate(lives) if not live.ended]
         constraints = [c for j in rows if (c := lives[j].constraint) is not None]
@@ -1098,6 +1097,10 @@ class Engine:
             raise InvalidRequestError("prompt", "must hold at least one token")
         if max_tokens < 1:
             raise InvalidRequestError("max_tokens", f"{max_tokens} must be at least 1")
+        if request.grammar is not None and self._mask_words is None:
+            raise InvalidRequestError(
+                "structured_outputs", "this engine does not know the size of its vocabulary"
+            )
         total, pool = prompt_len + max_tokens, self.cache.pool.num_blocks
         fitting = [kind for kind in self._offered if self.cache.blocks_needed(total, kind) <= pool]
         if not fitting:

@@ -47,8 +47,8 @@ CHILD_MEMORY_BYTES = 512 << 20
 """That a trial may take beyond the tokenizer."""
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 128 << 20
-DEFAULT_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Between the parts of a JSON value. Bounded: a small model can go on with spaces for ever."""
+DEFAULT_WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,2}"
+"""Between the parts of a JSON value: what pretty-printers write. Bounded: small models go on with spaces for ever."""
 
 LIMITS: Mapping[str, int | bool] = {
     "max_items_in_row": 2_000,

@@ -37,7 +37,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """With `json` and `json_object`: no whitespace between the parts of a value."""
     whitespace_pattern: str | None = None
-    """With `json` and `json_object`: regular expression of whitespace between parts; None: up to 64 characters."""
+    """With `json` and `json_object`: regular expression of whitespace between parts; None: as pretty-printers put it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
