@@ -147,7 +147,7 @@ class _Vocabulary:
     tokenizer: Any
     """`llguidance.LLTokenizer`."""
     their_eos: tuple[int, ...]
-    """Ids whose bits say that the output may end."""
+    """Ids that it takes for such ends."""
     our_eos: tuple[int, ...]
     """Ids that end an output, of the model's vocabulary."""
 
@@ -176,11 +176,9 @@ class LLConstraint:
         if self.matcher.is_error():
             raise GrammarError(_line(self.matcher.get_error()))
         words = row.view(np.uint32)
-        may_end = False
+        may_end = self.matcher.is_accepting()
         for token in self._vocabulary.their_eos:
-            word, bit = token >> 5, np.uint32(1 << (token & 31))
-            may_end |= bool(words[word] & bit)
-            words[word] &= ~bit
+            words[token >> 5] &= ~np.uint32(1 << (token & 31))
         if not words.any():
             if may_end:
                 return False
@@ -442,7 +440,7 @@ def _line(message: str) -> str:
         text = "unsatisfiable: no text has this form"
     elif "Unimplemented keys" in text:
         text += "; leave out these keywords or say the same with others"
-    elif "limit" in text or "too many" in text.lower() or "too complex" in text.lower():
+    elif re.search("limit|max is|too (many|complex|big)", text, re.IGNORECASE):
         text += "; make it smaller or less ambiguous"
     elif text.startswith("panic"):
         text = "too large for the compiler; make it smaller"
