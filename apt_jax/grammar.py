@@ -47,7 +47,7 @@ CHILD_MEMORY_BYTES = 512 << 20
 """That a trial may take beyond the tokenizer."""
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 128 << 20
-DEFAULT_WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,2}"
+DEFAULT_WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,2}"
 """Between the parts of a JSON value: what pretty-printers write. Bounded: small models go on with spaces for ever."""
 
 LIMITS: Mapping[str, int | bool] = {

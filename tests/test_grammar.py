@@ -148,7 +148,7 @@ def test_a_token_that_was_not_allowed_is_an_error(compiler, tokenizer):
 def test_whitespace_ends(compiler, tokenizer):
     """However a model likes spaces: by default they cannot go on for ever."""
     constraint = compiler.compile(checked(json=SCHEMA)).start()
-    text = "{\n" + " " * 40
+    text = "{\n" + " " * 20
     assert follows(constraint, [t for c in text for t in tokenizer.encode(c, add_special_tokens=False)])  # fmt: skip
     tokens = allowed(constraint)
     assert tokens

@@ -229,14 +229,18 @@ def settings() -> dict[str, SamplingParams]:
     }
 
 
-@pytest.mark.parametrize("ops", [None, GRAPHS], ids=["branches", "graphs"])
+@pytest.fixture(scope="module", params=[None, GRAPHS], ids=["branches", "graphs"])
+def four_seats(request: pytest.FixtureRequest) -> JaxExecutor:
+    return make_executor(ops=request.param, max_num_seqs=4)
+
+
 @pytest.mark.parametrize("name", settings())
-def test_R25_a_mask_goes_with_every_setting(name: str, ops: AttentionOps | None) -> None:
+def test_R25_a_mask_goes_with_every_setting(name: str, four_seats: JaxExecutor) -> None:
     """Masked rows take allowed tokens only, and rows without a mask the same as in a step without masks."""
     params = settings()[name]
     streams = []
     for masked in (True, False):
-        driver = Driver(make_executor(ops=ops))
+        driver = Driver(four_seats)
         for seat, prompt in PROMPTS.items():
             driver.add(seat, prompt, HIDDEN if seat % 2 else KV)
         masks = {1: only(*range(20, 30)), 2: only(40, 96), 3: only(*range(97))} if masked else None
@@ -258,8 +262,8 @@ def test_R25_a_mask_goes_with_every_setting(name: str, ops: AttentionOps | None)
         assert not {22, 23} & set(streams[0][1])
 
 
-def test_R21_a_row_whose_mask_leaves_nothing_is_flagged_alone() -> None:
-    driver = Driver(make_executor())
+def test_R21_a_row_whose_mask_leaves_nothing_is_flagged_alone(four_seats: JaxExecutor) -> None:
+    driver = Driver(four_seats)
     driver.add(0, [5, 6, 7], KV)
     driver.add(1, [5, 6, 7], KV)
     with pytest.raises(AssertionError, match="not finite: \\[1\\]"):
@@ -267,15 +271,15 @@ def test_R21_a_row_whose_mask_leaves_nothing_is_flagged_alone() -> None:
     assert driver.tokens[0][-1] == 8
 
 
-def test_tokens_beyond_a_narrow_mask_are_forbidden() -> None:
-    driver = Driver(make_executor())
+def test_tokens_beyond_a_narrow_mask_are_forbidden(four_seats: JaxExecutor) -> None:
+    driver = Driver(four_seats)
     driver.add(0, [5, 6, 7], KV)
     driver.step({0: 3}, masks={0: only(*range(97))[:1]})
     assert driver.tokens[0][-1] < 32
 
 
-def test_a_step_that_waits_for_masks_has_no_result_before() -> None:
-    driver = Driver(make_executor())
+def test_a_step_that_waits_for_masks_has_no_result_before(four_seats: JaxExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(four_seats)
     driver.add(0, [5, 6, 7], KV)
     execute = driver.executor.execute
 
@@ -285,6 +289,6 @@ def test_a_step_that_waits_for_masks_has_no_result_before() -> None:
             handle.result()
         return handle
 
-    driver.executor.execute = keep  # type: ignore[method-assign]
+    monkeypatch.setattr(four_seats, "execute", keep)
     driver.step({0: 3}, masks={0: only(9)})
     assert driver.tokens[0][-1] == 9
