@@ -193,7 +193,9 @@ class MaskFiller:
     """Fills the masks of a step, side by side where there are cores and rows enough."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = max(1, (os.cpu_count() or 1) - 1) if num_threads is None else num_threads
+        self._num_threads = (
+            max(1, (os.cpu_count() or 1) - 1) if num_threads is None else num_threads
+        )
         self._executor: Any = None
 
     def __call__(
@@ -385,7 +387,9 @@ class GrammarCompiler:
             line = _line(error)
             return _Entry(error=line, root=None, num_bytes=len(line) + 1024)
         root = _in_deep_thread(lambda: _root(vocabulary, text))
-        if root.is_error():  # llguidance's limits count work, not time: the child would have said the same
+        if (
+            root.is_error()
+        ):  # llguidance's limits count work, not time: the child would have said the same
             return _Entry(error=_line(root.get_error()), root=None, num_bytes=1024)
         return _Entry(error=None, root=root, num_bytes=num_bytes)
 

@@ -99,7 +99,9 @@ def _draw(
             ids = np.flatnonzero(left)
             place = int(np.searchsorted(ids, tokens[i]))
             tokens[i] = ids[place % ids.size] if ids.size else -1
-        elif p.min_tokens > position[i] and p.stop_token_ids:  # masked, as a model's logits would be
+        elif (
+            p.min_tokens > position[i] and p.stop_token_ids
+        ):  # masked, as a model's logits would be
             while int(tokens[i]) in p.stop_token_ids:
                 tokens[i] = (tokens[i] + 1) % vocab_size
     return tokens

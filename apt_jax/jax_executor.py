@@ -506,7 +506,9 @@ class JaxExecutor:
         """
         shapes = [(*shape, kinds) for shape in self._forward_shapes() for kinds in self._mixtures()]
         variants = [(rows, variant) for rows in self.decode_buckets for variant in self._variants()]
-        variants += [(r, variant) for r in self.masked_buckets for variant in ("masked", "masked full")]
+        variants += [
+            (r, variant) for r in self.masked_buckets for variant in ("masked", "masked full")
+        ]
         decodes = [
             (rows, kinds, variant)
             for rows in (() if self._ops.branches else self.decode_buckets)

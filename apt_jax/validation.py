@@ -473,7 +473,9 @@ def _structured_outputs(value: object) -> StructuredOutputsParams | None:
 
 def _bounded_text(field: str, value: object, most: int = MAX_GRAMMAR_BYTES) -> str:
     if isinstance(value, str) and len(value) > most:  # before it is copied
-        raise InvalidRequestError(field, f"{len(value)} characters, at most {most} bytes are allowed")
+        raise InvalidRequestError(
+            field, f"{len(value)} characters, at most {most} bytes are allowed"
+        )
     text = _text(field, value)
     size = len(text.encode())
     if size > most:

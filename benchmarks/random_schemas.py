@@ -4,7 +4,18 @@ from typing import Any
 
 import numpy as np
 
-_WORDS = ("alpha", "beta", "gamma", "delta", "ö", "two words", "", "quote\"d", "back\\slash", "line\nbreak")
+_WORDS = (
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "ö",
+    "two words",
+    "",
+    'quote"d',
+    "back\\slash",
+    "line\nbreak",
+)
 _PATTERNS = (r"^[a-z]{1,6}$", r"^\d{2}-\d{2}$", r"^(yes|no|maybe)$", r"^[A-F0-9]{4}$", "^x")
 _FORMATS = ("date", "uuid", "ipv4")  # a time may have any number of digits
 _NAMES = ("id", "name", "kind", "size", "tags", "on", "note", "at", "ref", "é")
@@ -49,7 +60,11 @@ class SchemaMaker:
         kind = self._integer(0, 3)
         if kind == 0:
             pattern = self._pick(_PATTERNS)
-            return {"type": "string", "pattern": pattern, **({"maxLength": 8} if pattern == "^x" else {})}
+            return {
+                "type": "string",
+                "pattern": pattern,
+                **({"maxLength": 8} if pattern == "^x" else {}),
+            }
         if kind == 1:
             return {"type": "string", "format": self._pick(_FORMATS)}
         low = self._integer(0, 3)
@@ -61,7 +76,12 @@ class SchemaMaker:
         if self._chance(0.3):
             return {"type": "integer", "exclusiveMinimum": low - 1, "exclusiveMaximum": high + 1}
         if self._chance(0.3):
-            return {"type": "integer", "minimum": low, "maximum": high + 9, "multipleOf": self._pick((2, 5))}
+            return {
+                "type": "integer",
+                "minimum": low,
+                "maximum": high + 9,
+                "multipleOf": self._pick((2, 5)),
+            }
         return {"type": "integer", "minimum": low, "maximum": high}
 
     def _enum(self, _: int) -> dict[str, Any]:

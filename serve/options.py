@@ -315,9 +315,7 @@ def add_form_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of structured output; `sampling_fields` reads them too."""
     group = parser.add_argument_group("form of the output, at most one")
     form = group.add_mutually_exclusive_group()
-    form.add_argument(
-        "--json-schema", metavar="FILE", help="only JSON that this schema allows"
-    )
+    form.add_argument("--json-schema", metavar="FILE", help="only JSON that this schema allows")
     form.add_argument("--json-object", action="store_true", help="only a JSON object")
     form.add_argument("--regex", metavar="REGEX", help="only text that matches as a whole")
     form.add_argument("--choice", metavar="A,B,...", help="only one of these texts")

@@ -19,8 +19,8 @@ from apt_jax.errors import (
     QueueFullError,
 )
 from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
-from apt_jax.hash_executor import Fault, FaultKind, HashExecutor, reference_tokens
 from apt_jax.grammar import GrammarError
+from apt_jax.hash_executor import Fault, FaultKind, HashExecutor, reference_tokens
 from apt_jax.request import EngineRequest, Grammar, SamplingParams
 from apt_jax.sched.view import HIDDEN, KV, KindSpec, Plan, Policy, SchedulerView
 

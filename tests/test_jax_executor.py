@@ -246,12 +246,16 @@ def test_R25_a_mask_goes_with_every_setting(name: str, four_seats: JaxExecutor) 
         masks = {1: only(*range(20, 30)), 2: only(40, 96), 3: only(*range(97))} if masked else None
         driver.step({0: 3, 1: 37, 2: 1, 3: 17}, params, masks=masks)
         for i in range(5):
-            result = driver.step({0: 1, 1: 1, 2: 1, 3: 1}, params, on_device=i % 2 == 0, masks=masks)
+            result = driver.step(
+                {0: 1, 1: 1, 2: 1, 3: 1}, params, on_device=i % 2 == 0, masks=masks
+            )
         streams.append({s: driver.tokens[s][len(p) :] for s, p in PROMPTS.items()})
         if params.logprobs is not None:
             assert result.top_logprobs is not None
             assert result.logprob is not None
-            assert (result.logprob <= result.top_logprobs[:, 0] + 1e-6).all()  # of the model's own distribution
+            assert (
+                result.logprob <= result.top_logprobs[:, 0] + 1e-6
+            ).all()  # of the model's own distribution
     assert set(streams[0][1]) <= set(range(20, 30))
     assert set(streams[0][2]) <= {40, 96}
     assert streams[0][0] == streams[1][0]
@@ -278,7 +282,9 @@ def test_tokens_beyond_a_narrow_mask_are_forbidden(four_seats: JaxExecutor) -> N
     assert driver.tokens[0][-1] < 32
 
 
-def test_a_step_that_waits_for_masks_has_no_result_before(four_seats: JaxExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_for_masks_has_no_result_before(
+    four_seats: JaxExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver(four_seats)
     driver.add(0, [5, 6, 7], KV)
     execute = driver.executor.execute

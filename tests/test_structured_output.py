@@ -124,7 +124,15 @@ PAIRS = [(a, b) for a in COMBINED for b in COMBINED if a < b]
 def test_R25_all_pairs_of_settings_go_with_a_form(llm: LLM) -> None:
     form = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"], "additionalProperties": False})  # fmt: skip
     params = [
-        SamplingParams(**{"max_tokens": 100, "seed": i, **COMBINED[a], **COMBINED[b], "structured_outputs": form})  # fmt: skip
+        SamplingParams(
+            **{
+                "max_tokens": 100,
+                "seed": i,
+                **COMBINED[a],
+                **COMBINED[b],
+                "structured_outputs": form,
+            }
+        )
         for i, (a, b) in enumerate(PAIRS)
     ]
     for (text, reason), pair in zip(texts(llm, params), PAIRS, strict=True):

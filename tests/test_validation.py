@@ -356,9 +356,7 @@ def test_R11_R15_forms_that_are_refused_before_anything_is_compiled(field, index
         form["json_object"] = True
     source = Source()
     wanted = form if mapping else StructuredOutputsParams(**form)
-    refused(
-        f"structured_outputs.{field}", params={"structured_outputs": wanted}, grammars=source
-    )
+    refused(f"structured_outputs.{field}", params={"structured_outputs": wanted}, grammars=source)
     assert not source.wanted
 
 

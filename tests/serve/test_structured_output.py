@@ -107,7 +107,9 @@ def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
     async def scenario(served):
         from apt_jax.grammar import GrammarError, LLConstraint
 
-        other = asyncio.create_task(text_of(served, max_tokens=40, structured_outputs={"regex": "b+"}))
+        other = asyncio.create_task(
+            text_of(served, max_tokens=40, structured_outputs={"regex": "b+"})
+        )
         build = served.parts.build_request
 
         def broken(**fields):
@@ -119,7 +121,9 @@ def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
                     raise GrammarError("too complex; make it smaller")
 
                 constraint.fill_mask = fill_mask
-                object.__setattr__(request, "grammar", type("G", (), {"start": lambda self: constraint})())
+                object.__setattr__(
+                    request, "grammar", type("G", (), {"start": lambda self: constraint})()
+                )
             return request
 
         object.__setattr__(served.parts, "build_request", broken)

@@ -109,7 +109,9 @@ class Driver:
         handle = self.executor.execute(batch)
         if masks:
             assert all(samples[i] for i in batch.masked)
-            cast("MaskedStepHandle", handle).sample(np.stack([masks[s] for s in seats if s in masks]))
+            cast("MaskedStepHandle", handle).sample(
+                np.stack([masks[s] for s in seats if s in masks])
+            )
         result = handle.result()
         for i, s in enumerate(seats):
             self.cached[s] += counts[s]
