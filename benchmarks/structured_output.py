@@ -206,7 +206,9 @@ def main() -> int:
         scheduler = llm.parts.config.scheduler
         object.__setattr__(scheduler, "max_num_seqs", concurrency)
         llm.engine.max_num_seqs = concurrency
-        rows += [tokens(llm, concurrency, t, args.repeats) for t in (0.0, 0.8)]
+        for temperature in (0.0, 0.8):
+            rows.append(tokens(llm, concurrency, temperature, args.repeats))
+            print(rows[-1], file=sys.stderr, flush=True)
     stats = llm.engine.stats()
     times = host(llm, args.forms)
     times.append({"what": "masks of one step, served", "count": 4096, "p50_ms": stats.mask_p50_ms, "p99_ms": stats.mask_p99_ms, "max_ms": float("nan")})  # fmt: skip

@@ -142,7 +142,9 @@ def test_R25_all_pairs_of_settings_go_with_a_form(llm: LLM) -> None:
 
 def test_refused_forms_run_nothing(llm: LLM) -> None:
     before = sum(llm.engine.stats().iterations.values())
-    for form in ({"json": {"type": "string", "minLength": 2, "maxLength": 1}}, {"regex": "("}):
+    impossible = {"type": "string", "minLength": 2, "maxLength": 1}
+    forms: list[dict[str, Any]] = [{"json": impossible}, {"regex": "("}]
+    for form in forms:
         with pytest.raises(InvalidRequestError) as caught:
             llm.generate(["a", "b"], [SamplingParams(), structured(**form)], use_tqdm=False)
         assert caught.value.field == f"structured_outputs.{next(iter(form))}"

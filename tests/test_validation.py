@@ -326,7 +326,7 @@ class Source:
         return self  # type: ignore[return-value]  # any object does
 
 
-DEEP = {"items": {}}
+DEEP: dict[str, object] = {"items": {}}
 for _ in range(10_000):
     DEEP = {"items": DEEP}
 CIRCLE: dict[str, object] = {}

@@ -5,6 +5,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -19,6 +20,11 @@ from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 pytest.importorskip("llguidance")
 
 SCHEMA = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 3}
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 4},
+    {"ignore_eos": True, "logprobs": 2},
+]
 SLOW = {"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83, 79)]}
 
 
@@ -42,7 +48,7 @@ def test_every_form(serve_toy):
             ({"grammar": 'start: "x" /[0-9]/'}, "x[0-9]"),
             ({"json_object": True, "disable_any_whitespace": True}, r"(?s)\{.*"),
         ):  # fmt: skip
-            for settings in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 4}, {"ignore_eos": True, "logprobs": 2}):  # fmt: skip
+            for settings in SETTINGS:
                 text, reason = await text_of(served, structured_outputs=form, **settings)
                 assert re.fullmatch(pattern, text), (form, text)
                 assert reason == pb.FINISH_REASON_STOP or "json_object" in form
@@ -152,7 +158,7 @@ def test_messages_and_fields_say_the_same():
 # --- the command line ----------------------------------------------------------------------------------------------
 
 
-def fields_of(*flags: str) -> dict:
+def fields_of(*flags: str) -> dict | None:
     parser = options.Parser(prog="generate")
     options.add_sampling_arguments(parser, max_tokens=5)
     options.add_form_arguments(parser)

@@ -108,6 +108,7 @@ class Driver:
         )
         handle = self.executor.execute(batch)
         if masks:
+            assert batch.masked is not None
             assert all(samples[i] for i in batch.masked)
             cast("MaskedStepHandle", handle).sample(
                 np.stack([masks[s] for s in seats if s in masks])
