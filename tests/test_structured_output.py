@@ -1,8 +1,10 @@
 """Structured output with a real model: `tiny-opt`, which would never write JSON by itself."""
 
+import ast
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -150,3 +152,11 @@ def test_refused_forms_run_nothing(llm: LLM) -> None:
         assert caught.value.field == f"structured_outputs.{next(iter(form))}"
         assert "prompts[1]" in str(caught.value)
     assert sum(llm.engine.stats().iterations.values()) == before
+
+
+def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "structured_output.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0]
+    exec(compile(example, "structured_output.md", "exec"), {})
+    answer = ast.literal_eval(capsys.readouterr().out)
+    assert set(answer) == {"name", "age"}
