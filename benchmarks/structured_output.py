@@ -2,7 +2,8 @@
 
 What is timed. *Tokens*: batches of C requests at once through the engine in process, each with a JSON schema of its own, random
 (`benchmarks.random_schemas`); then the same prompts, numbers of tokens and settings without a form (end of sequence ignored), so that both runs have
-the same steps; wall time over output tokens, alternating, medians over the repeats. Forms are compiled before. *Masks*: of one
+the same steps; wall time over output tokens, alternating; medians over the repeats, the cost of the
+differences of neighbours. Forms are compiled before. *Masks*: of one
 request, at every token of random outputs. *Forms*: a new schema through the child process and here; the same one again; the child's start.
 What limits it: a mask walks the vocabulary's trie (host), a masked step samples in a program of its own and after the tokens
 of the step before are known.
@@ -76,6 +77,7 @@ def tokens(llm: LLM, concurrency: int, temperature: float, repeats: int) -> dict
             seconds[name].append(took_s)
     total = sum(lengths)
     with_form, without = (statistics.median(seconds[n]) / total for n in ("structured", "plain"))
+    pairs = list(zip(seconds["structured"], seconds["plain"], strict=True))
     return {
         "concurrency": concurrency,
         "sampling": "drawn" if temperature else "greedy",
@@ -83,8 +85,8 @@ def tokens(llm: LLM, concurrency: int, temperature: float, repeats: int) -> dict
         "output_tokens": total,
         "plain_ms_per_token": 1e3 * without,
         "structured_ms_per_token": 1e3 * with_form,
-        "cost_ms_per_token": 1e3 * (with_form - without),
-        "cost_percent": 100 * (with_form / without - 1),
+        "cost_ms_per_token": 1e3 * statistics.median(a - b for a, b in pairs) / total,
+        "cost_percent": 100 * (statistics.median(a / b for a, b in pairs) - 1),
     }
 
 
@@ -199,7 +201,13 @@ def main() -> int:
     args = parser.parse_args()
     top = max(args.concurrency)
     started = time.perf_counter()
-    llm = LLM(args.model, max_num_seqs=top, num_blocks_override=2 * top * 32, use_tqdm=False)
+    llm = LLM(
+        args.model,
+        scheduling_policy="fcfs",
+        max_num_seqs=top,
+        num_blocks_override=2 * top * 32,
+        use_tqdm=False,
+    )
     warm_up_s = time.perf_counter() - started
     rows = []
     for concurrency in args.concurrency:
