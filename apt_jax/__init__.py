@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
         SamplingParams,
+        StructuredOutputsParams,
     )
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
+    "StructuredOutputsParams",
     "UnknownRequestError",
     "__version__",
     "build_engine",
@@ -91,7 +93,14 @@ _HOMES = {
         "apt_jax.errors",
     ),
     **dict.fromkeys(
-        ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"),
+        (
+            "CompletionOutput",
+            "Logprob",
+            "RequestMetrics",
+            "RequestOutput",
+            "SamplingParams",
+            "StructuredOutputsParams",
+        ),
         "apt_jax.request",
     ),
 }

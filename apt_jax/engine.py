@@ -19,17 +19,20 @@ Overlap. With `SchedulerConfig.overlap` a step is dispatched before the tokens o
     device  ... step n ............................| step n+1 ................
 
 The table counts tokens in flight, so that the policy sees the lengths that will be; their values are `TOKEN_ON_DEVICE`
-to the next step. Three things follow:
+to the next step. Four things follow:
 
 * A request whose last allowed token is in flight takes part in no further step. Its cache is needed no more and is
   released right after dispatch. Steps run in order: whoever gets the blocks writes them in a later step.
 * A stop token is seen one step late. The row that has been dispatched meanwhile is dropped at its commit, because its
   request has ended; its blocks were given back before, for the same reason as above.
+* A request with structured output samples under a mask that depends on the token before. Its step is dispatched like any
+  other up to the sampler; then the step before is fetched and committed, masks are filled, and the sampler follows. The
+  host does this while the device computes, so that overlap is lost for the sampler alone.
 * A preempted request's token in flight is delivered like any other. Until it is, the request is not shown to the
   policy: recomputing takes tokens that the host knows.
 
 Failures. What can be blamed on one request (logits that are not finite, a token outside the vocabulary, its output
-processor) ends that request alone. A step that raises has destroyed the pool: the executor is reset, every request
+processor, its grammar) ends that request alone. A step that raises has destroyed the pool: the executor is reset, every request
 that held cache waits again, and the loop goes on; a second failure within a minute ends the engine, visibly. Accounting
 that contradicts itself (`CacheIntegrityError`) ends it at once: better than serving one request another's memory.
 """
@@ -39,7 +42,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,13 +57,22 @@ from apt_jax.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from apt_jax.executor import TOKEN_ON_DEVICE, Executor, StepBatch, StepHandle, StepResult
+from apt_jax.executor import (
+    TOKEN_ON_DEVICE,
+    Executor,
+    MaskedStepHandle,
+    StepBatch,
+    StepHandle,
+    StepResult,
+)
+from apt_jax.grammar import GrammarError, fill_one_by_one
 from apt_jax.request import (
     CacheKindName,
     EngineRequest,
     FinishReason,
     RequestMetrics,
     SamplingParams,
+    TokenConstraint,
 )
 from apt_jax.sched.view import (
     NO_KIND,
@@ -77,6 +89,12 @@ logger = logging.getLogger(__name__)
 FAILURE_WINDOW_S = 60.0
 """A second failure of a step within this time ends the engine."""
 
+_NOT_FINITE = {
+    False: "numeric: the model's output for this request is not finite",
+    True: "numeric: the model's output for this request is not finite, or its grammar allows no token that "
+    "min_tokens and logit_bias leave",
+}
+
 STALL_LIMIT = 100
 """Iterations in a row that may schedule nothing, with requests there and nothing in flight, before the engine acts."""
 
@@ -87,6 +105,12 @@ _FREE = 0  # no request
 _WAITING = 1  # no cache
 _RUNNING = 2  # holds cache and a seat
 _ENDING = 3  # the last allowed token is in flight; holds nothing any more
+
+
+FillMasks = Callable[
+    [Sequence[TokenConstraint], NDArray[np.int32], Sequence[int]], list[bool | Exception]
+]
+"""Fills ``masks[rows[i]]`` for ``constraints[i]``; see `apt_jax.grammar.fill_one_by_one`."""
 
 
 class OutputProcessor(Protocol):
@@ -188,6 +212,9 @@ class EngineStats:
     schedule_p99_ms: float
     dispatch_p50_ms: float
     """`Executor.execute`, likewise."""
+    mask_p50_ms: float
+    """Filling the masks of a step, over the last 4,096 steps with any; part of the host work."""
+    mask_p99_ms: float
 
     @property
     def used_blocks(self) -> int:
@@ -210,6 +237,7 @@ class _Live:
     params: SamplingParams
     stop_token_ids: frozenset[int]
     metrics: RequestMetrics
+    constraint: TokenConstraint | None = None
     last_kind: int = NO_KIND
     ended: bool = False
 
@@ -222,6 +250,8 @@ class _InFlight:
     requests: list[_Live]
     samples: NDArray[np.bool_]
     position: NDArray[np.int32]
+    masked: NDArray[np.int64] | None = None
+    """Rows that wait for masks before anything of the step is sampled."""
 
 
 class _Ring:
@@ -254,6 +284,7 @@ class Engine:
         costs: iteration times for the policy; may be replaced at any time (`engine.costs = ...`).
         vocab_size: V; a sampled token outside [0, V) ends its request. None: only negative ones do.
         output_processor: the front end's hook for every token.
+        fill_masks: how the masks of a step are filled; needs `vocab_size`.
         debug: check everything after every step, and let broken promises raise.
         timer: seconds for the host-time statistics; never enters a decision.
     """
@@ -270,6 +301,7 @@ class Engine:
         costs: StepCosts = StepCosts(),  # noqa: B008 - frozen
         vocab_size: int | None = None,
         output_processor: OutputProcessor | None = None,
+        fill_masks: FillMasks = fill_one_by_one,
         debug: bool = False,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -303,6 +335,8 @@ class Engine:
 
         self._config = scheduler_config
         self._vocab_size = 2**31 if vocab_size is None else vocab_size
+        self._mask_words = None if vocab_size is None else -(-vocab_size // 32)
+        self._fill_masks = fill_masks
         self._timer = timer
         # Cheapest first: a request that fits with a later one fits with every earlier one too.
         self._offered = sorted(
@@ -349,6 +383,7 @@ class Engine:
         self._host_s = _Ring()
         self._schedule_s = _Ring()
         self._dispatch_s = _Ring()
+        self._mask_s = _Ring()
         self._finish_times_s: collections.deque[float] = collections.deque(maxlen=32)
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -370,6 +405,7 @@ class Engine:
             raise
         prompt_len = int(request.prompt_token_ids.size)
         params = request.params
+        constraint = None if request.grammar is None else request.grammar.start()
         row = self.table.add(
             arrival_s=request.arrival_s,
             rank=self._next_rank,
@@ -393,6 +429,7 @@ class Engine:
             params=params,
             stop_token_ids=frozenset(params.stop_token_ids),
             metrics=RequestMetrics(arrival_s=request.arrival_s, slo=request.slo),
+            constraint=constraint,
         )
         self._next_rank += 1
         self._by_row[row] = live
@@ -477,12 +514,14 @@ class Engine:
         if self._config.overlap:
             oldest, self._pending = self._pending, dispatched
         else:
-            oldest = dispatched
+            oldest = self._sample_masked(dispatched)
         if oldest is not None:
+            started_waiting = self._timer()
             result = self._fetch(oldest)
-            waited = self._timer() - launched
+            waited = self._timer() - started_waiting
             if result is not None:
                 self._commit(oldest, result)
+        self._pending = self._sample_masked(self._pending)
         if batch is None and oldest is None:
             self._note_stall()
         elif batch is not None:
@@ -674,7 +713,13 @@ class Engine:
             params=[live.params for live in lives],
             history=[live.tokens[: live.num_known] for live in lives],
             prompt_len=table.prompt_len[rows],
+            masked=self._masked_rows(lives, samples),
         )
+
+    @staticmethod
+    def _masked_rows(lives: list[_Live], samples: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+        rows = [i for i, live in enumerate(lives) if live.constraint is not None and samples[i]]
+        return np.array(rows, np.int64) if rows else None
 
     # --- 3. execute ------------------------------------------------------------------------------------------------
 
@@ -697,8 +742,48 @@ class Engine:
         self.last_tokens_scheduled = int(batch.token_ids.size)
         self._book(batch, rows, lives)
         return _InFlight(
-            handle=handle, requests=lives, samples=batch.samples, position=batch.position
+            handle=handle,
+            requests=lives,
+            samples=batch.samples,
+            position=batch.position,
+            masked=batch.masked,
         )
+
+    def _sample_masked(self, step: _InFlight | None) -> _InFlight | None:
+        """Fill the masks that a dispatched step waits for and dispatch its sampler; every token before is known.
+
+        Rows whose request has ended, now or before, may sample anything: it is dropped at commit.
+
+        Returns:
+            The step, None where it failed.
+        """
+        if step is None or step.masked is None:
+            return step
+        started = self._timer()
+        masked = step.masked.tolist()
+        lives = [step.requests[i] for i in masked]
+        assert self._mask_words is not None
+        masks = np.full((len(lives), self._mask_words), -1, np.int32)
+        rows = [j for j, live in enumerate(lives) if not live.ended]
+        constraints = [c for j in rows if (c := lives[j].constraint) is not None]
+        for j, outcome in zip(rows, self._fill_masks(constraints, masks, rows), strict=True):
+            if outcome is True:
+                continue
+            masks[j] = -1
+            if outcome is False:
+                self._finish(lives[j], "stop")
+            else:
+                self._finish(lives[j], "error", error=_grammar_failed(outcome))
+        self._mask_s.add(self._timer() - started)
+        step.masked = None
+        try:
+            cast("MaskedStepHandle", step.handle).sample(masks)
+        except Exception as error:
+            if self.debug and isinstance(error, AssertionError):
+                raise
+            self._recover(error, "a step failed")
+            return None
+        return step
 
     def _book(self, batch: StepBatch, rows: NDArray[np.int32], lives: list[_Live]) -> None:
         """Count what a dispatched step will have done."""
@@ -760,11 +845,7 @@ class Engine:
             if live.ended:  # by the output processor of an earlier row
                 self._dropped_rows += 1
             elif not finite[i]:
-                self._finish(
-                    live,
-                    "error",
-                    error="numeric: the model's output for this request is not finite",
-                )
+                self._finish(live, "error", error=_NOT_FINITE[live.constraint is not None])
             elif not 0 <= token < self._vocab_size:
                 self._finish(
                     live, "error", error="numeric: a token outside the vocabulary was sampled"
@@ -792,7 +873,7 @@ class Engine:
     def _deliver(
         self, live: _Live, token: int, now_s: float, logprobs: list[TokenLogprobs] | None
     ) -> None:
-        """Append one token and find out whether it is the last: error before stop token, stop string, length."""
+        """Append one token and find out whether it is the last: error before stop token, stop string, grammar, length."""
         count = live.num_known - live.prompt_len + 1
         may_stop = count >= live.params.min_tokens
         reason: FinishReason | None = None
@@ -811,8 +892,17 @@ class Engine:
                 if live.ended:  # it has aborted its own request: the terminal output is out
                     self._dropped_rows += 1
                     return
+            complete = False
+            if live.constraint is not None and reason is None:
+                try:
+                    live.constraint.accept(token)
+                    complete = live.constraint.ended
+                except Exception as caught:
+                    reason, stop, error = "error", None, _grammar_failed(caught)
             if reason is None and stop is not None and may_stop:
                 reason = "stop"
+            elif reason is None and complete:
+                reason, stop = "stop", None
             elif reason is None and count >= live.params.max_tokens:
                 reason, stop = "length", None
         live.tokens[live.num_known] = token
@@ -1007,6 +1097,10 @@ class Engine:
             raise InvalidRequestError("prompt", "must hold at least one token")
         if max_tokens < 1:
             raise InvalidRequestError("max_tokens", f"{max_tokens} must be at least 1")
+        if request.grammar is not None and self._mask_words is None:
+            raise InvalidRequestError(
+                "structured_outputs", "this engine does not know the size of its vocabulary"
+            )
         total, pool = prompt_len + max_tokens, self.cache.pool.num_blocks
         fitting = [kind for kind in self._offered if self.cache.blocks_needed(total, kind) <= pool]
         if not fitting:
@@ -1084,6 +1178,8 @@ class Engine:
             schedule_p50_ms=1e3 * self._schedule_s.percentile(50),
             schedule_p99_ms=1e3 * self._schedule_s.percentile(99),
             dispatch_p50_ms=1e3 * self._dispatch_s.percentile(50),
+            mask_p50_ms=1e3 * self._mask_s.percentile(50),
+            mask_p99_ms=1e3 * self._mask_s.percentile(99),
         )
 
     def check_integrity(self) -> None:
@@ -1198,3 +1294,10 @@ class Engine:
         self._pinned = grown(self._pinned, NO_KIND)
         self._computed_once = grown(self._computed_once, 0)
         self._by_row.extend([None] * more)
+
+
+def _grammar_failed(error: Exception) -> str:
+    """The reason that users see: our own words, or the kind of the exception alone."""
+    text = str(error) if isinstance(error, GrammarError) else type(error).__name__
+    logger.error("the grammar of one request failed: %s", type(error).__name__)
+    return f"grammar: {text}"

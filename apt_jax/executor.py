@@ -53,6 +53,8 @@ class StepBatch:
     """(n,) prompt then known output tokens of the row's request; read only for penalties."""
     prompt_len: NDArray[np.int32]
     """(n,) how much of `history` is the prompt."""
+    masked: NDArray[np.int64] | None = None
+    """Rows that sample under a mask, ascending; None: none. `Executor.execute` then gives a `MaskedStepHandle`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,23 @@ class StepHandle(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step to end and fetch its tokens. Raises what the step raised."""
+        ...
+
+
+class MaskedStepHandle(StepHandle, Protocol):
+    """A step that has been dispatched up to the point where tokens are sampled, which takes the masks.
+
+    What comes before takes most of the time, and needs none of the host: so the host can fetch the tokens of the step
+    before, and find out what may follow them, while the device works.
+    """
+
+    def sample(self, masks: NDArray[np.int32]) -> None:
+        """Dispatch the rest. Must be called once, before `result` and before the next `execute`.
+
+        Args:
+            masks: (rows in `StepBatch.masked`, any width): bit i % 32 of ``masks[j, i // 32]`` allows token i; tokens
+                beyond the last word are forbidden. After an exception the pool is gone.
+        """
         ...
 
 

@@ -4,7 +4,8 @@ Its device memory is the pool itself: each slot of each block records which toke
 and as what (K, V or X). The next token of a row is a hash of the (token, position) pairs that it *reads back* through
 the block table that the engine gave it. `reference_tokens` computes the same stream without any cache, so a stream that
 went through chunks, preemptions, kind switches and overlapping steps must equal it bit for bit (RELIABILITY §3.3: three
-of nine planted bugs break no accounting rule and show only here).
+of nine planted bugs break no accounting rule and show only here). Where a row has a mask, the next allowed token after the
+hash is taken, and `reference_tokens` does the same with the request's grammar.
 
 Steps take effect at `execute`, in order; their tokens come with `StepHandle.result`. Faults can be planted with a
 function that is asked before each step.
@@ -12,14 +13,14 @@ function that is asked before each step.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.clock import VirtualClock
 from apt_jax.executor import NO_TOKEN, NULL_BLOCK, TOKEN_ON_DEVICE, StepBatch, StepResult
-from apt_jax.request import SamplingParams
+from apt_jax.request import Grammar, SamplingParams
 from apt_jax.sched.view import HIDDEN, KV
 
 _TAG_NONE = 0
@@ -40,6 +41,7 @@ class FaultKind(enum.Enum):
 
     RAISE_BEFORE = "execute raises, nothing was written"
     RAISE_AFTER = "execute raises, everything was written"
+    RAISE_IN_SAMPLE = "sample raises, where the step has masks"
     RAISE_IN_RESULT = "result raises"
     NOT_FINITE = "one row's logits are not finite"
     BAD_TOKEN = "one row's token is outside the vocabulary"
@@ -75,8 +77,13 @@ def _draw(
     position: NDArray[np.int32],
     params: Sequence[SamplingParams],
     vocab_size: int,
+    allowed: Mapping[int, NDArray[np.bool_]] | None = None,
 ) -> NDArray[np.int32]:
-    """Tokens from the sequences' hashes; seed and output position count unless the request is greedy."""
+    """Tokens from the sequences' hashes; seed and output position count unless the request is greedy.
+
+    Args:
+        allowed: (vocab_size,) for rows of which only some tokens may come; -1 where none is left.
+    """
     salt = np.array([0 if p.is_greedy else ((p.seed or 0) << 1) + 1 for p in params], np.uint64)
     state = _mix(
         sums
@@ -84,10 +91,27 @@ def _draw(
     )
     tokens = (state % np.uint64(vocab_size)).astype(np.int32)
     for i, p in enumerate(params):
-        if p.min_tokens > position[i] and p.stop_token_ids:  # masked, as a model's logits would be
+        if allowed is not None and i in allowed:
+            left = allowed[i].copy()
+            left[[t for t in p.stop_token_ids if p.min_tokens > position[i] and t < left.size]] = (
+                False
+            )
+            ids = np.flatnonzero(left)
+            place = int(np.searchsorted(ids, tokens[i]))
+            tokens[i] = ids[place % ids.size] if ids.size else -1
+        elif (
+            p.min_tokens > position[i] and p.stop_token_ids
+        ):  # masked, as a model's logits would be
             while int(tokens[i]) in p.stop_token_ids:
                 tokens[i] = (tokens[i] + 1) % vocab_size
     return tokens
+
+
+def _unpacked(mask: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
+    bits = np.unpackbits(np.ascontiguousarray(mask, "<i4").view(np.uint8), bitorder="little")
+    allowed = np.zeros(vocab_size, np.bool_)
+    allowed[: bits.size] = bits[:vocab_size]
+    return allowed
 
 
 def reference_tokens(
@@ -96,10 +120,12 @@ def reference_tokens(
     *,
     vocab_size: int,
     params: SamplingParams | None = None,
+    grammar: Grammar | None = None,
 ) -> list[int]:
     """The first `num_tokens` tokens after `prompt`, computed without a cache.
 
-    With `params` the stream ends after a stop token, as the engine's does; `max_tokens` bounds it too.
+    With `params` the stream ends after a stop token, as the engine's does; `max_tokens` bounds it too. With `grammar` it
+    ends where nothing may follow.
     """
     stop: frozenset[int] = frozenset()
     if params is None:
@@ -109,11 +135,22 @@ def reference_tokens(
     known = np.asarray(prompt, np.int64)
     total = np.add.reduce(_pairs(known, np.arange(known.size)), keepdims=True)
     out: list[int] = []
+    constraint = None if grammar is None else grammar.start()
     for i in range(num_tokens):
-        token = int(_draw(total, np.array([i], np.int32), [params], vocab_size)[0])
+        allowed: dict[int, NDArray[np.bool_]] = {}
+        if constraint is not None:
+            mask = np.zeros(-(-vocab_size // 32), np.int32)
+            if not constraint.fill_mask(mask):
+                break
+            allowed[0] = _unpacked(mask, vocab_size)
+        token = int(_draw(total, np.array([i], np.int32), [params], vocab_size, allowed)[0])
         out.append(token)
         if token in stop and i + 1 >= params.min_tokens:
             break
+        if constraint is not None:
+            constraint.accept(token)
+            if constraint.ended:
+                break
         total = total + _pairs(np.array([token]), np.array([known.size + i]))
     return out
 
@@ -132,6 +169,34 @@ class _Handle:
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
+
+
+@dataclasses.dataclass(slots=True)
+class _MaskedHandle:
+    """A step that waits for its masks."""
+
+    executor: "HashExecutor"
+    batch: StepBatch
+    tokens: NDArray[np.int64]
+    fault: Fault | None
+    handle: _Handle | None = None
+
+    def sample(self, masks: NDArray[np.int32]) -> None:
+        rows = self.batch.masked
+        if rows is None or self.handle is not None or masks.ndim != 2 or len(masks) != len(rows):
+            raise BatchContractError("masks for other rows, or twice")
+        self.executor._waiting = False
+        if self.fault is not None and self.fault.kind is FaultKind.RAISE_IN_SAMPLE:
+            self.executor._broken = True
+            raise RuntimeError("planted: before the step was sampled")
+        pairs = zip(rows.tolist(), masks, strict=True)
+        allowed = {row: _unpacked(mask, self.executor.vocab_size) for row, mask in pairs}
+        self.handle = self.executor._finished(self.batch, self.tokens, self.fault, allowed)
+
+    def result(self) -> StepResult:
+        if self.handle is None:
+            raise BatchContractError("a step with masked rows was not sampled")
+        return self.handle.result()
 
 
 class HashExecutor:
@@ -186,9 +251,11 @@ class HashExecutor:
         self.num_resets += 1
         self._make_pool()
 
-    def execute(self, batch: StepBatch) -> _Handle:
+    def execute(self, batch: StepBatch) -> "_Handle | _MaskedHandle":
         if self._broken:
             raise RuntimeError("the pool is gone: a step failed and reset was not called")
+        if self._waiting:
+            raise BatchContractError("the step before has not got its masks")
         self._check(batch)
         fault = self.fault(batch) if self.fault is not None else None
         self.num_steps += 1
@@ -200,7 +267,19 @@ class HashExecutor:
         if fault is not None and fault.kind is FaultKind.RAISE_AFTER:
             self._broken = True
             raise RuntimeError("planted: after the step wrote everything")
-        outcome: StepResult | Exception = self._sample(batch, token_ids, fault)
+        if batch.masked is not None:
+            self._waiting = True
+            return _MaskedHandle(self, batch, token_ids, fault)
+        return self._finished(batch, token_ids, fault, {})
+
+    def _finished(
+        self,
+        batch: StepBatch,
+        token_ids: NDArray[np.int64],
+        fault: Fault | None,
+        allowed: Mapping[int, NDArray[np.bool_]],
+    ) -> _Handle:
+        outcome: StepResult | Exception = self._sample(batch, token_ids, fault, allowed)
         if fault is not None and fault.kind is FaultKind.RAISE_IN_RESULT:
             self._broken = True
             outcome = RuntimeError("planted: while the result was fetched")
@@ -215,7 +294,7 @@ class HashExecutor:
         self._position = np.full(shape, -1, np.int64)
         self._tag = np.full(shape, _TAG_NONE, np.int8)
         self._last_token = np.full(self.max_num_seqs, NO_TOKEN, np.int64)
-        self._broken = False
+        self._broken = self._waiting = False
         self.steps_since_reset = 0
 
     def _write(self, batch: StepBatch) -> NDArray[np.int64]:
@@ -261,11 +340,15 @@ class HashExecutor:
         return np.where(first == second, first, _mix(first + _mix(second)))
 
     def _sample(
-        self, batch: StepBatch, token_ids: NDArray[np.int64], fault: Fault | None
+        self,
+        batch: StepBatch,
+        token_ids: NDArray[np.int64],
+        fault: Fault | None,
+        allowed: Mapping[int, NDArray[np.bool_]],
     ) -> StepResult:
         n = batch.num_tokens.size
-        sampled = _draw(self._sums(batch), batch.position, batch.params, self.vocab_size)
-        finite = np.ones(n, np.bool_)
+        sampled = _draw(self._sums(batch), batch.position, batch.params, self.vocab_size, allowed)
+        finite = sampled >= 0
         if fault is not None and fault.kind is FaultKind.NOT_FINITE:
             finite[fault.row % n] = False
             sampled[fault.row % n] = 0
@@ -298,6 +381,10 @@ class HashExecutor:
                 raise BatchContractError(message)
 
         require(n >= 1, "an empty step")
+        if batch.masked is not None:
+            rows = batch.masked
+            require(rows.size and (np.diff(rows) > 0).all(), "masked rows in disorder")
+            require(batch.samples[rows].all(), "a mask for a row that does not sample")
         for name, dtype in (
             ("seats", np.int32),
             ("num_tokens", np.int32),

@@ -4,7 +4,8 @@ A step is two jitted programs, so that their shapes do not multiply:
 
 * forward: (decode bucket, prefill bucket) -> cache written, hidden states of the rows that sample;
 * sample: (bucket of sampling rows, variant) -> logits, tokens, device memory of last tokens. Variants: "greedy" is argmax
-  alone, "sample" draws, "full" draws with penalties, bias and log probabilities.
+  alone, "sample" draws, "full" draws with penalties, bias and log probabilities; "masked" and "masked full" are "sample"
+  and "full" for steps with rows of which only some tokens are allowed.
 
 Where the device runs a program as one graph (`AttentionOps.branches` is False), a step of decode rows alone is one
 program, forward and sampling, and programs do not branch: they are compiled for each mixture of cache kinds, and for draws
@@ -13,7 +14,8 @@ without top-k and top-p ("draw").
 All are compiled for every bucket by `warm_up`; serving never compiles. The pools and the last-token memory are donated
 and rebound in the statement that calls the program. The host crosses to the device once a program: all integers of a
 step travel as one vector, cut up by static offsets on the device. Sampled tokens are fed into the next step on the
-device, so the next step can be dispatched before the host has seen them.
+device, so the next step can be dispatched before the host has seen them. Masks come late: forward is dispatched without
+them, sampling when they are there (`MaskedStepHandle`).
 """
 
 import concurrent.futures
@@ -33,7 +35,7 @@ from numpy.typing import NDArray
 from apt_jax import sampling
 from apt_jax.config import CacheConfig, HiddenMode, ModelConfig
 from apt_jax.errors import ConfigError
-from apt_jax.executor import NO_TOKEN, StepBatch, StepHandle, StepResult
+from apt_jax.executor import NO_TOKEN, MaskedStepHandle, StepBatch, StepHandle, StepResult
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, logits
 from apt_jax.models.params import ModelParams, fuse_products
 from apt_jax.pallas import AttentionOps, attention_ops
@@ -171,6 +173,22 @@ class _Handle:
         )
 
 
+@dataclasses.dataclass(kw_only=True)
+class _MaskedHandle:
+    """A step whose forward program is dispatched, and that is sampled with masks."""
+
+    dispatch: Callable[[NDArray[np.int32]], _Handle]
+    sampled: _Handle | None = None
+
+    def sample(self, masks: NDArray[np.int32]) -> None:
+        self.sampled = self.dispatch(masks)
+
+    def result(self) -> StepResult:
+        if self.sampled is None:
+            raise RuntimeError("a step with masked rows was not sampled")
+        return self.sampled.result()
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """A call of a jitted program that donates some of the executor's arrays."""
@@ -284,6 +302,8 @@ class JaxExecutor:
         self._pool_dtype = pool_dtype(params.embed.dtype, self.platform)
         self._table_len = -(-max_model_len // cache.block_size)
         self.decode_buckets = power_of_two_buckets(1, max_num_seqs, ROWS_PER_TILE)
+        # Every second one: half as many programs to compile, for at most twice the rows in the sampler.
+        self.masked_buckets = sorted({self.decode_buckets[0], *self.decode_buckets[::-2]})
         self.prefill_buckets = power_of_two_buckets(
             min(_MIN_PREFILL_BUCKET, max_num_batched_tokens), max_num_batched_tokens
         )
@@ -386,6 +406,7 @@ class JaxExecutor:
         last_tokens: Array,
         ints: Array,
         penalties: Array | None,
+        masks: Array | None,
         *,
         rows: int,
         variant: str,
@@ -398,6 +419,8 @@ class JaxExecutor:
             for name in ("repetition", "presence", "frequency", "bias_values"):
                 extra[name] = _as_float(extra[name])
             scores = sampling.penalise(raw, sampling.PenaltyRows(**extra), last_tokens)
+        if masks is not None:
+            scores = sampling.allow(scores, masks)
         if variant == "greedy":
             tokens, finite = sampling.greedy(scores)
         else:
@@ -409,10 +432,20 @@ class JaxExecutor:
                 seed=jax.lax.bitcast_convert_type(parts["seed"], jnp.uint32),
                 position=parts["position"],
             )
-            tokens, finite = sampling.sample(scores, settings, self._borders(variant))
+            draw = functools.partial(sampling.sample, borders=self._borders(variant))
+            if variant == "masked" and self._ops.branches:  # most of them are greedy
+                tokens, finite = jax.lax.cond(
+                    jnp.any(settings.temperature > 0.0),
+                    draw,
+                    lambda scores, _: sampling.greedy(scores),
+                    scores,
+                    settings,
+                )
+            else:
+                tokens, finite = draw(scores, settings)
         last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
         packed = jnp.stack([tokens, finite.astype(jnp.int32)])
-        extras = sampling.log_probabilities(raw, tokens) if variant == "full" else None
+        extras = sampling.log_probabilities(raw, tokens) if variant.endswith("full") else None
         return last_tokens, packed, extras
 
     def _decode(
@@ -438,7 +471,7 @@ class JaxExecutor:
             kinds=kinds,
         )
         last_tokens, tokens, _ = self._sample(
-            params, hidden, last_tokens, sample_ints, None, rows=num_decode, variant=variant
+            params, hidden, last_tokens, sample_ints, None, None, rows=num_decode, variant=variant
         )
         return pools, last_tokens, tokens
 
@@ -480,10 +513,12 @@ class JaxExecutor:
             return "maybe"
         return "no" if variant == "draw" else "yes"
 
-    def _variant(self, params: Sequence[SamplingParams]) -> str:
+    def _variant(self, params: Sequence[SamplingParams], *, masked: bool) -> str:
         """The sampler's program that some rows need."""
         if any(p.needs_penalties or p.logprobs is not None for p in params):
-            return "full"
+            return "masked full" if masked else "full"
+        if masked:
+            return "masked"
         if all(p.is_greedy for p in params):
             return "greedy"
         plain = all(p.top_k <= 0 and p.top_p >= 1.0 for p in params)
@@ -509,6 +544,9 @@ class JaxExecutor:
         """
         shapes = [(*shape, kinds) for shape in self._forward_shapes() for kinds in self._mixtures()]
         variants = [(rows, variant) for rows in self.decode_buckets for variant in self._variants()]
+        variants += [
+            (r, variant) for r in self.masked_buckets for variant in ("masked", "masked full")
+        ]
         decodes = [
             (rows, kinds, variant)
             for rows in (() if self._ops.branches else self.decode_buckets)
@@ -549,8 +587,9 @@ class JaxExecutor:
         shape = (self.decode_buckets[-1], self.config.hidden_size)
         hidden = jnp.zeros(shape, self.params.embed.dtype, device=self._device)
         size = _penalty_layout(rows, self.max_model_len).size
-        penalties = np.zeros(size, np.int32) if variant == "full" else None
-        return self._sample_call(hidden, ints, penalties, rows, variant)
+        penalties = np.zeros(size, np.int32) if variant.endswith("full") else None
+        masks = self._no_masks(rows) if variant.startswith("masked") else None
+        return self._sample_call(hidden, ints, penalties, masks, rows, variant)
 
     def _empty_decode_call(self, rows: int, kinds: tuple[bool, bool], variant: str) -> "_Call":
         _, ints = self._empty_forward(rows, 0)
@@ -575,6 +614,10 @@ class JaxExecutor:
         views = layout.views(ints)
         views["seats"][:] = self.max_num_seqs
         return views, ints
+
+    def _no_masks(self, rows: int) -> NDArray[np.int32]:
+        """Masks that allow everything; fresh memory, as above."""
+        return np.full((rows, -(-self.config.vocab_size // 32)), -1, np.int32)
 
     @property
     def _dropped_slot(self) -> int:
@@ -620,6 +663,7 @@ class JaxExecutor:
         hidden: Array,
         ints: NDArray[np.int32],
         penalties: NDArray[np.int32] | None,
+        masks: NDArray[np.int32] | None,
         rows: int,
         variant: str,
     ) -> "_Call":
@@ -627,12 +671,12 @@ class JaxExecutor:
         return _Call(
             self,
             self._sample_jit,
-            (self.params, hidden, self._last_tokens, ints, penalties),
+            (self.params, hidden, self._last_tokens, ints, penalties, masks),
             {"rows": rows, "variant": variant},
             keeps=("_last_tokens",),
         )
 
-    def execute(self, batch: StepBatch) -> StepHandle:
+    def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
         chunked = np.any(batch.num_tokens > 1)
         decodes = (
@@ -699,22 +743,42 @@ class JaxExecutor:
         views["sample_rows"][: len(sampling_rows)] = last_place[sampling_rows]
         kinds = self._mixture(batch.kind)
         params = [batch.params[r] for r in sampling_rows.tolist()]
-        variant = self._variant(params)
+        masked = batch.masked is not None and len(batch.masked) > 0
+        variant = self._variant(params, masked=masked)
         done = functools.partial(_Handle, num_rows=len(batch.seats), rows=sampling_rows)
-        if num_prefill or self._ops.branches or variant == "full" or not len(sampling_rows):
+        two_programs = num_prefill or self._ops.branches or variant.endswith("full") or masked
+        if two_programs or not len(sampling_rows):
             states = self._forward_call(ints, num_decode, num_prefill, kinds).run()
             if not len(sampling_rows):
                 return done(tokens=None, logprobs=None)
-            bucket = _bucket(self.decode_buckets, len(sampling_rows))
+            buckets = self.masked_buckets if masked else self.decode_buckets
+            bucket = _bucket(buckets, len(sampling_rows))
             sample_ints = self._sample_ints(batch, sampling_rows, params, bucket, variant)
-            penalties = self._penalties(batch, sampling_rows, bucket) if variant == "full" else None
-            tokens, extras = self._sample_call(
-                states, sample_ints, penalties, bucket, variant
-            ).run()
-            return done(tokens=tokens, logprobs=extras)
+            full = variant.endswith("full")
+            penalties = self._penalties(batch, sampling_rows, bucket) if full else None
+
+            def sample(masks: NDArray[np.int32] | None) -> _Handle:
+                call = self._sample_call(states, sample_ints, penalties, masks, bucket, variant)
+                tokens, extras = call.run()
+                return done(tokens=tokens, logprobs=extras)
+
+            if batch.masked is None or not masked:
+                return sample(None)
+            places = np.searchsorted(sampling_rows, batch.masked)
+            return _MaskedHandle(dispatch=lambda m: sample(self._masks(m, places, bucket)))
         sample_ints = self._sample_ints(batch, sampling_rows, params, num_decode, variant)
         tokens = self._decode_call(ints, sample_ints, num_decode, kinds, variant).run()
         return done(tokens=tokens, logprobs=None)
+
+    def _masks(
+        self, masks: NDArray[np.int32], places: NDArray[np.int64], bucket: int
+    ) -> NDArray[np.int32]:
+        """One mask a sampling row; what a narrower mask does not speak of is forbidden."""
+        rows = self._no_masks(bucket)
+        width = min(rows.shape[1], masks.shape[1])
+        rows[places, :width] = masks[:, :width]
+        rows[places, width:] = 0
+        return rows
 
     def _sample_ints(
         self,

@@ -34,6 +34,7 @@ from apt_jax.config import (
 from apt_jax.engine import Engine, StepOutput, TokenLogprobs
 from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from apt_jax.executor import Executor
+from apt_jax.grammar import GrammarCompiler, MaskFiller
 from apt_jax.request import (
     CompletionOutput,
     EngineRequest,
@@ -254,6 +255,8 @@ class EngineParts:
     clock: Clock
     limits: RequestLimits
     assembler: OutputAssembler
+    grammars: GrammarCompiler | None = None
+    """For structured outputs; None: outputs have no text."""
     cost_model: "CostModel | None" = None
     """None: not calibrated, the policy weighs kinds as equally fast."""
     chat_template: ChatTemplate | None = None
@@ -294,6 +297,7 @@ class EngineParts:
         text = f"{self.config.seed}/{next(self._numbers)}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
         fields.setdefault("arrival_s", self.clock.now_s())
+        fields.setdefault("grammars", self.grammars)
         return build_request(self.limits, self.tokenizer, fallback_seed=seed, **fields)
 
 
@@ -342,6 +346,7 @@ def make_parts(
         costs=StepCosts() if costs is None else costs,
         vocab_size=vocab_size,
         output_processor=assembler,
+        fill_masks=MaskFiller(),
         debug=debug,
     )
     pool_tokens = max(
@@ -357,6 +362,14 @@ def make_parts(
         default_slo=config.scheduler.default_slo,
     )
     facts.setdefault("model_config", None)
+    if tokenizer is not None:
+        grammars = GrammarCompiler(
+            tokenizer.backend.to_str,
+            vocab_size=vocab_size,
+            num_tokens=min(vocab_size, tokenizer.vocab_size),
+            eos_token_ids=eos_token_ids,
+        )
+        facts.setdefault("grammars", grammars)
     return EngineParts(
         config=config,
         tokenizer=tokenizer,

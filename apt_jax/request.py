@@ -8,8 +8,8 @@ Field names and defaults follow vLLM, so that code written for it reads the same
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,26 @@ from apt_jax.config import SLO
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 CacheKindName = Literal["kv", "hidden"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the whole output must look like; exactly one of the first five. See docs/structured_output.md."""
+
+    json: str | bool | Mapping[str, object] | None = None
+    """JSON schema, as JSON text or as an object; an output is one JSON value that it allows."""
+    regex: str | None = None
+    """Regular expression that the whole output matches; no look-around, no references back."""
+    choice: Sequence[str] | None = None
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """Context-free grammar in llguidance's dialect of Lark; ``start`` is the output."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    disable_any_whitespace: bool = False
+    """With `json` and `json_object`: no whitespace between the parts of a value."""
+    whitespace_pattern: str | None = None
+    """With `json` and `json_object`: regular expression of whitespace between parts; None: as pretty-printers put it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +78,8 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     logprobs: int | None = None
     """Return the log probabilities of the sampled token and of this many most likely ones, at most 20."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """Only outputs of this form; the tokens that lead to no such output are forbidden at every step."""
 
     @property
     def is_greedy(self) -> bool:
@@ -73,6 +95,35 @@ class SamplingParams:
             or bool(self.logit_bias)
             or self.min_tokens > 0
         )
+
+
+class TokenConstraint(Protocol):
+    """What one request may say next, given what it has said. It may raise: that ends its request alone."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the output is complete and nothing may follow."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Take the next token of the output; never a stop token."""
+        ...
+
+    def fill_mask(self, row: NDArray[np.int32]) -> bool:
+        """Write what may come next: bit i % 32 of ``row[i // 32]`` for token i, every word of it.
+
+        Returns:
+            False: nothing may follow, the output is complete (or no token of the vocabulary leads on).
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """A form of outputs, ready to use; shared by requests."""
+
+    def start(self) -> TokenConstraint:
+        """A constraint at the beginning of an output; quick, called from the engine's thread."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,6 +142,8 @@ class EngineRequest:
     arrival_s: float
     """On the engine's clock."""
     slo_class: Literal["rt", "be"] = "rt"
+    grammar: Grammar | None = None
+    """Compiled from `params.structured_outputs`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -155,6 +155,12 @@ def penalise(
     return scores.at[index, rows.bias_ids].add(rows.bias_values, mode="drop")
 
 
+def allow(scores: Float[Array, "B V"], masks: Int32[Array, "B W"]) -> Float[Array, "B V"]:
+    """Scores with every token at -inf whose bit (i % 32 of word i // 32) is not set; W = ceil(V / 32)."""
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
+    return jnp.where(bits.reshape(masks.shape[0], -1)[:, : scores.shape[1]] > 0, scores, _FORBIDDEN)
+
+
 def gumbel(
     seed: UInt32[Array, " B"], position: Int32[Array, " B"], vocab: int
 ) -> Float[Array, "B V"]:

@@ -7,6 +7,7 @@ message says what was wrong, what the rule is and what to do. Messages never hol
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 import uuid
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from apt_jax.config import SLO
 from apt_jax.errors import InvalidRequestError
-from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.request import EngineRequest, Grammar, SamplingParams, StructuredOutputsParams
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 4
@@ -26,6 +27,10 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+MAX_GRAMMAR_BYTES = 64 << 10
+"""Of a schema, expression or grammar, and of all choices together."""
+MAX_SCHEMA_DEPTH = 64
+MAX_CHOICES = 1024
 MIN_TEMPERATURE = 0.01
 """Smallest temperature other than 0: below it scaled logits leave float32, and the result is greedy anyway."""
 MIN_REPETITION_PENALTY = 0.01
@@ -36,6 +41,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 _INT32_MAX = 2**31 - 1
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_FORM_FIELDS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams))
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class Encoder(Protocol):
@@ -49,6 +56,12 @@ class Encoder(Protocol):
     def min_tokens(self, text: str) -> int:
         """A lower bound on `len(encode(text))` that is cheap to have."""
         ...
+
+
+class GrammarSource(Protocol):
+    """What makes grammars; see `apt_jax.grammar.GrammarCompiler`."""
+
+    def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool) -> Grammar: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +94,7 @@ def build_request(
     slo_class: object = None,
     arrival_s: float,
     fallback_seed: int = 0,
+    grammars: GrammarSource | None = None,
 ) -> EngineRequest:
     """Check raw input and make the request that the engine takes.
 
@@ -96,9 +110,11 @@ def build_request(
         slo_class: "rt" (real time, the default) or "be" (best effort).
         arrival_s: on the engine's clock.
         fallback_seed: seed of a request that brings none.
+        grammars: for structured outputs, which may take it two seconds; None: they are refused.
 
     Raises:
         InvalidRequestError: one line; `.field` names the input.
+        QueueFullError: too many new grammars at once.
     """
     checked_id = _request_id(request_id)
     checked_slo = _slo(limits.default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms)
@@ -106,6 +122,16 @@ def build_request(
     checked_params = _sampling_params(limits, tokenizer, params, fallback_seed)
     token_ids = _prompt(limits, tokenizer, prompt, prompt_token_ids)
     _check_length(limits, token_ids.size, checked_params.max_tokens)
+    grammar = None
+    if checked_params.structured_outputs is not None:  # the slowest check, last
+        if grammars is None:
+            raise InvalidRequestError(
+                "structured_outputs",
+                "this model has no tokenizer, so its output has no text; start with one (--tokenizer DIR)",
+            )
+        grammar = grammars.compile(
+            checked_params.structured_outputs, ends_at_eos=not checked_params.ignore_eos
+        )
     return EngineRequest(
         request_id=checked_id,
         prompt=prompt if isinstance(prompt, str) else None,
@@ -114,6 +140,7 @@ def build_request(
         slo=checked_slo,
         arrival_s=arrival_s,
         slo_class=checked_class,
+        grammar=grammar,
     )
 
 
@@ -322,6 +349,7 @@ def _sampling_params(
         logprobs=None
         if params.logprobs is None
         else _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS),
+        structured_outputs=_structured_outputs(params.structured_outputs),
     )
 
 
@@ -392,6 +420,152 @@ def _stop_token_ids(limits: RequestLimits, value: object, ignore_eos: bool) -> t
         )
     ids = [_token_id("stop_token_ids", token_id, limits.vocab_size) for token_id in value]
     return tuple(dict.fromkeys([*ids, *(() if ignore_eos else limits.eos_token_ids)]))
+
+
+def _structured_outputs(value: object) -> StructuredOutputsParams | None:
+    """Bounded in size and depth, `json` as text; what it means is the grammar compiler's to find out."""
+    field = "structured_outputs"
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        for name in value:
+            if name not in _FORM_FIELDS:
+                raise InvalidRequestError(
+                    field, f"{_shown(name)} must be one of {', '.join(_FORM_FIELDS)}"
+                )
+        value = StructuredOutputsParams(**value)  # checked field by field below
+    elif not isinstance(value, StructuredOutputsParams):
+        raise InvalidRequestError(field, f"{type(value).__name__} is not StructuredOutputsParams")
+    given = [name for name in _FORMS if getattr(value, name) is not None]
+    if value.json_object is not None and not _flag(f"{field}.json_object", value.json_object):
+        given.remove("json_object")
+    if len(given) != 1:
+        shown = " and ".join(given) or "none"
+        raise InvalidRequestError(field, f"{shown} given; give exactly one of {', '.join(_FORMS)}")
+    (form,) = given
+    whitespace = value.whitespace_pattern
+    fixed = _flag(f"{field}.disable_any_whitespace", value.disable_any_whitespace)
+    if (fixed or whitespace is not None) and form not in ("json", "json_object"):
+        name = "disable_any_whitespace" if fixed else "whitespace_pattern"
+        raise InvalidRequestError(f"{field}.{name}", f"goes with json and json_object, not {form}")
+    if fixed and whitespace is not None:
+        raise InvalidRequestError(
+            f"{field}.whitespace_pattern", "cannot be given together with disable_any_whitespace"
+        )
+    options = {
+        "disable_any_whitespace": fixed,
+        "whitespace_pattern": None
+        if whitespace is None
+        else _bounded_text(f"{field}.whitespace_pattern", whitespace, 256),
+    }
+    name = f"{field}.{form}"
+    match form:
+        case "json":
+            return StructuredOutputsParams(json=_schema(name, value.json), **options)
+        case "choice":
+            return StructuredOutputsParams(choice=_choices(name, value.choice))
+        case "regex":
+            return StructuredOutputsParams(regex=_bounded_text(name, value.regex))
+        case "grammar":
+            return StructuredOutputsParams(grammar=_bounded_text(name, value.grammar))
+    return StructuredOutputsParams(json_object=True, **options)
+
+
+def _bounded_text(field: str, value: object, most: int = MAX_GRAMMAR_BYTES) -> str:
+    if isinstance(value, str) and len(value) > most:  # before it is copied
+        raise InvalidRequestError(
+            field, f"{len(value)} characters, at most {most} bytes are allowed"
+        )
+    text = _text(field, value)
+    size = len(text.encode())
+    if size > most:
+        raise InvalidRequestError(field, f"{size} bytes, at most {most} are allowed")
+    return text
+
+
+def _choices(field: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
+        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of texts")
+    if not 1 <= len(value) <= MAX_CHOICES:
+        raise InvalidRequestError(field, f"{len(value)} texts; give 1 to {MAX_CHOICES}")
+    texts = tuple(dict.fromkeys(_bounded_text(field, text) for text in value))
+    size = sum(len(text.encode()) for text in texts)
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(
+            field, f"{size} bytes in all, at most {MAX_GRAMMAR_BYTES} are allowed"
+        )
+    return texts
+
+
+def _schema(field: str, value: object) -> str:
+    """A JSON schema as compact JSON text, in the order in which it was written."""
+
+    def constant(name: str) -> object:
+        raise ValueError(f"{name} is not JSON")
+
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+        made = dict(items)
+        if len(made) != len(items):
+            raise ValueError("a key comes twice in one object")
+        return made
+
+    def key_check(of: object) -> None:
+        """`json.dumps` would make text of numbers."""
+        stack = [of]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, Mapping):
+                if not all(isinstance(key, str) for key in item):
+                    raise ValueError("a key that is not text")
+                stack += item.values()
+            elif isinstance(item, list | tuple):
+                stack += item
+
+    if isinstance(value, str):
+        text = _bounded_text(field, value)
+    elif isinstance(value, Mapping | bool):
+        try:
+            text = json.dumps(
+                dict(value) if isinstance(value, Mapping) else value,
+                allow_nan=False,
+                separators=(",", ":"),
+            )
+            key_check(value)
+        except RecursionError:
+            raise InvalidRequestError(
+                field, f"nested more deeply than {MAX_SCHEMA_DEPTH} levels"
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(field, f"not a JSON value: {str(error)[:80]}") from None
+        text = _bounded_text(field, text)
+    else:
+        raise InvalidRequestError(
+            field, f"{type(value).__name__} is not a JSON schema: give an object, or its text"
+        )
+    try:
+        schema = json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
+        compact = json.dumps(schema, allow_nan=False, separators=(",", ":"))
+    except RecursionError:
+        raise InvalidRequestError(
+            field, f"nested more deeply than {MAX_SCHEMA_DEPTH} levels"
+        ) from None
+    except ValueError as error:
+        raise InvalidRequestError(field, f"not JSON: {str(error)[:80]}") from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequestError(field, "a JSON schema is an object, true or false")
+    if _depth(schema) > MAX_SCHEMA_DEPTH:
+        raise InvalidRequestError(field, f"nested more deeply than {MAX_SCHEMA_DEPTH} levels")
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise InvalidRequestError(field, "'x-guidance' is not accepted; leave it out")
+    return compact
+
+
+def _depth(value: object) -> int:
+    depth, level = 0, [value]
+    while containers := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [x for c in containers for x in (c.values() if isinstance(c, dict) else c)]
+    return depth
 
 
 def _prompt(

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
+from serve.messages import structured_outputs
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 _GENERATE = "/aptjax.v1.AptServe/Generate"
@@ -52,9 +53,14 @@ def make_request(
 ) -> pb.GenerateRequest:
     """A request message; `sampling` are the fields of the message SamplingParams, absent or None: the default.
 
+    `structured_outputs` is a mapping of the fields of `apt_jax.StructuredOutputsParams`.
+
     Raises:
         ValueError: a field or value that the message cannot hold.
     """
+    form = sampling.get("structured_outputs")
+    if isinstance(form, Mapping):
+        sampling["structured_outputs"] = structured_outputs(form)
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,

@@ -9,7 +9,9 @@
 """
 
 import asyncio
+import concurrent.futures
 import dataclasses
+import functools
 import logging
 import math
 import socket
@@ -40,6 +42,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["AptServe"].full_name
 
 _LONG_PROMPT_CHARS = 4096
 """Prompts longer than this are tokenised in a thread, so that the event loop goes on."""
+_FORM_THREADS = 4
+"""Requests with structured outputs are built in threads of their own: a new form is compiled, which may take seconds."""
 _MAX_DEADLINE_S = 86_400.0
 _NEWS_S = 1.0
 _NO_ID = "unnamed"
@@ -114,6 +118,12 @@ class AptServe:
         self._draining = False
         self.num_open = 0
         """Generate calls in progress."""
+        self._forms = concurrent.futures.ThreadPoolExecutor(
+            _FORM_THREADS, thread_name_prefix="apt-jax-forms"
+        )
+
+    def close(self) -> None:
+        self._forms.shutdown(wait=False, cancel_futures=True)
 
     def use(self, engine: AsyncEngine) -> None:
         self._engine, self._served_since_s = engine, time.monotonic()
@@ -271,6 +281,9 @@ class AptServe:
         metadata = context.invocation_metadata() or ()
         fields = messages.request_fields(request, [(k, v) for k, v in metadata])
         fields["arrival_s"] = parts.clock.now_s()
+        if request.sampling.HasField("structured_outputs"):
+            build = functools.partial(parts.build_request, **fields)
+            return await asyncio.get_running_loop().run_in_executor(self._forms, build)
         if len(request.text) <= _LONG_PROMPT_CHARS:
             return parts.build_request(**fields)
         return await asyncio.to_thread(parts.build_request, **fields)
@@ -324,7 +337,7 @@ def _probe(host: str, port: int) -> None:
 
 def _reason_for_client(error: str | None) -> str:
     """From a fixed catalogue: texts of the engine that begin so are written for users, others may hold anything."""
-    if error is not None and error.startswith("numeric:"):
+    if error is not None and error.startswith(("numeric:", "grammar:")):
         return error
     return "the request failed"
 
@@ -397,6 +410,7 @@ class GrpcServer:
         if self._server is not None:
             # The streams have their last message or their status: time to send it.
             await self._server.stop(grace=min(2.0, max(drain_s, 0.2)))
+        self._service.close()
 
     async def _set_health(self, *, serving: bool) -> None:
         status = (

@@ -1,5 +1,6 @@
 """Between protobuf messages and the types of `apt_jax`. No checks here: `apt_jax.validation` makes them all."""
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,9 @@ _TIERS = {"flex": "be", "priority": "rt", "auto": None, "default": None}
 _DECIMAL = re.compile(r"[0-9]{1,12}(\.[0-9]{1,12})?")
 
 _SAMPLING_SCALARS = tuple(
-    field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.is_repeated
+    field.name
+    for field in pb.SamplingParams.DESCRIPTOR.fields
+    if not field.is_repeated and field.message_type is None
 )
 _FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
@@ -68,7 +71,33 @@ def _sampling_fields(params: pb.SamplingParams) -> dict[str, Any]:
         fields["stop"] = list(params.stop)
     if params.stop_token_ids:
         fields["stop_token_ids"] = list(params.stop_token_ids)
+    if params.HasField("structured_outputs"):
+        fields["structured_outputs"] = _form_fields(params.structured_outputs)
     return fields
+
+
+def _form_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
+    fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    form = message.WhichOneof("form")
+    if form is not None:  # also one that is empty or false
+        fields[form] = getattr(message, form)
+    if form == "choice":
+        fields["choice"] = list(message.choice.texts)
+    return fields
+
+
+def structured_outputs(fields: Mapping[str, Any]) -> pb.StructuredOutputs:
+    """A message from the fields of `StructuredOutputsParams`, for clients.
+
+    Raises:
+        ValueError, TypeError: a field or value that the message cannot hold.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    if not isinstance(given.get("json", ""), str):
+        given["json"] = json.dumps(given["json"])
+    if "choice" in given:
+        given["choice"] = pb.Choices(texts=given["choice"])
+    return pb.StructuredOutputs(**given)
 
 
 def _milliseconds(headers: Mapping[str, str | bytes], keys: Iterable[str]) -> float | None:

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from apt_jax.config import (
@@ -12,6 +13,7 @@ from apt_jax.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from apt_jax.errors import ConfigError
 from apt_jax.sched import POLICIES
 from serve.client import address
 
@@ -321,6 +323,19 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
     group.add_argument("--slo-tbt-ms", type=float, metavar="MS", help="objective, milliseconds")
 
 
+def add_form_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of structured output; `sampling_fields` reads them too."""
+    group = parser.add_argument_group("form of the output, at most one")
+    form = group.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", help="only JSON that this schema allows")
+    form.add_argument("--json-object", action="store_true", help="only a JSON object")
+    form.add_argument("--regex", metavar="REGEX", help="only text that matches as a whole")
+    form.add_argument("--choice", metavar="A,B,...", help="only one of these texts")
+    form.add_argument(
+        "--grammar", metavar="FILE", help="only text of this grammar (Lark, llguidance's dialect)"
+    )
+
+
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of `SamplingParams`."""
     fields: dict[str, Any] = {
@@ -336,7 +351,38 @@ def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
         fields["seed"] = args.sampling_seed
     if args.stop:
         fields["stop"] = args.stop
+    form = _form(args) if hasattr(args, "json_schema") else None
+    if form is not None:
+        fields["structured_outputs"] = form
     return fields
+
+
+def _form(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Fields of `StructuredOutputsParams`.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    if args.json_schema is not None:
+        return {"json": _text_of("--json-schema", args.json_schema)}
+    if args.json_object:
+        return {"json_object": True}
+    if args.regex is not None:
+        return {"regex": args.regex}
+    if args.choice is not None:
+        return {"choice": args.choice.split(",")}
+    if args.grammar is not None:
+        return {"grammar": _text_of("--grammar", args.grammar)}
+    return None
+
+
+def _text_of(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}) ({flag})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 ({flag})") from None
 
 
 def _target(text: str) -> str:

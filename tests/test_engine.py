@@ -19,8 +19,9 @@ from apt_jax.errors import (
     QueueFullError,
 )
 from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
+from apt_jax.grammar import GrammarError
 from apt_jax.hash_executor import Fault, FaultKind, HashExecutor, reference_tokens
-from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.request import EngineRequest, Grammar, SamplingParams
 from apt_jax.sched.view import HIDDEN, KV, KindSpec, Plan, Policy, SchedulerView
 
 VOCAB_SIZE = 1000
@@ -85,7 +86,12 @@ class Harness:
         self._names = itertools.count()
 
     def add(
-        self, prompt_len: int = 5, max_tokens: int = 6, name: str | None = None, **params
+        self,
+        prompt_len: int = 5,
+        max_tokens: int = 6,
+        name: str | None = None,
+        grammar: Grammar | None = None,
+        **params,
     ) -> str:
         name = name or f"r{next(self._names)}"
         prompt = (
@@ -100,6 +106,7 @@ class Harness:
             params=SamplingParams(max_tokens=max_tokens, temperature=0.0, **params),
             slo=SLO(),
             arrival_s=self.clock.now_s(),
+            grammar=grammar,
         )
         self.engine.add_request(request)
         self.requests[name] = request
@@ -129,7 +136,11 @@ class Harness:
     def expected(self, name: str) -> list[int]:
         request = self.requests[name]
         return reference_tokens(
-            request.prompt_token_ids, 10_000, vocab_size=VOCAB_SIZE, params=request.params
+            request.prompt_token_ids,
+            10_000,
+            vocab_size=VOCAB_SIZE,
+            params=request.params,
+            grammar=request.grammar,
         )
 
     def assert_all_as_expected(self, names: Sequence[str] | None = None) -> None:
@@ -914,3 +925,184 @@ def test_ten_thousand_requests_leave_nothing_behind():
     assert ended == 10_000
     assert got == expected
     assert engine.stats().finished == {"length": 10_000}
+
+
+class Residues:
+    """A grammar whose every token depends on the one before: token t may follow p where (t + p) % 7 == 3.
+
+    Args:
+        length: tokens of a whole output.
+        fails_at: number of the token whose acceptance, or the mask before which, raises.
+        in_mask: it is the mask.
+        silent: the end shows in the mask alone.
+    """
+
+    def __init__(self, length: int = 100, fails_at: int = -1, in_mask: bool = False, silent=False):
+        self.length, self.fails_at, self.in_mask, self.silent = length, fails_at, in_mask, silent
+
+    def start(self) -> "ResidueConstraint":
+        return ResidueConstraint(self)
+
+
+class ResidueConstraint:
+    def __init__(self, grammar: Residues):
+        self.grammar, self.count, self.last = grammar, 0, 0
+
+    @property
+    def ended(self) -> bool:
+        return self.count >= self.grammar.length and not self.grammar.silent
+
+    def accept(self, token_id: int) -> None:
+        assert (token_id + self.last) % 7 == 3
+        if self.count == self.grammar.fails_at and not self.grammar.in_mask:
+            raise ValueError("secret of the prompt")
+        self.count, self.last = self.count + 1, token_id
+
+    def fill_mask(self, row) -> bool:
+        if self.count == self.grammar.fails_at and self.grammar.in_mask:
+            raise GrammarError("too complex")
+        bits = np.zeros(row.size * 32, np.uint8)
+        bits[(3 - self.last) % 7 : VOCAB_SIZE : 7] = 1
+        row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+        return self.count < self.grammar.length
+
+
+class TestStructuredOutput:
+    def test_masks_follow_the_tokens(self, overlap):
+        h = Harness(overlap=overlap)
+        for n in (1, 4, 9):
+            h.add(prompt_len=n, max_tokens=12, grammar=Residues())
+            h.add(prompt_len=n, max_tokens=12)
+        h.drain()
+        h.assert_all_as_expected()
+        for name in ("r0", "r2", "r4"):
+            tokens = h.tokens[name]
+            assert all((a + b) % 7 == 3 for a, b in itertools.pairwise([0, *tokens]))
+
+    def test_others_say_the_same_as_without_it(self, overlap):
+        streams = []
+        for grammar in (None, Residues()):
+            h = Harness(overlap=overlap)
+            for i in range(6):
+                h.add(prompt_len=3 + i, max_tokens=9, grammar=grammar if i % 2 else None)
+            h.drain()
+            h.assert_all_as_expected()
+            streams.append([h.tokens[f"r{i}"] for i in (0, 2, 4)])
+        assert streams[0] == streams[1]
+
+    def test_only_steps_with_masks_wait_for_the_step_before(self):
+        h = Harness()
+        h.add(max_tokens=30)
+        h.step(3)
+        assert h.engine._pending is not None
+        h.add(max_tokens=4, grammar=Residues())
+        h.drain()
+        h.assert_all_as_expected()
+        masked = [b.masked is not None for b in h.batches]
+        assert masked.count(True) == 4
+        on_device = [b for b in h.batches if b.masked is not None and (b.token_ids == -1).any()]
+        assert on_device  # dispatched before the host knew the token
+
+    @pytest.mark.parametrize("silent", [False, True])
+    @pytest.mark.parametrize("min_tokens", [0, 6])
+    def test_a_complete_output_ends_with_stop(self, overlap, silent, min_tokens):
+        h = Harness(overlap=overlap)
+        h.add(max_tokens=9, grammar=Residues(4, silent=silent), min_tokens=min_tokens)
+        h.add(max_tokens=4, grammar=Residues(4))
+        h.add(max_tokens=3, grammar=Residues(4))
+        h.add(max_tokens=9)
+        h.drain()
+        h.assert_all_as_expected()
+        reasons = [h.last[f"r{i}"].finish_reason for i in range(4)]
+        assert reasons == ["stop", "stop", "length", "length"]
+        assert [len(h.tokens[f"r{i}"]) for i in range(4)] == [4, 4, 3, 9]
+        assert h.last["r0"].stop_reason is None
+
+    def test_a_stop_token_that_the_grammar_allows_ends_it(self, overlap):
+        h = Harness(overlap=overlap)
+        stop = tuple(range(3, VOCAB_SIZE, 7))[::4]
+        h.add(max_tokens=20, grammar=Residues(), stop_token_ids=stop)
+        h.add(max_tokens=20, grammar=Residues(), stop_token_ids=stop, min_tokens=6)
+        h.drain()
+        h.assert_all_as_expected()
+        assert len(h.tokens["r1"]) >= 6
+
+    @pytest.mark.parametrize("in_mask", [False, True])
+    @pytest.mark.parametrize("at", [0, 3])
+    def test_E1_a_grammar_that_raises_ends_its_request_alone(self, overlap, in_mask, at, caplog):
+        h = Harness(overlap=overlap)
+        h.add(name="bad", grammar=Residues(fails_at=at, in_mask=in_mask))
+        names = [h.add(), h.add(grammar=Residues())]
+        h.drain()
+        assert h.last["bad"].finish_reason == "error"
+        assert h.last["bad"].error == ("grammar: too complex" if in_mask else "grammar: ValueError")
+        assert len(h.tokens["bad"]) == at + (not in_mask)
+        assert "secret" not in caplog.text
+        h.assert_all_as_expected(names)
+
+    def test_R21_a_row_without_any_token_ends_alone(self, overlap):
+        h = Harness(overlap=overlap)
+        first = tuple(range(3, VOCAB_SIZE, 7))
+        h.add(name="none", grammar=Residues(), stop_token_ids=first, min_tokens=2)
+        names = [h.add(), h.add(grammar=Residues())]
+        h.drain()
+        assert h.last["none"].finish_reason == "error"
+        assert "grammar allows no token" in (h.last["none"].error or "")
+        h.assert_all_as_expected(names)
+
+    def test_preemption_keeps_the_state(self, overlap):
+        h = Harness(overlap=overlap)
+        h.add(max_tokens=20, grammar=Residues())
+        h.add(max_tokens=20, grammar=Residues())
+        for i in range(12):
+            h.step()
+            h.engine.preempt(f"r{i % 2}")
+        h.drain()
+        h.assert_all_as_expected()
+        assert h.engine.stats().num_preemptions > 3
+
+    def test_abort_with_a_mask_on_its_way(self, overlap):
+        h = Harness(overlap=overlap)
+        h.add(max_tokens=20, grammar=Residues())
+        keep = h.add(max_tokens=8, grammar=Residues())
+        h.step(3)
+        assert h.engine.abort("r0")
+        h.drain()
+        assert h.last["r0"].finish_reason == "abort"
+        assert h.tokens[keep] == h.expected(keep)
+
+    @pytest.mark.parametrize("kind", [*STEP_FAULTS, FaultKind.RAISE_IN_SAMPLE])
+    @pytest.mark.parametrize("at", [0, 1, 3])
+    def test_a_failed_step_is_recomputed(self, overlap, kind, at):
+        logging.getLogger("apt_jax.engine").disabled = True
+        try:
+            h = Harness(overlap=overlap, fault=once(kind, at))
+            for n in (3, 4, 5):
+                h.add(prompt_len=n, grammar=Residues() if n % 2 else None)
+            h.drain()
+        finally:
+            logging.getLogger("apt_jax.engine").disabled = False
+        h.assert_all_as_expected()
+        assert h.engine.stats().step_failures == 1
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_whatever_the_policy_does_streams_are_right(self, overlap, seed):
+        chaos = Chaos(preempt=0.1, skip=0.1, chunk=0.3, flip=0.3, shuffle=0.2)
+        h = Harness(overlap=overlap, policy=RandomPolicy(seed, chaos), num_blocks=40, budget=24)
+        rng = np.random.default_rng(seed)
+        for i in range(24):
+            grammar = Residues(int(rng.integers(1, 14)), silent=i % 5 == 0) if i % 3 else None
+            length = int(rng.integers(1, 20))
+            stop = tuple(rng.integers(0, VOCAB_SIZE, 14).tolist()) if i % 4 == 0 else ()
+            h.add(length, int(rng.integers(1, 12)), grammar=grammar, stop_token_ids=stop)
+            h.step(int(rng.integers(0, 3)))
+        h.drain()
+        h.assert_all_as_expected()
+        assert h.engine.stats().mask_p50_ms >= 0.0
+
+    def test_the_size_of_the_vocabulary_must_be_known(self):
+        h = Harness()
+        h.engine._mask_words = None
+        with pytest.raises(InvalidRequestError, match="structured_outputs"):
+            h.add(grammar=Residues())
+        assert not h.engine.has_work

@@ -23,6 +23,13 @@ GRAPHS = dataclasses.replace(attention_ops("cpu", "xla"), name="xla-graphs", bra
 """Nothing branches on the device, decode steps are one program: what an executor does on GPUs."""
 
 
+def only(*ids: int) -> np.ndarray:
+    """A mask that allows these tokens."""
+    bits = np.zeros(128, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
 @pytest.mark.parametrize("attention", ["reproject", "absorb"])
 @pytest.mark.parametrize(
     ("mixed", "ops"), [(False, None), (True, None), (False, GRAPHS), (True, GRAPHS)]
@@ -144,7 +151,10 @@ def test_serving_after_warm_up_compiles_nothing(
                 counts[int(seat)] = n
                 budget -= n
         if counts:
-            driver.step(counts, variants[i % 4])
+            ends = [s for s, n in counts.items() if driver.cached[s] + n == len(driver.tokens[s])]
+            masks = {s: only(*range(10, 60)) for s in ends[: i % 3]}
+            driver.step(counts, variants[i % 4], masks=masks)
+            assert all(10 <= driver.tokens[s][-1] < 60 for s in masks)
     assert executor.compilations == 0
 
 
@@ -205,3 +215,86 @@ def test_sampled_tokens_do_not_depend_on_how_steps_are_cut_into_programs() -> No
             driver.step({0: 1, 1: 1, 2: 1, 3: 1}, seeded)
         tokens.append(driver.tokens)
     assert tokens[0] == tokens[1]
+
+
+def settings() -> dict[str, SamplingParams]:
+    return {
+        "greedy": GREEDY,
+        "drawn": SamplingParams(seed=3),
+        "restricted": SamplingParams(seed=3, top_k=7, top_p=0.8, min_p=0.01),
+        "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.5),
+        "bias": SamplingParams(seed=3, logit_bias={20: -100.0, 21: 5.0}),
+        "min_tokens": SamplingParams(temperature=0.0, min_tokens=9, stop_token_ids=(22, 23)),
+        "logprobs": SamplingParams(temperature=0.0, logprobs=5),
+    }
+
+
+@pytest.fixture(scope="module", params=[None, GRAPHS], ids=["branches", "graphs"])
+def four_seats(request: pytest.FixtureRequest) -> JaxExecutor:
+    return make_executor(ops=request.param, max_num_seqs=4)
+
+
+@pytest.mark.parametrize("name", settings())
+def test_R25_a_mask_goes_with_every_setting(name: str, four_seats: JaxExecutor) -> None:
+    """Masked rows take allowed tokens only, and rows without a mask the same as in a step without masks."""
+    params = settings()[name]
+    streams = []
+    for masked in (True, False):
+        driver = Driver(four_seats)
+        for seat, prompt in PROMPTS.items():
+            driver.add(seat, prompt, HIDDEN if seat % 2 else KV)
+        masks = {1: only(*range(20, 30)), 2: only(40, 96), 3: only(*range(97))} if masked else None
+        driver.step({0: 3, 1: 37, 2: 1, 3: 17}, params, masks=masks)
+        for i in range(5):
+            result = driver.step(
+                {0: 1, 1: 1, 2: 1, 3: 1}, params, on_device=i % 2 == 0, masks=masks
+            )
+        streams.append({s: driver.tokens[s][len(p) :] for s, p in PROMPTS.items()})
+        if params.logprobs is not None:
+            assert result.top_logprobs is not None
+            assert result.logprob is not None
+            assert (
+                result.logprob <= result.top_logprobs[:, 0] + 1e-6
+            ).all()  # of the model's own distribution
+    assert set(streams[0][1]) <= set(range(20, 30))
+    assert set(streams[0][2]) <= {40, 96}
+    assert streams[0][0] == streams[1][0]
+    assert streams[0][3] == streams[1][3]  # all tokens allowed: no mask
+    if name == "bias":
+        assert 20 not in streams[0][1]
+    if name == "min_tokens":
+        assert not {22, 23} & set(streams[0][1])
+
+
+def test_R21_a_row_whose_mask_leaves_nothing_is_flagged_alone(four_seats: JaxExecutor) -> None:
+    driver = Driver(four_seats)
+    driver.add(0, [5, 6, 7], KV)
+    driver.add(1, [5, 6, 7], KV)
+    with pytest.raises(AssertionError, match="not finite: \\[1\\]"):
+        driver.step({0: 3, 1: 3}, masks={0: only(8), 1: only()})
+    assert driver.tokens[0][-1] == 8
+
+
+def test_tokens_beyond_a_narrow_mask_are_forbidden(four_seats: JaxExecutor) -> None:
+    driver = Driver(four_seats)
+    driver.add(0, [5, 6, 7], KV)
+    driver.step({0: 3}, masks={0: only(*range(97))[:1]})
+    assert driver.tokens[0][-1] < 32
+
+
+def test_a_step_that_waits_for_masks_has_no_result_before(
+    four_seats: JaxExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(four_seats)
+    driver.add(0, [5, 6, 7], KV)
+    execute = driver.executor.execute
+
+    def keep(batch):
+        handle = execute(batch)
+        with pytest.raises(RuntimeError, match="not sampled"):
+            handle.result()
+        return handle
+
+    monkeypatch.setattr(four_seats, "execute", keep)
+    driver.step({0: 3}, masks={0: only(9)})
+    assert driver.tokens[0][-1] == 9

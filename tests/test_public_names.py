@@ -10,7 +10,7 @@ import apt_jax
 
 PUBLIC = {
     "interfaces": ["LLM", "AsyncEngine", "build_engine"],
-    "requests": ["SLO", "SamplingParams"],
+    "requests": ["SLO", "SamplingParams", "StructuredOutputsParams"],
     "answers": ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"],
     "configuration": [
         "CacheConfig",
@@ -38,7 +38,7 @@ NAMES = sorted(name for names in PUBLIC.values() for name in names)
 
 def heavy_modules_after(statements: str) -> list[str]:
     """Which slow or optional libraries a fresh interpreter has imported after `statements`."""
-    heavy = ("jax", "tokenizers", "scipy", "grpc", "safetensors")
+    heavy = ("jax", "tokenizers", "scipy", "grpc", "safetensors", "llguidance")
     code = f"import json, sys\n{statements}\nprint(json.dumps([m for m in {heavy} if m in sys.modules]))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120

@@ -173,3 +173,23 @@ def test_log_probabilities_are_normalised_and_ordered() -> None:
     np.testing.assert_allclose(np.asarray(chosen), [exact[0, 4], exact[1, 9]], rtol=1e-5)
     np.testing.assert_array_equal(np.asarray(ids)[0], np.argsort(-exact[0])[:20])
     np.testing.assert_allclose(np.asarray(values)[1], np.sort(exact[1])[::-1][:20], rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [31, 32, 97])
+def test_masks_keep_the_allowed_tokens_alone(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    scores = rng.standard_normal((5, vocab)).astype(np.float32)
+    allowed = rng.random((5, vocab)) < 0.3
+    allowed[3], allowed[4] = True, False
+    bits = np.zeros((5, -(-vocab // 32) * 32), np.uint8)
+    bits[:, :vocab] = allowed
+    bits[:3, vocab:] = 1  # beyond the vocabulary: no token
+    masks = jnp.asarray(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    masked = jax.jit(sampling.allow)(scores, masks)
+    np.testing.assert_array_equal(np.asarray(masked), np.where(allowed, scores, -np.inf))
+    for temperature in (0.0, 1.0):
+        tokens, finite = sampling.sample(masked, _rows(5, temperature, 3, top_k=50))
+        assert finite.tolist() == [True] * 4 + [False]
+        assert all(allowed[r, int(tokens[r])] for r in range(4))
+        plain, _ = sampling.sample(jnp.asarray(scores), _rows(5, temperature, 3, top_k=50))
+        assert int(tokens[3]) == int(plain[3])

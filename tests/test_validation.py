@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from apt_jax.config import SLO
 from apt_jax.errors import ConfigError, InvalidRequestError
-from apt_jax.request import SamplingParams
+from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
 from apt_jax.validation import RequestLimits, build_request
 
 LIMITS = RequestLimits(
@@ -226,6 +226,10 @@ BAD = {
     "include_stop_str_in_output": [0, "yes", None],
     "skip_special_tokens": [1, "no", None],
     "logprobs": [-1, 21, HUGE, *NOT_INTEGERS],
+    "structured_outputs": [
+        5, "{}", True, [], {}, {"json": None}, {"json_object": False}, {"jsn": "{}"}, {1: 2}, {"json": "{}", "regex": "a"},
+        {"json_object": True, "choice": ["a"]}, StructuredOutputsParams(), StructuredOutputsParams(json={}, grammar="a"),
+    ],
 }  # fmt: skip
 
 
@@ -306,6 +310,94 @@ def test_whatever_comes_the_answer_is_a_request_or_one_line(fields):
         assert "\n" not in message
     else:
         assert build(params=params).params == params  # checking again changes nothing
+
+
+# --- structured outputs --------------------------------------------------------------------------------------------
+
+
+class Source:
+    """Takes every form."""
+
+    def __init__(self) -> None:
+        self.wanted: list[tuple[StructuredOutputsParams, bool]] = []
+
+    def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool) -> Grammar:
+        self.wanted.append((wanted, ends_at_eos))
+        return self  # type: ignore[return-value]  # any object does
+
+
+DEEP: dict[str, object] = {"items": {}}
+for _ in range(10_000):
+    DEEP = {"items": DEEP}
+CIRCLE: dict[str, object] = {}
+CIRCLE["a"] = CIRCLE
+BAD_FORMS = {
+    "json": [
+        "", "{", "[1]", "5", "null", "{}x", 5, [1], b"{}", "{" * 100_000, "[" * 100_000, '{"a":NaN}', '{"a":1,"a":2}',
+        '{"a":' + "1" * 5000 + "}", '{"a":1e999}', "\ud800", '{"items":' * 65 + "{}" + "}" * 65, {1: 2}, {"a": math.nan}, {"a": {3}},
+        {"a": b"x"}, DEEP, CIRCLE, {"enum": ["x" * 70_000]}, "x" * 10**7, {"x-guidance": {"lenient": True}}, '{"a":Infinity}',
+    ],
+    "regex": ["", 5, b"a", "a" * 65_537, "é" * 40_000, "\ud800", ["a"]],
+    "choice": [[], "ab", 5, [1], [""], ["a"] * 1025, ["x" * 70_000], ["x" * 60_000, "y" * 10_000], ["\ud800"], {"a"}, [None], b"a"],
+    "grammar": ["", 5, "s" * 65_537, "\ud800"],
+    "json_object": [1, "true", [True]],
+    "disable_any_whitespace": [1, "yes", None],
+    "whitespace_pattern": [5, "", " " * 257],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "index"), [(f, i) for f, values in BAD_FORMS.items() for i in range(len(values))]
+)
+@pytest.mark.parametrize("mapping", [False, True])
+def test_R11_R15_forms_that_are_refused_before_anything_is_compiled(field, index, mapping):
+    form = {field: BAD_FORMS[field][index]}
+    if field in ("disable_any_whitespace", "whitespace_pattern"):
+        form["json_object"] = True
+    source = Source()
+    wanted = form if mapping else StructuredOutputsParams(**form)
+    refused(f"structured_outputs.{field}", params={"structured_outputs": wanted}, grammars=source)
+    assert not source.wanted
+
+
+@pytest.mark.parametrize("option", [{"disable_any_whitespace": True}, {"whitespace_pattern": " "}])
+def test_whitespace_is_a_matter_of_json(option):
+    (name,) = option
+    for form in ({"regex": "a"}, {"choice": ["a"]}, {"grammar": "start: A"}):
+        refused(f"structured_outputs.{name}", params={"structured_outputs": {**form, **option}})
+    both = {"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}
+    refused("structured_outputs.whitespace_pattern", params={"structured_outputs": both})
+
+
+def test_forms_reach_the_compiler_checked_and_last():
+    source = Source()
+    schema = {"type": "object", "properties": {"b": {}, "a": {"const": "é"}}}
+    for wanted in (
+        StructuredOutputsParams(json=schema),
+        {"json": '{"type": "object", "properties": {"b": {}, "a": {"const": "\u00e9"}}}'},
+        {"choice": ["b", "a", "b"], "json_object": False},
+        {"json": False, "whitespace_pattern": " "},
+        {"json_object": True, "disable_any_whitespace": True},
+    ):
+        params = SamplingParams(structured_outputs=wanted, ignore_eos=wanted is not None)  # type: ignore[arg-type]
+        request = build(params=params, grammars=source)
+        assert request.grammar is source
+        assert source.wanted[-1] == (request.params.structured_outputs, False)
+        assert build(params=request.params, grammars=source).params == request.params
+    build(params={"structured_outputs": {"regex": "a"}}, grammars=source)
+    forms = [wanted for wanted, _ in source.wanted[::2]]
+    assert forms[0] == forms[1]
+    assert forms[0].json == r'{"type":"object","properties":{"b":{},"a":{"const":"\u00e9"}}}'
+    assert forms[2] == StructuredOutputsParams(choice=("b", "a"))
+    assert forms[3].json == "false"
+    assert source.wanted[-1] == (StructuredOutputsParams(regex="a"), True)
+    before = len(source.wanted)
+    refused("max_tokens", prompt="x" * 60, params={"max_tokens": 9, "structured_outputs": {"regex": "a"}}, grammars=source)  # fmt: skip
+    assert len(source.wanted) == before
+
+
+def test_without_a_compiler_forms_are_refused():
+    assert "--tokenizer" in refused("structured_outputs", params={"structured_outputs": {"regex": "a"}})  # fmt: skip
 
 
 # --- objectives ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_json_argument(parser)
     options.add_sampling_arguments(parser, max_tokens=64)
+    options.add_form_arguments(parser)
     options.add_engine_arguments(parser)
 
 

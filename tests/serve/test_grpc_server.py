@@ -172,6 +172,7 @@ BAD_SAMPLING = {
     "stop": [[""], ["a"] * 5, ["a" * 257]],
     "stop_token_ids": [[VOCAB_SIZE], [2**32 - 1], list(range(17))],
     "logprobs": [-1, 21],
+    "structured_outputs": [{}, {"json_object": False}, {"disable_any_whitespace": True}],
 }  # fmt: skip
 NOT_CHECKED_BY_VALUE = {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
 

@@ -1,13 +1,13 @@
 """A tiny random model, an executor for it, and a driver that feeds executors by hand."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention, ModelConfig
-from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
+from apt_jax.executor import TOKEN_ON_DEVICE, MaskedStepHandle, StepBatch
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
@@ -75,8 +75,13 @@ class Driver:
         self.tokens[seat], self.cached[seat], self.kind[seat] = list(prompt), 0, kind
 
     def step(
-        self, counts: dict[int, int], params: SamplingParams = GREEDY, on_device: bool = False
+        self,
+        counts: dict[int, int],
+        params: SamplingParams = GREEDY,
+        on_device: bool = False,
+        masks: dict[int, np.ndarray] | None = None,
     ):
+        """One step; `masks` (words of bits) by seat, of rows that sample."""
         seats = list(counts)
         ids, samples = [], []
         for s in seats:
@@ -99,8 +104,16 @@ class Driver:
             params=[params] * len(seats),
             history=[np.array(self.tokens[s], np.int32) for s in seats],
             prompt_len=np.array([len(self.tokens[s]) for s in seats], np.int32),
+            masked=np.array([i for i, s in enumerate(seats) if s in masks]) if masks else None,
         )
-        result = self.executor.execute(batch).result()
+        handle = self.executor.execute(batch)
+        if masks:
+            assert batch.masked is not None
+            assert all(samples[i] for i in batch.masked)
+            cast("MaskedStepHandle", handle).sample(
+                np.stack([masks[s] for s in seats if s in masks])
+            )
+        result = handle.result()
         for i, s in enumerate(seats):
             self.cached[s] += counts[s]
             if samples[i]:

@@ -116,6 +116,7 @@ def expected_tokens(request: EngineRequest) -> list[int]:
         request.params.max_tokens,
         vocab_size=VOCAB_SIZE,
         params=request.params,
+        grammar=request.grammar,
     )
 
 

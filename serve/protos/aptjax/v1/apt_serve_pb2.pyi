@@ -63,7 +63,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., slo_class: _Optional[_Union[SloClass, str]] = ..., deadline_ms: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "logprobs")
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "logprobs", "structured_outputs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class SamplingParams(_message.Message):
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_k: int
@@ -105,7 +106,32 @@ class SamplingParams(_message.Message):
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     logprobs: int
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    structured_outputs: StructuredOutputs
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logprobs: _Optional[int] = ..., structured_outputs: _Optional[_Union[StructuredOutputs, _Mapping]] = ...) -> None: ...
+
+class StructuredOutputs(_message.Message):
+    __slots__ = ("json", "regex", "choice", "grammar", "json_object", "disable_any_whitespace", "whitespace_pattern")
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    DISABLE_ANY_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
+    WHITESPACE_PATTERN_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    regex: str
+    choice: Choices
+    grammar: str
+    json_object: bool
+    disable_any_whitespace: bool
+    whitespace_pattern: str
+    def __init__(self, json: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., grammar: _Optional[str] = ..., json_object: _Optional[bool] = ..., disable_any_whitespace: _Optional[bool] = ..., whitespace_pattern: _Optional[str] = ...) -> None: ...
+
+class Choices(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Slo(_message.Message):
     __slots__ = ("ttft_ms", "tbt_ms")
@@ -216,7 +242,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("model", "scheduling_policy", "cache", "uptime_s", "max_model_len", "num_waiting", "num_running", "num_ending", "waiting_prompt_tokens", "requests_by_kind", "total_blocks", "free_blocks", "blocks_by_kind", "block_size", "iterations", "finished", "num_refused", "num_preemptions", "kind_switches", "recomputed_tokens", "prompt_tokens", "generation_tokens", "step_failures", "compilations", "host_p50_ms", "host_p99_ms", "schedule_p50_ms", "dispatch_p50_ms", "schedule_p99_ms")
+    __slots__ = ("model", "scheduling_policy", "cache", "uptime_s", "max_model_len", "num_waiting", "num_running", "num_ending", "waiting_prompt_tokens", "requests_by_kind", "total_blocks", "free_blocks", "blocks_by_kind", "block_size", "iterations", "finished", "num_refused", "num_preemptions", "kind_switches", "recomputed_tokens", "prompt_tokens", "generation_tokens", "step_failures", "compilations", "host_p50_ms", "host_p99_ms", "schedule_p50_ms", "dispatch_p50_ms", "schedule_p99_ms", "mask_p50_ms", "mask_p99_ms")
     class RequestsByKindEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +307,8 @@ class GetStatsResponse(_message.Message):
     SCHEDULE_P50_MS_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_P50_MS_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_P99_MS_FIELD_NUMBER: _ClassVar[int]
+    MASK_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    MASK_P99_MS_FIELD_NUMBER: _ClassVar[int]
     model: str
     scheduling_policy: str
     cache: str
@@ -310,4 +338,6 @@ class GetStatsResponse(_message.Message):
     schedule_p50_ms: float
     dispatch_p50_ms: float
     schedule_p99_ms: float
-    def __init__(self, model: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., cache: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_ending: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., requests_by_kind: _Optional[_Mapping[str, int]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks_by_kind: _Optional[_Mapping[str, int]] = ..., block_size: _Optional[int] = ..., iterations: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., num_refused: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kind_switches: _Optional[_Mapping[str, int]] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., step_failures: _Optional[int] = ..., compilations: _Optional[int] = ..., host_p50_ms: _Optional[float] = ..., host_p99_ms: _Optional[float] = ..., schedule_p50_ms: _Optional[float] = ..., dispatch_p50_ms: _Optional[float] = ..., schedule_p99_ms: _Optional[float] = ...) -> None: ...
+    mask_p50_ms: float
+    mask_p99_ms: float
+    def __init__(self, model: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., cache: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_ending: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., requests_by_kind: _Optional[_Mapping[str, int]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks_by_kind: _Optional[_Mapping[str, int]] = ..., block_size: _Optional[int] = ..., iterations: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., num_refused: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kind_switches: _Optional[_Mapping[str, int]] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., step_failures: _Optional[int] = ..., compilations: _Optional[int] = ..., host_p50_ms: _Optional[float] = ..., host_p99_ms: _Optional[float] = ..., schedule_p50_ms: _Optional[float] = ..., dispatch_p50_ms: _Optional[float] = ..., schedule_p99_ms: _Optional[float] = ..., mask_p50_ms: _Optional[float] = ..., mask_p99_ms: _Optional[float] = ...) -> None: ...
