@@ -53,6 +53,11 @@ class StepBatch:
     """(n,) prompt then known output tokens of the row's request; read only for penalties."""
     prompt_len: NDArray[np.int32]
     """(n,) how much of `history` is the prompt."""
+    copies: NDArray[np.int32] = dataclasses.field(
+        default_factory=lambda: np.zeros((0, 2), np.int32)
+    )
+    """(m, 2) blocks (source, destination): before the step writes anything, all sources are read, then written to their
+    destinations. No destination is there twice; m is at most 2 * max_num_seqs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

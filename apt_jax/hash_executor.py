@@ -219,7 +219,10 @@ class HashExecutor:
         self.steps_since_reset = 0
 
     def _write(self, batch: StepBatch) -> NDArray[np.int64]:
-        """Resolve tokens on the device and write the step's positions; returns the resolved tokens, (T,)."""
+        """Copy blocks, resolve tokens on the device and write the step's positions; returns the tokens, (T,)."""
+        source, destination = batch.copies.T
+        for memory in (self._token, self._position, self._tag):
+            memory[destination] = memory[source]
         n = batch.num_tokens.size
         row = np.repeat(np.arange(n), batch.num_tokens)
         first = np.cumsum(batch.num_tokens) - batch.num_tokens
@@ -340,5 +343,23 @@ class HashExecutor:
             and ((tables[:, 1] != NULL_BLOCK) == (used & ~hidden)).all(),
             "a block table with holes",
         )
-        owned = tables[tables != NULL_BLOCK]
-        require(np.unique(owned).size == owned.size, "two rows share a block")
+        # Rows may read the same blocks, but what one writes, no other may hold.
+        group = np.arange(tables.shape[2])
+        writes = (group >= (batch.start // self.block_size)[:, None]) & used
+        both = np.broadcast_to(writes[:, None], tables.shape) & (tables != NULL_BLOCK)
+        holders = np.bincount(tables[tables != NULL_BLOCK], minlength=self.num_blocks + 1)
+        require((holders[tables[both]] == 1).all(), "a row writes into a block of another row")
+        for row in range(n):
+            own = tables[row][tables[row] != NULL_BLOCK]
+            require(np.unique(own).size == own.size, "a row has a block twice")
+        copies = batch.copies
+        require(copies.ndim == 2 and copies.shape[1] == 2 and copies.dtype == np.int32, "copies")
+        require(
+            (copies > NULL_BLOCK).all() and (copies <= self.num_blocks).all(),
+            "a copy of or to a block that is not there",
+        )
+        require(
+            np.unique(copies[:, 1]).size == copies.shape[0]
+            and np.isin(copies[:, 1], tables[both]).all(),
+            "a copy to a block that no row writes",
+        )

@@ -175,7 +175,8 @@ class _CheckedPolicy:
             "view: a row that has all its tokens",
         )
         _expect(
-            view.free_blocks + int(table.num_blocks[view.running].sum()) == view.total_blocks,
+            view.free_blocks + int(table.num_blocks[view.running].sum()) + view.shared_blocks
+            == view.total_blocks,
             "view: blocks that nobody holds",
         )
         _expect(
