@@ -623,13 +623,8 @@ class Engine:
             table.rank[rows], seats, table.num_cached[rows] + found + num_tokens, kind
         )
         if not ok.all():
+            ok = self._retry(rows, seats, num_tokens, kind, found, ok)
             self._deferred_rows += int(np.count_nonzero(~ok))
-            for i in np.flatnonzero(~ok & (found > 0)).tolist():
-                if self.cache.seat_of(int(table.rank[rows[i]])) != NO_SEAT:
-                    self.cache.release(int(table.rank[rows[i]]))
-            sources = {
-                int(rows[i]): sources[rows[i]] for i in np.flatnonzero(ok) if rows[i] in sources
-            }
             rows, num_tokens, kind, seats = rows[ok], num_tokens[ok], kind[ok], seats[ok]
             found = found[ok]
             if not rows.size:
@@ -639,9 +634,39 @@ class Engine:
             self._start(int(rows[i]), int(seats[i]), int(kind[i]), int(found[i]))
         batch = self._build_batch(rows, num_tokens, kind, seats)
         self.cache.check_writable(seats, batch.start)
+        sources = {row: sources[row] for row in rows.tolist() if row in sources} if sources else {}
         if sources:
             batch = dataclasses.replace(batch, copies=self._copies(sources))
         return batch, rows
+
+    def _retry(
+        self,
+        rows: NDArray[np.int32],
+        seats: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kind: NDArray[np.int8],
+        found: NDArray[np.int32],
+        ok: NDArray[np.bool_],
+    ) -> NDArray[np.bool_]:
+        """Not all rows got their blocks. Those that must wait give back what they have found, which may help others."""
+        cache, owners = self.cache, self.table.rank[rows]
+        gave_back = False
+        for i in np.flatnonzero(~ok & (found > 0)).tolist():
+            if cache.seat_of(int(owners[i])) != NO_SEAT:
+                cache.release(int(owners[i]))
+                seats[i] = NO_SEAT
+                gave_back = True
+        again = np.flatnonzero(~ok & (found == 0))
+        if gave_back and again.size:
+            their_seats = seats[again]
+            ok[again] = cache.reserve_rows(
+                owners[again],
+                their_seats,
+                self.table.num_cached[rows[again]] + num_tokens[again],
+                kind[again],
+            )
+            seats[again] = their_seats
+        return ok
 
     def _attach(
         self, rows: NDArray[np.int32], seats: NDArray[np.int32], kind: NDArray[np.int8]
