@@ -576,6 +576,7 @@ class LLM:
         load_format, tokenizer, served_model_name, attention_backend: see `EngineConfig`.
         violation_decay: see `SchedulerConfig`.
         default_slo: objectives of requests that bring none.
+        enable_prefix_caching: requests with the same beginning share the cache of it.
         warm_up: compile everything now rather than when it is first needed.
         calibrate: measure step costs if none are stored for this machine; without it stored ones are still used.
         use_tqdm: show progress while compiling and calibrating.
@@ -606,6 +607,7 @@ class LLM:
         attention_backend: str | None = None,
         violation_decay: float = 0.0,
         default_slo: SLO | None = None,
+        enable_prefix_caching: bool = True,
         warm_up: bool = True,
         calibrate: bool = False,
         use_tqdm: bool = True,
@@ -625,6 +627,7 @@ class LLM:
                 device_memory_utilization=device_memory_utilization,
                 mode=cache,
                 hidden_attention=hidden_attention,
+                enable_prefix_caching=enable_prefix_caching,
             ),
             scheduler=SchedulerConfig(
                 policy=scheduling_policy,
