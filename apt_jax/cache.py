@@ -191,6 +191,7 @@ class HybridCache:
         )
         self.watch: HitWatch | None = None
         self.charges_changed = False
+        self._is_expected = np.zeros(num_blocks + 1, np.bool_)
         self._second = np.zeros(num_blocks + 1, np.int32)  # second block of a group, by its first
         self._seat_sum = np.zeros(
             num_blocks + 1, np.int64
@@ -331,13 +332,10 @@ class HybridCache:
                 seats[i] = self._seat_of[owner]
         return ok
 
-    def release(self, owner: int, num_kept: int = 0) -> int:
+    def release(self, owner: int) -> int:
         """Give back all that the owner holds, its seat as well; returns the number of blocks.
 
-        Args:
-            owner: holds cache.
-            num_kept: groups that a step in flight will have filled; they stay idle until `register` or `discard`
-                says what has become of them.
+        Groups that are registered, or may be soon (`expect`), stay idle.
         """
         seat = self._seat_of.pop(owner, NO_SEAT)
         _require(seat != NO_SEAT, f"owner {owner} holds no cache")
@@ -351,7 +349,7 @@ class HybridCache:
             self._groups_in_use[kind] -= groups
             self.pool.free(ids.reshape(-1))
         else:
-            self._release_groups(self.prefixes, ids.copy(), seat, kind, num_kept)
+            self._release_groups(self.prefixes, ids.copy(), seat, kind)
         self.tables[seat, :, :groups] = NULL_BLOCK
         self.num_groups[seat] = 0
         self.num_private[seat] = 0
@@ -362,7 +360,7 @@ class HybridCache:
         return num_blocks
 
     def _release_groups(
-        self, prefixes: PrefixTree, ids: NDArray[np.int32], seat: int, kind: int, num_kept: int
+        self, prefixes: PrefixTree, ids: NDArray[np.int32], seat: int, kind: int
     ) -> None:
         firsts = ids[0]
         self.num_refs[firsts] -= 1
@@ -373,7 +371,7 @@ class HybridCache:
         over = left == 0
         self._groups_in_use[kind] -= int(np.count_nonzero(over))
         registered = prefixes.is_registered[firsts]
-        kept = over & (registered | (np.arange(firsts.size) < num_kept))
+        kept = over & (registered | self._is_expected[firsts])
         self.pool.free(ids[:, over & ~kept].reshape(-1))
         idle = firsts[kept].tolist()
         self._num_idle_blocks += len(idle) * self.blocks_per_group[kind]
@@ -447,6 +445,18 @@ class HybridCache:
             self.prefixes.idle.move_to_end(node.block)
         return np.array([node.block, self._second[node.block]], np.int32)
 
+    def expect(
+        self, seat: int, begin: int, end: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """A step in flight fills groups [begin, end) of the seat's request: `register` or `discard` will follow.
+
+        Returns:
+            Their first blocks, and the generations of these.
+        """
+        firsts = self.tables[seat, 0, begin:end].copy()
+        self._is_expected[firsts] = True
+        return firsts, self.generation[firsts]
+
     def register(
         self,
         owner: int,
@@ -476,6 +486,7 @@ class HybridCache:
             if self.generation[first] != stamps[i]:
                 parent = None  # given away meanwhile
                 continue
+            self._is_expected[first] = False
             at = begin + i
             held = bool(self.num_refs[first])
             if held:
@@ -509,6 +520,7 @@ class HybridCache:
         prefixes = self.prefixes
         assert prefixes is not None
         same = self.generation[firsts] == generations
+        self._is_expected[firsts[same]] = False
         for first in firsts[same].tolist():
             self._discard(prefixes, first)
 
@@ -521,9 +533,10 @@ class HybridCache:
                 self._drop(self.prefixes, node)
 
     def clear_prefixes(self) -> None:
-        """Forget every registered group: their contents are gone. Groups that are held stay held."""
+        """Forget every registered or expected group: their contents are gone. Groups that are held stay held."""
         prefixes = self.prefixes
         assert prefixes is not None
+        self._is_expected[:] = False
         for root in prefixes.roots:
             for node in list(root.children):
                 self._drop(prefixes, node)
@@ -576,6 +589,7 @@ class HybridCache:
         """Free an idle group that is not registered; nothing otherwise."""
         if first in prefixes.idle and not prefixes.is_registered[first]:
             del prefixes.idle[first]
+            self._is_expected[first] = False
             second = int(self._second[first])
             ids = np.array([first] if second == NULL_BLOCK else [first, second], np.int32)
             self._num_idle_blocks -= ids.size
@@ -728,6 +742,14 @@ class HybridCache:
             "index and tree differ",
         )
         order = {first: i for i, first in enumerate(prefixes.idle)}
+        _require(
+            (prefixes.is_registered[idle] | self._is_expected[idle]).all(),
+            "a group is kept for nothing",
+        )
+        _require(
+            not (prefixes.is_registered & self._is_expected).any(),
+            "a group is registered before its time",
+        )
         for node in reached:
             parent = node.parent
             _require(

@@ -888,14 +888,14 @@ class Engine:
         filled = []
         for i in np.flatnonzero(more).tolist():
             begin = int(self._num_filled[rows[i]])
-            firsts = self.cache.tables[batch.seats[i], 0, begin : groups[i]].copy()
+            firsts, generations = self.cache.expect(int(batch.seats[i]), begin, int(groups[i]))
             filled.append(
                 _Filled(
                     index=i,
                     kind=int(batch.kind[i]),
                     begin=begin,
                     firsts=firsts,
-                    generations=self.cache.generation[firsts],
+                    generations=generations,
                 )
             )
         self._num_filled[rows[more]] = groups[more]
@@ -1079,7 +1079,7 @@ class Engine:
     def _release(self, row: int, status: int) -> None:
         """Take cache and seat from a running row."""
         table = self.table
-        self.cache.release(int(table.rank[row]), int(self._num_filled[row]))
+        self.cache.release(int(table.rank[row]))
         self._computed_once[row] = max(self._computed_once[row], table.num_cached[row])
         self._num_filled[row] = 0
         table.num_cached[row] = 0

@@ -41,7 +41,7 @@ class FaultKind(enum.Enum):
     RAISE_BEFORE = "execute raises, nothing was written"
     RAISE_AFTER = "execute raises, everything was written"
     RAISE_IN_RESULT = "result raises"
-    NOT_FINITE = "one row's logits are not finite"
+    NOT_FINITE = "one row's logits are not finite, nor is what it wrote"
     BAD_TOKEN = "one row's token is outside the vocabulary"
     PARTIAL = "the result misses its last row"
 
@@ -201,6 +201,8 @@ class HashExecutor:
             self._broken = True
             raise RuntimeError("planted: after the step wrote everything")
         outcome: StepResult | Exception = self._sample(batch, token_ids, fault)
+        if fault is not None and fault.kind is FaultKind.NOT_FINITE:
+            self._spoil(batch, fault.row % batch.num_tokens.size)
         if fault is not None and fault.kind is FaultKind.RAISE_IN_RESULT:
             self._broken = True
             outcome = RuntimeError("planted: while the result was fetched")
@@ -243,6 +245,12 @@ class HashExecutor:
             self._position[block, slot[where]] = position[where]
             self._tag[block, slot[where]] = tag[where] if isinstance(tag, np.ndarray) else tag
         return tokens
+
+    def _spoil(self, batch: StepBatch, row: int) -> None:
+        """What a row wrote in this step is as bad as its logits: nobody may read it."""
+        position = batch.start[row] + np.arange(batch.num_tokens[row])
+        blocks = batch.block_tables[row][:, position // self.block_size]
+        self._token[blocks, position % self.block_size] = _STALE_TOKEN
 
     def _sums(self, batch: StepBatch) -> NDArray[np.uint64]:
         """Hash of what each row reads back through its block table, (n,)."""
