@@ -51,6 +51,7 @@ class Served:
         prefix_caching: bool = True,
         debug: bool = True,
         fault=None,
+        engine_class: type[Engine] = Engine,
     ) -> None:
         self.clock = VirtualClock()
         self.executor = HashExecutor(
@@ -74,7 +75,7 @@ class Served:
             KindSpec(name=name, blocks_per_group=n, offered=o, extra_per_token_s=s)
             for name, n, o, s in zip(("kv", "hidden"), (2, 1), offered, (0.0, 1e-7), strict=True)
         )
-        self.engine = Engine(
+        self.engine = engine_class(
             self.executor,
             Checked(policy),
             self.clock,
@@ -372,6 +373,52 @@ class TestFaults:
         assert row is None or not served.engine.table.hit_tokens[row.row].any()
         served.drain()
         served.assert_as_expected()
+
+
+class TestPlantedBugs:
+    """What breaks no accounting must show in the tokens."""
+
+    def test_registering_before_the_token_is_known(self):
+        class TooEarly(Engine):
+            def _filled(self, batch, rows, end):
+                filled = super()._filled(batch, rows, end)
+                for f in filled:
+                    live = self._live(int(rows[f.index]))
+                    self.cache.register(
+                        live.rank, f.kind, live.digests, f.begin, f.firsts, f.generations
+                    )
+                return filled
+
+        for engine_class, right in ((Engine, True), (TooEarly, False)):
+            count = itertools.count()
+            served = Served(
+                debug=False,
+                engine_class=engine_class,
+                fault=lambda b, count=count: (
+                    Fault(kind=FaultKind.NOT_FINITE) if next(count) == 0 else None
+                ),
+            )
+            served.add(prompt(16))
+            served.step()
+            name = served.serve(prompt(17))
+            assert (served.tokens[name] == served.expected(name)) == right
+
+    def test_a_digest_without_what_came_before(self):
+        class NoParent(Engine):
+            def _await_hits(self, live):
+                size = self.cache.block_size
+                for i in range(live.num_known // size):
+                    alone: list[bytes] = []
+                    extend_digests(alone, live.root, live.tokens[i * size : (i + 1) * size], size)
+                    live.digests[i:] = alone
+                super()._await_hits(live)
+
+        for engine_class, right in ((Engine, True), (NoParent, False)):
+            served = Served(debug=False, engine_class=engine_class)
+            served.serve(prompt(12, 1), 1)
+            served.serve([*prompt(4, 2), *prompt(4, 3)], 1)
+            name = served.serve([*prompt(4, 2), *prompt(12, 1)[4:], 5])
+            assert (served.tokens[name] == served.expected(name)) == right
 
 
 @dataclasses.dataclass
