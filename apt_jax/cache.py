@@ -116,7 +116,16 @@ class BlockPool:
             CacheIntegrityError: an id is not one of the pool's, is free already, or is there twice.
         """
         num = ids.size
-        if not num:
+        if num <= 2:  # a group that is evicted: single numbers are faster
+            for block in ids.tolist():
+                _require(
+                    NULL_BLOCK < block <= self.num_blocks,
+                    f"freed ids outside [1, {self.num_blocks}]",
+                )
+                _require(not self._is_free[block], "a block was freed twice")
+                self._stack[self._num_free] = block
+                self._is_free[block] = True
+                self._num_free += 1
             return
         _require(
             ids.min() > NULL_BLOCK and ids.max() <= self.num_blocks,

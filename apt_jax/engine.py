@@ -568,6 +568,10 @@ class Engine:
         if unseen.any():
             # Preempted from outside after its last dispatch: the host must see the token first.
             waiting = waiting[~unseen]
+        shared_blocks = 0
+        if self._hits is not None:
+            private = int(self.table.num_blocks[running].sum())
+            shared_blocks = self.cache.pool.num_blocks - self.cache.num_free - private
         return SchedulerView(
             now_s=self.clock.now_s(),
             table=self.table,
@@ -575,7 +579,7 @@ class Engine:
             running=running,
             free_blocks=self.cache.num_free,
             total_blocks=self.cache.pool.num_blocks,
-            shared_blocks=0 if self._hits is None else self.cache.num_shared,
+            shared_blocks=shared_blocks,
             block_size=self.cache.block_size,
             kinds=self.kinds,
             max_num_seqs=self.max_num_seqs,
