@@ -778,7 +778,7 @@ class HybridCache:
                 "a registered group of another kind",
             )
             _require(
-                not parent.depth or refs[parent.block] >= refs[node.block],
+                parent is None or not parent.depth or refs[parent.block] >= refs[node.block],
                 "a group is held without those before it",
             )
         return owned

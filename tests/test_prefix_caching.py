@@ -287,7 +287,9 @@ class TestHits:
         first, second = Served(), Served()
         for served in (first, second):
             served.serve(prompt(20))
-        found = [set(s.engine.cache.prefixes._by_digest[KV]) for s in (first, second)]
+        trees = [s.engine.cache.prefixes for s in (first, second)]
+        found = [{n.digest for n in tree.node_of.values()} for tree in trees if tree is not None]
+        assert len(found[0]) == len(found[1]) == 5
         assert not found[0] & found[1]
 
 

@@ -77,9 +77,9 @@ class DuplicatedToken(Engine):
 class WrongKind(Engine):
     """A request that comes back with another kind is computed as if it had the old one."""
 
-    def _start(self, row, seat, kind):
+    def _start(self, row, seat, kind, num_found):
         last = self._live(row).last_kind
-        super()._start(row, seat, kind)
+        super()._start(row, seat, kind, num_found)
         if last != NO_KIND:
             self.table.kind[row] = last
 
