@@ -352,7 +352,8 @@ def make_parts(
 def with_scheduler(parts: EngineParts, policy: str, cache: CacheMode) -> EngineParts:
     """A fresh engine over the same executor with another policy and other cache kinds; compiles and loads nothing.
 
-    Only one of them may run at a time: they share the executor's pool.
+    Only one of them may run at a time: they share the executor's pool. With prefix caching an engine must not be used again
+    after another one has run: what it believes to be cached has been written over.
 
     Args:
         parts: from `build_engine`, with both kinds compiled where `cache` needs them.

@@ -293,6 +293,29 @@ class TestHits:
         assert not found[0] & found[1]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_reckons_with_what_is_shared(policy):
+    """80 blocks hold two of these requests on their own, and all four where they share; a step computes what is new."""
+    most = {}
+    for on in (False, True):
+        served = Served(policy, num_blocks=80, offered=(True, False), prefix_caching=on)
+        served.serve(prompt(64), 1)
+        num = len(served.batches)
+        for i in range(4):
+            served.add([*prompt(64), *prompt(3, i + 1)], 8)
+        most[on] = 0
+        while served.engine.has_work:
+            served.step()
+            most[on] = max(most[on], served.engine.stats().num_running)
+        prefills = [b.num_tokens[b.position == 0].tolist() for b in served.batches[num:]]
+        if on:
+            assert sorted(n for ns in prefills for n in ns) == [3, 3, 3, 3]
+        served.assert_as_expected()
+    # Those of `nohy` begin nothing while anyone decodes, and the prefix is shared only then.
+    assert most[False] <= 2
+    assert most[True] == (2 if "nohy" in policy else 4)
+
+
 class TestEviction:
     def test_takes_what_was_used_longest_ago_and_the_end_of_a_prefix_first(self):
         served = Served(num_blocks=24, offered=(True, False))
