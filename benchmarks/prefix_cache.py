@@ -165,7 +165,7 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Conversations with and without prefix caching.")
     parser.add_argument("--model", default="tiny-opt")
     parser.add_argument("--policies", nargs="*", default=["fcfs", "apt"])
     parser.add_argument("--conversations", type=int, default=24)
