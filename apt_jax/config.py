@@ -282,6 +282,8 @@ class CacheConfig:
     """Share of the device memory that is free after the weights and is given to the pool, in (0, 1]."""
     mode: CacheMode = "hybrid"
     hidden_attention: HiddenAttention = "auto"
+    enable_prefix_caching: bool = True
+    """Whether requests with the same beginning share the cache of it."""
 
     def __post_init__(self) -> None:
         _require(

@@ -13,6 +13,12 @@ The life of a request:
    the cache and recomputes it).
 5. It ends once: "stop", "length", "abort" or "error". The last `StepOutput` says so.
 
+Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled begins with the cache of what others, or it
+itself before a preemption, have computed of its tokens; `HitWatch` shows the policy how much that would be. At least its
+last token is computed, since logits are not cached: where all of a last block is cached, it gets a copy of it to write to
+(`StepBatch.copies`). Blocks become findable at commit, when a token that was sampled over them was good, and not before.
+After a step that failed nothing is findable.
+
 Overlap. With `SchedulerConfig.overlap` a step is dispatched before the tokens of the one before it are fetched:
 
     host    | schedule n+1, apply | execute n+1 | result n, commit n | schedule n+2 ...
@@ -40,6 +46,7 @@ that contradicts itself (`CacheIntegrityError`) ends it at once: better than ser
 import collections
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
@@ -58,6 +65,7 @@ from apt_jax.errors import (
     QueueFullError,
 )
 from apt_jax.executor import (
+    NULL_BLOCK,
     TOKEN_ON_DEVICE,
     Executor,
     MaskedStepHandle,
@@ -66,6 +74,7 @@ from apt_jax.executor import (
     StepResult,
 )
 from apt_jax.grammar import GrammarError, fill_one_by_one
+from apt_jax.prefix import extend_digests, root_digest
 from apt_jax.request import (
     CacheKindName,
     EngineRequest,
@@ -178,6 +187,9 @@ class EngineStats:
     waiting_prompt_tokens: int
     total_blocks: int
     free_blocks: int
+    """Cached ones among them."""
+    cached_blocks: int
+    """Blocks of cached prefixes that no request holds: they are found again until they are needed."""
     blocks_by_kind: dict[str, int]
     requests_by_kind: dict[str, int]
     """Running requests by kind."""
@@ -188,6 +200,10 @@ class EngineStats:
     """By (from, to)."""
     recomputed_tokens: int
     """Positions computed again after preemptions and failures."""
+    prefix_cache_queries: int
+    """Tokens of requests that were scheduled for the first time; 0 without prefix caching."""
+    prefix_cache_hits: int
+    """Those of them whose cache was there."""
     finished: dict[str, int]
     """Ended requests by reason."""
     num_refused: int
@@ -238,8 +254,28 @@ class _Live:
     stop_token_ids: frozenset[int]
     metrics: RequestMetrics
     constraint: TokenConstraint | None = None
+    root: bytes
+    """Where the digests of its prefixes begin."""
+    digests: list[bytes] = dataclasses.field(default_factory=list)
+    """Of the full groups of its known tokens, as far as they were needed."""
+    num_found: int = 0
+    """Groups that it did not compute itself, since it was last scheduled."""
+    is_proven: bool = False
+    """Whether a token was good since then: so are the groups that it found."""
     last_kind: int = NO_KIND
     ended: bool = False
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class _Filled:
+    """Groups that are full once a step in flight has ended; `firsts` and `generations` as for `HybridCache.register`."""
+
+    index: int
+    """Of the request in the step."""
+    kind: int
+    begin: int
+    firsts: NDArray[np.int32]
+    generations: NDArray[np.int64]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -252,6 +288,8 @@ class _InFlight:
     position: NDArray[np.int32]
     masked: NDArray[np.int64] | None = None
     """Rows that wait for masks before anything of the step is sampled."""
+    kind: NDArray[np.int8]
+    filled: list[_Filled]
 
 
 class _Ring:
@@ -327,7 +365,12 @@ class Engine:
             block_size=executor.block_size,
             max_num_seqs=self.max_num_seqs,
             blocks_per_group=[k.blocks_per_group for k in kinds],
+            prefix_caching=cache_config.enable_prefix_caching,
         )
+        self._hits = (
+            self.cache.watch_hits(self.table) if cache_config.enable_prefix_caching else None
+        )
+        self._salt = os.urandom(16)  # digests are unlike those of any other engine
         self.last_plan: Plan | None = None
         """The last decision, as the policy made it."""
         self.last_tokens_scheduled = 0
@@ -357,6 +400,9 @@ class Engine:
         self._pinned = np.full(
             capacity, NO_KIND, np.int8
         )  # the only kind that can hold the row's request
+        self._num_filled = np.zeros(
+            capacity, np.int32
+        )  # groups found, registered, or full once a step in flight has ended
         self._by_row: list[_Live | None] = [None] * capacity
         self._by_id: dict[str, _Live] = {}
         self._next_rank = 0
@@ -373,6 +419,8 @@ class Engine:
         self._kind_switches = np.zeros((len(kinds), len(kinds)), np.int64)
         self._num_preemptions = 0
         self._recomputed_tokens = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
         self._num_refused = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -430,6 +478,7 @@ class Engine:
             stop_token_ids=frozenset(params.stop_token_ids),
             metrics=RequestMetrics(arrival_s=request.arrival_s, slo=request.slo),
             constraint=constraint,
+            root=self._root_of(request),
         )
         self._next_rank += 1
         self._by_row[row] = live
@@ -440,7 +489,9 @@ class Engine:
         self._last_token[row] = tokens[prompt_len - 1]
         self._computed_once[row] = 0
         self._pinned[row] = pinned
+        self._num_filled[row] = 0
         self._order = None
+        self._await_hits(live)
 
     def abort(self, request_id: str) -> bool:
         """End a live request now; its blocks are free at once, its terminal output comes with the next `step`.
@@ -550,13 +601,18 @@ class Engine:
         if unseen.any():
             # Preempted from outside after its last dispatch: the host must see the token first.
             waiting = waiting[~unseen]
+        shared_blocks = 0
+        if self._hits is not None:
+            private = int(self.table.num_blocks[running].sum())
+            shared_blocks = self.cache.pool.num_blocks - self.cache.num_free - private
         return SchedulerView(
             now_s=self.clock.now_s(),
             table=self.table,
             waiting=waiting,
             running=running,
-            free_blocks=self.cache.pool.num_free,
+            free_blocks=self.cache.num_free,
             total_blocks=self.cache.pool.num_blocks,
+            shared_blocks=shared_blocks,
             block_size=self.cache.block_size,
             kinds=self.kinds,
             max_num_seqs=self.max_num_seqs,
@@ -599,17 +655,92 @@ class Engine:
 
         table = self.table
         seats = self._seat[rows]
+        found, sources = self._attach(rows, seats, kind)
         ok = self.cache.reserve_rows(
-            table.rank[rows], seats, table.num_cached[rows] + num_tokens, kind
+            table.rank[rows], seats, table.num_cached[rows] + found + num_tokens, kind
         )
         if not ok.all():
+            ok = self._retry(rows, seats, num_tokens, kind, found, ok)
             self._deferred_rows += int(np.count_nonzero(~ok))
             rows, num_tokens, kind, seats = rows[ok], num_tokens[ok], kind[ok], seats[ok]
+            found = found[ok]
             if not rows.size:
+                self._sync_charges()
                 return None, rows
         for i in np.flatnonzero(self._status[rows] == _WAITING).tolist():
-            self._start(int(rows[i]), int(seats[i]), int(kind[i]))
-        return self._build_batch(rows, num_tokens, kind, seats), rows
+            self._start(int(rows[i]), int(seats[i]), int(kind[i]), int(found[i]))
+        batch = self._build_batch(rows, num_tokens, kind, seats)
+        self.cache.check_writable(seats, batch.start)
+        sources = {row: sources[row] for row in rows.tolist() if row in sources} if sources else {}
+        if sources:
+            batch = dataclasses.replace(batch, copies=self._copies(sources))
+        return batch, rows
+
+    def _retry(
+        self,
+        rows: NDArray[np.int32],
+        seats: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kind: NDArray[np.int8],
+        found: NDArray[np.int32],
+        ok: NDArray[np.bool_],
+    ) -> NDArray[np.bool_]:
+        """Not all rows got their blocks. Those that must wait give back what they have found, which may help others."""
+        cache, owners = self.cache, self.table.rank[rows]
+        gave_back = False
+        for i in np.flatnonzero(~ok & (found > 0)).tolist():
+            if cache.seat_of(int(owners[i])) != NO_SEAT:
+                cache.release(int(owners[i]))
+                seats[i] = NO_SEAT
+                gave_back = True
+        again = np.flatnonzero(~ok & (found == 0))
+        if gave_back and again.size:
+            their_seats = seats[again]
+            ok[again] = cache.reserve_rows(
+                owners[again],
+                their_seats,
+                self.table.num_cached[rows[again]] + num_tokens[again],
+                kind[again],
+            )
+            seats[again] = their_seats
+        return ok
+
+    def _attach(
+        self, rows: NDArray[np.int32], seats: NDArray[np.int32], kind: NDArray[np.int8]
+    ) -> tuple[NDArray[np.int32], dict[int, NDArray[np.int32]]]:
+        """Requests that begin take what is cached of them, all of them before anybody is given new blocks.
+
+        Args:
+            rows, kind: of the plan.
+            seats: changed in place where a row takes one.
+
+        Returns:
+            (n,) positions that need no computing, and by row the blocks (first, second) of groups to be copied.
+        """
+        found = np.zeros(rows.size, np.int32)
+        sources: dict[int, NDArray[np.int32]] = {}
+        hits = self._hits
+        if hits is None:
+            return found, sources
+        found += self.table.hit_tokens[rows, kind]  # 0 where they run
+        for i in np.flatnonzero(found).tolist():
+            row, owner = int(rows[i]), int(self.table.rank[rows[i]])
+            num_groups, rest = divmod(int(found[i]), self.cache.block_size)
+            node = hits.node(row, int(kind[i]))
+            if num_groups and self.cache.attach(owner, node.path(num_groups), int(kind[i])):
+                seats[i] = self.cache.seat_of(owner)
+            if rest:
+                sources[row] = self.cache.source_of(node)
+        return found, sources
+
+    def _copies(self, sources: dict[int, NDArray[np.int32]]) -> NDArray[np.int32]:
+        """(m, 2) source and destination blocks: the last group of each row is a copy."""
+        pairs = []
+        for row, source in sources.items():
+            at = int(self.table.num_cached[row]) // self.cache.block_size
+            pairs.append(np.stack([source, self.cache.tables[self._seat[row], :, at]], axis=1))
+        copies = np.concatenate(pairs)
+        return copies[copies[:, 1] != NULL_BLOCK]
 
     def _checked_rows(
         self, plan: Plan
@@ -629,11 +760,16 @@ class Engine:
         held = table.kind[rows]
         fresh = status == _WAITING
         pinned = self._pinned[rows]
-        kind = np.where(fresh & (pinned != NO_KIND), pinned, kind)
+        left = table.num_tokens[rows] - table.num_cached[rows]
+        moved = fresh & (pinned != NO_KIND) & (pinned != kind)
+        if moved.any():
+            kind = np.where(moved, pinned, kind)
+            most = left - table.hit_tokens[rows, kind]
+            num_tokens = np.where(moved, np.minimum(num_tokens, most), num_tokens)
         ok = (fresh & (self._in_flight[rows] == 0) & self._is_offered[kind]) | (
             (status == _RUNNING) & (held == kind)
         )
-        ok &= (num_tokens >= 1) & (num_tokens <= table.num_tokens[rows] - table.num_cached[rows])
+        ok &= (num_tokens >= 1) & (num_tokens <= left - table.hit_tokens[rows, kind])
         if plan.preempt.size:
             ok &= ~np.isin(rows, plan.preempt)
         ok &= np.cumsum(num_tokens) <= self._config.max_num_batched_tokens
@@ -657,9 +793,19 @@ class Engine:
             logger.error("policy %s broke a promise: %s (reported once)", self.policy.name, message)
         self._refused_plan_rows += num_rows
 
-    def _start(self, row: int, seat: int, kind: int) -> None:
-        """A waiting request has got its first blocks."""
+    def _start(self, row: int, seat: int, kind: int, num_found: int) -> None:
+        """A waiting request has got its first blocks, and the cache of `num_found` positions."""
         live = self._live(row)
+        if self._hits is not None:
+            self._hits.end(row)
+            live.num_found = num_found // self.cache.block_size
+            live.is_proven = not num_found
+            self.table.num_cached[row] = num_found
+            self._num_filled[row] = live.num_found
+            if live.metrics.first_scheduled_s is None:
+                live.metrics.num_cached_tokens = num_found
+                self._prefix_cache_queries += live.prompt_len
+                self._prefix_cache_hits += num_found
         self._status[row] = _RUNNING
         self._seat[row] = seat
         self._order = None
@@ -740,13 +886,15 @@ class Engine:
         lives = [self._live(row) for row in rows.tolist()]
         self._iterations[plan.iteration] += 1
         self.last_tokens_scheduled = int(batch.token_ids.size)
-        self._book(batch, rows, lives)
+        filled = self._book(batch, rows, lives)
         return _InFlight(
             handle=handle,
             requests=lives,
             samples=batch.samples,
             position=batch.position,
             masked=batch.masked,
+            kind=batch.kind,
+            filled=filled,
         )
 
     def _sample_masked(self, step: _InFlight | None) -> _InFlight | None:
@@ -785,12 +933,17 @@ class Engine:
             return None
         return step
 
-    def _book(self, batch: StepBatch, rows: NDArray[np.int32], lives: list[_Live]) -> None:
-        """Count what a dispatched step will have done."""
+    def _book(self, batch: StepBatch, rows: NDArray[np.int32], lives: list[_Live]) -> list[_Filled]:
+        """Count what a dispatched step will have done; returns the groups that it will have filled."""
         table = self.table
         end = batch.start + batch.num_tokens
         table.num_cached[rows] = end
-        table.num_blocks[rows] = self.cache.num_blocks_of(batch.seats)
+        if self.cache.charges_changed:
+            self._sync_charges()
+        else:
+            table.num_blocks[rows] = self.cache.num_private_blocks_of(batch.seats)
+            table.num_shared[rows] = self.cache.num_blocks_of(batch.seats) - table.num_blocks[rows]
+        filled = self._filled(batch, rows, end) if self._hits is not None else []
         again = np.minimum(end, self._computed_once[rows]) - batch.start
         for i in np.flatnonzero(again > 0).tolist():
             lives[i].metrics.recomputed_tokens += int(again[i])
@@ -804,6 +957,38 @@ class Engine:
         for row in last.tolist():
             # Its last token is in flight, no later step will read its cache, and steps run in order.
             self._release(row, _ENDING)
+        return filled
+
+    def _filled(
+        self, batch: StepBatch, rows: NDArray[np.int32], end: NDArray[np.int32]
+    ) -> list[_Filled]:
+        """Full groups whose fate a step decides. A chunk that samples nothing decides nothing: it may not be finite."""
+        groups = end // self.cache.block_size
+        more = batch.samples & (groups > self._num_filled[rows])
+        filled = []
+        for i in np.flatnonzero(more).tolist():
+            begin = int(self._num_filled[rows[i]])
+            firsts, generations = self.cache.expect(int(batch.seats[i]), begin, int(groups[i]))
+            filled.append(
+                _Filled(
+                    index=i,
+                    kind=int(batch.kind[i]),
+                    begin=begin,
+                    firsts=firsts,
+                    generations=generations,
+                )
+            )
+        self._num_filled[rows[more]] = groups[more]
+        return filled
+
+    def _sync_charges(self) -> None:
+        """Tell the table what each running request is charged with, after others came to share it or ceased to."""
+        rows = np.flatnonzero(self._status == _RUNNING)
+        seats = self._seat[rows]
+        private = self.cache.num_private_blocks_of(seats)
+        self.table.num_blocks[rows] = private
+        self.table.num_shared[rows] = self.cache.num_blocks_of(seats) - private
+        self.cache.charges_changed = False
 
     def _fetch(self, step: _InFlight) -> StepResult | None:
         """Wait for a step. None: it failed, and everything has been put back to where it can go on."""
@@ -826,6 +1011,8 @@ class Engine:
     def _commit(self, step: _InFlight, result: StepResult) -> None:
         """Deliver the tokens of a step and end the requests that are done."""
         lives = step.requests
+        if self._hits is not None:
+            self._judge(step, result)
         picks = [i for i in np.flatnonzero(step.samples).tolist() if not lives[i].ended]
         self._dropped_rows += int(np.count_nonzero(step.samples)) - len(picks)
         if not picks:
@@ -856,6 +1043,39 @@ class Engine:
                         f"output token {position[i]} arrives after {live.num_known - live.prompt_len}"
                     )
                 self._deliver(live, token, now_s, self._logprobs(live, result, i))
+                if not live.ended and self._status[live.row] == _WAITING:
+                    self._await_hits(live)  # it was preempted: now its tokens are known
+
+    def _judge(self, step: _InFlight, result: StepResult) -> None:
+        """Register the groups that a step has filled where its token is good; forget those of a request where it is not."""
+        good = result.finite & (result.token_ids >= 0) & (result.token_ids < self._vocab_size)
+        for filled in step.filled:
+            live = step.requests[filled.index]
+            if live.ended or not good[filled.index]:
+                self.cache.discard(filled.firsts, filled.generations)
+                continue
+            end = filled.begin + filled.firsts.size
+            known = live.tokens[: min(live.num_known, end * self.cache.block_size)]
+            extend_digests(live.digests, live.root, known, self.cache.block_size)
+            self.cache.register(
+                live.rank,
+                filled.kind,
+                live.digests,
+                filled.begin,
+                filled.firsts,
+                filled.generations,
+            )
+        bad = step.samples & ~good
+        for i in np.flatnonzero(step.samples).tolist() if bad.any() else ():
+            live = step.requests[i]
+            if bad[i] and not live.ended:
+                # What it found is beyond doubt only if it has had a good token over it.
+                begin = live.num_found if live.is_proven else 0
+                self.cache.drop_prefix(int(step.kind[i]), live.digests, begin)
+        for i in np.flatnonzero(step.samples & good).tolist():
+            step.requests[i].is_proven = True
+        if self.cache.charges_changed:
+            self._sync_charges()
 
     def _logprobs(self, live: _Live, result: StepResult, i: int) -> list[TokenLogprobs] | None:
         k = live.params.logprobs
@@ -946,12 +1166,34 @@ class Engine:
         table = self.table
         self.cache.release(int(table.rank[row]))
         self._computed_once[row] = max(self._computed_once[row], table.num_cached[row])
+        self._num_filled[row] = 0
         table.num_cached[row] = 0
         table.num_blocks[row] = 0
+        table.num_shared[row] = 0
         table.kind[row] = NO_KIND
         self._seat[row] = NO_SEAT
         self._status[row] = status
         self._order = None
+        if self.cache.charges_changed:
+            self._sync_charges()
+        if status == _WAITING:
+            self._await_hits(self._live(row))
+
+    def _root_of(self, request: EngineRequest) -> bytes:
+        """Where the digests of a request's prefixes begin: requests find what began at the same place. A salt of the
+        request's tenant, if there were one, would go in here, never anything that the request itself says."""
+        return root_digest(self._salt) if self._hits is not None else b""
+
+    def _await_hits(self, live: _Live) -> None:
+        """A request waits: keep in the table what it would find cached. Not while a token of it is in flight."""
+        if self._hits is None or self._in_flight[live.row]:
+            return
+        extend_digests(
+            live.digests, live.root, live.tokens[: live.num_known], self.cache.block_size
+        )
+        pinned = int(self._pinned[live.row])
+        kinds = [int(k) for k in self._offered if pinned in (NO_KIND, k)]
+        self._hits.begin(live.row, live.digests, kinds)
 
     def _finish(
         self,
@@ -967,6 +1209,8 @@ class Engine:
         row = live.row
         if self._status[row] == _RUNNING:
             self._release(row, _FREE)
+        if self._hits is not None:
+            self._hits.end(row)
         self._status[row] = _FREE
         self._order = None
         self._by_row[row] = None
@@ -1029,6 +1273,10 @@ class Engine:
         table.num_tokens[rows] -= self._in_flight[rows]
         table.num_outputs[rows] -= self._in_flight[rows]
         self._in_flight[rows] = 0
+        if self._hits is not None:
+            self.cache.clear_prefixes()
+            for row in np.flatnonzero(self._status == _WAITING).tolist():
+                self._await_hits(self._live(row))
 
     def _is_fatal(self, what: str) -> bool:
         """Note a failure; True where it is the second one within `FAILURE_WINDOW_S` and has ended the engine."""
@@ -1153,7 +1401,8 @@ class Engine:
             num_ending=int(np.count_nonzero(status == _ENDING)),
             waiting_prompt_tokens=int(self.table.prompt_len[waiting].sum()),
             total_blocks=self.cache.pool.num_blocks,
-            free_blocks=self.cache.pool.num_free,
+            free_blocks=self.cache.num_free,
+            cached_blocks=self.cache.num_idle,
             blocks_by_kind={
                 _KIND_NAMES[kind]: n for kind, n in self.cache.blocks_by_kind().items()
             },
@@ -1164,6 +1413,8 @@ class Engine:
             num_preemptions=self._num_preemptions,
             kind_switches=switches,
             recomputed_tokens=self._recomputed_tokens,
+            prefix_cache_queries=self._prefix_cache_queries,
+            prefix_cache_hits=self._prefix_cache_hits,
             finished=dict(self._finished),
             num_refused=self._num_refused,
             prompt_tokens=self._prompt_tokens,
@@ -1225,7 +1476,8 @@ class Engine:
         )
         require(
             (table.num_cached[rows[~running]] == 0).all()
-            and (table.num_blocks[rows[~running]] == 0).all(),
+            and (table.num_blocks[rows[~running]] == 0).all()
+            and (table.num_shared[rows[~running]] == 0).all(),
             "cache of a request that has none",
         )
         require(
@@ -1247,10 +1499,17 @@ class Engine:
             (cache.num_tokens[held_seats] == table.num_cached[held]).all(),
             "cache and table differ about positions",
         )
+        private = cache.num_private_blocks_of(held_seats)
         require(
-            (cache.num_blocks_of(held_seats) == table.num_blocks[held]).all(),
+            (private == table.num_blocks[held]).all()
+            and (cache.num_blocks_of(held_seats) - private == table.num_shared[held]).all(),
             "cache and table differ about blocks",
         )
+        require(
+            cache.num_free + cache.num_shared + int(private.sum()) == cache.pool.num_blocks,
+            "blocks are charged twice, or to nobody",
+        )
+        self._check_hits(rows)
         known = np.array([live.num_known for live in lives], np.int32)
         require(
             (known + self._in_flight[rows] == table.num_tokens[rows]).all(),
@@ -1275,6 +1534,36 @@ class Engine:
             (self._in_flight[ending] > 0).all(), "a request waits for a token that will not come"
         )
 
+    def _check_hits(self, rows: NDArray[np.int32]) -> None:
+        """Look up anew what each waiting request would find, and compare."""
+        table, cache = self.table, self.cache
+        hit_tokens, hit_blocks = np.zeros_like(table.hit_tokens), np.zeros_like(table.hit_blocks)
+        waits = (self._status[rows] == _WAITING) & (self._in_flight[rows] == 0)
+        for row in rows[waits].tolist() if cache.prefixes is not None else ():
+            assert cache.prefixes is not None
+            live, digests = self._live(row), list[bytes]()
+            extend_digests(digests, live.root, live.tokens[: live.num_known], cache.block_size)
+            for kind in self._offered:
+                if self._pinned[row] not in (NO_KIND, kind):
+                    continue
+                blocks = []
+                for digest in digests:
+                    node = cache.prefixes.find(kind, digest)
+                    if node is None:
+                        break
+                    blocks.append(node.block)
+                tokens = min(len(blocks) * cache.block_size, live.num_known - 1)
+                taken = blocks[: tokens // cache.block_size]
+                hit_tokens[row, kind] = tokens
+                hit_blocks[row, kind] = (
+                    np.count_nonzero(cache.num_refs[taken]) * cache.blocks_per_group[kind]
+                )
+        if not (
+            np.array_equal(hit_tokens, table.hit_tokens)
+            and np.array_equal(hit_blocks, table.hit_blocks)
+        ):
+            raise CacheIntegrityError("what waiting requests would find is not what the table says")
+
     def _live(self, row: int) -> _Live:
         live = self._by_row[row]
         if live is None:
@@ -1292,6 +1581,7 @@ class Engine:
         self._in_flight = grown(self._in_flight, 0)
         self._last_token = grown(self._last_token, 0)
         self._pinned = grown(self._pinned, NO_KIND)
+        self._num_filled = grown(self._num_filled, 0)
         self._computed_once = grown(self._computed_once, 0)
         self._by_row.extend([None] * more)
 

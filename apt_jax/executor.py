@@ -55,6 +55,11 @@ class StepBatch:
     """(n,) how much of `history` is the prompt."""
     masked: NDArray[np.int64] | None = None
     """Rows that sample under a mask, ascending; None: none. `Executor.execute` then gives a `MaskedStepHandle`."""
+    copies: NDArray[np.int32] = dataclasses.field(
+        default_factory=lambda: np.zeros((0, 2), np.int32)
+    )
+    """(m, 2) blocks (source, destination): before the step writes anything, all sources are read, then written to their
+    destinations. No destination is there twice; m is at most 2 * max_num_seqs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

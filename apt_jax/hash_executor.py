@@ -43,7 +43,7 @@ class FaultKind(enum.Enum):
     RAISE_AFTER = "execute raises, everything was written"
     RAISE_IN_SAMPLE = "sample raises, where the step has masks"
     RAISE_IN_RESULT = "result raises"
-    NOT_FINITE = "one row's logits are not finite"
+    NOT_FINITE = "one row's logits are not finite, nor is what it wrote"
     BAD_TOKEN = "one row's token is outside the vocabulary"
     PARTIAL = "the result misses its last row"
 
@@ -280,6 +280,8 @@ class HashExecutor:
         allowed: Mapping[int, NDArray[np.bool_]],
     ) -> _Handle:
         outcome: StepResult | Exception = self._sample(batch, token_ids, fault, allowed)
+        if fault is not None and fault.kind is FaultKind.NOT_FINITE:
+            self._spoil(batch, fault.row % batch.num_tokens.size)
         if fault is not None and fault.kind is FaultKind.RAISE_IN_RESULT:
             self._broken = True
             outcome = RuntimeError("planted: while the result was fetched")
@@ -298,7 +300,10 @@ class HashExecutor:
         self.steps_since_reset = 0
 
     def _write(self, batch: StepBatch) -> NDArray[np.int64]:
-        """Resolve tokens on the device and write the step's positions; returns the resolved tokens, (T,)."""
+        """Copy blocks, resolve tokens on the device and write the step's positions; returns the tokens, (T,)."""
+        source, destination = batch.copies.T
+        for memory in (self._token, self._position, self._tag):
+            memory[destination] = memory[source]
         n = batch.num_tokens.size
         row = np.repeat(np.arange(n), batch.num_tokens)
         first = np.cumsum(batch.num_tokens) - batch.num_tokens
@@ -319,6 +324,12 @@ class HashExecutor:
             self._position[block, slot[where]] = position[where]
             self._tag[block, slot[where]] = tag[where] if isinstance(tag, np.ndarray) else tag
         return tokens
+
+    def _spoil(self, batch: StepBatch, row: int) -> None:
+        """What a row wrote in this step is as bad as its logits: nobody may read it."""
+        position = batch.start[row] + np.arange(batch.num_tokens[row])
+        blocks = batch.block_tables[row][:, position // self.block_size]
+        self._token[blocks, position % self.block_size] = _STALE_TOKEN
 
     def _sums(self, batch: StepBatch) -> NDArray[np.uint64]:
         """Hash of what each row reads back through its block table, (n,)."""
@@ -427,5 +438,23 @@ class HashExecutor:
             and ((tables[:, 1] != NULL_BLOCK) == (used & ~hidden)).all(),
             "a block table with holes",
         )
-        owned = tables[tables != NULL_BLOCK]
-        require(np.unique(owned).size == owned.size, "two rows share a block")
+        # Rows may read the same blocks, but what one writes, no other may hold.
+        group = np.arange(tables.shape[2])
+        writes = (group >= (batch.start // self.block_size)[:, None]) & used
+        both = np.broadcast_to(writes[:, None], tables.shape) & (tables != NULL_BLOCK)
+        holders = np.bincount(tables[tables != NULL_BLOCK], minlength=self.num_blocks + 1)
+        require((holders[tables[both]] == 1).all(), "a row writes into a block of another row")
+        for row in range(n):
+            own = tables[row][tables[row] != NULL_BLOCK]
+            require(np.unique(own).size == own.size, "a row has a block twice")
+        copies = batch.copies
+        require(copies.ndim == 2 and copies.shape[1] == 2 and copies.dtype == np.int32, "copies")
+        require(
+            (copies > NULL_BLOCK).all() and (copies <= self.num_blocks).all(),
+            "a copy of or to a block that is not there",
+        )
+        require(
+            np.unique(copies[:, 1]).size == copies.shape[0]
+            and np.isin(copies[:, 1], tables[both]).all(),
+            "a copy to a block that no row writes",
+        )

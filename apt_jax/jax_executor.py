@@ -11,6 +11,9 @@ Where the device runs a program as one graph (`AttentionOps.branches` is False),
 program, forward and sampling, and programs do not branch: they are compiled for each mixture of cache kinds, and for draws
 without top-k and top-p ("draw").
 
+With prefix caching there is a third program, for a few numbers of copies: blocks that a step writes to begin as copies of
+cached ones (`StepBatch.copies`). It runs before the step and only where there is something to copy.
+
 All are compiled for every bucket by `warm_up`; serving never compiles. The pools and the last-token memory are donated
 and rebound in the statement that calls the program. The host crosses to the device once a program: all integers of a
 step travel as one vector, cut up by static offsets on the device. Sampled tokens are fed into the next step on the
@@ -50,6 +53,9 @@ MAX_CPU_POOL_BYTES = 4 << 30
 _MIN_PREFILL_BUCKET = 32
 _MAX_COMPILERS = 8
 """Programs that are compiled at once."""
+
+
+_NO_COPIES = np.zeros((0, 2), np.int32)
 
 
 def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1) -> list[int]:
@@ -320,6 +326,8 @@ class JaxExecutor:
         self._sample_jit = jax.jit(
             self._sample, static_argnames=("rows", "variant"), donate_argnames=("last_tokens",)
         )
+        self._copy_jit = jax.jit(_copy_blocks, donate_argnames=("pools",))
+        self.copy_buckets = sorted({min(8, 2 * max_num_seqs), 2 * max_num_seqs})
         self._compiled_at_warm_up = 0
         self.reset()
 
@@ -493,7 +501,7 @@ class JaxExecutor:
 
     def _num_programs(self) -> int:
         # The size of a jitted function's cache has no public name yet.
-        programs = (self._forward_jit, self._sample_jit, self._decode_jit)
+        programs = (self._forward_jit, self._sample_jit, self._decode_jit, self._copy_jit)
         return sum(getattr(f, "_cache_size")() for f in programs)  # noqa: B009
 
     def _mixtures(self) -> list[tuple[bool, bool]]:
@@ -554,10 +562,12 @@ class JaxExecutor:
             for variant in self._variants()
             if variant != "full"
         ]
+        copies = self.copy_buckets if self.cache_config.enable_prefix_caching else []
         calls = [
             *(functools.partial(self._empty_forward_call, *shape) for shape in shapes),
             *(functools.partial(self._empty_sample_call, *variant) for variant in variants),
             *(functools.partial(self._empty_decode_call, *decode) for decode in decodes),
+            *(functools.partial(self._copy_call, _NO_COPIES, size) for size in copies),
         ]
         ahead = 0 if self._ops.branches else len(calls)
         total = ahead + len(calls)
@@ -623,7 +633,7 @@ class JaxExecutor:
     def _dropped_slot(self) -> int:
         return (self.num_blocks + 1) * self.block_size
 
-    # The three programs. A call's results that replace donated arrays are kept by `_Call.run`.
+    # The programs. A call's results that replace donated arrays are kept by `_Call.run`.
 
     def _forward_call(
         self,
@@ -676,8 +686,16 @@ class JaxExecutor:
             keeps=("_last_tokens",),
         )
 
+    def _copy_call(self, copies: NDArray[np.int32], size: int) -> "_Call":
+        """Gives nothing; padded with copies of the reserved block to nowhere."""
+        pairs = np.full((size, 2), (0, self.num_blocks + 1), np.int32)
+        pairs[: len(copies)] = copies
+        return _Call(self, self._copy_jit, (self._pools, pairs), {}, keeps=("_pools",))
+
     def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
+        if len(batch.copies):
+            self._copy_call(batch.copies, _bucket(self.copy_buckets, len(batch.copies))).run()
         chunked = np.any(batch.num_tokens > 1)
         decodes = (
             np.flatnonzero(batch.num_tokens == 1)
@@ -835,6 +853,12 @@ class JaxExecutor:
                 np.int32
             )
         return ints
+
+
+def _copy_blocks(pools: tuple[Array, ...], pairs: Array) -> tuple[tuple[Array, ...]]:
+    """`pool[pairs[:, 1]] = pool[pairs[:, 0]]` for each pool, all reads before all writes. The pools are donated."""
+    source, destination = pairs[:, 0], pairs[:, 1]
+    return (tuple(pool.at[destination].set(pool[source], mode="drop") for pool in pools),)
 
 
 def _chip(device: Any) -> str | None:

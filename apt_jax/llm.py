@@ -386,7 +386,8 @@ def make_parts(
 def with_scheduler(parts: EngineParts, policy: str, cache: CacheMode) -> EngineParts:
     """A fresh engine over the same executor with another policy and other cache kinds; compiles and loads nothing.
 
-    Only one of them may run at a time: they share the executor's pool.
+    Only one of them may run at a time: they share the executor's pool. With prefix caching an engine must not be used again
+    after another one has run: what it believes to be cached has been written over.
 
     Args:
         parts: from `build_engine`, with both kinds compiled where `cache` needs them.
@@ -637,6 +638,7 @@ class LLM:
         load_format, tokenizer, chat_template, served_model_name, attention_backend: see `EngineConfig`.
         violation_decay: see `SchedulerConfig`.
         default_slo: objectives of requests that bring none.
+        enable_prefix_caching: requests with the same beginning share the cache of it.
         warm_up: compile everything now rather than when it is first needed.
         calibrate: measure step costs if none are stored for this machine; without it stored ones are still used.
         use_tqdm: show progress while compiling and calibrating.
@@ -668,6 +670,7 @@ class LLM:
         attention_backend: str | None = None,
         violation_decay: float = 0.0,
         default_slo: SLO | None = None,
+        enable_prefix_caching: bool = True,
         warm_up: bool = True,
         calibrate: bool = False,
         use_tqdm: bool = True,
@@ -688,6 +691,7 @@ class LLM:
                 device_memory_utilization=device_memory_utilization,
                 mode=cache,
                 hidden_attention=hidden_attention,
+                enable_prefix_caching=enable_prefix_caching,
             ),
             scheduler=SchedulerConfig(
                 policy=scheduling_policy,

@@ -169,6 +169,8 @@ class RequestMetrics:
     num_kind_switches: int = 0
     recomputed_tokens: int = 0
     """Positions computed again after preemptions."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed because their cache was there already, when it was first scheduled."""
     cache_kind: CacheKindName | None = None
     """The kind held last."""
     slo: SLO = SLO()  # noqa: RUF009 - frozen

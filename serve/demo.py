@@ -79,7 +79,8 @@ def demo_config(model: str, num_blocks: int) -> EngineConfig:
     return EngineConfig(
         model=model,
         max_model_len=MAX_MODEL_LEN,
-        cache=CacheConfig(num_blocks_override=num_blocks),
+        # A few texts are asked again and again: cached, they would not be the load that was reckoned.
+        cache=CacheConfig(num_blocks_override=num_blocks, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256),
     )
 

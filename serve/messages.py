@@ -177,7 +177,9 @@ def _finish(delta: OutputDelta, num_tokens: int) -> pb.Finish:
     finish = pb.Finish(
         reason=_FINISH_REASONS.get(delta.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
         usage=pb.Usage(
-            prompt_tokens=int(delta.request.prompt_token_ids.size), completion_tokens=num_tokens
+            prompt_tokens=int(delta.request.prompt_token_ids.size),
+            completion_tokens=num_tokens,
+            cached_prompt_tokens=metrics.num_cached_tokens,
         ),
         timings=timings(metrics),
         slo=_slo_result(metrics, ok=delta.finish_reason in ("stop", "length")),

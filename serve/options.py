@@ -144,6 +144,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=cache.device_memory_utilization,
         help="share of the free device memory for the pool, in (0, 1]",
     )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=cache.enable_prefix_caching,
+        help="share the cache of common beginnings between requests",
+    )
     group = parser.add_argument_group("scheduling")
     group.add_argument(
         "--scheduling-policy",
@@ -276,6 +282,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             device_memory_utilization=args.device_memory_utilization,
             mode=args.cache,
             hidden_attention=args.hidden_attention,
+            enable_prefix_caching=args.enable_prefix_caching,
         ),
         scheduler=SchedulerConfig(
             policy=args.scheduling_policy,

@@ -1,3 +1,5 @@
+import collections
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -6,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from apt_jax.cache import NO_SEAT, BlockPool, CacheIntegrityError, CacheKind, HybridCache
 from apt_jax.executor import NULL_BLOCK
+from apt_jax.prefix import extend_digests
 
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 
@@ -174,6 +177,332 @@ class TestHybridCache:
             cache.num_tokens[seat] = 4
         with pytest.raises(CacheIntegrityError):
             cache.check_integrity([0] if damage == "dead owner" else [0, 1])
+
+
+def digests_of(tokens: tuple[int, ...], size: int) -> list[bytes]:
+    found: list[bytes] = []
+    extend_digests(found, b"root", np.array(tokens, np.int32), size)
+    return found
+
+
+class TestPrefixes:
+    def cache(self, num_blocks: int = 12) -> HybridCache:
+        return HybridCache(num_blocks=num_blocks, block_size=2, max_num_seqs=4, prefix_caching=True)
+
+    def fill(self, cache: HybridCache, owner: int, tokens: tuple[int, ...], kind: int = HIDDEN):
+        assert cache.reserve(owner, len(tokens), kind)
+        full = len(tokens) // 2
+        firsts, generations = cache.expect(cache.seat_of(owner), 0, full)
+        cache.register(owner, kind, digests_of(tokens, 2), 0, firsts, generations)
+        return firsts
+
+    def find(self, cache: HybridCache, tokens: tuple[int, ...], kind: int = HIDDEN):
+        assert cache.prefixes is not None
+        return cache.prefixes.find(kind, digests_of(tokens, 2)[-1])
+
+    def test_released_groups_are_found_until_they_are_needed(self):
+        cache = self.cache(num_blocks=5)
+        self.fill(cache, 0, (1, 2, 3, 4, 5))
+        cache.release(0)
+        assert (cache.num_free, cache.num_idle) == (5, 2)
+        node = self.find(cache, (1, 2, 3, 4))
+        assert node is not None
+        assert cache.reserve(1, 8, HIDDEN)  # three empty blocks, and the end of the prefix
+        assert self.find(cache, (1, 2, 3, 4)) is None
+        assert self.find(cache, (1, 2)) is not None
+        cache.check_integrity([1])
+
+    def test_what_is_held_is_not_evicted(self):
+        cache = self.cache(num_blocks=4)
+        self.fill(cache, 0, (1, 2, 3, 4))
+        cache.release(0)
+        node = self.find(cache, (1, 2, 3, 4))
+        assert node is not None
+        assert cache.attach(1, node.path(2), HIDDEN)
+        assert (cache.num_free, cache.num_idle) == (2, 0)
+        assert not cache.reserve(2, 6, HIDDEN)
+        assert cache.reserve(2, 4, HIDDEN)
+        cache.check_integrity([1, 2])
+
+    @pytest.mark.parametrize("kind", [KV, HIDDEN])
+    def test_shared_groups_are_charged_to_nobody(self, kind):
+        cache = self.cache()
+        cost = cache.blocks_per_group[kind]
+        self.fill(cache, 0, (1, 2, 3, 4, 5), kind)
+        node = self.find(cache, (1, 2), kind)
+        assert node is not None
+        assert cache.attach(1, node.path(1), kind)
+        assert cache.reserve(1, 3, kind)
+        seats = ids(cache.seat_of(0), cache.seat_of(1))
+        assert cache.num_private_blocks_of(seats).tolist() == [2 * cost, cost]
+        assert cache.num_blocks_of(seats).tolist() == [3 * cost, 2 * cost]
+        assert (cache.num_shared, cache.num_free) == (cost, 12 - 4 * cost)
+        assert cache.blocks_by_kind()[kind] == 4 * cost
+        assert cache.release(0) == 3 * cost
+        assert cache.num_private_blocks_of(seats[1:]).tolist() == [2 * cost]
+        assert cache.num_shared == 0
+        cache.check_integrity([1])
+
+    def test_kinds_have_prefixes_of_their_own(self):
+        cache = self.cache()
+        self.fill(cache, 0, (1, 2), KV)
+        assert self.find(cache, (1, 2), KV) is not None
+        assert self.find(cache, (1, 2), HIDDEN) is None
+
+    def test_the_same_prefix_is_kept_once(self):
+        cache = self.cache()
+        first = self.fill(cache, 0, (1, 2, 3, 4, 5))
+        self.fill(cache, 1, (1, 2, 3, 4, 6))
+        table = cache.block_tables(ids(cache.seat_of(0), cache.seat_of(1)))
+        assert table[1, 0, :2].tolist() == table[0, 0, :2].tolist() == first.tolist()
+        assert (cache.num_free, cache.num_shared) == (12 - 4, 2)
+        cache.check_integrity([0, 1])
+
+    def test_groups_given_away_meanwhile_are_not_registered(self):
+        cache = self.cache(num_blocks=2)
+        cache.reserve(0, 4, HIDDEN)
+        firsts, generations = cache.expect(cache.seat_of(0), 0, 2)
+        cache.release(0)
+        assert cache.num_idle == 2
+        cache.reserve(1, 4, HIDDEN)
+        cache.register(0, HIDDEN, digests_of((1, 2, 3, 4), 2), 0, firsts, generations)
+        assert self.find(cache, (1, 2)) is None
+        cache.check_integrity([1])
+
+    def test_groups_that_went_bad_are_plainly_free(self):
+        cache = self.cache(num_blocks=4)
+        cache.reserve(0, 4, HIDDEN)
+        firsts, generations = cache.expect(cache.seat_of(0), 0, 2)
+        cache.release(0)
+        cache.discard(firsts, generations)
+        assert (cache.num_free, cache.num_idle) == (4, 0)
+        cache.check_integrity([])
+
+    def test_dropping_a_prefix_drops_what_builds_on_it(self):
+        cache = self.cache()
+        self.fill(cache, 0, (1, 2, 3, 4, 5, 6))
+        self.fill(cache, 1, (1, 2, 7, 8))
+        cache.release(1)
+        cache.drop_prefix(HIDDEN, digests_of((1, 2, 3, 4, 5, 6), 2), 0)
+        assert self.find(cache, (1, 2, 7, 8)) is None
+        assert (cache.num_idle, cache.num_free) == (0, 9)
+        cache.check_integrity([0])
+
+    def test_nobody_writes_where_others_may_read(self):
+        cache = self.cache()
+        self.fill(cache, 0, (1, 2, 3, 4, 5))
+        seat = ids(cache.seat_of(0))
+        cache.check_writable(seat, ids(4))
+        for start in (0, 2, 3):
+            with pytest.raises(CacheIntegrityError, match="others may read"):
+                cache.check_writable(seat, ids(start))
+
+    @pytest.mark.parametrize("damage", ["refs", "idle", "private", "early", "key"])
+    def test_recount_finds(self, damage):
+        cache = self.cache()
+        firsts = self.fill(cache, 0, (1, 2, 3, 4))
+        self.fill(cache, 1, (5, 6))
+        cache.release(1)
+        prefixes = cache.prefixes
+        assert prefixes is not None
+        if damage == "refs":
+            cache.num_refs[firsts[0]] += 1
+        elif damage == "idle":
+            prefixes.idle[int(firsts[0])] = None
+        elif damage == "private":
+            cache.num_private[cache.seat_of(0)] -= 1
+        elif damage == "early":
+            cache._is_expected[firsts[0]] = True
+        else:
+            del prefixes.node_of[int(firsts[1])]
+        with pytest.raises(CacheIntegrityError):
+            cache.check_integrity([0])
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Random requests over few tokens, held against a model of sets and lists.
+
+    The model: contents of groups as token tuples by block, what each request holds, what is registered, and idle groups
+    in the order in which they will go.
+    """
+
+    SIZE = 2
+    BLOCKS = 14
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = HybridCache(
+            num_blocks=self.BLOCKS, block_size=self.SIZE, max_num_seqs=4, prefix_caching=True
+        )
+        self.tokens: dict[int, tuple[int, ...]] = {}
+        self.kind: dict[int, int] = {}
+        self.registered: dict[tuple[int, tuple[int, ...]], int] = {}
+        """First block by kind and all tokens up to the group's end."""
+        self.idle: list[tuple[int, tuple[int, ...]]] = []
+        self.held: dict[int, list[int]] = {}
+        """First blocks of each request."""
+        self.next_owner = 0
+
+    def cost(self, kind: int) -> int:
+        return self.cache.blocks_per_group[kind]
+
+    @property
+    def num_free(self) -> int:
+        kind_of = {b: self.kind[o] for o, blocks in self.held.items() for b in blocks}
+        return self.BLOCKS - sum(self.cost(k) for k in kind_of.values())
+
+    def match(self, kind: int, tokens: tuple[int, ...]) -> int:
+        num = 0
+        while (num + 1) * self.SIZE <= len(tokens) and (
+            kind, tokens[: (num + 1) * self.SIZE]
+        ) in self.registered:  # fmt: skip
+            num += 1
+        return num
+
+    def take(self, owner: int, new: int) -> bool:
+        """`new` more groups for a request, evicting as the cache must."""
+        need = new * self.cost(self.kind[owner])
+        if need > self.num_free:
+            return False
+        empty = self.num_free - sum(self.cost(k) for k, _ in self.idle)
+        while empty < need:
+            kind, tokens = self.idle.pop(0)
+            below = [t for k, t in self.registered if k == kind and t[: len(tokens)] == tokens]
+            for each in below:
+                del self.registered[kind, each]
+                if (kind, each) in self.idle:
+                    self.idle.remove((kind, each))
+                    empty += self.cost(kind)
+            empty += self.cost(kind)
+        return True
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8),
+        kind=st.sampled_from([KV, HIDDEN]),
+    )
+    def start(self, tokens, kind):
+        if len(self.held) == 4:
+            return
+        tokens = tuple(tokens)
+        found = min(self.match(kind, tokens), (len(tokens) - 1) // self.SIZE)
+        owner, self.next_owner = self.next_owner, self.next_owner + 1
+        digests = digests_of(tokens, self.SIZE)
+        prefixes = self.cache.prefixes
+        assert prefixes is not None
+        self.kind[owner], self.held[owner], self.tokens[owner] = kind, [], tokens
+        if found:
+            node = prefixes.find(kind, digests[found - 1])
+            assert node is not None
+            assert self.cache.attach(owner, node.path(found), kind)
+            for i in range(found):
+                key = (kind, tokens[: (i + 1) * self.SIZE])
+                self.held[owner].append(self.registered[key])
+                if key in self.idle:
+                    self.idle.remove(key)
+        new = -(-len(tokens) // self.SIZE) - found
+        fits = self.take(owner, new)
+        assert self.cache.reserve(owner, len(tokens), kind) == fits
+        if not fits:
+            if found:
+                self.give_back(owner)
+            else:
+                del self.held[owner]
+            return
+        self.note_blocks(owner)
+
+    def note_blocks(self, owner: int) -> None:
+        seat = self.cache.seat_of(owner)
+        old = self.held[owner]
+        blocks = self.cache.tables[seat, 0, : self.cache.num_groups[seat]].tolist()
+        assert blocks[: len(old)] == old
+        in_use = {b for o, held in self.held.items() if o != owner for b in held}
+        fresh = blocks[len(old) :]
+        kept = {b for (k, t), b in self.registered.items() if (k, t) in self.idle}
+        assert not set(fresh) & (in_use | kept)
+        self.held[owner] = blocks
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def grow(self, data, more):
+        owner = data.draw(st.sampled_from(sorted(self.held)))
+        tokens = (*self.tokens[owner], *more)
+        new = -(-len(tokens) // self.SIZE) - len(self.held[owner])
+        fits = self.take(owner, new)
+        assert self.cache.reserve(owner, len(tokens), self.kind[owner]) == fits
+        if fits:
+            self.tokens[owner] = tokens
+            self.note_blocks(owner)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def register(self, data):
+        owner = data.draw(st.sampled_from(sorted(self.held)))
+        tokens, kind = self.tokens[owner], self.kind[owner]
+        seat, full = self.cache.seat_of(owner), len(self.tokens[owner]) // self.SIZE
+        prefixes = self.cache.prefixes
+        assert prefixes is not None
+        begin = 0
+        while begin < full and prefixes.is_registered[self.held[owner][begin]]:
+            begin += 1
+        if begin == full:
+            return
+        firsts, generations = self.cache.expect(seat, begin, full)
+        digests = digests_of(tokens, self.SIZE)
+        self.cache.register(owner, kind, digests, begin, firsts, generations)
+        for i in range(begin, full):
+            key = (kind, tokens[: (i + 1) * self.SIZE])
+            self.held[owner][i] = self.registered.setdefault(key, self.held[owner][i])
+            if key in self.idle:
+                self.idle.remove(key)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data):
+        owner = data.draw(st.sampled_from(sorted(self.held)))
+        self.give_back(owner)
+
+    def give_back(self, owner: int) -> None:
+        blocks, kind, tokens = self.held.pop(owner), self.kind[owner], self.tokens[owner]
+        assert self.cache.release(owner) == len(blocks) * self.cost(kind)
+        in_use = {b for held in self.held.values() for b in held}
+        for i in reversed(range(len(blocks))):
+            key = (kind, tokens[: (i + 1) * self.SIZE])
+            if self.registered.get(key) == blocks[i] and blocks[i] not in in_use:
+                self.idle.append(key)
+
+    @precondition(lambda self: self.registered)
+    @rule(data=st.data())
+    def drop(self, data):
+        kind, tokens = data.draw(st.sampled_from(sorted(self.registered)))
+        digests = digests_of(tokens, self.SIZE)
+        self.cache.drop_prefix(kind, digests, len(digests) - 1)
+        for k, t in list(self.registered):
+            if k == kind and t[: len(tokens)] == tokens:
+                del self.registered[k, t]
+                if (k, t) in self.idle:
+                    self.idle.remove((k, t))
+
+    @invariant()
+    def is_as_the_model_says(self):
+        cache, prefixes = self.cache, self.cache.prefixes
+        assert prefixes is not None
+        cache.check_integrity(self.held)
+        assert cache.num_free == self.num_free
+        assert {n.block for n in prefixes.node_of.values()} == set(self.registered.values())
+        assert list(prefixes.idle) == [self.registered[key] for key in self.idle]
+        for (kind, tokens), block in self.registered.items():
+            node = prefixes.find(kind, digests_of(tokens, self.SIZE)[-1])
+            assert node is not None
+            assert node.block == block
+        uses = collections.Counter(b for held in self.held.values() for b in held)
+        for owner, blocks in self.held.items():
+            seat = cache.seat_of(owner)
+            assert cache.tables[seat, 0, : len(blocks)].tolist() == blocks
+            assert cache.num_private[seat] == sum(uses[b] == 1 for b in blocks)
+
+
+TestPrefixMachine = PrefixMachine.TestCase
+TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -44,6 +44,7 @@ class Harness:
         offered: tuple[bool, bool] = BOTH,
         fault: Callable[[StepBatch], Fault | None] | None = None,
         processor=None,
+        prefix_caching: bool = True,
         **config,
     ) -> None:
         self.clock = VirtualClock()
@@ -75,7 +76,7 @@ class Harness:
             SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, overlap=overlap, **config
             ),
-            CacheConfig(block_size=block_size),
+            CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
             vocab_size=VOCAB_SIZE,
             output_processor=processor,
             debug=debug,
@@ -473,7 +474,7 @@ class TestOverlap:
         h.assert_all_as_expected()
 
     def test_a_preempted_request_keeps_its_token_in_flight(self):
-        h = Harness()
+        h = Harness(prefix_caching=False)
         h.add(max_tokens=6)
         h.step(2)
         assert h.engine.preempt("r0")
@@ -495,7 +496,7 @@ class TestPreemption:
             preempt = view.running[:1].tolist() if n % 4 == 3 else []
             return plan_all(view, kind=(n // 4) % 2, preempt=preempt)
 
-        h = Harness(policy=ScriptedPolicy(plan), overlap=overlap)
+        h = Harness(policy=ScriptedPolicy(plan), overlap=overlap, prefix_caching=False)
         h.add(max_tokens=20)
         h.add(max_tokens=20)
         h.drain()

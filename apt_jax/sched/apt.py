@@ -11,7 +11,9 @@ from apt_jax.sched.policy import (
     decode_plan,
     groups_for,
     held_blocks_for,
+    hit_advantage_s,
     split_running,
+    start_options,
     target_tokens,
     unblock,
 )
@@ -52,6 +54,10 @@ class AptPolicy:
     `prefill_base_s + prefill_per_token_s * tokens`, spread over the `SWITCH_WINDOW_TOKENS` tokens that it shall serve.
     Without measured costs kinds are not switched. Unlike the paper a request that runs is not dropped for a negative
     value alone, only for want of room.
+
+    *Cached prefixes.* A waiting request costs the blocks that must be free for it, and its value a token counts the
+    tokens that are left to compute. A kind of which less is cached than of the other is charged with the difference,
+    like a switch.
 
     *Solver.* The greedy one of the paper, which stops at the first increment that does not fit (`fill=False`).
 
@@ -131,14 +137,14 @@ class AptPolicy:
         value = option_values(
             view, rows, urgent.pending_s[:n], urgent.weight[:n], urgent.num_counted
         )
+        charge_hits(view, rows, value, urgent.weight[:n] * urgent.num_counted)
         protected = _often_preempted(view, rows)
         if protected.any():
             value[protected] += np.maximum(value.max(), 0.0) + urgent.pending_s[:n][protected, None]
-        groups = groups_for(view, target_tokens(view, rows, 1))
-        cost = groups[:, None] * blocks_per_group(view)
+        cost = start_options(view, rows, target_tokens(view, rows, 1))
         kind = solve_greedy(KnapsackProblem(value, cost, capacity), fill=False).kind
         chosen = np.flatnonzero(kind >= 0)
-        density = value[chosen, kind[chosen]] / view.table.num_tokens[rows[chosen]]
+        density = value[chosen, kind[chosen]] / view.remaining(rows[chosen], kind[chosen])
         chosen = chosen[np.argsort(-density, kind="stable")]
         return rows[chosen], kind[chosen].astype(np.int8)
 
@@ -231,6 +237,15 @@ class AptPolicy:
         """The request that stays in any case: the oldest that was preempted too often, else the one of most value."""
         often = _often_preempted(view, decoding)
         return int(often.argmax()) if often.any() else int(value.argmax())
+
+
+def charge_hits(
+    view: SchedulerView, rows: Rows, value: NDArray[np.float64], factor: NDArray[np.float64]
+) -> None:
+    """Lower `value` (n, num_kinds) where another kind has more cached, as a switch is charged with its recomputation."""
+    lost_s = hit_advantage_s(view, rows)
+    if lost_s is not None:
+        value -= factor[:, None] * lost_s / SWITCH_WINDOW_TOKENS
 
 
 def _growth(view: SchedulerView, rows: Rows, ahead: int) -> int:

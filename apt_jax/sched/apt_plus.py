@@ -17,6 +17,7 @@ from apt_jax.sched.policy import (
     groups_for,
     held_blocks_for,
     split_running,
+    start_blocks_for,
     target_tokens,
     unblock,
 )
@@ -278,7 +279,7 @@ class AptPlusPolicy:
         else:
             token_steps = self._remaining.token_steps(table.num_outputs[rows], tokens)
         share = blocks_per_group(view)[kind] / (view.block_size * view.total_blocks)
-        prompt = view.remaining(rows)
+        prompt = view.remaining(rows, kind)
         prompt_s = np.where(prompt > 1, view.costs.prefill_per_token_s * prompt, 0.0)
         return token_steps * share * _full_step_s(view) + prompt_s
 
@@ -342,7 +343,9 @@ class AptPlusPolicy:
         rows, pending_s = view.waiting, waiting.pending_s
         late = waiting.late
         if self._foresee:
-            late = late | self._too_late(view, rows, pending_s, partial, packer, decode_s)
+            late = late | self._too_late(
+                view, rows, waiting.kind, pending_s, partial, packer, decode_s
+            )
         room = packer.blocks_left - _growth(view, partial, 1)
         value = np.where(late, self.violation_decay * pending_s, pending_s)
         often = _often_preempted(view, rows)
@@ -371,6 +374,7 @@ class AptPlusPolicy:
         self,
         view: SchedulerView,
         rows: Rows,
+        kind: NDArray[np.int8],
         pending_s: NDArray[np.float64],
         partial: Rows,
         packer: StepPacker,
@@ -378,12 +382,13 @@ class AptPlusPolicy:
     ) -> NDArray[np.bool_]:
         """(n,) whose first token would miss its objective if their prompt were begun right now."""
         table, costs = view.table, view.costs
-        tokens = table.num_tokens[rows].astype(np.float64)
+        tokens = view.remaining(rows, kind).astype(np.float64)
+        cached = table.hit_tokens[rows, kind]
         ahead = float(view.remaining(partial).sum()) if partial.size else 0.0
         steps = np.ceil((tokens + ahead) / max(packer.tokens_left, 1))
         prefill_s = (
             costs.prefill_per_token_s * (tokens + ahead)
-            + costs.prefill_per_pair_s * tokens * tokens
+            + costs.prefill_per_pair_s * tokens * (tokens + 2 * cached)
             + steps * max(decode_s, costs.prefill_base_s)
         )
         return (table.num_delivered[rows] == 0) & (pending_s + prefill_s > table.slo_ttft_s[rows])
@@ -409,6 +414,12 @@ class AptPlusPolicy:
         extra_s = hidden.extra_base_s + hidden.extra_per_token_s * tokens
         # T less the newcomers' part of it is what does not grow with the number of requests.
         kind[both & (share * view.costs.decode_base_s > extra_s)] = HIDDEN
+        hits = view.table.hit_tokens[rows]
+        if hits.any():
+            # Half of the prompt is worth more than what either kind costs in reads or memory.
+            gain = hits[np.arange(rows.size), 1 - kind] - hits[np.arange(rows.size), kind]
+            other = both & (gain > view.table.num_tokens[rows] // 2)
+            kind[other] = 1 - kind[other]
         return kind
 
 
@@ -422,8 +433,7 @@ class _Waiting:
         self.pending_s = urgent.pending_s[:n]
         self.late = urgent.violated[:n]
         self.kind = policy.kinds(view, rows)
-        groups = groups_for(view, target_tokens(view, rows, 1))
-        self.blocks = groups * blocks_per_group(view)[self.kind]
+        self.blocks = start_blocks_for(view, rows, target_tokens(view, rows, 1), self.kind)
         started = table.num_delivered[rows] > 0
         objective_s = np.where(started, table.slo_tbt_s[rows], table.slo_ttft_s[rows])
         self.urgent = np.flatnonzero(~self.late & (self.pending_s > URGENT_SHARE * objective_s))

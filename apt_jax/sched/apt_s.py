@@ -3,7 +3,13 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.apt import RESERVE_TOKENS, SWITCH_WINDOW_TOKENS, AptPolicy, _often_preempted
+from apt_jax.sched.apt import (
+    RESERVE_TOKENS,
+    SWITCH_WINDOW_TOKENS,
+    AptPolicy,
+    _often_preempted,
+    charge_hits,
+)
 from apt_jax.sched.greedy import solve_greedy
 from apt_jax.sched.policy import (
     Rows,
@@ -11,6 +17,7 @@ from apt_jax.sched.policy import (
     groups_for,
     held_blocks_for,
     split_running,
+    start_options,
     target_tokens,
 )
 from apt_jax.sched.problem import NOT_CHOSEN, KnapsackProblem
@@ -63,7 +70,7 @@ class AptSPolicy(AptPolicy):
             new = num_holding + np.flatnonzero(kind[num_holding:] >= 0)
             density = value[new, kind[new]] / cost[new, kind[new]]
             new = new[np.argsort(-density, kind="stable")]
-            length = table.num_tokens[rows[new]]
+            length = view.remaining(rows[new], kind[new])
             new = new[np.cumsum(length) - length < budget_left]
         kind[:num_holding] = table.kind[rows[:num_holding]]
 
@@ -90,13 +97,15 @@ class AptSPolicy(AptPolicy):
         """Values and costs (n, num_kinds) of all requests; those that hold cache come first, decoding ones before all."""
         table = view.table
         value = option_values(view, rows, urgent.pending_s, urgent.weight, urgent.num_counted)
+        charge_hits(view, rows, value, urgent.weight * urgent.num_counted)
         tokens = target_tokens(view, rows, 1)
         tokens[:num_decoding] = target_tokens(view, rows[:num_decoding], RESERVE_TOKENS)
-        cost = groups_for(view, tokens)[:, None] * blocks_per_group(view)
+        cost = start_options(view, rows, tokens)
         level = np.zeros(rows.size)
         level[_often_preempted(view, rows)] = 1
         if num_holding:
             each, held = np.arange(num_holding), table.kind[rows[:num_holding]]
+            cost[each, held] -= table.num_shared[rows[:num_holding]]
             stay = np.maximum(
                 value[each, held],
                 NEAR_ZERO * urgent.weight[:num_holding] * urgent.pending_s[:num_holding],
@@ -141,7 +150,7 @@ class AptSPolicy(AptPolicy):
         if num_decoding > budget:
             longest = np.argsort(view.table.last_token_s[rows[:num_decoding]], kind="stable")
             rows, kind, num_decoding = rows[longest], kind[longest], budget
-        remaining = view.remaining(rows)
+        remaining = view.remaining(rows, kind)
         ends = np.minimum(np.cumsum(remaining), budget)
         num_tokens = np.diff(ends, prepend=0).astype(np.int32)
         run = num_tokens > 0

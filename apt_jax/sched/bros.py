@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from apt_jax.sched.policy import (
     Rows,
     allowed_kinds,
-    blocks_per_group,
-    groups_for,
     held_blocks_for,
+    start_blocks_for,
     target_tokens,
 )
 from apt_jax.sched.view import HIDDEN, Plan, SchedulerView, StepCosts
@@ -142,13 +141,14 @@ class BrosPolicy:
             return Plan.idle()
         kind = table.kind[rows]
         kind[view.running.size :] = allowed_kinds(view, view.waiting).argmax(axis=1)
-        remaining = view.remaining(rows)
+        remaining = view.remaining(rows, kind)
         steps = -(-remaining // np.int32(view.max_num_batched_tokens))
         num_tokens = np.minimum(remaining, np.int32(view.max_num_batched_tokens))
-        start = table.num_cached[rows]
+        start = table.num_cached[rows] + table.hit_tokens[rows, kind]
         holds = np.arange(rows.size) < view.running.size
         tokens = np.where(holds, start + num_tokens, target_tokens(view, rows, 1))
-        need = groups_for(view, tokens) * blocks_per_group(view)[kind] - table.num_blocks[rows]
+        need = start_blocks_for(view, rows, tokens, kind)
+        need -= table.num_blocks[rows] + table.num_shared[rows]
         slack_s = self._slack_s(view, rows, steps)
         need = np.maximum(need, 0)
         everyone = _Candidates(rows, kind, num_tokens, start, slack_s, holds, need)
@@ -258,7 +258,9 @@ class BrosPolicy:
             seats = view.max_num_seqs - running.size - int(np.count_nonzero(~step.holds))
             fresh = np.flatnonzero(~holds)
             rows = asked.rows[fresh]
-            again = np.where(table.num_preemptions[rows] > 0, table.num_tokens[rows], 0)
+            again = np.where(
+                table.num_preemptions[rows] > 0, view.remaining(rows, asked.kind[fresh]), 0
+            )
             waited_s = view.now_s - table.last_token_s[rows]
             cost = again - AGING_TOKENS_PER_S * waited_s
             fresh = fresh[np.lexsort((table.rank[rows], cost))]

@@ -44,7 +44,11 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     both = np.intersect1d(rows, preempt)
     _require(not both.size, f"rows {both.tolist()} are both run and preempted")
 
-    remaining = view.remaining(rows)
+    bad = (plan.kind < 0) | (plan.kind >= len(view.kinds))
+    _require(
+        not bad.any(), f"rows {rows[bad].tolist()} have unknown kinds {plan.kind[bad].tolist()}"
+    )
+    remaining = view.remaining(rows, plan.kind)
     bad = (plan.num_tokens < 1) | (plan.num_tokens > remaining)
     _require(
         not bad.any(),
@@ -59,17 +63,15 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     kept = max(view.max_num_seqs, view.running.size - preempt.size)
     _require(seats <= kept, f"{seats} requests would hold cache, {view.max_num_seqs} may")
 
-    bad = (plan.kind < 0) | (plan.kind >= len(view.kinds))
-    _require(
-        not bad.any(), f"rows {rows[bad].tolist()} have unknown kinds {plan.kind[bad].tolist()}"
-    )
     bad = holds & (plan.kind != table.kind[rows])
     _require(not bad.any(), f"rows {rows[bad].tolist()} change their kind while they hold cache")
     bad = ~holds & ~np.array([kind.offered for kind in view.kinds])[plan.kind]
     _require(not bad.any(), f"rows {rows[bad].tolist()} take a kind that is not offered")
 
-    end = table.num_cached[rows] + plan.num_tokens
+    found, shared = table.hit_tokens[rows, plan.kind], table.hit_blocks[rows, plan.kind]
+    end = table.num_cached[rows] + found + plan.num_tokens
+    held = table.num_blocks[rows] + table.num_shared[rows] + shared
     per_group = np.array([kind.blocks_per_group for kind in view.kinds])[plan.kind]
-    need = int((-(-end // view.block_size) * per_group - table.num_blocks[rows]).sum())
+    need = int((-(-end // view.block_size) * per_group - held).sum())
     have = view.free_blocks + int(table.num_blocks[preempt].sum())
     _require(need <= have, f"{need} blocks needed, {have} at hand")

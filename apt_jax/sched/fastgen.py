@@ -6,9 +6,9 @@ from apt_jax.sched.policy import (
     Rows,
     allowed_kinds,
     blocks_per_group,
-    groups_for,
     held_blocks_for,
     split_running,
+    start_blocks_for,
 )
 from apt_jax.sched.view import Plan, SchedulerView
 
@@ -79,7 +79,8 @@ class FastGenPolicy:
                 break
             kind = int(table.kind[row])
             cached, total = int(table.num_cached[row]), int(table.num_tokens[row])
-            per_group, held = view.kinds[kind].blocks_per_group, int(table.num_blocks[row])
+            per_group = view.kinds[kind].blocks_per_group
+            held = int(table.num_blocks[row]) + int(table.num_shared[row])
             if -(-total // view.block_size) * per_group - held > free:
                 break
             length = min(total - cached, budget)
@@ -122,13 +123,16 @@ class FastGenPolicy:
         """Begin waiting prompts in order; the last one gets what is left of the budget."""
         kind = allowed_kinds(view, waiting).argmax(axis=1)
         per_group = blocks_per_group(view)[kind]
-        total = view.table.num_tokens[waiting]
-        blocks = groups_for(view, total) * per_group
+        table = view.table
+        total = view.remaining(waiting, kind)
+        found, shared = table.hit_tokens[waiting, kind], table.hit_blocks[waiting, kind]
+        blocks = start_blocks_for(view, waiting, table.num_tokens[waiting], kind)
         for i in range(waiting.size):
             if budget < 1 or blocks[i] > free:
                 return
             length = min(int(total[i]), budget)
-            free -= -(-length // view.block_size) * int(per_group[i])
+            free -= -(-(int(found[i]) + length) // view.block_size) * int(per_group[i])
+            free += int(shared[i])
             budget -= length
             rows.append(int(waiting[i]))
             num_tokens.append(length)

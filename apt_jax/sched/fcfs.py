@@ -5,11 +5,10 @@ import numpy as np
 from apt_jax.sched.policy import (
     StepPacker,
     allowed_kinds,
-    blocks_per_group,
     decode_plan,
-    groups_for,
     held_blocks_for,
     split_running,
+    start_blocks_for,
     target_tokens,
     unblock,
 )
@@ -49,7 +48,7 @@ class FcfsPolicy:
         if not waiting.size or packer.tokens_left < 1:
             return packer.plan()
         kind = allowed_kinds(view, waiting).argmax(axis=1)
-        blocks = groups_for(view, target_tokens(view, waiting, 1)) * blocks_per_group(view)[kind]
+        blocks = start_blocks_for(view, waiting, target_tokens(view, waiting, 1), kind)
         unfinished = (
             held_blocks_for(view, partial, target_tokens(view, partial, 1))
             - view.table.num_blocks[partial]

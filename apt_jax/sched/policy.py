@@ -21,8 +21,36 @@ def groups_for(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np.int
 def held_blocks_for(
     view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """Blocks that `tokens` positions of running `rows` take with the kind that they hold."""
-    return groups_for(view, tokens) * blocks_per_group(view)[view.table.kind[rows]]
+    """Blocks that `tokens` positions of running `rows` take with the kind that they hold, shared ones left out.
+
+    Shared ones are full, so at least one is left wherever a token is still to be computed.
+    """
+    blocks = groups_for(view, tokens) * blocks_per_group(view)[view.table.kind[rows]]
+    return blocks - view.table.num_shared[rows]
+
+
+def start_blocks_for(
+    view: SchedulerView, rows: Rows, tokens: NDArray[np.int32], kind: NDArray[np.integer]
+) -> NDArray[np.int32]:
+    """Blocks that must be free for waiting `rows` to have `tokens` positions with `kind`: those that others hold cost
+    nothing, those of cached prefixes that nobody holds do, for they count as free. At least one group."""
+    blocks = groups_for(view, tokens) * blocks_per_group(view)[kind]
+    return blocks - view.table.hit_blocks[rows, kind]
+
+
+def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """(n, num_kinds): `start_blocks_for` with each kind."""
+    return groups_for(view, tokens)[:, None] * blocks_per_group(view) - view.table.hit_blocks[rows]
+
+
+def hit_advantage_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64] | None:
+    """(n, num_kinds) time that waiting `rows` need to compute what they would find cached of another kind; None: 0."""
+    hits = view.table.hit_tokens[rows]
+    if not hits.any():
+        return None
+    offered = np.array([kind.offered for kind in view.kinds])
+    most = np.where(offered, hits, 0).max(axis=1, keepdims=True)
+    return view.costs.prefill_per_token_s * np.maximum(most - hits, 0)
 
 
 def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
@@ -97,7 +125,7 @@ class StepPacker:
         for row in partial.tolist():
             kind, held, cached = (
                 int(table.kind[row]),
-                int(table.num_blocks[row]),
+                int(table.num_blocks[row]) + int(table.num_shared[row]),
                 int(table.num_cached[row]),
             )
             per_group = view.kinds[kind].blocks_per_group
@@ -116,13 +144,19 @@ class StepPacker:
     ) -> None:
         """Begin waiting `rows`, as far as they go; the caller has seen to it that their blocks are there.
 
-        A prompt longer than a whole step takes what is left of this one; any other is computed in one piece or not
-        begun, unless prompts may be `split`. With `in_order` the first that does not go ends it, else later ones may
+        A prompt of which more than a whole step is to be computed takes what is left of this one; any other is computed
+        in one piece or not begun, unless prompts may be `split`. With `in_order` the first that does not go ends it, else later ones may
         still go.
         """
         view = self.view
-        for row, kind_of, length in zip(
-            rows.tolist(), kind.tolist(), view.table.num_tokens[rows].tolist(), strict=True
+        found = view.table.hit_tokens[rows, kind]
+        for row, kind_of, length, cached, shared in zip(
+            rows.tolist(),
+            kind.tolist(),
+            (view.table.num_tokens[rows] - found).tolist(),
+            found.tolist(),
+            view.table.hit_blocks[rows, kind].tolist(),
+            strict=True,
         ):
             if self.seats_left < 1 or self.tokens_left < 1:
                 return
@@ -136,7 +170,8 @@ class StepPacker:
                 row,
                 length,
                 kind_of,
-                -(-length // view.block_size) * view.kinds[kind_of].blocks_per_group,
+                -(-(cached + length) // view.block_size) * view.kinds[kind_of].blocks_per_group
+                - shared,
             )
             self.seats_left -= 1
 

@@ -8,10 +8,9 @@ from apt_jax.sched.fcfs import FcfsPolicy
 from apt_jax.sched.policy import (
     Rows,
     allowed_kinds,
-    blocks_per_group,
-    groups_for,
     held_blocks_for,
     split_running,
+    start_blocks_for,
     target_tokens,
 )
 from apt_jax.sched.view import Plan, SchedulerView
@@ -99,8 +98,7 @@ class RoundRobinPolicy:
             others = others[table.tokens_since_preemption[others] >= QUANTUM_TOKENS]
             first = own.waiting[:1]
             kind = allowed_kinds(own, first).argmax(axis=1)
-            groups = groups_for(own, target_tokens(own, first, 1))
-            needed = int((groups * blocks_per_group(own)[kind]).sum())
+            needed = int(start_blocks_for(own, first, target_tokens(own, first, 1), kind).sum())
             seats = max(1 - own.max_num_seqs, 0)
         short = needed - own.free_blocks
         freed = np.cumsum(table.num_blocks[others[::-1]])

@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 from apt_jax.sched.policy import (
     Rows,
     allowed_kinds,
-    blocks_per_group,
     decode_plan,
-    groups_for,
     held_blocks_for,
     split_running,
+    start_blocks_for,
 )
 from apt_jax.sched.view import Plan, SchedulerView
 
@@ -191,7 +190,7 @@ class UnifiedPolicy:
                 step.add(row, min(remaining, left), int(table.kind[row]), 0, position)
                 continue
             row = int(waiting[i])
-            length = int(table.num_tokens[row])
+            length = int(table.num_tokens[row] - table.hit_tokens[row, kind[i]])
             if length > left and not self.chunked and length <= step.limit:
                 num_waiting = i  # admission ends
                 continue
@@ -207,8 +206,7 @@ class UnifiedPolicy:
             none = np.zeros(0, np.int32)
             return none.astype(np.intp), none
         kind = allowed_kinds(view, waiting).argmax(axis=1)
-        per_group = blocks_per_group(view)[kind]
-        blocks = groups_for(view, view.table.num_tokens[waiting]) * per_group
+        blocks = start_blocks_for(view, waiting, view.table.num_tokens[waiting], kind)
         # What counts against an admission: running requests above it, those below it, waiting ones before it.
         before, after, booked = running.need, running.need, blocks
         if self.first != "nobody":
@@ -216,7 +214,7 @@ class UnifiedPolicy:
         if self.reserve != "input":
             most = held_blocks_for(view, running.rows, self._final_tokens(view, running.rows))
             before, after = np.maximum(before, most), np.maximum(after, most)
-            final = groups_for(view, self._final_tokens(view, waiting)) * per_group
+            final = start_blocks_for(view, waiting, self._final_tokens(view, waiting), kind)
             booked = np.maximum(booked, final)
         if self.first == "nobody":
             after = np.zeros_like(after)  # they may be evicted

@@ -15,6 +15,7 @@ NO_KIND = -1
 
 KV = 0
 HIDDEN = 1
+NUM_KINDS = 2
 """Column numbers of the two cache kinds wherever options are arrays of shape (num_requests, num_kinds)."""
 
 
@@ -140,7 +141,8 @@ class RequestTable:
         ("max_tokens_total", np.int32),  # prompt_len + the request's max_tokens
         ("num_cached", np.int32),  # positions whose cache is on the device, steps in flight counted
         ("kind", np.int8),  # cache kind held, NO_KIND when none
-        ("num_blocks", np.int32),  # blocks held
+        ("num_blocks", np.int32),  # blocks held that nobody else holds
+        ("num_shared", np.int32),  # blocks held that others hold, too: charged to nobody
         ("num_outputs", np.int32),  # output tokens, tokens in flight counted
         ("slo_ttft_s", np.float64),
         ("slo_tbt_s", np.float64),
@@ -152,6 +154,9 @@ class RequestTable:
         ("tokens_since_preemption", np.int32),
         ("best_effort", np.bool_),  # class "be", without objectives of its own (BROS §2)
         ("live", np.bool_),
+        # By kind, (capacity, NUM_KINDS), what a waiting request would find cached; 0 for all others.
+        ("hit_tokens", np.int32),  # positions that need not be computed
+        ("hit_blocks", np.int32),  # blocks that others hold: they cost nothing
     )
 
     arrival_s: NDArray[np.float64]
@@ -163,6 +168,7 @@ class RequestTable:
     num_cached: NDArray[np.int32]
     kind: NDArray[np.int8]
     num_blocks: NDArray[np.int32]
+    num_shared: NDArray[np.int32]
     num_outputs: NDArray[np.int32]
     slo_ttft_s: NDArray[np.float64]
     slo_tbt_s: NDArray[np.float64]
@@ -174,11 +180,13 @@ class RequestTable:
     tokens_since_preemption: NDArray[np.int32]
     best_effort: NDArray[np.bool_]
     live: NDArray[np.bool_]
+    hit_tokens: NDArray[np.int32]
+    hit_blocks: NDArray[np.int32]
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity
         for name, dtype in self._FIELDS:
-            setattr(self, name, np.zeros(capacity, dtype))
+            setattr(self, name, np.zeros(self._shape(name), dtype))
         self.kind[:] = NO_KIND
         self._free = list(range(capacity - 1, -1, -1))
         self.output_lengths = np.zeros(256, np.int64)
@@ -240,10 +248,13 @@ class RequestTable:
         self.kind[row] = NO_KIND
         self._free.append(row)
 
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return (self.capacity, NUM_KINDS) if name.startswith("hit_") else (self.capacity,)
+
     def _grow(self) -> None:
         old, self.capacity = self.capacity, self.capacity * 2
         for name, dtype in self._FIELDS:
-            grown = np.zeros(self.capacity, dtype)
+            grown = np.zeros(self._shape(name), dtype)
             grown[:old] = getattr(self, name)
             setattr(self, name, grown)
         self.kind[old:] = NO_KIND
@@ -261,6 +272,7 @@ class SchedulerView:
     running: NDArray[np.int32]
     """Rows of requests that hold cache, by rank: decoding ones and those whose prompt is only partly computed."""
     free_blocks: int
+    """Blocks that can be handed out, those of cached prefixes that nobody holds among them."""
     total_blocks: int
     """Usable blocks of the pool (the reserved one not counted)."""
     block_size: int
@@ -269,10 +281,20 @@ class SchedulerView:
     max_num_seqs: int
     max_num_batched_tokens: int
     costs: StepCosts = StepCosts()
+    shared_blocks: int = 0
+    """Blocks that two or more running requests hold. Free ones, `num_blocks` of all running requests and these make up
+    the pool. So taking cache from requests frees at least their `num_blocks`."""
 
-    def remaining(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Tokens not computed yet: 1 for a decoding request, more for one in prefill. Shape of `rows`."""
-        return self.table.num_tokens[rows] - self.table.num_cached[rows]
+    def remaining(
+        self, rows: NDArray[np.int32], kind: NDArray[np.integer] | int | None = None
+    ) -> NDArray[np.int32]:
+        """Tokens not computed yet: 1 for a decoding request, more for one in prefill. Shape of `rows`.
+
+        With `kind`, that which waiting requests would take: without what they would find cached of it.
+        """
+        table = self.table
+        left = table.num_tokens[rows] - table.num_cached[rows]
+        return left if kind is None else left - table.hit_tokens[rows, kind]
 
     def blocks_for(self, tokens: NDArray[np.int32], kind: int) -> NDArray[np.int32]:
         """Blocks that `tokens` positions take with `kind`: `blocks_per_group * ceil(tokens / block_size)`."""
@@ -284,11 +306,12 @@ class Plan:
     """One iteration: which rows run, over how many tokens, with which kind, and who gives its cache up first.
 
     Promises that the engine checks before it acts:
-      * `rows` are live, unique, and none is in `preempt`; `1 <= num_tokens <= remaining`; their sum is at most
-        `max_num_batched_tokens`, their count with other cache holders at most `max_num_seqs`;
+      * `rows` are live, unique, and none is in `preempt`; `1 <= num_tokens <= remaining` (of the row's kind: cached
+        prefixes are not computed again); their sum is at most `max_num_batched_tokens`, their count with other cache holders at most `max_num_seqs`;
       * a row that holds cache keeps its kind (to change it: preempt now, run it in a later iteration);
-      * the blocks needed fit `free_blocks` plus what `preempt` gives back. Where they do not after all (a failed
-        allocation), the engine defers the rows that come last in `rows`.
+      * the blocks needed fit `free_blocks` plus `num_blocks` of what is in `preempt`. Where they do not after all (a
+        failed allocation, a prefix that was shared with a preempted request), the engine defers the rows that come last
+        in `rows`.
     """
 
     rows: NDArray[np.int32]

@@ -4,6 +4,8 @@
 
 Everything above the executor is the code that serves. A run depends on its configuration alone: the same seed draws the
 same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
+
+Prefix caching is off: traces tell lengths and no contents, so nothing is known of common beginnings.
 """
 
 import dataclasses
@@ -291,7 +293,8 @@ def simulate(
         clock,
         hardware.kinds(config.cache, config.hidden_attention),
         scheduler,
-        CacheConfig(block_size=hardware.block_size, mode=config.cache),
+        # Traces have lengths and no contents: made-up prompts are all alike and would be found in the cache.
+        CacheConfig(block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=False),
         costs=costs,
         debug=debug,
     )

@@ -426,6 +426,7 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
     engine_config = EngineConfig(
         model=size.model, load_format="dummy", dtype=size.dtype,  # pyright: ignore[reportArgumentType]
         scheduler=SchedulerConfig(max_num_seqs=size.max_seqs, max_num_batched_tokens=size.prefill_buckets[-1]),
+        cache=CacheConfig(enable_prefix_caching=False),  # prompts are made up and all alike
     )  # fmt: skip
     parts = make_parts(
         engine_config, limited,

@@ -117,7 +117,8 @@ class Feed:
             self.clock,
             hardware.kinds("kv"),
             config,
-            CacheConfig(block_size=hardware.block_size, mode="kv"),
+            # Prompts are made up and all alike: nothing may be found of them.
+            CacheConfig(block_size=hardware.block_size, mode="kv", enable_prefix_caching=False),
             costs=costs,
         )
         self.ended: list[RequestMetrics] = []

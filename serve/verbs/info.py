@@ -105,6 +105,7 @@ def cache_facts(parts: EngineParts) -> dict[str, Any]:
     executor, engine = parts.executor, parts.engine
     facts: dict[str, Any] = {
         "cache": parts.config.cache.mode,
+        "prefix caching": "on" if parts.config.cache.enable_prefix_caching else "off",
         "block_size (tokens)": executor.block_size,
         "blocks": executor.num_blocks,
     }
@@ -146,6 +147,7 @@ def measure(parts: EngineParts) -> dict[str, Any]:
         "host p99 (ms)": round(stats.host_p99_ms, 3),
         "policy p50 (ms)": round(stats.schedule_p50_ms, 3),
         "dispatch p50 (ms)": round(stats.dispatch_p50_ms, 3),
+        "prefix cache hits (tokens)": f"{stats.prefix_cache_hits} of {stats.prefix_cache_queries}",
         "compilations after warm-up": stats.compilations,
     }
 

@@ -6,10 +6,12 @@ looked at (`full_checks=False`), bugs that corrupt one request's tokens must sti
 
 import dataclasses
 
+import numpy as np
 import pytest
 from simulation_harness import SimulationError, simulate
 
 from apt_jax.engine import Engine
+from apt_jax.prefix import extend_digests
 from apt_jax.sched.view import NO_KIND
 
 NUM_SEEDS = 60
@@ -75,9 +77,9 @@ class DuplicatedToken(Engine):
 class WrongKind(Engine):
     """A request that comes back with another kind is computed as if it had the old one."""
 
-    def _start(self, row, seat, kind):
+    def _start(self, row, seat, kind, num_found):
         last = self._live(row).last_kind
-        super()._start(row, seat, kind)
+        super()._start(row, seat, kind, num_found)
         if last != NO_KIND:
             self.table.kind[row] = last
 
@@ -140,6 +142,127 @@ class ForeignBlock(Engine):
         return batch
 
 
+class _Caching(Engine):
+    """An engine whose tree of prefixes can be tampered with; `tamper` is called where there is one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.cache.prefixes is not None:
+            self.tamper(self.cache.prefixes)
+
+    def tamper(self, tree):
+        pass
+
+
+class FoundUnderAnotherKind(_Caching):
+    """A prefix is found whatever its kind."""
+
+    def tamper(self, tree):
+        find = tree.find
+        tree.find = lambda kind, digest: find(kind, digest) or find(1 - kind, digest)
+
+
+class FoundAfterEviction(_Caching):
+    """An evicted group can still be found."""
+
+    def tamper(self, tree):
+        remove = tree.remove
+
+        def remove_all_but_the_digest(nodes):
+            kept = [dict(digests) for digests in tree._by_digest]
+            remove(nodes)
+            for digests, old in zip(tree._by_digest, kept, strict=True):
+                digests.update(old)
+
+        tree.remove = remove_all_but_the_digest
+
+
+class MissingCopy(Engine):
+    """A request writes behind what it believes to be a copy."""
+
+    def _copies(self, sources):
+        return super()._copies(sources)[:0]
+
+
+class CopyOfHalf(Engine):
+    """Of keys and values only the keys are copied."""
+
+    def _copies(self, sources):
+        return super()._copies(sources)[:1]
+
+
+class WriteIntoShared(Engine):
+    """A request writes into the cached block itself instead of a copy."""
+
+    def _build_batch(self, rows, num_tokens, kind, seats):
+        batch = super()._build_batch(rows, num_tokens, kind, seats)
+        for i, source in enumerate(self.sources.get(row) for row in rows.tolist()):
+            if source is not None:
+                at = batch.start[i] // self.cache.block_size
+                self.cache.tables[seats[i], :, at] = source
+                batch.block_tables[i, :, at] = source
+        return batch
+
+    def _attach(self, rows, seats, kind):
+        found, self.sources = super()._attach(rows, seats, kind)
+        return found, self.sources
+
+    def _copies(self, sources):
+        return super()._copies(sources)[:0]
+
+
+class RegisteredTooEarly(_Caching):
+    """Groups can be found before their step has ended; too rare in streams to be asked for there."""
+
+    def _filled(self, batch, rows, end):
+        filled = super()._filled(batch, rows, end)
+        for f in filled:
+            live = self._live(int(rows[f.index]))
+            if live.num_known >= end[f.index]:
+                self._register(f, live)
+        return filled
+
+    def _register(self, f, live):
+        size = self.cache.block_size
+        known = live.tokens[: (f.begin + f.firsts.size) * size]
+        extend_digests(live.digests, live.root, known, size)
+        self.cache.register(live.rank, f.kind, live.digests, f.begin, f.firsts, f.generations)
+
+
+class RegisteredThoughBad(Engine):
+    """Nobody looks whether a row was finite."""
+
+    def _judge(self, step, result):
+        good = dataclasses.replace(
+            result,
+            finite=np.ones_like(result.finite),
+            token_ids=np.maximum(result.token_ids, 0) % 31,
+        )
+        super()._judge(step, good)
+
+
+class KeptAfterFailure(_Caching):
+    """A failed step destroys the pool, and its prefixes are still found."""
+
+    def tamper(self, tree):
+        self.cache.clear_prefixes = lambda: None
+
+
+class ForgottenReference(_Caching):
+    """A request that shares a group is not counted as one that holds it."""
+
+    def tamper(self, tree):
+        cache, attach = self.cache, self.cache.attach
+
+        def attach_uncounted(owner, nodes, kind):
+            ok = attach(owner, nodes, kind)
+            if ok:
+                cache.num_refs[nodes[0].block] -= 1
+            return ok
+
+        cache.attach = attach_uncounted
+
+
 ENGINES = [
     LeakedBlock,
     DoubleFree,
@@ -152,6 +275,14 @@ ENGINES = [
     NoRollback,
     PlaceholderKept,
     ForeignBlock,
+    FoundUnderAnotherKind,
+    FoundAfterEviction,
+    MissingCopy,
+    CopyOfHalf,
+    WriteIntoShared,
+    RegisteredThoughBad,
+    KeptAfterFailure,
+    ForgottenReference,
 ]
 
 
@@ -164,7 +295,7 @@ def first_failure(engine_class: type[Engine], *, full_checks: bool) -> tuple[int
     return None
 
 
-@pytest.mark.parametrize("engine_class", ENGINES)
+@pytest.mark.parametrize("engine_class", [*ENGINES, RegisteredTooEarly])
 def test_a_planted_bug_is_found(engine_class):
     failure = first_failure(engine_class, full_checks=True)
     assert failure is not None

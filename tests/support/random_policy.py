@@ -27,6 +27,16 @@ def _blocks(view: SchedulerView, tokens: int, kind: int) -> int:
     return -(-tokens // view.block_size) * view.kinds[kind].blocks_per_group
 
 
+def _left(view: SchedulerView, row: int, length: int, kind: int) -> int:
+    return min(length, int(view.table.num_tokens[row] - view.table.hit_tokens[row, kind]))
+
+
+def _start_blocks(view: SchedulerView, row: int, length: int, kind: int) -> int:
+    """Of a waiting request that computes at most `length` tokens."""
+    end = int(view.table.hit_tokens[row, kind]) + _left(view, row, length, kind)
+    return _blocks(view, end, kind) - int(view.table.hit_blocks[row, kind])
+
+
 def _plan(rows: list[int], num_tokens: list[int], kind: list[int], preempt: list[int]) -> Plan:
     return Plan(
         rows=np.array(rows, np.int32),
@@ -69,7 +79,7 @@ class RandomPolicy:
             if most < 1 or self._chance(self.chaos.skip):
                 continue
             length, kind = self._length(most), int(table.kind[row])
-            held = int(table.num_blocks[row])
+            held = int(table.num_blocks[row]) + int(table.num_shared[row])
             need = _blocks(view, int(table.num_cached[row]) + length, kind) - held
             while need > free and running:
                 victim = running.pop()
@@ -92,13 +102,14 @@ class RandomPolicy:
                 continue
             length = self._length(min(budget, int(table.num_tokens[row])))
             options = [k for k, spec in enumerate(view.kinds) if spec.offered]
-            options = [k for k in options if _blocks(view, length, k) <= free]
+            options = [k for k in options if _start_blocks(view, row, length, k) <= free]
             if not options:
                 break
             kind = options[0]
             if self._chance(self.chaos.flip):
                 kind = int(self._rng.choice(options))
-            free -= _blocks(view, length, kind)
+            free -= _start_blocks(view, row, length, kind)
+            length = _left(view, row, length, kind)
             budget -= length
             seats -= 1
             rows.append(row)
@@ -132,17 +143,22 @@ class PerturbedPolicy:
                 continue
             if chaos.chunk and rng.random() < chaos.chunk:
                 length = int(rng.integers(1, length + 1))
-            end, held = int(table.num_cached[row]) + length, int(table.num_blocks[row])
+            holds = bool(table.num_cached[row])
             other = 1 - kind
-            flippable = held == 0 and view.kinds[other].offered
+            flippable = not holds and view.kinds[other].offered
             if (
                 flippable
                 and chaos.flip
                 and rng.random() < chaos.flip
-                and _blocks(view, end, other) <= free
+                and _start_blocks(view, row, length, other) <= free
             ):
                 kind = other
-            need = _blocks(view, end, kind) - held
+            if holds:
+                held = int(table.num_blocks[row]) + int(table.num_shared[row])
+                need = _blocks(view, int(table.num_cached[row]) + length, kind) - held
+            else:
+                need = _start_blocks(view, row, length, kind)
+                length = _left(view, row, length, kind)
             if need > free:  # a kind that was flipped before took its blocks
                 continue
             free -= need

@@ -85,6 +85,9 @@ class Scenario:
     p_processor_abort: float
     second_failure: bool
     """A step failure is followed by another at once: the engine must end."""
+    prefix_caching: bool
+    p_continue: float
+    """A request's prompt begins with tokens of an earlier request."""
 
 
 def draw_scenario(rng: np.random.Generator) -> Scenario:
@@ -125,6 +128,8 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         p_processor_failure=rate(0.03, 0.3),
         p_processor_abort=rate(0.05, 0.3),
         second_failure=second_failure,
+        prefix_caching=bool(rng.random() < 0.85),
+        p_continue=rate(0.9, 0.7),
     )
 
 
@@ -175,7 +180,8 @@ class _CheckedPolicy:
             "view: a row that has all its tokens",
         )
         _expect(
-            view.free_blocks + int(table.num_blocks[view.running].sum()) == view.total_blocks,
+            view.free_blocks + int(table.num_blocks[view.running].sum()) + view.shared_blocks
+            == view.total_blocks,
             "view: blocks that nobody holds",
         )
         _expect(
@@ -271,7 +277,9 @@ class Simulation:
                 max_num_queued_tokens=scenario.max_num_queued_tokens,
                 overlap=scenario.overlap,
             ),
-            CacheConfig(block_size=scenario.block_size),
+            CacheConfig(
+                block_size=scenario.block_size, enable_prefix_caching=scenario.prefix_caching
+            ),
             costs=StepCosts(
                 prefill_base_s=0.01,
                 prefill_per_token_s=1e-4,
@@ -355,6 +363,27 @@ class Simulation:
                 return None
             return allocate(num)
 
+        def counting(name: str, function: Callable) -> Callable:
+            def counted(*args):
+                note[name] += 1
+                return function(*args)
+
+            return counted
+
+        cache, execute = engine.cache, self.executor.execute
+        cache.attach = counting("prefix found", cache.attach)  # type: ignore[method-assign]
+        cache._exchange = counting("group exchanged", cache._exchange)  # type: ignore[method-assign]
+        cache._evict = counting("group evicted", cache._evict)  # type: ignore[method-assign]
+        cache.drop_prefix = counting("prefix dropped", cache.drop_prefix)  # type: ignore[method-assign]
+
+        def noting_execute(batch: StepBatch):
+            note["block copied"] += bool(len(batch.copies))
+            first = batch.block_tables[:, 0]
+            both = np.bincount(first[first > 0]) > 1
+            note["block read by two rows"] += bool(both.any())
+            return execute(batch)
+
+        self.executor.execute = noting_execute  # type: ignore[method-assign]
         engine._preempt = noting_preempt  # type: ignore[method-assign]
         pool.allocate = failing_allocate  # type: ignore[method-assign]
 
@@ -400,7 +429,7 @@ class Simulation:
         return EngineRequest(
             request_id=f"r{self._submitted}",
             prompt=None,
-            prompt_token_ids=rng.integers(0, VOCAB_SIZE, prompt_len).astype(np.int32),
+            prompt_token_ids=self._draw_prompt(prompt_len),
             params=params,
             slo=SLO(
                 ttft_s=float(rng.choice([0.05, 1.0, np.inf])),
@@ -408,6 +437,22 @@ class Simulation:
             ),
             arrival_s=self.clock.now_s(),
         )
+
+    def _draw_prompt(self, length: int) -> np.ndarray:
+        """Random tokens, or an earlier request's prompt and output as far as they go, or a part of it."""
+        rng, c = self.rng, self.scenario.block_size
+        prompt = rng.integers(0, VOCAB_SIZE, length).astype(np.int32)
+        if not self.streams or rng.random() >= self.scenario.p_continue:
+            return prompt
+        earlier = list(self.streams.values())[-8:]
+        stream = earlier[int(rng.integers(len(earlier)))]
+        known = np.concatenate([stream.request.prompt_token_ids, np.array(stream.got, np.int32)])
+        cut = known.size
+        if rng.random() < 0.5:  # often whole groups
+            cut = int(rng.integers(1, cut + 1))
+            cut = max(cut - cut % c, 1) if rng.random() < 0.5 else cut
+        more = int(rng.integers(1, 6)) if rng.random() < 0.5 else 0
+        return np.concatenate([known[:cut], prompt[:more]])[:60].astype(np.int32)
 
     def _submit(self) -> None:
         request = self._draw_request()
@@ -574,6 +619,8 @@ class Simulation:
         self.note["stop found late, row in flight dropped"] += stats.dropped_rows
         self.note["row deferred"] += stats.deferred_rows
         self.note["positions recomputed"] += stats.recomputed_tokens
+        self.note["blocks cached at the end"] += stats.cached_blocks
+        _expect(0 <= stats.prefix_cache_hits <= stats.prefix_cache_queries, "hits are miscounted")
         engine.check_integrity()
 
     def _step(self) -> bool:
