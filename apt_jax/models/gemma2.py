@@ -20,13 +20,13 @@ _IN_LAYER = IN_LAYER | {
 
 
 def _cap(fields: Mapping[str, Any], name: str, default: float) -> float | None:
-    return ConfigFields({name: default} | fields).optional_number(name)
+    return ConfigFields({name: default, **fields}).optional_number(name)
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
     get = ConfigFields(fields)
-    given = {"sliding_window": 4096} | fields
+    given = {"sliding_window": 4096, **fields}
     return gemma_config(
         fields, FAMILY, max_len, "hidden_activation", num_kv_heads=4,
         norm_placement="sandwich",

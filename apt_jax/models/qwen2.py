@@ -18,7 +18,7 @@ def layer_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
     if not get.flag("use_sliding_window", False):
         return ()
     first = get.number("max_window_layers", 28.0)
-    given = {"sliding_window": 4096} | fields
+    given = {"sliding_window": 4096, **fields}
     return windows(given, get.positive("num_hidden_layers"), lambda i: i >= first)
 
 

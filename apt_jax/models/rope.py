@@ -94,7 +94,7 @@ def _yarn(
 
     top, bottom = get.number("mscale", 0.0), get.number("mscale_all_dim", 0.0)
     attention = mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
-    return inv_freq, get.number("attention_factor", attention)
+    return inv_freq.astype(np.float32), get.number("attention_factor", attention)
 
 
 def _longrope(
@@ -165,7 +165,7 @@ def read_rope(
         limit = max(longest, int(longest * factor))
         inv_freq = 1 / _powers(base, rotary_dim) / np.float32(factor)
     elif kind == "llama3":
-        inv_freq = _llama3(get, 1 / _powers(base, rotary_dim), original)
+        inv_freq = _llama3(get, np.float32(1) / _powers(base, rotary_dim), original)
     elif kind == "yarn":
         factor = get.number("factor", longest / original)
         native = limit = max(longest, int(original * factor))

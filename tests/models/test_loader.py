@@ -72,6 +72,8 @@ def _assert_equal(model: LoadedModel, tensors: dict[str, np.ndarray]) -> None:
             np.testing.assert_array_equal(layer.bo, get(f"{name}self_attn.out_proj.bias"))
             np.testing.assert_array_equal(layer.b_up, get(f"{name}fc1.bias"))
             np.testing.assert_array_equal(layer.b_down, get(f"{name}fc2.bias"))
+        assert layer.attn_norm is not None
+        assert layer.ffn_norm is not None
         if f"{name}final_layer_norm.weight" in tensors:
             np.testing.assert_array_equal(
                 layer.attn_norm.scale, get(f"{name}self_attn_layer_norm.weight")

@@ -114,5 +114,6 @@ SMALL_OPS = AttentionOps(
     decode_v_absorbed=_absent,
     prefill=_absent,
     rows_per_tile=1,
+    extras=frozenset(),
     branches=False,
 )
