@@ -174,6 +174,14 @@ def gumbel(
     return jax.vmap(row)(seed, position)
 
 
+def _first(found: Bool[Array, "B V"]) -> Int32[Array, " B"]:
+    """The lowest index of a row that is marked, 0 where none is. CPUs are several times faster at this than at argmax, which
+    reduces pairs."""
+    index = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
+    lowest = jnp.min(jnp.where(found, index, found.shape[1]), axis=1)
+    return jnp.where(lowest < found.shape[1], lowest, 0).astype(jnp.int32)
+
+
 def greedy(scores: Float[Array, "B V"]) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
     """The most likely token (the lowest id among equals), and whether the row can be trusted.
 
@@ -181,7 +189,7 @@ def greedy(scores: Float[Array, "B V"]) -> tuple[Int32[Array, " B"], Bool[Array,
     """
     top = jnp.max(scores, axis=1)
     finite = jnp.isfinite(top) & ~jnp.any(jnp.isnan(scores), axis=1)
-    return jnp.argmax(scores, axis=1).astype(jnp.int32), finite
+    return _first(scores == top[:, None]), finite
 
 
 def sample(

@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int32
 from apt_jax.config import HiddenMode, ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams, NormParams
 from apt_jax.pallas import AttentionOps
-from apt_jax.pallas.reference import KeyNorm, ScoreRules, rms_norm_heads, rotate
+from apt_jax.pallas.reference import KeyNorm, ScoreRules, rms_norm_heads, turn
 from apt_jax.pallas.xla import dot
 
 
@@ -119,8 +119,8 @@ class _Attention:
     config: ModelConfig
     options: StepOptions
     batch: DecoderBatch
-    token_angles: Float[Array, "T HALF"] | None
-    """Of every token of the step."""
+    turns: tuple[Array, Array] | None
+    """Cosine and sine (T, HALF) of the angles of every token of the step."""
     all_angles: Float[Array, "S HALF"] | None
     """Of every position, for keys computed from cached layer inputs."""
     rules: ScoreRules | None
@@ -142,7 +142,7 @@ class _Attention:
         return more if self.key_norm is None else more | {"key_norm": self.key_norm}
 
     def qkv(
-        self, x: Array, angles: Array | None, *, q_alone: bool = False
+        self, x: Array, turns: tuple[Array, Array] | None, *, q_alone: bool = False
     ) -> tuple[Array, Array, Array]:
         """q (T, N * H), k and v (T, E) of tokens, in the dtype of x; `q_alone`: k and v are zeros."""
         p, config = self.params, self.config
@@ -161,23 +161,28 @@ class _Attention:
             q, k, v = project(p.wq, p.bq), project(p.wk, p.bk), project(p.wv, p.bv)
         if config.clip_qkv is not None:
             q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
-        q = self._positioned(q, p.q_norm, angles, of_queries=True)
-        k = k if q_alone else self._positioned(k, p.k_norm, angles, of_queries=False)
+        q = self._positioned(q, p.q_norm, turns, of_queries=True)
+        k = k if q_alone else self._positioned(k, p.k_norm, turns, of_queries=False)
         return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype)
 
     def _positioned(
-        self, a: Float[Array, "T E"], norm: Array | None, angles: Array | None, *, of_queries: bool
+        self,
+        a: Float[Array, "T E"],
+        norm: Array | None,
+        turns: tuple[Array, Array] | None,
+        *,
+        of_queries: bool,
     ) -> Array:
         """Queries or keys, normed and turned; queries take all factors on scores, but for the 1 / sqrt(H) of the ops."""
         config = self.config
         factor = config.scale * config.head_dim**0.5 if of_queries else 1.0
-        if norm is None and angles is None:
+        if norm is None and turns is None:
             return a if factor == 1.0 else a * factor
         heads = a.reshape(a.shape[0], -1, config.head_dim)
         if norm is not None:
             heads = rms_norm_heads(heads, norm, config.norm_eps)
-        if angles is not None:
-            heads = rotate(heads, angles)
+        if turns is not None:
+            heads = turn(heads, *turns)
         if config.rope is not None and of_queries and config.rope.attention_factor != 1.0:
             turned = jnp.arange(config.head_dim) < config.rope.rotary_dim
             heads = heads * jnp.where(turned, config.rope.attention_factor**2, 1.0)[None, None]
@@ -279,22 +284,24 @@ class _Attention:
         kv_rows, hidden_rows = options.kinds
         head_dim, dtype = config.head_dim, x.dtype
 
-        def angles(start: int, stop: int) -> Array | None:
-            return None if self.token_angles is None else self.token_angles[start:stop]
+        def turns(start: int, stop: int) -> tuple[Array, Array] | None:
+            if self.turns is None:
+                return None
+            return self.turns[0][start:stop], self.turns[1][start:stop]
 
         parts = []
         if b and not (kv_rows and hidden_rows and options.ops.branches):
-            parts.append(self.qkv(x[:b], angles(0, b), q_alone=not kv_rows))
+            parts.append(self.qkv(x[:b], turns(0, b), q_alone=not kv_rows))
         elif b:
             parts.append(
                 lax.cond(
                     batch.num_kv_rows > 0,
-                    lambda: self.qkv(x[:b], angles(0, b)),
-                    lambda: self.qkv(x[:b], angles(0, b), q_alone=True),
+                    lambda: self.qkv(x[:b], turns(0, b)),
+                    lambda: self.qkv(x[:b], turns(0, b), q_alone=True),
                 )
             )
         if t > b:
-            parts.append(self.qkv(x[b:], angles(b, t)))
+            parts.append(self.qkv(x[b:], turns(b, t)))
         q, k, v = (jnp.concatenate(pieces) for pieces in zip(*parts, strict=True))
         q = q.reshape(t, -1, head_dim)
         k, v = _finite(k), _finite(v)
@@ -438,10 +445,12 @@ def decoder_step(
     dtype = params.embed.dtype
     with jax.named_scope("embed"):
         h = embed(params, batch.token_ids, batch.positions, config)
-    token_angles = all_angles = None
+    turns = all_angles = None
     if config.rope is not None:
         inv_freq = jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
-        token_angles = batch.positions.astype(jnp.float32)[:, None] * inv_freq
+        angles = batch.positions.astype(jnp.float32)[:, None] * inv_freq
+        # Computed once: fused into the heads of every layer, they would cost as much as the layer's products.
+        turns = lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
         if options.kinds[1]:
             tables = batch.decode_tables if options.num_decode else batch.prefill_tables
             longest = tables.shape[2] * options.hidden_block_size
@@ -454,7 +463,7 @@ def decoder_step(
     new_pools: list[Any] = []
     for i, p in enumerate(params.layers):
         attention = _Attention(
-            params=p, config=config, options=options, batch=batch, token_angles=token_angles,
+            params=p, config=config, options=options, batch=batch, turns=turns,
             all_angles=all_angles, rules=score_rules(config, i),
         )  # fmt: skip
         with jax.named_scope(f"layer{i}/attention"):

@@ -110,11 +110,17 @@ def rotate(
     x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None
 ) -> Float[Array, "S N H"]:
     """Turn the first `2 * HALF` lanes of every head by `angles`, in float32."""
-    x = x.astype(jnp.float32)
     if angles is None:
-        return x
-    half = angles.shape[1]
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        return x.astype(jnp.float32)
+    return turn(x, jnp.cos(angles), jnp.sin(angles))
+
+
+def turn(
+    x: Float[Array, "S N H"], cos: Float[Array, "S HALF"], sin: Float[Array, "S HALF"]
+) -> Float[Array, "S N H"]:
+    """`rotate` with the cosine and sine of the angles."""
+    x, half = x.astype(jnp.float32), cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 

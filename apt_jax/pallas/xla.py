@@ -424,56 +424,61 @@ def prefill(
     group = num_heads // num_kv_heads
     tq, tk = min(PREFILL_QUERY_TILE, num_tokens), min(PREFILL_KEY_TILE, num_tokens)
     g = max(1, PREFILL_KEY_TILE // block_size)
-    pad = ((0, max(tq, tk)), (0, 0), (0, 0))
-    q = jnp.pad(q * jnp.asarray(head_dim**-0.5, q.dtype), pad)
-    k, v = jnp.pad(k, pad), jnp.pad(v, pad)
+    # Heads first, so that tiles are slices along one axis and their products need no transposition.
+    pad = ((0, 0), (0, max(tq, tk)), (0, 0))
+    by_head = q.reshape(num_tokens, num_kv_heads, group * head_dim).transpose(1, 0, 2)
+    q_by_head = jnp.pad(by_head * jnp.asarray(head_dim**-0.5, q.dtype), pad)
+    k_by_head, v_by_head = (jnp.pad(a.transpose(1, 0, 2), pad) for a in (k, v))
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % g)))
     if slot_ranges is not None:
         slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, -slot_ranges.shape[1] % g), (0, 0)))
 
-    def update(
-        state: _FlashState, start: Array, keys: Array, values: Array, mask: Array, distance: Array
+    def queries(start: Array) -> Array:
+        tile = lax.dynamic_slice_in_dim(q_by_head, start, tq, axis=1)
+        return tile.reshape(num_kv_heads, tq * group, head_dim)
+
+    def load(state: _FlashState, start: Array) -> _FlashState:
+        m, l, acc = (lax.dynamic_slice_in_dim(a, start, tq, axis=1) for a in state)
+        return m, l, acc
+
+    def store(state: _FlashState, tile: _FlashState, start: Array) -> _FlashState:
+        m, l, acc = (
+            lax.dynamic_update_slice_in_dim(a, b, start, axis=1)
+            for a, b in zip(state, tile, strict=True)
+        )
+        return m, l, acc
+
+    def fold(
+        tile: _FlashState, q_tile: Array, keys: Array, values: Array, mask: Array, distance: Array
     ) -> _FlashState:
-        """Fold keys and values (S, K, H) into the queries [start, start + tq); mask and position of the key less that of
-        the query (tq, S)."""
-        m, l, acc = (lax.dynamic_slice_in_dim(a, start, tq) for a in state)
-        q_tile = lax.dynamic_slice_in_dim(q, start, tq).reshape(tq, num_kv_heads, group, head_dim)
-        q_tile = q_tile.transpose(1, 0, 2, 3).reshape(num_kv_heads, tq * group, head_dim)
-        s = dot(q_tile, keys, (2, 2), ((0,), (1,)))
-        s = s.reshape(num_kv_heads, tq, group, -1)
+        """Fold keys and values (K, S, H) into the state of tq queries; mask and position of the key less that of the query
+        (tq, S)."""
+        m, l, acc = tile
+        s = dot(q_tile, keys, (2, 2), ((0,), (0,))).reshape(num_kv_heads, tq, group, -1)
         if rules is not None:
             s, seen = _ruled(s, distance[None, :, None, :], rules, (num_kv_heads, 1, group, 1))
             mask = mask & seen[0, :, 0]
         s = jnp.where(mask[None, :, None, :], s, _MASKED)
-        m_old = m.reshape(tq, num_kv_heads, group).transpose(1, 0, 2)
-        m_new = jnp.maximum(m_old, jnp.max(s, axis=-1))
-        p = jnp.where(mask[None, :, None, :], jnp.exp(s - m_new[..., None]), 0.0)
-        rescale = jnp.exp(m_old - m_new).transpose(1, 0, 2).reshape(tq, num_heads)
-        l_add = jnp.sum(p, axis=-1).transpose(1, 0, 2).reshape(tq, num_heads)
+        m_new = jnp.maximum(m, jnp.max(s, axis=-1))
+        p = jnp.exp(s - m_new[..., None])
+        rescale = jnp.exp(m - m_new)
         pv = dot(
             p.reshape(num_kv_heads, tq * group, -1).astype(values.dtype),
             values,
-            (2, 0),
-            ((0,), (1,)),
-        )
-        pv = (
-            pv.reshape(num_kv_heads, tq, group, head_dim)
-            .transpose(1, 0, 2, 3)
-            .reshape(tq, num_heads, head_dim)
-        )
-        # Tokens of other rows in the tile see no key of this one: 0 * NaN must not reach them.
-        sees = jnp.any(mask, axis=1)[:, None, None]
-        new = (
-            m_new.transpose(1, 0, 2).reshape(tq, num_heads),
-            l * rescale + l_add,
+            (2, 1),
+            ((0,), (0,)),
+        ).reshape(acc.shape)
+        # A query that has seen no key yet keeps the running maximum of none: what it adds to l here, the first key that it
+        # sees scales away. Its acc must not even see 0 * NaN: the tile may hold tokens of another row.
+        sees = jnp.any(mask, axis=1)[None, :, None, None]
+        return (
+            m_new,
+            l * rescale + jnp.sum(p, axis=-1),
             jnp.where(sees, acc * rescale[..., None] + pv, acc),
         )
-        return tuple(
-            lax.dynamic_update_slice_in_dim(a, b, start, axis=0)
-            for a, b in zip(state, new, strict=True)
-        )  # pyright: ignore[reportReturnType]
 
-    def row(r: Array, state: _FlashState) -> _FlashState:
+    def row(r: Array, carry: tuple[_FlashState, Array]) -> tuple[_FlashState, Array]:
+        state, out = carry
         offset, length, prefix = offsets[r], chunk_lens[r], prefix_lens[r]
         q_tiles = (length + tq - 1) // tq
         query_index = jnp.arange(tq, dtype=jnp.int32)
@@ -484,14 +489,16 @@ def prefill(
             ids = lax.dynamic_slice(tables, (r, jnp.int32(0), j * g), (1, 2, g))[0]
             own, position = _own_slots(slot_ranges, prefix[None], r, j * g, g, slots)
             keys, values = (
-                a.astype(k.dtype).reshape(-1, num_kv_heads, head_dim)
+                a.astype(k.dtype).reshape(-1, num_kv_heads, head_dim).transpose(1, 0, 2)
                 for a in fetch(ids, own, position)
             )
 
             def query_tile(i: Array, state: _FlashState) -> _FlashState:
+                start = offset + i * tq
                 mask = own & (i * tq + query_index < length)[:, None]
                 distance = position - (prefix + i * tq + query_index)[:, None]
-                return update(state, offset + i * tq, keys, values, mask, distance)
+                tile = fold(load(state, start), queries(start), keys, values, mask, distance)
+                return store(state, tile, start)
 
             return lax.fori_loop(0, q_tiles, query_tile, state)
 
@@ -517,23 +524,27 @@ def prefill(
                 first = jnp.maximum(prefix + 1 - rules.window, 0) // size
             return lambda state: lax.fori_loop(first, (prefix + size - 1) // size, tile, state)
 
-        def own_tile(i: Array, state: _FlashState) -> _FlashState:
-            q_position = i * tq + query_index
+        def own_tile(i: Array, out: Array) -> Array:
+            start, q_position = offset + i * tq, i * tq + query_index
+            q_tile = queries(start)
 
-            def key_tile(j: Array, state: _FlashState) -> _FlashState:
-                keys = lax.dynamic_slice_in_dim(k, offset + j * tk, tk)
-                values = lax.dynamic_slice_in_dim(v, offset + j * tk, tk)
+            def key_tile(j: Array, tile: _FlashState) -> _FlashState:
+                keys, values = (
+                    lax.dynamic_slice_in_dim(a, offset + j * tk, tk, axis=1)
+                    for a in (k_by_head, v_by_head)
+                )
                 k_position = j * tk + jnp.arange(tk, dtype=jnp.int32)
                 distance = k_position[None, :] - q_position[:, None]
                 mask = (distance <= 0) & (q_position < length)[:, None]
-                return update(state, offset + i * tq, keys, values, mask, distance)
+                return fold(tile, q_tile, keys, values, mask, distance)
 
             first = jnp.int32(0)
             if rules is not None and rules.window is not None:
                 first = jnp.maximum(i * tq + 1 - rules.window, 0) // tk
-            return lax.fori_loop(
-                first, (jnp.minimum((i + 1) * tq, length) + tk - 1) // tk, key_tile, state
-            )
+            last = (jnp.minimum((i + 1) * tq, length) + tk - 1) // tk
+            _, l, acc = lax.fori_loop(first, last, key_tile, load(state, start))
+            tile = (acc / jnp.maximum(l, 1e-30)[..., None]).astype(q.dtype).transpose(1, 0, 2, 3)
+            return lax.dynamic_update_slice_in_dim(out, tile, start, axis=0)
 
         if with_hidden:
             state = lax.cond(
@@ -544,13 +555,15 @@ def prefill(
             )
         else:
             state = prefix_tiles(block_size, from_kv)(state)
-        return lax.fori_loop(0, q_tiles, own_tile, state)
+        # Tokens of the next row in the last tile get zeros here, and their values when it is their turn.
+        return state, lax.fori_loop(0, q_tiles, own_tile, out)
 
-    padded = num_tokens + pad[0][1]
+    padded = num_tokens + pad[1][1]
     init = (
-        jnp.full((padded, num_heads), _MASKED, jnp.float32),
-        jnp.zeros((padded, num_heads), jnp.float32),
-        jnp.zeros((padded, num_heads, head_dim), jnp.float32),
+        jnp.full((num_kv_heads, padded, group), _MASKED, jnp.float32),
+        jnp.zeros((num_kv_heads, padded, group), jnp.float32),
+        jnp.zeros((num_kv_heads, padded, group, head_dim), jnp.float32),
     )
-    _, l, acc = lax.fori_loop(0, num_rows, row, init)
-    return (acc / jnp.maximum(l, 1e-30)[..., None])[:num_tokens]
+    out = jnp.zeros((padded, num_kv_heads, group, head_dim), q.dtype)
+    _, out = lax.fori_loop(0, num_rows, row, (init, out))
+    return out[:num_tokens].reshape(num_tokens, num_heads, head_dim)

@@ -88,7 +88,7 @@ def _sharded_layers(
         assert p.ffn_norm is not None
         x = decoder._norm(h, p.attn_norm, config).astype(dtype)
         attention = decoder._Attention(
-            params=p, config=mine, options=options, batch=batch, token_angles=None, all_angles=None, rules=None
+            params=p, config=mine, options=options, batch=batch, turns=None, all_angles=None, rules=None
         )  # fmt: skip
         out, pool = attention(x, pool)
         new_pools.append(pool)
