@@ -281,6 +281,10 @@ class JaxExecutor:
         mixed: bool | None = None,
         attention: str | AttentionOps | None = None,
     ) -> None:
+        windows = tuple(
+            w if w is not None and w < max_model_len else None for w in config.layer_windows
+        )  # one that no context outgrows is none
+        config = dataclasses.replace(config, layer_windows=windows if any(windows) else ())
         self.config, self.cache_config = config, cache
         self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len

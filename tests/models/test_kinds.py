@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from apt_jax.jax_executor import JaxExecutor
 from apt_jax.models import load_model
 from apt_jax.models.kinds import kind_facts, known_kinds, main, markdown, put_into
 from apt_jax.models.loader import read_model_config
+from apt_jax.models.params import dummy_params
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -53,8 +55,6 @@ def test_hidden_is_refused_with_the_reason_and_hybrid_means_kv(tmp_path):
         "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 64,
     }  # fmt: skip
-    import json
-
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = load_model(EngineConfig(model=str(tmp_path), load_format="dummy"))
 
@@ -82,3 +82,19 @@ def test_the_command_writes_the_table_between_the_markers(tmp_path, capsys):
     assert "| opt-13b |" in capsys.readouterr().out
     with pytest.raises(ValueError, match="kinds: begin"):
         put_into("nothing", "")
+
+
+def test_a_window_that_no_context_outgrows_is_none():
+    fields = {
+        "architectures": ["MistralForCausalLM"], "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64, "sliding_window": 32,
+    }  # fmt: skip
+    config = read_model_config(fields)[1]
+    assert config.layer_windows == (32, 32)
+    params = dummy_params(config, "float32", 0)
+    for length, windows in ((64, (32, 32)), (32, ())):
+        executor = JaxExecutor(
+            params, config, cache=CacheConfig(num_blocks_override=8), max_num_seqs=1, max_num_batched_tokens=32,
+            max_model_len=length,
+        )  # fmt: skip
+        assert executor.config.layer_windows == windows
