@@ -148,7 +148,8 @@ def test_every_kernel_of_the_family_is_compiled_at_every_shape_dtype_and_chip():
     fields = {field.name for field in dataclasses.fields(AttentionOps)} - {
         "name",
         "rows_per_tile",
-        "branches", "extras",
+        "branches",
+        "extras",
     }
     cases = gate.kernel_cases()
     assert {case.op for case in cases} == fields
