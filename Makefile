@@ -50,7 +50,7 @@ test-slow: .venv/.ready
 	.venv/bin/python -m pytest -q -m slow --timeout 1800
 
 reference: .venv-ref/.ready
-	.venv-ref/bin/python -m pytest -q -n 2 --dist worksteal tests/reference
+	.venv-ref/bin/python -m pytest -q -n 2 --dist loadfile tests/reference
 
 gate: .venv-gate/.ready
 	.venv-gate/bin/python -m pytest -q tests/benchmarks/test_gate.py

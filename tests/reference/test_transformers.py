@@ -103,7 +103,8 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 def test_a_preset_has_as_many_parameters_as_the_model_of_transformers(name):
     fields = {k: v for k, v in PRESETS[name].items() if k != "architectures"}
     with torch.device("meta"):
-        theirs = transformers.OPTForCausalLM(transformers.OPTConfig(**fields))
+        model_class = getattr(transformers, PRESETS[name]["architectures"][0])
+        theirs = model_class(model_class.config_class(**fields))
     _, config = read_model_config(PRESETS[name])
     assert config.num_params == sum(value.numel() for value in theirs.parameters())
 
