@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CPU_POOL_BYTES = 4 << 30
 """Largest pool that is chosen without being asked for on a CPU."""
+MAX_MODEL_LEN = 1 << 22
+"""Longest context: block tables and histories are as long for every seat."""
 _MIN_PREFILL_BUCKET = 32
 _MAX_COMPILERS = 8
 """Programs that are compiled at once."""
@@ -281,6 +283,10 @@ class JaxExecutor:
         mixed: bool | None = None,
         attention: str | AttentionOps | None = None,
     ) -> None:
+        if max_model_len > MAX_MODEL_LEN:
+            raise ConfigError(
+                f"max_model_len={max_model_len} is more than this version serves; give at most {MAX_MODEL_LEN} (--max-model-len)"
+            )
         windows = tuple(
             w if w is not None and w < max_model_len else None for w in config.layer_windows
         )  # one that no context outgrows is none

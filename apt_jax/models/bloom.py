@@ -52,8 +52,8 @@ def slopes(num_heads: int) -> tuple[float, ...]:
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`; nothing in the model bounds its contexts, so that a longer `max_len` is taken as asked."""
     get = ConfigFields(fields)
-    hidden_size = get.positive("hidden_size" if "hidden_size" in fields else "n_embed", 64)
-    num_heads = get.positive("n_head" if "n_head" in fields else "num_attention_heads", 8)
+    hidden_size = get.positive(get.named("n_embed", "hidden_size"), 64)
+    num_heads = get.positive(get.named("n_head", "num_attention_heads"), 8)
     if hidden_size % num_heads:
         raise ModelLoadError(
             f"config.json: hidden_size={hidden_size} must be a multiple of n_head={num_heads}"
@@ -68,7 +68,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         family=FAMILY,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=get.positive("n_layer" if "n_layer" in fields else "num_hidden_layers", 2),
+        num_layers=get.positive(get.named("n_layer", "num_hidden_layers"), 2),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
@@ -76,13 +76,13 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         max_position=max(trained, max_len or trained),
         embedding_norm=True,
         activation="gelu_tanh",
-        norm_eps=get.number("layer_norm_epsilon", 1e-5),
+        norm_eps=get.number("layer_norm_epsilon", 1e-5, at_least=0.0),
         position="alibi",
         alibi_slopes=slopes(num_heads),
         tie_embeddings=get.flag("tie_word_embeddings", True),
-        bos_token_id=get.token_id("bos_token_id", 1, vocab_size),
+        bos_token_id=get.label_id("bos_token_id", 1, vocab_size),
         eos_token_id=get.token_id("eos_token_id", 2, vocab_size),
-        pad_token_id=get.token_id("pad_token_id", None, vocab_size),
+        pad_token_id=get.label_id("pad_token_id", None, vocab_size),
     )
 
 

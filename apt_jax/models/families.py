@@ -82,7 +82,7 @@ FAMILIES: dict[str, Family] = {
 }
 """Mapping files by the architecture name in ``config.json``."""
 
-_OTHER_NAMES = {"MPTForCausalLM": "MptForCausalLM"}
+_OTHER_NAMES = {"MPTForCausalLM": "MptForCausalLM", "LLaMAForCausalLM": "LlamaForCausalLM"}
 FAMILIES |= {old: FAMILIES[name] for old, name in _OTHER_NAMES.items()}
 
 MODEL_TYPES: dict[str, str] = {

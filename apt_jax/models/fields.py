@@ -9,6 +9,12 @@ _T = TypeVar("_T")
 
 _REQUIRED = object()
 _MAX_SIZE = 2**31 - 1  # sizes are used as int32 on the device
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 1024),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads"), 8192),
+    "head_dim": 8192,
+}
+"""Sizes of which the host makes as many objects; the largest published ones are a fraction of these."""
 
 
 class ConfigFields:
@@ -32,13 +38,21 @@ class ConfigFields:
         return default if value is None and default is not _REQUIRED else value
 
     def positive(self, name: str, default: Any = _REQUIRED) -> int:
-        """An integer in [1, 2**31)."""
-        value = self._value(name, default)
-        if type(value) is not int or not 0 < value <= _MAX_SIZE:
+        """An integer in [1, 2**31), less for some."""
+        value, most = self._value(name, default), _MOST.get(name, _MAX_SIZE)
+        if type(value) is not int or not 0 < value <= most:
             raise ModelLoadError(
-                f"{self._where}{name}={value!r:.60} must be an integer in [1, {_MAX_SIZE}]"
+                f"{self._where}{name}={value!r:.60} must be an integer in [1, {most}]"
             )
         return value
+
+    def named(self, *names: str) -> str:
+        """Which of several names of one field is there, the first where none is."""
+        present = [name for name in names if self._fields.get(name) is not None]
+        if any(self._fields[name] != self._fields[present[0]] for name in present):
+            values = ", ".join(f"{name}={self._fields[name]!r:.40}" for name in present)
+            raise ModelLoadError(f"{self._where}{values} are the same field and differ")
+        return present[0] if present else names[0]
 
     def number(
         self, name: str, default: Any = _REQUIRED, *, at_least: float | None = None
@@ -107,6 +121,13 @@ class ConfigFields:
                 f"{file}: {name}={value!r:.60} must lie in [0, vocab_size={vocab_size})"
             )
         return tuple(ids)
+
+    def label_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
+        """As `token_id`, but None outside the vocabulary: some models write -1 for a token that they do not use."""
+        value = self._fields.get(name, default)
+        if value is not None and type(value) is not int:
+            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a token id")
+        return value if value is not None and 0 <= value < vocab_size else None
 
     def token_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
         """The first of `token_ids`, or None."""

@@ -28,11 +28,13 @@ def gemma_config(
             "config.json: use_bidirectional_attention is set, and is not supported"
         )
     chosen = get.choice(activation, "gelu_pytorch_tanh", ACTIVATIONS)
+    if activation == "hidden_act" and chosen == "gelu":
+        chosen = "gelu_tanh"  # the first releases said gelu and meant this
     return base_config(
         fields, family, max_len, head_dim=256, tie_embeddings=True, tokens=(2, 1, 0),
         default_activation="gelu_pytorch_tanh",
         **({
-            "activation": "gelu_tanh" if chosen == "gelu" else chosen,  # the first releases said gelu and meant this
+            "activation": chosen,
             "norm_offset": 1.0,
             "embedding_scale": float(get.positive("hidden_size")) ** 0.5,
         } | more),
@@ -41,8 +43,7 @@ def gemma_config(
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
-    name = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"
-    return gemma_config(fields, FAMILY, max_len, name)
+    return gemma_config(fields, FAMILY, max_len, "hidden_act")
 
 
 _GEMMA = "GemmaForCausalLM"

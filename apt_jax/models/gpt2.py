@@ -48,7 +48,8 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     """See `llama.model_config`; `max_len` changes nothing: the position table is what it is."""
     del max_len
     get = ConfigFields(fields)
-    hidden_size, num_heads = get.positive("n_embd", 768), get.positive("n_head", 12)
+    hidden_size = get.positive(get.named("n_embd", "hidden_size"), 768)
+    num_heads = get.positive(get.named("n_head", "num_attention_heads"), 12)
     if hidden_size % num_heads:
         raise ModelLoadError(
             f"config.json: n_embd={hidden_size} must be a multiple of n_head={num_heads}"
@@ -61,19 +62,19 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         family=FAMILY,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=get.positive("n_layer", 12),
+        num_layers=get.positive(get.named("n_layer", "num_hidden_layers"), 12),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         ffn_size=get.positive("n_inner", 4 * hidden_size),
-        max_position=get.positive("n_positions", 1024),
+        max_position=get.positive(get.named("n_positions", "max_position_embeddings"), 1024),
         activation=get.choice("activation_function", "gelu_new", ACTIVATIONS),
-        norm_eps=get.number("layer_norm_epsilon", 1e-5),
+        norm_eps=get.number("layer_norm_epsilon", 1e-5, at_least=0.0),
         attention_scale=None if get.flag("scale_attn_weights", True) else 1.0,
         tie_embeddings=get.flag("tie_word_embeddings", True),
-        bos_token_id=get.token_id("bos_token_id", 50256, vocab_size),
+        bos_token_id=get.label_id("bos_token_id", 50256, vocab_size),
         eos_token_id=get.token_id("eos_token_id", 50256, vocab_size),
-        pad_token_id=get.token_id("pad_token_id", None, vocab_size),
+        pad_token_id=get.label_id("pad_token_id", None, vocab_size),
     )
 
 

@@ -54,8 +54,11 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
             f"config.json: hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}"
         )
     head_dim, vocab_size = hidden_size // num_heads, get.positive("vocab_size")
+    # Of the rotary fields outside of rope_parameters, this family has names of its own.
+    others = {k: v for k, v in fields.items() if k not in ("rope_theta", "partial_rotary_factor")}
     rope, max_position = read_rope(
-        fields, head_dim, theta=get.number("rotary_emb_base", 10_000.0), partial=get.number("rotary_pct", 0.25), max_len=max_len
+        others, head_dim, theta=get.number("rotary_emb_base", 10_000.0), partial=get.number("rotary_pct", 0.25),
+        can_be_partial=True, max_len=max_len
     )  # fmt: skip
     bias = get.flag("attention_bias", True)
     return ModelConfig(
@@ -69,16 +72,16 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         ffn_size=get.positive("intermediate_size"),
         max_position=max_position,
         activation=get.choice("hidden_act", "gelu", ACTIVATIONS),
-        norm_eps=get.number("layer_norm_eps", 1e-5),
+        norm_eps=get.number("layer_norm_eps", 1e-5, at_least=0.0),
         parallel=get.flag("use_parallel_residual", True),
         position="rope",
         rope=rope,
         qkv_bias=bias,
         out_bias=bias,
         tie_embeddings=get.flag("tie_word_embeddings", False),
-        bos_token_id=get.token_id("bos_token_id", 0, vocab_size),
+        bos_token_id=get.label_id("bos_token_id", 0, vocab_size),
         eos_token_id=get.token_id("eos_token_id", 2, vocab_size),
-        pad_token_id=get.token_id("pad_token_id", None, vocab_size),
+        pad_token_id=get.label_id("pad_token_id", None, vocab_size),
     )
 
 

@@ -82,7 +82,11 @@ def base_config(
             )
         head_dim = hidden_size // num_heads
     vocab_size = get.positive("vocab_size")
-    rope, max_position = read_rope(fields, head_dim, theta=theta, max_len=max_len)
+    rope, max_position = read_rope(
+        fields, head_dim, theta=theta, max_len=max_len, can_be_partial=family == "phi3"
+    )
+    if fields.get("num_key_value_heads", 0) is None:
+        num_kv_heads = num_heads
     attention_bias = get.flag("attention_bias", False)
     values: dict[str, Any] = dict(
         family=family,
@@ -98,16 +102,16 @@ def base_config(
         gated=True,
         norm="rms",
         norm_bias=False,
-        norm_eps=get.number("rms_norm_eps", eps),
+        norm_eps=get.number("rms_norm_eps", eps, at_least=0.0),
         position="rope",
         rope=rope,
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         ffn_bias=False,
         tie_embeddings=get.flag("tie_word_embeddings", tie_embeddings),
-        bos_token_id=get.token_id("bos_token_id", tokens[0], vocab_size),
+        bos_token_id=get.label_id("bos_token_id", tokens[0], vocab_size),
         eos_token_id=get.token_id("eos_token_id", tokens[1], vocab_size),
-        pad_token_id=get.token_id("pad_token_id", tokens[2], vocab_size),
+        pad_token_id=get.label_id("pad_token_id", tokens[2], vocab_size),
     )
     return ModelConfig(**(values | more))
 

@@ -31,6 +31,7 @@ from apt_jax.errors import ConfigError, ModelLoadError
 from apt_jax.models.checkpoint import (
     Checkpoint,
     is_weight_dtype,
+    one_line,
     open_checkpoint,
     read_json,
     some_names,
@@ -52,7 +53,6 @@ LeafSharding = Callable[[str], jax.sharding.Sharding | None]
 _logger = logging.getLogger(__name__)
 
 _ASSETS = Path(__file__).parent.parent / "assets"
-_MAX_LAYERS = 1024  # each layer costs host objects and compile time; the deepest published models have fewer than 200
 _PROGRESS_BYTES = 64 * 2**20  # below this, loading is over before a bar is read
 _CHUNK_ELEMENTS = 2**20  # of the check for NaN: small enough for the processor's cache
 
@@ -211,7 +211,7 @@ def open_weights(resolved: ResolvedModel, load_format: str = "auto") -> Iterator
 
 def _family(fields: Mapping[str, Any]) -> Family:
     listed = fields.get("architectures")
-    if listed is None and isinstance(fields.get("model_type"), str):
+    if not listed and isinstance(fields.get("model_type"), str):
         listed = [MODEL_TYPES.get(fields["model_type"], fields["model_type"])]
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     for name in names:
@@ -243,10 +243,12 @@ def read_model_config(
         config = family.model_config(fields, max_len)
     except ConfigError as error:
         raise ModelLoadError(f"config.json: {error}") from error
-    if config.num_layers > _MAX_LAYERS:
+    except ModelLoadError:
+        raise
+    except (ArithmeticError, ValueError, MemoryError) as error:  # what no check of a field foresaw
         raise ModelLoadError(
-            f"config.json: {config.num_layers} layers; at most {_MAX_LAYERS} are supported"
-        )
+            f"config.json: its values cannot be computed with ({type(error).__name__}: {one_line(str(error)):.80})"
+        ) from error
     return family, config
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from apt_jax.config import Activation
+from apt_jax.errors import ModelLoadError
 from apt_jax.models.fields import ConfigFields
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -95,17 +96,29 @@ def one_of_three(name: str, shape: tuple[int, ...], which: int) -> Source:
 
 
 def windows(
-    fields: Mapping[str, Any], num_layers: int, is_sliding: Callable[[int], bool]
+    fields: Mapping[str, Any], num_layers: int, is_sliding: Callable[[int], bool] | None = None
 ) -> tuple[int | None, ...]:
-    """`ModelConfig.layer_windows`: ``sliding_window`` where ``layer_types`` or else `is_sliding` says so."""
+    """`ModelConfig.layer_windows`.
+
+    Args:
+        is_sliding: layers with ``sliding_window`` where ``layer_types`` does not say; None: all layers have it, whatever
+            ``layer_types`` says.
+    """
     window = ConfigFields(fields).optional_positive("sliding_window")
     if window is None:
         return ()
     types = fields.get("layer_types")
-    if isinstance(types, list) and len(types) == num_layers:
+    known = ("full_attention", "sliding_attention")
+    if is_sliding is None:
+        sliding = [True] * num_layers
+    elif types is None:
+        sliding = [is_sliding(i) for i in range(num_layers)]
+    elif isinstance(types, list) and len(types) == num_layers and all(t in known for t in types):
         sliding = [kind == "sliding_attention" for kind in types]
     else:
-        sliding = [is_sliding(i) for i in range(num_layers)]
+        raise ModelLoadError(
+            f"config.json: layer_types={types!r:.80} must name {' or '.join(known)} for each of {num_layers} layers"
+        )
     return tuple(window if s else None for s in sliding) if any(sliding) else ()
 
 

@@ -17,7 +17,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     num_layers = ConfigFields(fields).positive("num_hidden_layers")
     given = {"sliding_window": 4096, **fields}
     return base_config(
-        fields, FAMILY, max_len, num_kv_heads=8, layer_windows=windows(given, num_layers, lambda _: True)
+        fields, FAMILY, max_len, num_kv_heads=8, layer_windows=windows(given, num_layers)
     )  # fmt: skip
 
 

@@ -43,7 +43,8 @@ def slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `bloom.model_config`."""
     get = ConfigFields(fields)
-    hidden_size, num_heads = get.positive("d_model", 2048), get.positive("n_heads", 16)
+    hidden_size = get.positive(get.named("d_model", "hidden_size"), 2048)
+    num_heads = get.positive(get.named("n_heads", "num_attention_heads"), 16)
     if hidden_size % num_heads:
         raise ModelLoadError(
             f"config.json: d_model={hidden_size} must be a multiple of n_heads={num_heads}"
@@ -52,24 +53,33 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     if found is not None and not isinstance(found, Mapping):
         raise ModelLoadError(f"config.json: attn_config={found!r:.60} must be an object")
     attention = ConfigFields(found or {}, "config.json: attn_config.")
+    ffn = fields.get("ffn_config") or {}
     refused = {
-        "alibi": not attention.flag("alibi", True),
-        "prefix_lm": attention.flag("prefix_lm", False),
-        "qk_ln": attention.flag("qk_ln", False),
-    }
+        "attn_config.alibi=false": not attention.flag("alibi", True),
+        "attn_config.prefix_lm": attention.flag("prefix_lm", False),
+        "attn_config.qk_ln": attention.flag("qk_ln", False),
+        "attn_config.rope": attention.flag("rope", False),
+        "attn_config.kv_n_heads": attention.positive("kv_n_heads", num_heads) != num_heads,
+        "logit_scale": fields.get("logit_scale") is not None,
+        "norm_type other than layernorm": get.text("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"),
+        "ffn_config other than mptmlp": not isinstance(ffn, Mapping) or ffn.get("ffn_type", "mptmlp") != "mptmlp",
+    }  # fmt: skip
     for name, is_refused in refused.items():
         if is_refused:
-            raise ModelLoadError(f"config.json: attn_config.{name}={found[name]!r} is not supported")  # pyright: ignore[reportOptionalSubscript]  # fmt: skip
+            raise ModelLoadError(f"config.json: {name} is not supported")
     if attention.text("attn_type", "multihead_attention") != "multihead_attention":
         raise ModelLoadError("config.json: attn_config.attn_type: only 'multihead_attention' is supported")  # fmt: skip
     if get.positive("expansion_ratio", 4) != 4 or not get.flag("no_bias", True):
         raise ModelLoadError("config.json: only expansion_ratio=4 and no_bias=true are supported")
+    bias_max = attention.number("alibi_bias_max", 8.0, at_least=0.0)
+    if bias_max > 1000:
+        raise ModelLoadError(f"config.json: attn_config.alibi_bias_max={bias_max:g} must lie in [0, 1000]")  # fmt: skip
     vocab_size, trained = get.positive("vocab_size", 50368), get.positive("max_seq_len", 2048)
     return ModelConfig(
         family=FAMILY,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=get.positive("n_layers", 24),
+        num_layers=get.positive(get.named("n_layers", "num_hidden_layers"), 24),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
@@ -77,18 +87,18 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         max_position=max(trained, max_len or trained),
         activation="gelu",
         norm_bias=False,
-        norm_eps=get.number("layer_norm_epsilon", 1e-5),
+        norm_eps=get.number("layer_norm_epsilon", 1e-5, at_least=0.0),
         position="alibi",
-        alibi_slopes=slopes(num_heads, attention.number("alibi_bias_max", 8.0)),
+        alibi_slopes=slopes(num_heads, bias_max),
         attention_scale=attention.optional_number("softmax_scale"),
         clip_qkv=attention.optional_number("clip_qkv"),
         qkv_bias=False,
         out_bias=False,
         ffn_bias=False,
         tie_embeddings=get.flag("tie_word_embeddings", True),
-        bos_token_id=get.token_id("bos_token_id", None, vocab_size),
+        bos_token_id=get.label_id("bos_token_id", None, vocab_size),
         eos_token_id=get.token_id("eos_token_id", None, vocab_size),
-        pad_token_id=get.token_id("pad_token_id", None, vocab_size),
+        pad_token_id=get.label_id("pad_token_id", None, vocab_size),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from apt_jax.config import ModelConfig
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.fields import ConfigFields
-from apt_jax.models.mapping import Source, whole
+from apt_jax.models.mapping import ACTIVATIONS, Source, whole
 
 FAMILY = "opt"
 
@@ -75,11 +75,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
             f"config.json: hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}"
         )
     bias = get.flag("enable_bias", True)
-    activation = get.text("activation_function", "relu")
-    if activation != "relu":
-        raise ModelLoadError(
-            f"config.json: activation_function={activation!r} is not supported for OPT; only 'relu' is"
-        )
+    get.flag("layer_norm_elementwise_affine", True)  # read by `constant_leaf`
     embedding_size = get.positive("word_embed_proj_dim", hidden_size)
     norm_before = get.flag("do_layer_norm_before", True)
     vocab_size = get.positive("vocab_size")
@@ -94,7 +90,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         ffn_size=get.positive("ffn_dim"),
         max_position=get.positive("max_position_embeddings"),
         embedding_size=None if embedding_size == hidden_size else embedding_size,
-        activation="relu",
+        activation=get.choice("activation_function", "relu", ACTIVATIONS),
         norm_placement="pre" if norm_before else "post",
         final_norm=norm_before and not get.flag("_remove_final_layer_norm", False),
         norm_eps=1e-5,
@@ -104,9 +100,9 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         out_bias=bias,
         ffn_bias=bias,
         tie_embeddings=get.flag("tie_word_embeddings", True),
-        bos_token_id=get.token_id("bos_token_id", 2, vocab_size),
+        bos_token_id=get.label_id("bos_token_id", 2, vocab_size),
         eos_token_id=get.token_id("eos_token_id", 2, vocab_size),
-        pad_token_id=get.token_id("pad_token_id", 1, vocab_size),
+        pad_token_id=get.label_id("pad_token_id", 1, vocab_size),
     )
 
 

@@ -25,7 +25,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         }
     return base_config(
         fields, FAMILY, max_len, eps=1e-5, tokens=(1, 32000, 32000), qkv_bias=False, out_bias=False,
-        layer_windows=windows(fields, num_layers, lambda _: True),
+        layer_windows=windows(fields, num_layers),
     )  # fmt: skip
 
 

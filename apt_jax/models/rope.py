@@ -33,13 +33,15 @@ _OLD_NAMES = {"su": "longrope"}
 def _parameters(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """One dictionary from the old and the new way of writing them."""
     found: dict[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in ("rope_parameters", "rope_scaling"):  # the second takes the place of the first
         value = fields.get(name)
-        if value is None:
+        if not value:
             continue
-        if not isinstance(value, Mapping):
-            raise ModelLoadError(f"config.json: {name}={value!r:.60} must be an object")
-        found |= value
+        if not isinstance(value, Mapping) or any(isinstance(v, Mapping) for v in value.values()):
+            raise ModelLoadError(
+                f"config.json: {name}={value!r:.60} must be an object of plain values, one for all layers"
+            )
+        found = dict(value)
     if found.get("rope_theta") is None:
         found["rope_theta"] = theta if fields.get("rope_theta") is None else fields["rope_theta"]
     original = fields.get("original_max_position_embeddings")
@@ -80,7 +82,14 @@ def _yarn(
     def lane(rotations: float) -> float:
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = lane(get.number("beta_fast", 32.0)), lane(get.number("beta_slow", 1.0))
+    fast, slow = (
+        get.number(n, d, at_least=0.0) or d for n, d in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    if theta <= 1 or min(fast, slow) < 1e-6:
+        raise ModelLoadError(
+            f"config.json: rope rope_theta={theta:g}, beta_fast={fast:g} and beta_slow={slow:g} do not suit type 'yarn'"
+        )
+    low, high = lane(fast), lane(slow)
     if get.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
@@ -92,7 +101,7 @@ def _yarn(
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    top, bottom = get.number("mscale", 0.0), get.number("mscale_all_dim", 0.0)
+    top, bottom = (get.number(n, 0.0, at_least=0.0) for n in ("mscale", "mscale_all_dim"))
     attention = mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
     return inv_freq.astype(np.float32), get.number("attention_factor", attention)
 
@@ -105,10 +114,14 @@ def _longrope(
     if (
         not isinstance(factors, list)
         or len(factors) != powers.size
-        or not all(isinstance(f, int | float) and not isinstance(f, bool) and f > 0 for f in factors)
+        or not all(isinstance(f, int | float) and not isinstance(f, bool) and 0 < f < 1e30 for f in factors)
     ):  # fmt: skip
         raise ModelLoadError(
             f"config.json: rope {name} must be a list of {powers.size} positive numbers"
+        )
+    if original < 2:
+        raise ModelLoadError(
+            f"config.json: rope original_max_position_embeddings={original} must be at least 2"
         )
     factor = get.number("factor", longest / original)
     attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -122,6 +135,7 @@ def read_rope(
     *,
     theta: float = 10_000.0,
     partial: float = 1.0,
+    can_be_partial: bool = False,
     max_len: int | None = None,
 ) -> tuple[RopeConfig, int]:
     """The rotary embedding that a ``config.json`` describes, and the longest context that its frequencies are for.
@@ -131,6 +145,7 @@ def read_rope(
         head_dim: H.
         theta: base where the configuration names none.
         partial: share of a head's lanes that turn, where ``partial_rotary_factor`` is not there.
+        can_be_partial: a share below one is taken; else it is refused, as transformers would turn all lanes.
         max_len: longest context that will be served, tokens; None: what the configuration gives without stretching.
 
     Raises:
@@ -139,6 +154,12 @@ def read_rope(
     found = _parameters(fields, theta)
     get = ConfigFields(found, "config.json: rope ")
     share = get.number("partial_rotary_factor", ConfigFields(fields).number("partial_rotary_factor", partial))  # fmt: skip
+    if head_dim > 8192:
+        raise ModelLoadError(f"config.json: heads of {head_dim} lanes; at most 8192 are supported")
+    if share != 1 and not can_be_partial:
+        raise ModelLoadError(
+            f"config.json: partial_rotary_factor={share:g} is not supported for this architecture"
+        )
     rotary_dim = int(head_dim * share)
     if not 0 < share <= 1 or rotary_dim < 2 or rotary_dim % 2:
         raise ModelLoadError(
@@ -167,7 +188,7 @@ def read_rope(
     elif kind == "llama3":
         inv_freq = _llama3(get, np.float32(1) / _powers(base, rotary_dim), original)
     elif kind == "yarn":
-        factor = get.number("factor", longest / original)
+        factor = get.number("factor", max(1.0, longest / original), at_least=1.0)
         native = limit = max(longest, int(original * factor))
         inv_freq, attention = _yarn(get, base, rotary_dim, original, factor)
     elif kind == "longrope":

@@ -254,7 +254,7 @@ CONTRADICTIONS = {
     "another width": ({"hidden_size": 32}, "misshapen"),
     "another vocabulary": ({"vocab_size": 49}, "misshapen"),
     "heads that do not divide the width": ({"num_attention_heads": 5}, "must be a multiple of"),
-    "a million layers": ({"num_hidden_layers": 10**6}, "at most 1024"),
+    "a million layers": ({"num_hidden_layers": 10**6}, "[1, 1024]"),
     "a vocabulary of 2^31": ({"vocab_size": 2**31}, "vocab_size"),
     "negative size": ({"ffn_dim": -16}, "ffn_dim=-16"),
     "size as a float": ({"hidden_size": 16.0}, "hidden_size=16.0"),

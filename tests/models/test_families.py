@@ -1,0 +1,211 @@
+"""Configurations of every family: what their fields mean, and that none of them ends in anything but one clear line."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from apt_jax.errors import ModelLoadError
+from apt_jax.models import FAMILIES, PRESETS
+from apt_jax.models.loader import read_model_config
+from apt_jax.models.params import abstract_params, param_axes, param_names
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96, "max_position_embeddings": 64,
+}  # fmt: skip
+GPT2: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 100}
+MPT: dict[str, Any] = {
+    "architectures": ["MptForCausalLM"],
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "vocab_size": 100,
+}
+NEOX = LLAMA | {"architectures": ["GPTNeoXForCausalLM"]}
+
+
+def _of(architecture: str, **fields: Any) -> dict[str, Any]:
+    return LLAMA | {"architectures": [architecture]} | fields
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_as_many_parameters_as_they_say_and_name_each_once(name):
+    family, config = read_model_config(PRESETS[name])
+    leaves = jax.tree.leaves(param_names(config))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float16))]
+    assert config.num_params == sum(int(np.prod(shape)) for shape in shapes)
+    axes = jax.tree.leaves(
+        param_axes(config),
+        is_leaf=lambda x: isinstance(x, tuple) and all(isinstance(a, str) for a in x),
+    )
+    assert [len(a) for a in axes] == [len(s) for s in shapes]
+    assert len(set(leaves)) == len(leaves)
+    for leaf, shape in zip(leaves, shapes, strict=True):
+        source = family.source(leaf, shape, config)
+        if source.take is None:
+            assert int(np.prod(source.shape)) == int(np.prod(shape)), leaf
+        elif np.prod(source.shape) < 1e6:
+            assert source.take(np.zeros(source.shape, np.int8)).size == np.prod(shape), leaf
+
+
+def test_other_names_of_the_same_field():
+    fields = GPT2 | {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    config = read_model_config(fields)[1]
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.max_position) == (
+        64,
+        2,
+        4,
+        64,
+    )
+    with pytest.raises(
+        ModelLoadError, match=r"n_heads=4, num_attention_heads=8 are the same field and differ"
+    ):
+        read_model_config(MPT | {"num_attention_heads": 8})
+    assert read_model_config(LLAMA | {"architectures": ["LLaMAForCausalLM"]})[1].family == "llama"
+    assert (
+        read_model_config(LLAMA | {"architectures": [], "model_type": "qwen2"})[1].family == "qwen2"
+    )
+
+
+def test_labels_outside_of_the_vocabulary_are_absent():
+    config = read_model_config(LLAMA | {"pad_token_id": -1, "bos_token_id": 100})[1]
+    assert (config.pad_token_id, config.bos_token_id) == (None, None)
+    with pytest.raises(ModelLoadError, match="eos_token_id"):
+        read_model_config(LLAMA | {"eos_token_id": -1})
+
+
+def test_rope_scaling_takes_the_place_of_rope_parameters():
+    linear = {"type": "linear", "factor": 8.0}
+    rope = read_model_config(
+        LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": linear}
+    )[1].rope
+    assert rope is not None
+    assert rope.inv_freq[0] == pytest.approx(1 / 8)
+
+
+def test_gpt_neox_has_its_own_names_for_rotary_fields():
+    fields = {
+        "rotary_emb_base": 5000,
+        "rope_theta": 10000,
+        "rotary_pct": 1.0,
+        "partial_rotary_factor": 0.25,
+    }
+    rope = read_model_config(NEOX | fields)[1].rope
+    assert rope is not None
+    assert rope.rotary_dim == 16
+    assert rope.inv_freq[1] == pytest.approx(5000 ** (-1 / 8))
+
+
+@pytest.mark.parametrize(("architecture", "fields", "windows"), [
+    ("MistralForCausalLM", {"sliding_window": 32, "layer_types": ["full_attention"] * 2}, (32, 32)),
+    ("MistralForCausalLM", {"sliding_window": None}, ()),
+    ("MistralForCausalLM", {}, (4096, 4096)),
+    ("Qwen2ForCausalLM", {"sliding_window": 32}, ()),
+    ("Qwen2ForCausalLM", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, (None, 32)),
+    ("Qwen3ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, (8, None)),
+    ("Phi3ForCausalLM", {"sliding_window": 8}, (8, 8)),
+    ("Gemma2ForCausalLM", {"sliding_window": 8}, (8, None)),
+])  # fmt: skip
+def test_windows(architecture, fields, windows):
+    config = read_model_config(_of(architecture, num_key_value_heads=2, **fields))[1]
+    assert config.layer_windows == windows
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "layers without end": (_of("MistralForCausalLM", num_hidden_layers=2**31 - 1), "num_hidden_layers"),
+    "heads without end": ({"architectures": ["BloomForCausalLM"], "hidden_size": 2**30, "n_head": 2**30}, "n_head"),
+    "wide heads": (LLAMA | {"head_dim": 2**31 - 2}, "head_dim"),
+    "wide heads, derived": (LLAMA | {"hidden_size": 2**30, "num_attention_heads": 1}, "lanes"),
+    "yarn, theta 1": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}}, "yarn"),
+    "yarn, beta": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}, "beta_fast"),
+    "yarn, tiny beta": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 1e-320}}, "yarn"),
+    "yarn, factor": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": -3}}, "factor"),
+    "yarn, mscale": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1, "mscale_all_dim": -1}}, "mscale"),
+    "longrope, original": (
+        LLAMA | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "original_max_position_embeddings": 1}},
+        "original"),
+    "longrope, factors": (LLAMA | {"rope_scaling": {"rope_type": "longrope", "short_factor": [10**400] * 8, "long_factor": [1.0] * 8}}, "short_factor"),
+    "longrope, too few factors": (LLAMA | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}}, "list of 8"),
+    "rope type": (LLAMA | {"rope_scaling": {"rope_type": "spiral"}}, "spiral"),
+    "rope by layer type": (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters"),
+    "rope no object": (LLAMA | {"rope_scaling": "linear"}, "rope_scaling"),
+    "rope factor NaN": (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "factor"),
+    "llama3 bands": (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "low_freq_factor"),
+    "partial rotary": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "odd rotary": (NEOX | {"rotary_pct": 0.2}, "lanes of a head"),
+    "layer types": (_of("Qwen3ForCausalLM", use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"]), "layer_types"),
+    "unknown layer type": (_of("Qwen3ForCausalLM", use_sliding_window=True, sliding_window=8, layer_types=["chunked_attention"] * 2), "layer_types"),
+    "eps": (LLAMA | {"rms_norm_eps": -1.0}, "rms_norm_eps"),
+    "eps text": (LLAMA | {"rms_norm_eps": "small"}, "rms_norm_eps"),
+    "activation": (LLAMA | {"hidden_act": "tanh"}, "hidden_act"),
+    "heads": (LLAMA | {"num_attention_heads": 5}, "multiple"),
+    "key heads": (LLAMA | {"num_key_value_heads": 3}, "multiple"),
+    "head count true": (LLAMA | {"num_attention_heads": True}, "num_attention_heads"),
+    "softcap": (_of("Gemma2ForCausalLM", attn_logit_softcapping=-1), "attn_logit_softcapping"),
+    "bidirectional": (_of("GemmaForCausalLM", use_bidirectional_attention=True), "bidirectional"),
+    "GPT-2, layer scales": (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer"),
+    "MPT, no ALiBi": (MPT | {"attn_config": {"alibi": False}}, "alibi"),
+    "MPT, key norm": (MPT | {"attn_config": {"qk_ln": True}}, "qk_ln"),
+    "MPT, logits": (MPT | {"logit_scale": 0.5}, "logit_scale"),
+    "MPT, norm": (MPT | {"norm_type": "rmsnorm"}, "norm_type"),
+    "MPT, feed-forward": (MPT | {"ffn_config": {"ffn_type": "mptglu"}}, "ffn_config"),
+    "MPT, slopes": (MPT | {"attn_config": {"alibi_bias_max": -1e4}}, "alibi_bias_max"),
+    "MPT, attention no object": (MPT | {"attn_config": 3}, "attn_config"),
+    "BLOOM, residual": ({"architectures": ["BloomForCausalLM"], "apply_residual_connection_post_layernorm": True}, "post_layernorm"),
+    "OPT, norm flag": (_of("OPTForCausalLM", ffn_dim=96, layer_norm_elementwise_affine="x"), "affine"),
+    "unknown": (_of("MixtralForCausalLM"), "MixtralForCausalLM"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_configuration_that_cannot_be_is_one_clear_line(case):
+    fields, named = BAD[case]
+    begin = time.monotonic()
+    with pytest.raises(ModelLoadError) as error:
+        read_model_config(fields)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+    assert time.monotonic() - begin < 5
+
+
+def _complaint(fields: dict[str, Any]) -> str:
+    try:
+        read_model_config(fields)
+    except ModelLoadError as error:
+        return str(error)
+    return ""
+
+
+def test_every_field_of_every_family_survives_any_value():
+    """Whatever a field holds, the end is a configuration or one clear line."""
+    values = [None, True, -1, 0, 2**31, 1e308, float("nan"), "x", [], {}, [1], {"a": {}}, 10**400]
+    more = (
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window",
+        "head_dim",
+        "hidden_act",
+        "attn_config",
+        "tie_word_embeddings",
+    )
+    rope = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+    for family in {f.FAMILY: f for f in FAMILIES.values()}.values():
+        fields = dict(next(iter(family.PRESETS.values())))
+        tried = [
+            fields | {name: value}
+            for name in {*fields, *more} - {"architectures"}
+            for value in values
+        ]
+        tried += [
+            fields | {"rope_scaling": rope | {name: value}} for name in rope for value in values
+        ]
+        for candidate in tried:
+            assert "\n" not in _complaint(candidate)
