@@ -8,21 +8,15 @@ Operators choose the template, requests cannot.
 """
 
 import contextlib
-import json
 import logging
-import os
 import re
 import secrets
-import selectors
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from apt_jax.child import ChildDiedError, ChildProcess, ChildTimeoutError
 from apt_jax.errors import InvalidRequestError, ModelLoadError
 from apt_jax.tokenizer import Tokenizer, special_token, tokenizer_config
 
@@ -44,86 +38,46 @@ class _TemplateFailed(Exception):
     """The template did not render; the text says why."""
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
 class _Worker:
     """The rendering process of one template; started when it is first needed, and again after it was ended."""
 
     def __init__(self, template: str) -> None:
         self._template = template
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._child: ChildProcess | None = None
 
     def render(self, contexts: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
         with self._lock:
-            if self._process is None:
-                self._start()
+            if self._child is None:
+                self._child = ChildProcess(Path(__file__).with_name("chat_worker.py"))
+                self._ask({"template": self._template})
             return self._ask({"contexts": contexts, "limit": limit})
 
     def close(self) -> None:
         with self._lock:
             self._end()
 
-    def _start(self) -> None:
-        worker = Path(__file__).with_name("chat_worker.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(worker)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        self._finalizer = weakref.finalize(self, _stop, self._process)
-        self._ask({"template": self._template})
-
     def _end(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._process = self._finalizer = None
+        if self._child is not None:
+            self._child.close()
+        self._child = None
 
     def _ask(self, job: Mapping[str, Any]) -> list[str]:
-        assert self._process is not None
-        assert self._process.stdin is not None
+        assert self._child is not None
         try:
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._process.stdin.flush()
-            answer = json.loads(self._line())
-        except (OSError, ValueError, _TemplateFailed) as error:
+            answer = self._child.ask(job, _WALL_S)
+        except ChildTimeoutError:
             self._end()
-            reason = str(error) if isinstance(error, _TemplateFailed) else type(error).__name__
-            raise _TemplateFailed(reason) from None
-        except (
-            BaseException
-        ):  # an interruption: the answer of this job must not be taken for the next one's
+            raise _TemplateFailed(f"it did not finish within {_WALL_S:g} s") from None
+        except ChildDiedError:
+            self._end()
+            raise _TemplateFailed("it did not finish within 1 s of computing") from None
+        except BaseException:
             self._end()
             raise
         if "error" in answer:
             raise _TemplateFailed(str(answer["error"]))
         return answer["texts"]
-
-    def _line(self) -> bytes:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        fd, parts = self._process.stdout.fileno(), []
-        deadline = time.monotonic() + _WALL_S
-        with selectors.DefaultSelector() as selector:
-            selector.register(fd, selectors.EVENT_READ)
-            while True:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise _TemplateFailed(f"it did not finish within {_WALL_S:g} s")
-                part = os.read(fd, 2**20)
-                if not part:
-                    raise _TemplateFailed("it did not finish within 1 s of computing")
-                parts.append(part)
-                if part.endswith(b"\n"):
-                    return b"".join(parts)
 
 
 class ChatTemplate:

@@ -16,18 +16,13 @@ step, see `LIMITS`. Nothing is ever stored on disk.
 """
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import os
 import re
-import selectors
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.child import ChildDiedError, ChildGoneError, ChildProcess, ChildTimeoutError
 from apt_jax.errors import AptJaxError, InvalidRequestError, QueueFullError
 from apt_jax.request import StructuredOutputsParams, TokenConstraint
 
@@ -459,22 +455,13 @@ class _WorkerLostError(Exception):
 
 
 class _Worker:
-    """The child process of `apt_jax.grammar_worker`; for one thread at a time. No pickle: JSON over pipes."""
+    """The child process of `apt_jax.grammar_worker`; for one thread at a time."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        path = Path(__file__).with_name("grammar_worker.py")
-        # -P: modules are not looked for beside the file.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        self._buffer = b""
+        self._child = ChildProcess(Path(__file__).with_name("grammar_worker.py"))
         try:
-            answer = self._ask(setup, _START_LIMIT_S)
-        except _WorkerLostError:
-            self.kill()
+            answer = self._child.ask(setup, _START_LIMIT_S)
+        except (ChildTimeoutError, ChildDiedError):
             raise RuntimeError("the process that tries grammars does not start") from None
         if answer["error"] is not None:
             self.kill()
@@ -482,48 +469,23 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._child.is_alive
 
     def attempt(self, grammar: str, limit_s: float) -> tuple[str | None, int]:
         """What is wrong with a grammar, and about how many bytes it takes."""
-        answer = self._ask({"grammar": grammar}, limit_s)
+        try:
+            answer = self._child.ask({"grammar": grammar}, limit_s)
+        except ChildTimeoutError:
+            raise _WorkerLostError(
+                f"compiling it takes more than {limit_s:g} s; make it smaller, with fewer alternatives and smaller counts"
+            ) from None
+        except ChildGoneError:
+            raise _WorkerLostError("it could not be tried; send it again") from None
+        except ChildDiedError:
+            raise _WorkerLostError(
+                "compiling it takes too much memory or nests too deeply; make it smaller"
+            ) from None
         return answer["error"], answer["bytes"]
 
     def kill(self) -> None:
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        self._process.wait()
-
-    def __del__(self) -> None:
-        if self._process.poll() is None:
-            self.kill()
-
-    def _ask(self, question: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        until = time.monotonic() + limit_s
-        try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-        except OSError:
-            raise _WorkerLostError("it could not be tried; send it again") from None
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                if not selector.select(max(0.0, until - time.monotonic())):
-                    raise _WorkerLostError(
-                        f"compiling it takes more than {limit_s:g} s; make it smaller, with fewer alternatives and "
-                        "smaller counts"
-                    )
-                piece = os.read(process.stdout.fileno(), 1 << 16)
-                if not piece:
-                    raise _WorkerLostError(
-                        "compiling it takes too much memory or nests too deeply; make it smaller"
-                    )
-                self._buffer += piece
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+        self._child.close()

@@ -298,7 +298,7 @@ def test_nothing_is_left_of_a_child_whose_parent_is_gone(tokenizer):
     made.compile(checked(choice=["yes"]))
     worker = made._worker
     assert worker is not None
-    process = worker._process
+    process = worker._child._process
     made._limit_s = 60.0  # this parent will not kill it
     started = time.monotonic()
     refused(made, json=PRODUCT)  # its alarm does
@@ -311,8 +311,8 @@ def test_a_child_that_died_is_replaced(tokenizer):
     made = compiler_of(tokenizer)
     made.compile(checked(choice=["yes"]))
     assert made._worker is not None
-    made._worker._process.kill()
-    made._worker._process.wait()
+    made._worker._child._process.kill()
+    made._worker._child._process.wait()
     assert made.compile(checked(choice=["no"]))
     made.close()
     assert made.compile(checked(choice=["maybe"]))
@@ -448,7 +448,7 @@ def test_response_formats():
 def test_the_child_imports_nothing_of_ours(compiler):
     compiler.compile(checked(choice=["yes"]))
     assert compiler._worker is not None
-    pid = compiler._worker._process.pid
+    pid = compiler._worker._child._process.pid
     path = Path(f"/proc/{pid}/maps")
     maps = path.read_text() if path.exists() else ""
     assert "jaxlib" not in maps

@@ -1,0 +1,105 @@
+"""A child process that is asked one JSON line at a time: for work on other people's programs, which may never end.
+
+The child is a file run by itself, which bounds its own memory and imports little. No pickle: JSON over pipes.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class ChildTimeoutError(Exception):
+    """No answer in time."""
+
+
+class ChildDiedError(Exception):
+    """The child has ended before its answer."""
+
+
+class ChildGoneError(ChildDiedError):
+    """The child had ended before the question: it says nothing about it."""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    process.wait()
+
+
+class ChildProcess:
+    """`python -P FILE`; for one thread at a time. Ended with this object, and after any question without an answer.
+
+    Args:
+        script: file that reads questions and writes answers, a JSON object a line each.
+    """
+
+    def __init__(self, script: Path) -> None:
+        # -P: modules are not looked for beside the file.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._finalizer = weakref.finalize(self, _end, self._process)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the child; a second call does nothing."""
+        self._finalizer()
+
+    def ask(self, question: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """The answer to one question.
+
+        Raises:
+            ChildTimeoutError: none after `limit_s` seconds of wall time.
+            ChildGoneError: the child had ended before.
+            ChildDiedError: the child has ended over it, or writes what is not JSON.
+        """
+        try:
+            return self._ask(question, limit_s)
+        except (
+            BaseException
+        ):  # also an interruption: a late answer must not be taken for the next question's
+            self.close()
+            raise
+
+    def _ask(self, question: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        until, parts = time.monotonic() + limit_s, list[bytes]()
+        try:
+            stdin.write(json.dumps(question).encode() + b"\n")
+            stdin.flush()
+        except (OSError, ValueError):  # ValueError: closed
+            raise ChildGoneError from None
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            while not parts or not parts[-1].endswith(b"\n"):
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    raise ChildTimeoutError
+                parts.append(os.read(stdout.fileno(), 1 << 20))
+                if not parts[-1]:
+                    raise ChildDiedError
+        try:
+            return json.loads(b"".join(parts))
+        except ValueError:
+            raise ChildDiedError from None
+
+
+__all__ = ["ChildDiedError", "ChildGoneError", "ChildProcess", "ChildTimeoutError"]
