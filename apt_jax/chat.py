@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from apt_jax.child import ChildDiedError, ChildProcess, ChildTimeoutError
-from apt_jax.errors import InvalidRequestError, ModelLoadError
+from apt_jax.errors import InvalidRequestError, ModelLoadError, one_line
 from apt_jax.tokenizer import Tokenizer, special_token, tokenizer_config
 
 _logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class ChatTemplate:
             self._render([_PROBE], add_generation_prompt=True)
         except _TemplateFailed as error:
             raise ModelLoadError(
-                f"{self.where}: the chat template fails on a plain message: {_one_line(str(error))}; another one can be given, or "
+                f"{self.where}: the chat template fails on a plain message: {one_line(str(error))[:300]}; another one can be given, or "
                 "none (--chat-template)"
             ) from None
 
@@ -174,7 +174,7 @@ class ChatTemplate:
 
     def _refused(self, error: _TemplateFailed) -> InvalidRequestError:
         return InvalidRequestError(
-            "messages", f"the chat template refuses them: {_one_line(str(error))}"
+            "messages", f"the chat template refuses them: {one_line(str(error))[:300]}"
         )
 
     def _render(
@@ -192,11 +192,6 @@ class ChatTemplate:
         ]
         size = sum(len(m["content"]) for messages in conversations for m in messages)
         return self._worker.render(contexts, _MAX_OUTPUT + 2 * size)
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())[:300]
-    return text if text.isprintable() else ascii(text)
 
 
 def _checked(messages: Any) -> list[dict[str, str]]:

@@ -65,3 +65,9 @@ class QueueFullError(AptJaxError):
 
 class EngineDeadError(AptJaxError):
     """The engine loop has ended after an error; every open request ends with this error."""
+
+
+def one_line(text: str) -> str:
+    """`text` as it can stand in a message: other people's names and errors may hold newlines and control characters."""
+    text = " ".join(text.split())
+    return text if text.isprintable() else repr(text)

@@ -25,7 +25,7 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.processors
 
-from apt_jax.errors import ModelLoadError
+from apt_jax.errors import ModelLoadError, one_line
 
 _logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def _from_directory(directory: Path) -> tuple[Path, tokenizers.Tokenizer]:
     try:
         return file, tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(str(error))[:120]
         raise ModelLoadError(f"{file}: damaged or not a tokenizer ({reason})") from None
 
 
@@ -288,7 +288,7 @@ def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokeniz
     try:
         backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
     except Exception as error:  # the library raises plain Exception
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(str(error))[:120]
         raise ModelLoadError(f"{merges_file}: does not fit vocab.json ({reason})") from None
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()

@@ -52,12 +52,9 @@ def slopes(num_heads: int) -> tuple[float, ...]:
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`; nothing in the model bounds its contexts, so that a longer `max_len` is taken as asked."""
     get = ConfigFields(fields)
-    hidden_size = get.positive(get.named("n_embed", "hidden_size"), 64)
-    num_heads = get.positive(get.named("n_head", "num_attention_heads"), 8)
-    if hidden_size % num_heads:
-        raise ModelLoadError(
-            f"config.json: hidden_size={hidden_size} must be a multiple of n_head={num_heads}"
-        )
+    hidden_size, num_heads, head_dim = get.attention_sizes(
+        get.named("n_embed", "hidden_size"), get.named("n_head", "num_attention_heads"), 64, 8
+    )
     if get.flag("apply_residual_connection_post_layernorm", False):
         raise ModelLoadError(
             "config.json: apply_residual_connection_post_layernorm is set, and is not supported"
@@ -71,7 +68,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         num_layers=get.positive(get.named("n_layer", "num_hidden_layers"), 2),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=head_dim,
         ffn_size=4 * hidden_size,
         max_position=max(trained, max_len or trained),
         embedding_norm=True,
@@ -80,9 +77,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         position="alibi",
         alibi_slopes=slopes(num_heads),
         tie_embeddings=get.flag("tie_word_embeddings", True),
-        bos_token_id=get.label_id("bos_token_id", 1, vocab_size),
-        eos_token_id=get.token_id("eos_token_id", 2, vocab_size),
-        pad_token_id=get.label_id("pad_token_id", None, vocab_size),
+        **get.special_ids(vocab_size, 1, 2, None),
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import ml_dtypes
 import numpy as np
 
-from apt_jax.errors import ModelLoadError
+from apt_jax.errors import ModelLoadError, one_line
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAX_JSON_BYTES = 64 * 2**20
@@ -110,12 +110,6 @@ def join_chunks(checkpoint: Checkpoint, name: str) -> np.ndarray:
         values[done : done + chunk.size] = chunk
         done += chunk.size
     return checkpoint.arrange(name, values)
-
-
-def one_line(text: str) -> str:
-    """`text` as it can stand in a message: other people's names and errors may hold newlines and control characters."""
-    text = " ".join(text.split())
-    return text if text.isprintable() else repr(text)
 
 
 def some_names(names: Iterable[str], most: int = 3) -> str:
@@ -487,7 +481,6 @@ __all__ = [
     "TorchCheckpoint",
     "is_weight_dtype",
     "join_chunks",
-    "one_line",
     "open_checkpoint",
     "open_without_waiting",
     "read_bytes",

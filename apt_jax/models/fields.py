@@ -122,6 +122,27 @@ class ConfigFields:
             )
         return tuple(ids)
 
+    def attention_sizes(
+        self, width: str, heads: str, default_width: Any = _REQUIRED, default_heads: Any = _REQUIRED
+    ) -> tuple[int, int, int]:
+        """Model width, heads and width of a head, from the fields of the first two."""
+        size, count = self.positive(width, default_width), self.positive(heads, default_heads)
+        if size % count:
+            raise ModelLoadError(
+                f"{self._where}{width}={size} must be a multiple of {heads}={count}"
+            )
+        return size, count, size // count
+
+    def special_ids(
+        self, vocab_size: int, bos: int | None, eos: int | None, pad: int | None
+    ) -> dict[str, int | None]:
+        """Begin-of-sequence, end-of-sequence and padding id as arguments of `ModelConfig`, with the family's defaults."""
+        return {
+            "bos_token_id": self.label_id("bos_token_id", bos, vocab_size),
+            "eos_token_id": self.token_id("eos_token_id", eos, vocab_size),
+            "pad_token_id": self.label_id("pad_token_id", pad, vocab_size),
+        }
+
     def label_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
         """As `token_id`, but None outside the vocabulary: some models write -1 for a token that they do not use."""
         value = self._fields.get(name, default)

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from apt_jax.errors import ModelLoadError
+from apt_jax.errors import ModelLoadError, one_line
 from apt_jax.models.gguf_file import GgufFile
 
 _logger = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
     except ModelLoadError:
         raise
     except Exception as error:  # the library raises plain Exception
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(str(error))[:120]
         raise vocabulary.refuse(f"* makes no tokenizer ({reason})") from None
     return backend
 

@@ -48,12 +48,9 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     """See `llama.model_config`; `max_len` changes nothing: the position table is what it is."""
     del max_len
     get = ConfigFields(fields)
-    hidden_size = get.positive(get.named("n_embd", "hidden_size"), 768)
-    num_heads = get.positive(get.named("n_head", "num_attention_heads"), 12)
-    if hidden_size % num_heads:
-        raise ModelLoadError(
-            f"config.json: n_embd={hidden_size} must be a multiple of n_head={num_heads}"
-        )
+    hidden_size, num_heads, head_dim = get.attention_sizes(
+        get.named("n_embd", "hidden_size"), get.named("n_head", "num_attention_heads"), 768, 12
+    )
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if get.flag(name, False):
             raise ModelLoadError(f"config.json: {name} is set, and is not supported")
@@ -65,16 +62,14 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         num_layers=get.positive(get.named("n_layer", "num_hidden_layers"), 12),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=head_dim,
         ffn_size=get.positive("n_inner", 4 * hidden_size),
         max_position=get.positive(get.named("n_positions", "max_position_embeddings"), 1024),
         activation=get.choice("activation_function", "gelu_new", ACTIVATIONS),
         norm_eps=get.number("layer_norm_epsilon", 1e-5, at_least=0.0),
         attention_scale=None if get.flag("scale_attn_weights", True) else 1.0,
         tie_embeddings=get.flag("tie_word_embeddings", True),
-        bos_token_id=get.label_id("bos_token_id", 50256, vocab_size),
-        eos_token_id=get.token_id("eos_token_id", 50256, vocab_size),
-        pad_token_id=get.label_id("pad_token_id", None, vocab_size),
+        **get.special_ids(vocab_size, 50256, 50256, None),
     )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.config import ModelConfig
-from apt_jax.errors import ModelLoadError
 from apt_jax.models.fields import ConfigFields
 from apt_jax.models.mapping import (
     ACTIVATIONS,
@@ -48,12 +47,8 @@ IGNORED_TENSORS = NORM_BUFFERS
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
     get = ConfigFields(fields)
-    hidden_size, num_heads = get.positive("hidden_size"), get.positive("num_attention_heads")
-    if hidden_size % num_heads:
-        raise ModelLoadError(
-            f"config.json: hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}"
-        )
-    head_dim, vocab_size = hidden_size // num_heads, get.positive("vocab_size")
+    hidden_size, num_heads, head_dim = get.attention_sizes("hidden_size", "num_attention_heads")
+    vocab_size = get.positive("vocab_size")
     # Of the rotary fields outside of rope_parameters, this family has names of its own.
     others = {k: v for k, v in fields.items() if k not in ("rope_theta", "partial_rotary_factor")}
     rope, max_position = read_rope(
@@ -79,9 +74,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         qkv_bias=bias,
         out_bias=bias,
         tie_embeddings=get.flag("tie_word_embeddings", False),
-        bos_token_id=get.label_id("bos_token_id", 0, vocab_size),
-        eos_token_id=get.token_id("eos_token_id", 2, vocab_size),
-        pad_token_id=get.label_id("pad_token_id", None, vocab_size),
+        **get.special_ids(vocab_size, 0, 2, None),
     )
 
 

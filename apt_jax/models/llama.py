@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.config import ModelConfig
-from apt_jax.errors import ModelLoadError
 from apt_jax.models.fields import ConfigFields
 from apt_jax.models.mapping import ACTIVATIONS, NORM_BUFFERS, Source, whole
 from apt_jax.models.rope import read_rope
@@ -76,11 +75,7 @@ def base_config(
     num_heads = get.positive("num_attention_heads")
     head_dim = get.optional_positive("head_dim") or head_dim
     if head_dim is None:
-        if hidden_size % num_heads:
-            raise ModelLoadError(
-                f"config.json: hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}"
-            )
-        head_dim = hidden_size // num_heads
+        _, _, head_dim = get.attention_sizes("hidden_size", "num_attention_heads")
     vocab_size = get.positive("vocab_size")
     rope, max_position = read_rope(
         fields, head_dim, theta=theta, max_len=max_len, can_be_partial=family == "phi3"
@@ -109,9 +104,7 @@ def base_config(
         out_bias=attention_bias,
         ffn_bias=False,
         tie_embeddings=get.flag("tie_word_embeddings", tie_embeddings),
-        bos_token_id=get.label_id("bos_token_id", tokens[0], vocab_size),
-        eos_token_id=get.token_id("eos_token_id", tokens[1], vocab_size),
-        pad_token_id=get.label_id("pad_token_id", tokens[2], vocab_size),
+        **get.special_ids(vocab_size, tokens[0], tokens[1], tokens[2]),
     )
     return ModelConfig(**(values | more))
 

@@ -27,11 +27,10 @@ import numpy as np
 from tqdm import tqdm
 
 from apt_jax.config import EngineConfig, ModelConfig
-from apt_jax.errors import ConfigError, ModelLoadError
+from apt_jax.errors import ConfigError, ModelLoadError, one_line
 from apt_jax.models.checkpoint import (
     Checkpoint,
     is_weight_dtype,
-    one_line,
     open_checkpoint,
     read_json,
     some_names,

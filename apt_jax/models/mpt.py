@@ -43,12 +43,9 @@ def slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `bloom.model_config`."""
     get = ConfigFields(fields)
-    hidden_size = get.positive(get.named("d_model", "hidden_size"), 2048)
-    num_heads = get.positive(get.named("n_heads", "num_attention_heads"), 16)
-    if hidden_size % num_heads:
-        raise ModelLoadError(
-            f"config.json: d_model={hidden_size} must be a multiple of n_heads={num_heads}"
-        )
+    hidden_size, num_heads, head_dim = get.attention_sizes(
+        get.named("d_model", "hidden_size"), get.named("n_heads", "num_attention_heads"), 2048, 16
+    )
     found = fields.get("attn_config")
     if found is not None and not isinstance(found, Mapping):
         raise ModelLoadError(f"config.json: attn_config={found!r:.60} must be an object")
@@ -82,7 +79,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         num_layers=get.positive(get.named("n_layers", "num_hidden_layers"), 24),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=head_dim,
         ffn_size=4 * hidden_size,
         max_position=max(trained, max_len or trained),
         activation="gelu",
@@ -96,9 +93,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         out_bias=False,
         ffn_bias=False,
         tie_embeddings=get.flag("tie_word_embeddings", True),
-        bos_token_id=get.label_id("bos_token_id", None, vocab_size),
-        eos_token_id=get.token_id("eos_token_id", None, vocab_size),
-        pad_token_id=get.label_id("pad_token_id", None, vocab_size),
+        **get.special_ids(vocab_size, None, None, None),
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.config import ModelConfig
-from apt_jax.errors import ModelLoadError
 from apt_jax.models.fields import ConfigFields
 from apt_jax.models.mapping import ACTIVATIONS, Source, whole
 
@@ -68,12 +67,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     """
     del max_len
     get = ConfigFields(fields)
-    hidden_size = get.positive("hidden_size")
-    num_heads = get.positive("num_attention_heads")
-    if hidden_size % num_heads:
-        raise ModelLoadError(
-            f"config.json: hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}"
-        )
+    hidden_size, num_heads, head_dim = get.attention_sizes("hidden_size", "num_attention_heads")
     bias = get.flag("enable_bias", True)
     get.flag("layer_norm_elementwise_affine", True)  # read by `constant_leaf`
     embedding_size = get.positive("word_embed_proj_dim", hidden_size)
@@ -86,7 +80,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         num_layers=get.positive("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=head_dim,
         ffn_size=get.positive("ffn_dim"),
         max_position=get.positive("max_position_embeddings"),
         embedding_size=None if embedding_size == hidden_size else embedding_size,
@@ -100,9 +94,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         out_bias=bias,
         ffn_bias=bias,
         tie_embeddings=get.flag("tie_word_embeddings", True),
-        bos_token_id=get.label_id("bos_token_id", 2, vocab_size),
-        eos_token_id=get.token_id("eos_token_id", 2, vocab_size),
-        pad_token_id=get.label_id("pad_token_id", 1, vocab_size),
+        **get.special_ids(vocab_size, 2, 2, 1),
     )
 
 

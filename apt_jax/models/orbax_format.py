@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint import TensorInfo, one_line, read_json
+from apt_jax.errors import ModelLoadError, one_line
+from apt_jax.models.checkpoint import TensorInfo, read_json
 
 MANIFEST = "orbax.json"
 _WEIGHTS = "weights"
