@@ -238,10 +238,12 @@ _SHARED = ChatTemplate(CHATML)
 def test_the_process_is_kept_and_replaced_when_it_dies():
     template = ChatTemplate(CHATML)
     first = template.render(CONVERSATIONS[0])
-    process = template._worker._child._process
-    assert process is not None
+    child = template._worker._child
+    assert child is not None
+    process = child._process
     assert template.render(CONVERSATIONS[0]) == first
-    assert template._worker._child._process is process
+    assert template._worker._child is child
+    assert child._process is process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(InvalidRequestError):

@@ -135,7 +135,7 @@ class ConfigFields:
 
     def special_ids(
         self, vocab_size: int, bos: int | None, eos: int | None, pad: int | None
-    ) -> dict[str, int | None]:
+    ) -> dict[str, Any]:
         """Begin-of-sequence, end-of-sequence and padding id as arguments of `ModelConfig`, with the family's defaults."""
         return {
             "bos_token_id": self.label_id("bos_token_id", bos, vocab_size),
