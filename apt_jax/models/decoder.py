@@ -6,7 +6,8 @@ another. The life of a token in one layer:
 1. x = the layer's attention input (after the norm where the model is pre-norm): what the hidden kind caches.
 2. q from x for all tokens; k and v from x for prefill tokens, and for decode rows if any of them has the KV kind; q and k
    are normed and turned where the model does so.
-3. Cache write: (k, v) or x, whichever the token's request caches, in one scatter into the donated pool.
+3. Cache write: (k, v) or x, whichever the token's request caches, in one scatter into the donated pool; two where x
+   and k differ in width.
 4. Decode rows attend to the pool: KV, absorbed, or reprojected. Prefill chunks attend to themselves directly and to
    their cached prefix through the pool; a hidden request computes k and v on the fly and keeps only x.
 5. Output projection, residual, feed-forward, residual; norms where `ModelConfig.norm_placement` says.
@@ -16,6 +17,7 @@ are float32. Layers are unrolled with one pool array each: a scan over stacked p
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,10 +26,10 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax.config import HiddenMode, ModelConfig
-from apt_jax.models.params import LayerParams, ModelParams, NormParams
+from apt_jax.models.params import LayerParams, ModelParams, NormParams, QuantizedMatrix
 from apt_jax.pallas import AttentionOps
 from apt_jax.pallas.reference import KeyNorm, ScoreRules, rms_norm_heads, turn
-from apt_jax.pallas.xla import dot
+from apt_jax.pallas.xla import activate, dense, dot
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +41,7 @@ class DecoderBatch:
     positions: Int32[Array, " T"]
     """Position of each token in its request; padding tokens have 0."""
     first_slots: Int32[Array, " T"]
-    """Pool slot for the token's k or x; out of range for padding, which is dropped."""
+    """Pool slot for the token's k or x, counted in slots of its kind; out of range for padding, which is dropped."""
     second_slots: Int32[Array, " T"]
     """Pool slot for its v; out of range for hidden requests and padding."""
     token_hidden: Bool[Array, " T"]
@@ -76,14 +78,18 @@ class StepOptions:
     """`ops.branches` says whether what no row needs is branched around on the device."""
 
 
+_Product = Callable[..., Array]
+"""`AttentionOps.dense`."""
+
+
 def _dense(
-    x: Float[Array, "T I"], w: Float[Array, "O I"], b: Float[Array, " O"] | None
+    x: Float[Array, "T I"],
+    w: Float[Array, "O I"] | QuantizedMatrix,
+    b: Float[Array, " O"] | None,
+    product: _Product,
 ) -> Float[Array, "T O"]:
-    """`x @ w.T + b` in float32. One 16-bit row is padded to two: CPUs have a fast product, but no fast GEMV, for it."""
-    rows = x.shape[0]
-    if rows == 1 and w.dtype.itemsize == 2:
-        x = jnp.pad(x, ((0, 1), (0, 0)))
-    out = dot(x.astype(w.dtype), w, (1, 1))[:rows]
+    """`x @ w.T + b` in float32, by the platform's product."""
+    out = product(x, *((w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)))
     return out if b is None else out + b.astype(jnp.float32)[None, :]
 
 
@@ -97,14 +103,6 @@ def _norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[A
         scale = scale + config.norm_offset
     out = scaled * scale[None, :]
     return out if p.bias is None else out + p.bias.astype(jnp.float32)[None, :]
-
-
-def _activate(x: Float[Array, "T F"], config: ModelConfig) -> Float[Array, "T F"]:
-    if config.activation == "relu":
-        return jax.nn.relu(x)
-    if config.activation == "silu":
-        return jax.nn.silu(x)
-    return jax.nn.gelu(x, approximate=config.activation == "gelu_tanh")
 
 
 def _finite(x: Array) -> Array:
@@ -149,8 +147,11 @@ class _Attention:
         lanes, q_width = config.lane, config.num_heads * config.head_dim
         nothing = jnp.zeros((x.shape[0], lanes), x.dtype)
 
-        def project(w: Array, b: Array | None) -> Array:
-            return _dense(x, w.reshape(-1, w.shape[-1]), None if b is None else b.reshape(-1))
+        def project(w: Any, b: Array | None) -> Array:
+            bias = None if b is None else b.reshape(-1)
+            if not isinstance(w, QuantizedMatrix):
+                w = w.reshape(-1, w.shape[-1])
+            return _dense(x, w, bias, self.options.ops.dense)
 
         if p.wqkv is not None and not (q_alone and p.wq is not None):
             out = project(p.wqkv, p.bqkv)
@@ -242,19 +243,19 @@ class _Attention:
         # What others may read stays finite by construction: 0 * NaN = NaN, so a NaN would pass the mask of a neighbour in
         # the same tile, or of a recycled block's next owner. The row that made it still fails, through its own residual.
         k, v = _finite(k), _finite(v)
-        narrow = hidden_rows and x.shape[1] != lanes
-        if narrow:
-            pool = self._write_narrow(pool, _finite(x))
+        apart = hidden_rows and x.shape[1] != lanes
+        if apart:
+            pool = self._write_inputs(pool, _finite(x))
             if not kv_rows:
                 return pool
         first = (
             jnp.where(batch.token_hidden[:, None], _finite(x), k)
-            if hidden_rows and not narrow
+            if hidden_rows and not apart
             else k
         )
         rows = jnp.concatenate([first, v]) if kv_rows else first
         first_slots = batch.first_slots
-        if narrow:
+        if apart:
             first_slots = jnp.where(
                 batch.token_hidden, pool.shape[0] * self.options.block_size, first_slots
             )
@@ -262,8 +263,8 @@ class _Attention:
         by_slot = pool.reshape(-1, lanes).at[slots].set(rows.astype(pool.dtype), mode="drop")
         return by_slot.reshape(pool.shape)
 
-    def _write_narrow(self, pool: Array, x: Array) -> Array:
-        """Layer inputs narrower than the lane: `hidden_block_size` of them lie at the start of a block."""
+    def _write_inputs(self, pool: Array, x: Array) -> Array:
+        """Layer inputs that are not as wide as the lane: `hidden_block_size` of them lie at the start of a block."""
         batch, slots = self.batch, self.options.hidden_block_size
         block, slot = batch.first_slots // slots, batch.first_slots % slots
         block = jnp.where(batch.token_hidden, block, pool.shape[0])
@@ -385,18 +386,23 @@ def _of_kv_heads(
 
 
 def _feed_forward(
-    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig
+    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, ops: AttentionOps
 ) -> Float[Array, "T D"]:
     """In the dtype of x between its two products; the result in float32."""
     dtype = x.dtype
     if not config.gated:
-        up = _activate(_dense(x, p.w_up, p.b_up), config)
+        up = activate(_dense(x, p.w_up, p.b_up, ops.dense), config.activation)
     elif p.w_gate_up is None:
-        up = _activate(_dense(x, p.w_gate, p.b_gate), config) * _dense(x, p.w_up, p.b_up)
+        gate = activate(_dense(x, p.w_gate, p.b_gate, ops.dense), config.activation)
+        up = gate * _dense(x, p.w_up, p.b_up, ops.dense)
+    elif ops.gated is not None and p.b_gate_up is None:
+        w = p.w_gate_up
+        weights = (w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w, None)
+        up = ops.gated(x, *weights, config.activation)
     else:
-        both = _dense(x, p.w_gate_up, p.b_gate_up)
-        up = _activate(both[:, : config.ffn_size], config) * both[:, config.ffn_size :]
-    return _dense(up.astype(dtype), p.w_down, p.b_down)
+        both = _dense(x, p.w_gate_up, p.b_gate_up, ops.dense)
+        up = activate(both[:, : config.ffn_size], config.activation) * both[:, config.ffn_size :]
+    return _dense(up.astype(dtype), p.w_down, p.b_down, ops.dense)
 
 
 def score_rules(config: ModelConfig, layer: int) -> ScoreRules | None:
@@ -413,14 +419,20 @@ def embed(
     token_ids: Int32[Array, " T"],
     positions: Int32[Array, " T"],
     config: ModelConfig,
+    product: _Product = dense,
 ) -> Float[Array, "T D"]:
     """What the first layer works on, float32."""
-    h = params.embed[token_ids]
+    h = params.embed
+    if isinstance(h, QuantizedMatrix):
+        scale = h.scale[token_ids].astype(jnp.float32)[:, None]
+        h = (h.values[token_ids].astype(jnp.float32) * scale).astype(params.dtype)
+    else:
+        h = h[token_ids]
     if params.project_in is not None:
-        h = _dense(h, params.project_in, None)
+        h = _dense(h, params.project_in, None, product)
     h = h.astype(jnp.float32)
     if config.embedding_scale is not None:
-        h = h * jnp.asarray(config.embedding_scale, params.embed.dtype).astype(jnp.float32)
+        h = h * jnp.asarray(config.embedding_scale, params.dtype).astype(jnp.float32)
     if params.position is not None:
         h = h + params.position[positions + config.position_offset].astype(jnp.float32)
     return h if params.embed_norm is None else _norm(h, params.embed_norm, config)
@@ -442,9 +454,9 @@ def decoder_step(
         The pools, and hidden states (T, D) in the parameters' dtype, final norm applied where the model has one;
         `logits` turns rows of them into scores over the vocabulary.
     """
-    dtype = params.embed.dtype
+    dtype, product = params.dtype, options.ops.dense
     with jax.named_scope("embed"):
-        h = embed(params, batch.token_ids, batch.positions, config)
+        h = embed(params, batch.token_ids, batch.positions, config, product)
     turns = all_angles = None
     if config.rope is not None:
         inv_freq = jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
@@ -470,14 +482,16 @@ def decoder_step(
             x = (h if post else normed(h, p.attn_norm)).astype(dtype)
             out, pool = attention(x, pools[i])
             new_pools.append(pool)
-            out = normed(_dense(out, p.wo.reshape(p.wo.shape[0], -1), p.bo), p.attn_out_norm)
+            wo = p.wo if isinstance(p.wo, QuantizedMatrix) else p.wo.reshape(p.wo.shape[0], -1)
+            out = _dense(out, wo, p.bo, product)
+            out = normed(out, p.attn_out_norm)
             before, h = h, h + out
             if post:
                 h = normed(h, p.attn_norm)
         with jax.named_scope(f"layer{i}/ffn"):
             source = before if config.parallel else h
             x = (h if post else normed(source, p.ffn_norm)).astype(dtype)
-            h = h + normed(_feed_forward(x, p, config), p.ffn_out_norm)
+            h = h + normed(_feed_forward(x, p, config, options.ops), p.ffn_out_norm)
             if post:
                 h = normed(h, p.ffn_norm)
     h = normed(h, params.final_norm)
@@ -485,13 +499,16 @@ def decoder_step(
 
 
 def logits(
-    params: ModelParams, hidden: Float[Array, "B D"], config: ModelConfig
+    params: ModelParams,
+    hidden: Float[Array, "B D"],
+    config: ModelConfig,
+    product: _Product = dense,
 ) -> Float[Array, "B V"]:
     """Scores over the vocabulary, float32."""
     if params.project_out is not None:
-        hidden = _dense(hidden, params.project_out, None).astype(hidden.dtype)
+        hidden = _dense(hidden, params.project_out, None, product).astype(hidden.dtype)
     head = params.embed if params.head is None else params.head
-    scores = _dense(hidden, head, params.head_bias)
+    scores = _dense(hidden, head, params.head_bias, product)
     cap = config.logits_softcap
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 

@@ -29,6 +29,22 @@ class NormParams:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedMatrix:
+    """A matrix as `values * scale[:, None]`; see `quantize`."""
+
+    values: Any
+    """(O, I) int8"""
+    scale: Any
+    """(O,) float32"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(O, I)"""
+        return self.values.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerParams:
     """One transformer layer. What the model does not have is None."""
 
@@ -77,7 +93,8 @@ class LayerParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelParams:
-    """A whole model. `D'` is the width of the token embeddings (D unless the model projects them)."""
+    """A whole model. `D'` is the width of the token embeddings (D unless the model projects them). Matrices may be
+    `QuantizedMatrix`, flattened to (outputs, inputs)."""
 
     embed: Any
     """(V, D')"""
@@ -94,6 +111,13 @@ class ModelParams:
     head_bias: Any
     """(V,) or None"""
     layers: tuple[LayerParams, ...]
+
+    @property
+    def dtype(self) -> Any:
+        """Of activations, and of weights that are not quantised."""
+        norm = self.layers[0].attn_norm or self.layers[0].attn_out_norm
+        assert norm is not None
+        return norm.scale.dtype
 
 
 def _build(

@@ -1,8 +1,8 @@
 """Readable references of the attention ops: the contract that every implementation is tested against.
 
 All of them work on one layer's pool, `(P, C * E)`: P blocks of C slots of E elements. A block holds, for C positions
-of one request, keys (K * H = E elements a slot) or values, or layer inputs (D elements a slot; where D < E, a block may hold
-more of them: `block_size` of the ops that read them). Block tables map position t of a
+of one request, keys (K * H = E elements a slot) or values, or layer inputs (D elements a slot; where D is not E, a block holds
+more or fewer of them: `block_size` of the ops that read them, which lie at its start). Block tables map position t of a
 request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0` and are never read as data.
 
 Two requests can share a block by growing towards each other (BROS §5). `slot_ranges[b, j] = (first, last)` then says

@@ -1,7 +1,8 @@
 """Which implementation of the attention ops runs where. Selection is explicit and logged; a missing one is an error.
 
 name            runs on             made for
-xla             every platform      CPUs; the fallback that one asks for by name elsewhere
+cpu             CPUs                C++, compiled at first use; `xla` where there is no compiler
+xla             every platform      the fallback that one asks for by name elsewhere
 triton          NVIDIA GPUs         Pallas kernels on the Triton backend
 triton-interpret  every platform    the same kernels in Pallas' interpreter: slow, for tests
 """
@@ -14,13 +15,15 @@ from typing import Any
 
 from jax import Array
 
+from apt_jax.cpu import build
+from apt_jax.cpu.build import KernelBuildError
 from apt_jax.pallas import xla
 
 logger = logging.getLogger(__name__)
 
-EXTRAS: frozenset[str] = frozenset({"softcap", "alibi", "window", "key norm", "grouped absorption", "narrow inputs"})  # fmt: skip
+EXTRAS: frozenset[str] = frozenset({"softcap", "alibi", "window", "key norm", "grouped absorption", "input width"})  # fmt: skip
 """What some models ask of the ops beyond plain attention: the three of `ScoreRules`, `KeyNorm`, `decode_v_absorbed` with fewer
-key heads than query heads, and layer inputs narrower than the lane."""
+key heads than query heads, and layer inputs narrower or wider than the lane."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,11 @@ class AttentionOps:
     decode_reprojected: Callable[..., Any]
     decode_v_absorbed: Callable[..., Any]
     prefill: Callable[..., Any]
+    dense: Callable[..., Array] = xla.dense
+    """Products of rows with weights, `xla.dense`."""
+    gated: Callable[[Array, Array, Array | None, str], Array] | None = None
+    """The first half of a gated feed-forward in one: rows (T, I), gate and up (2 F, I), their scales if they are int8, and the
+    name of the activation, to (T, F) in the dtype of the rows; None where there is none."""
     rows_per_tile: int
     """Decode rows that attend together, reading up to the longest of their contexts."""
     extras: frozenset[str]
@@ -54,6 +62,22 @@ def _xla(chip: str | None) -> AttentionOps:
         rows_per_tile=xla.ROWS_PER_TILE,
         extras=EXTRAS,
         branches=True,
+    )
+
+
+def _cpu(chip: str | None) -> AttentionOps:
+    from apt_jax.cpu import ops
+
+    build.load()
+    return dataclasses.replace(
+        _xla(chip),
+        name="cpu",
+        decode_kv=ops.decode_kv,
+        dense=ops.dense,
+        decode_absorbed=ops.decode_absorbed if build.has_tiles() else xla.decode_absorbed,
+        prefill=ops.prefill if build.has_tiles() else xla.prefill,
+        gated=ops.gated if build.has_tiles() else None,
+        rows_per_tile=1,
     )
 
 
@@ -104,6 +128,7 @@ def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
 
 
 _IMPLEMENTATIONS: dict[str, Callable[[str | None], AttentionOps]] = {
+    "cpu": _cpu,
     "xla": _xla,
     "triton": _triton,
     "triton-interpret": functools.partial(_triton, interpret=True),
@@ -112,7 +137,7 @@ _IMPLEMENTATIONS: dict[str, Callable[[str | None], AttentionOps]] = {
     "tpu-interpret": functools.partial(_tpu, interpret=True),
 }
 
-_PLATFORM_DEFAULT = {"cpu": "xla", "gpu": "triton", "cuda": "triton", "tpu": "xla"}
+_PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "triton", "cuda": "triton", "tpu": "xla"}
 
 
 def known_attention_ops() -> list[str]:
@@ -128,12 +153,23 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
         chip: what tiles are chosen for, one of `tiles.CHIPS`; None: tiles that any of them takes.
 
     Raises:
-        ValueError: no such implementation, or a platform that none was chosen for.
+        ValueError: no such implementation, one that cannot be had here, or a platform that none was chosen for.
     """
     chosen = name or _PLATFORM_DEFAULT.get(platform)
     if chosen not in _IMPLEMENTATIONS:
         raise ValueError(
             f"no attention implementation {chosen!r} for platform {platform!r}; known: {known_attention_ops()}"
         )
+    if chosen == "cpu" and platform != "cpu":
+        raise ValueError(
+            f"attention implementation 'cpu' runs on CPUs, not on platform {platform!r}"
+        )
+    try:
+        ops = _IMPLEMENTATIONS[chosen](chip)
+    except KernelBuildError as error:
+        if name is not None:
+            raise ValueError(f"attention implementation 'cpu' cannot be had: {error}") from None
+        logger.warning("attention kernels: xla, several times slower than cpu, as %s", error)
+        return attention_ops(platform, "xla", chip)
     logger.info("attention kernels: %s on %s (%s)", chosen, platform, chip or "any chip")
-    return _IMPLEMENTATIONS[chosen](chip)
+    return ops

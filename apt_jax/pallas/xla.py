@@ -54,6 +54,28 @@ def dot(
     )
 
 
+def dense(
+    x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None = None
+) -> Float[Array, "T O"]:
+    """`x @ w.T` in float32, w (O, I), int8 with a `scale`. One 16-bit row is padded to two: CPUs have a fast product, but no
+    fast GEMV, for it."""
+    rows = x.shape[0]
+    w = w.astype(x.dtype) if scale is not None else w
+    if rows == 1 and w.dtype.itemsize == 2:
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    out = dot(x.astype(w.dtype), w, (1, 1))[:rows]
+    return out if scale is None else out * scale[None, :]
+
+
+def activate(x: Float[Array, "T F"], name: str) -> Float[Array, "T F"]:
+    """The activation that a `ModelConfig` names."""
+    if name == "relu":
+        return jax.nn.relu(x)
+    if name == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+
+
 def _spread_heads(
     q: Float[Array, "B N H"], num_kv_heads: int, scale: float | None = None
 ) -> Float[Array, "B N E"]:
@@ -423,15 +445,16 @@ def prefill(
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
     tq, tk = min(PREFILL_QUERY_TILE, num_tokens), min(PREFILL_KEY_TILE, num_tokens)
-    g = max(1, PREFILL_KEY_TILE // block_size)
+    g, hidden_g = (max(1, PREFILL_KEY_TILE // slots) for slots in (block_size, hidden_slots))
+    padding = max(-tables.shape[2] % g, -tables.shape[2] % hidden_g if with_hidden else 0)
     # Heads first, so that tiles are slices along one axis and their products need no transposition.
     pad = ((0, 0), (0, max(tq, tk)), (0, 0))
     by_head = q.reshape(num_tokens, num_kv_heads, group * head_dim).transpose(1, 0, 2)
     q_by_head = jnp.pad(by_head * jnp.asarray(head_dim**-0.5, q.dtype), pad)
     k_by_head, v_by_head = (jnp.pad(a.transpose(1, 0, 2), pad) for a in (k, v))
-    tables = jnp.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % g)))
+    tables = jnp.pad(tables, ((0, 0), (0, 0), (0, padding)))
     if slot_ranges is not None:
-        slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, -slot_ranges.shape[1] % g), (0, 0)))
+        slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, padding), (0, 0)))
 
     def queries(start: Array) -> Array:
         tile = lax.dynamic_slice_in_dim(q_by_head, start, tq, axis=1)
@@ -484,7 +507,11 @@ def prefill(
         query_index = jnp.arange(tq, dtype=jnp.int32)
 
         def prefix_tile(
-            j: Array, state: _FlashState, slots: int, fetch: Callable[..., tuple[Array, Array]]
+            j: Array,
+            state: _FlashState,
+            g: int,
+            slots: int,
+            fetch: Callable[..., tuple[Array, Array]],
         ) -> _FlashState:
             ids = lax.dynamic_slice(tables, (r, jnp.int32(0), j * g), (1, 2, g))[0]
             own, position = _own_slots(slot_ranges, prefix[None], r, j * g, g, slots)
@@ -515,9 +542,9 @@ def prefill(
             return project_kv(x, wk, bk, turns, key_norm), project_kv(x, wv, bv)
 
         def prefix_tiles(
-            slots: int, fetch: Callable[..., tuple[Array, Array]]
+            g: int, slots: int, fetch: Callable[..., tuple[Array, Array]]
         ) -> Callable[..., _FlashState]:
-            tile = functools.partial(prefix_tile, slots=slots, fetch=fetch)
+            tile = functools.partial(prefix_tile, g=g, slots=slots, fetch=fetch)
             size = g * slots
             first = jnp.int32(0)
             if rules is not None and rules.window is not None:
@@ -549,12 +576,12 @@ def prefill(
         if with_hidden:
             state = lax.cond(
                 hidden[r],
-                prefix_tiles(hidden_slots, from_hidden),
-                prefix_tiles(block_size, from_kv),
+                prefix_tiles(hidden_g, hidden_slots, from_hidden),
+                prefix_tiles(g, block_size, from_kv),
                 state,
             )
         else:
-            state = prefix_tiles(block_size, from_kv)(state)
+            state = prefix_tiles(g, block_size, from_kv)(state)
         # Tokens of the next row in the last tile get zeros here, and their values when it is their turn.
         return state, lax.fori_loop(0, q_tiles, own_tile, out)
 

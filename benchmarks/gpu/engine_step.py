@@ -92,10 +92,10 @@ def _sharded_layers(
         )  # fmt: skip
         out, pool = attention(x, pool)
         new_pools.append(pool)
-        out = decoder._dense(out, p.wo.reshape(p.wo.shape[0], -1), None)
+        out = decoder._dense(out, p.wo.reshape(p.wo.shape[0], -1), None, options.ops.dense)
         h = h + jax.lax.psum(out, "x") + p.bo.astype(jnp.float32)[None]
         x = decoder._norm(h, p.ffn_norm, config).astype(dtype)
-        part = decoder._feed_forward(x, dataclasses.replace(p, b_down=None), mine)
+        part = decoder._feed_forward(x, dataclasses.replace(p, b_down=None), mine, options.ops)
         h = h + jax.lax.psum(part, "x") + p.b_down.astype(jnp.float32)[None]
     assert params.final_norm is not None
     return tuple(new_pools), decoder._norm(h, params.final_norm, config).astype(dtype)

@@ -280,6 +280,7 @@ class Limited:
         self.inner = inner
         self.num_blocks = min(num_blocks, inner.num_blocks)
         self.block_size, self.max_num_seqs = inner.block_size, inner.max_num_seqs
+        self.hidden_block_size = inner.hidden_block_size
         self.steps: list[tuple[Any, Any, Any]] = []
 
     def execute(self, batch: StepBatch) -> StepHandle:

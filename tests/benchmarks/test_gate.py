@@ -150,6 +150,8 @@ def test_every_kernel_of_the_family_is_compiled_at_every_shape_dtype_and_chip():
         "rows_per_tile",
         "branches",
         "extras",
+        "dense",
+        "gated",
     }
     cases = gate.kernel_cases()
     assert {case.op for case in cases} == fields

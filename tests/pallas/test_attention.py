@@ -16,7 +16,7 @@ import pytest
 from apt_jax.pallas import attention_ops, reference, xla
 from apt_jax.pallas.shapes import RAGGED_LENGTHS, SMALL, AttentionShape
 
-IMPLEMENTATIONS = ["xla"]
+IMPLEMENTATIONS = ["cpu", "xla"]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
 """Relative to the largest output: one layer's attention output."""
 BLOCK = 16

@@ -1,0 +1,118 @@
+"""Compile `kernels.cc` for this machine and make its functions known to XLA.
+
+Any C++17 compiler does: $CXX, `c++`, `g++`, `clang++`, or the one in the Python package `ziglang`. What it made is kept in
+the cache directory under a name made of everything that it depends on.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+from apt_jax.cache_dir import private_dir
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("kernels.cc")
+_TARGETS = ("apt_dense", "apt_gated", "apt_decode_kv", "apt_decode_absorbed", "apt_prefill")
+_FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")  # fmt: skip
+_LIMIT_S = 300
+
+
+class KernelBuildError(Exception):
+    """The kernels cannot be compiled or loaded here; the message says why."""
+
+
+def find_compiler() -> list[str] | None:
+    """The command of a C++ compiler; None where there is none."""
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++"]
+    return None
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    """Into `target`, which appears whole or not at all."""
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    command = [*compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(temporary)]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False
+        )
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if "error" in line]
+            raise KernelBuildError(
+                f"{compiler[0]} failed: {(lines or [f'exit status {done.returncode}'])[0]}"
+            )
+        temporary.replace(target)
+    except OSError as error:
+        raise KernelBuildError(f"{compiler[0]}: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise KernelBuildError(f"{compiler[0]} took more than {_LIMIT_S} s") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    compiler = find_compiler()
+    if compiler is None:
+        raise KernelBuildError("no C++ compiler found (install one, or the Python package ziglang)")
+    parts = (_SOURCE.read_text(), metadata.version("jaxlib"), _cpu(), *compiler, *_FLAGS)
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    directory = private_dir("kernels")
+    with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
+        path = (directory or Path(own)) / f"kernels-{key}.so"
+        if not path.is_file():
+            start = time.perf_counter()
+            _compile(compiler, path)
+            logger.info("kernels for this CPU compiled in %.1f s", time.perf_counter() - start)
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelBuildError(f"cannot load {path}: {error}") from None
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether products of bfloat16 use matrix tiles here (AMX); the kernels must be loaded."""
+    return bool(_library().apt_has_tiles())
+
+
+@functools.cache
+def load() -> None:
+    """Compile if need be, load and register the kernels, once a process.
+
+    Raises:
+        KernelBuildError: they cannot be had here.
+    """
+    library = _library()
+    for name in _TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")

@@ -1,0 +1,1189 @@
+// Kernels for CPUs, called by XLA through its foreign function interface; `ops.py` wraps them.
+//
+// XLA's own code for CPUs repacks weights at every product and copies blocks out of the pool before it attends to them.
+// These read every weight and every cached element once, where it lies:
+//   dense      few rows times a matrix, in bfloat16 on AMX tiles where the CPU has them, else in vector registers
+//   decode_kv  one query a row over the keys and values of the block pool
+//   prefill    chunks of prompts over their cached prefix and themselves, bfloat16 on AMX tiles alone
+// Sums and softmax are float32. What a row gives depends on that row alone, not on how many others there are.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define APT_AMX 1
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int kLanes = 16;
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef uint32_t UintVec __attribute__((vector_size(64)));
+typedef uint16_t HalfVec __attribute__((vector_size(32)));
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline Vec load(const Bf16* p) {
+  HalfVec h;
+  std::memcpy(&h, p, sizeof h);
+  UintVec wide = __builtin_convertvector(h, UintVec) << 16;
+  Vec v;
+  std::memcpy(&v, &wide, sizeof v);
+  return v;
+}
+
+inline Vec load(const int8_t* p) {
+  typedef int8_t ByteVec __attribute__((vector_size(16)));
+  ByteVec bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, Vec);
+}
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(int8_t x) { return x; }
+
+inline float to_float(Bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+inline void from_float(float x, float& out) { out = x; }
+
+inline void from_float(float x, Bf16& out) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  out.bits = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline Vec splat(float x) { return Vec{} + x; }
+
+inline float sum(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int h = kLanes / 2; h; h /= 2)
+    for (int i = 0; i < h; ++i) lanes[i] += lanes[i + h];
+  return lanes[0];
+}
+
+inline float max(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  return *std::max_element(lanes, lanes + kLanes);
+}
+
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+// Lane i of the result is the sum of v[i]. Each step halves the number of vectors: they are cut in groups, one a sum, and
+// halves of groups are added.
+inline Vec sums(const Vec* v) {
+  Vec a[8], b[4], c[2];
+  for (int i = 0; i < 8; ++i)
+    a[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  for (int i = 0; i < 4; ++i)
+    b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a[2 * i], a[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  for (int i = 0; i < 2; ++i)
+    c[i] = __builtin_shufflevector(b[2 * i], b[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           __builtin_shufflevector(b[2 * i], b[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  return __builtin_shufflevector(c[0], c[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(c[0], c[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// e^x to about one unit in the last place: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2. From 88 on it is infinite, up
+// to -87 it is e^-87; NaN stays NaN.
+inline Vec exp(Vec given) {
+  Vec x = max(given, splat(-87.0f));
+  x = x < 88.0f ? x : splat(88.0f);
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  Vec n = x * 1.44269504088896341f + magic;
+  IntVec exponent;
+  std::memcpy(&exponent, &n, sizeof n);
+  n -= magic;
+  Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  exponent <<= 23;  // the bits of `magic` above the exponent are shifted out
+  IntVec bits;
+  std::memcpy(&bits, &p, sizeof p);
+  bits += exponent;
+  std::memcpy(&p, &bits, sizeof p);
+  p = given < 88.0f ? p : splat(INFINITY);
+  return given == given ? p : given;
+}
+
+// Calls f(i) for 0 <= i < n on this thread and those of the pool that are free; returns when all calls have returned.
+template <typename F>
+void parallel_for(ffi::ThreadPool& pool, int64_t n, const F& f) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
+  if (helpers < 1) {
+    for (int64_t i = 0; i < n; ++i) f(i);
+    return;
+  }
+  auto shared = std::make_shared<Shared>();
+  const F* call = &f;  // not touched by a helper that comes when all is taken
+  auto work = [shared, call, n] {
+    for (int64_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < n;) {
+      (*call)(i);
+      shared->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
+  work();
+  // A helper that lost its core to another thread gets this one after a while.
+  for (int spins = 0; shared->done.load(std::memory_order_acquire) < n; ++spins) {
+    if (spins > 1000) {
+      std::this_thread::yield();
+      continue;
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
+// Memory that a thread keeps for its next call: fresh memory of this size costs a page fault every 4 KiB. One for each `slot`.
+template <typename T, int slot>
+T* scratch(int64_t n) {
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  static thread_local std::unique_ptr<void, Free> memory;
+  static thread_local size_t bytes = 0;
+  const size_t wanted = n * sizeof(T);
+  if (wanted > bytes) {
+    bytes = std::max(wanted + 63, bytes * 2) / 64 * 64;
+    memory.reset(std::aligned_alloc(64, bytes));
+    if (!memory) throw std::bad_alloc();
+  }
+  return static_cast<T*>(memory.get());
+}
+
+enum Slots { kPacked, kMade, kWide, kQueries, kWeights };
+
+// ---- AMX
+
+#ifdef APT_AMX
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+  TileConfig() {
+    for (int i = 0; i < 8; ++i) row_bytes[i] = 64, rows[i] = 16;
+  }
+};
+
+// Whether the kernel lets this process use the tiles; asked once.
+bool has_tiles() {
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+  return granted;
+}
+
+// All eight tiles hold 16 rows of 64 bytes for as long as it lives; on the thread that made it.
+struct Tiles {
+  Tiles() {
+    static const TileConfig config;
+    _tile_loadconfig(&config);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+inline void transpose(const float* in, __m512 (&out)[16]) {
+  __m512 a[16];
+  for (int i = 0; i < 16; ++i) out[i] = _mm512_loadu_ps(in + 16 * i);
+  for (int i = 0; i < 8; ++i) {
+    a[2 * i] = _mm512_unpacklo_ps(out[2 * i], out[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_ps(out[2 * i], out[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    auto d = [&](int k) { return _mm512_castps_pd(a[4 * i + k]); };
+    out[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(d(0), d(2)));
+    out[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(d(0), d(2)));
+    out[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(d(1), d(3)));
+    out[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(d(1), d(3)));
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_f32x4(out[i], out[i + 4], 0x88);
+    a[i + 4] = _mm512_shuffle_f32x4(out[i], out[i + 4], 0xdd);
+    a[i + 8] = _mm512_shuffle_f32x4(out[i + 8], out[i + 12], 0x88);
+    a[i + 12] = _mm512_shuffle_f32x4(out[i + 8], out[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    out[i] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+    out[i + 8] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+  }
+}
+
+// At most 16 rows of bfloat16 as right-hand tiles: tile k holds of all rows the elements 32 k to 32 k + 31, pairs of elements side
+// by side: 32-bit word (i, j) is the i-th pair of row j. Rows that there are not are zeros.
+void pack_rows(const Bf16* x, int64_t rows, int64_t width, int64_t stride, uint32_t* out) {
+  for (int64_t k = 0; k < width; k += 32, out += 256) {
+    alignas(64) float in[256];
+    for (int64_t j = 0; j < rows; ++j) std::memcpy(in + 16 * j, x + j * stride + k, 64);
+    std::memset(in + 16 * rows, 0, (16 - rows) * 64);
+    __m512 columns[16];
+    transpose(in, columns);
+    for (int i = 0; i < 16; ++i) _mm512_storeu_ps(reinterpret_cast<float*>(out) + 16 * i, columns[i]);
+  }
+}
+
+// Products of OA * 16 outputs with TB * 16 rows; OA * TB = 4 accumulators, as the latency of a product is that of four.
+// Meanwhile the weights from `ahead` on, 16 rows of `row_bytes` each, are fetched.
+template <int OA, int TB>
+void dense_tiles(const Bf16* const* w, int64_t stride, const uint32_t* x, int64_t steps, const char* const* ahead,
+                 int64_t row_bytes, float (*out)[256]) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const size_t bytes = stride * sizeof(Bf16);
+  const int64_t step_bytes = row_bytes * 16 / steps;
+  for (int64_t k = 0; k < steps; ++k) {
+    auto rows = [&](int t) { return x + (t * steps + k) * 256; };
+    if (ahead)
+      for (int i = 0; i < OA; ++i)
+        for (int64_t b = k * step_bytes; b < (k + 1) * step_bytes; b += 64) _mm_prefetch(ahead[i] + b, _MM_HINT_T0);
+    if constexpr (OA == 4) {
+      _tile_loadd(4, rows(0), 64);
+      _tile_loadd(5, w[0] + 32 * k, bytes);
+      _tile_dpbf16ps(0, 5, 4);
+      _tile_loadd(6, w[1] + 32 * k, bytes);
+      _tile_dpbf16ps(1, 6, 4);
+      _tile_loadd(5, w[2] + 32 * k, bytes);
+      _tile_dpbf16ps(2, 5, 4);
+      _tile_loadd(6, w[3] + 32 * k, bytes);
+      _tile_dpbf16ps(3, 6, 4);
+    } else {
+      static_assert(OA == 2 && TB == 2);
+      _tile_loadd(4, w[0] + 32 * k, bytes);
+      _tile_loadd(5, w[1] + 32 * k, bytes);
+      _tile_loadd(6, rows(0), 64);
+      _tile_loadd(7, rows(1), 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, out[0], 64);
+  _tile_stored(1, out[1], 64);
+  _tile_stored(2, out[2], 64);
+  _tile_stored(3, out[3], 64);
+}
+
+enum Activation : int64_t { kNone, kSilu, kGeluTanh };
+
+inline __m512 activate(__m512 gate, Activation activation) {
+  Vec g;
+  std::memcpy(&g, &gate, sizeof g);
+  const Vec z = activation == kSilu ? g : 1.5957691216f * (g + 0.044715f * g * g * g);  // gelu: tanh(z / 2) by sigmoid(z)
+  g = g / (1.0f + exp(-z));
+  std::memcpy(&gate, &g, sizeof g);
+  return gate;
+}
+
+inline void store_lanes(float* to, __mmask16 mask, __m512 v) { _mm512_mask_storeu_ps(to, mask, v); }
+
+inline void store_lanes(Bf16* to, __mmask16 mask, __m512 v) {
+  __m256bh half = _mm512_cvtneps_pbh(v);
+  __m256i bits;
+  std::memcpy(&bits, &half, sizeof bits);
+  _mm256_mask_storeu_epi16(to, mask, bits);
+}
+
+// Integers are exact in bfloat16.
+const Bf16* widen(const int8_t* w, int64_t count, Bf16* out) {
+  for (int64_t i = 0; i < count; i += 32) {
+    const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + i)));
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(words)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(words, 1)));
+    const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+    std::memcpy(out + i, &both, sizeof both);
+  }
+  return out;
+}
+
+constexpr int64_t kTaskRows = 256, kTaskOutputs = 128;
+
+// Products of `rows` packed rows with `outputs` rows of w, times `scales` of them where there are any, OA blocks of 16 and TB tiles of rows at a time. With an activation,
+// w has twice as many rows, and what comes out is activate(x w_gate) * (x w_up).
+// A task's outputs are made in a buffer: written where they belong at once, the 16 of every row would fall into the same few
+// sets of the cache, and as bfloat16 would fill half a line.
+template <int OA, int TB, bool kGated, typename W, typename Out>
+void dense_amx(ffi::ThreadPool& pool, const uint32_t* packed, int64_t rows, const W* w, const float* scales, int64_t outputs,
+               int64_t width, Out* out, Activation activation) {
+  constexpr int kBlocks = kGated ? OA / 2 : OA;
+  const int64_t steps = width / 32, ranges = (outputs + kTaskOutputs - 1) / kTaskOutputs;
+  parallel_for(pool, (rows + kTaskRows - 1) / kTaskRows * ranges, [&](int64_t task) {
+    Tiles tiles;
+    alignas(64) float result[4][256];
+    const int64_t begin = task % ranges * kTaskOutputs, end = std::min(outputs, begin + kTaskOutputs);
+    const int64_t first_row = task / ranges * kTaskRows, last_row = std::min(rows, first_row + kTaskRows);
+    auto* made = scratch<Out, kMade>((last_row - first_row) * kTaskOutputs);
+    for (int64_t first = begin; first < end; first += kBlocks * 16) {
+      const Bf16* starts[OA];
+      const char* ahead[OA];
+      int64_t w_rows[OA];
+      for (int i = 0; i < OA; ++i) {
+        const int64_t block = kGated ? i / 2 : i, from = first + block * 16, half = kGated && i % 2 ? outputs : 0;
+        w_rows[i] = half + std::min(from, outputs - 16);
+        ahead[i] = reinterpret_cast<const char*>(w + (half + std::min(from + kBlocks * 16, outputs - 16)) * width);
+        if constexpr (std::is_same_v<W, Bf16>)
+          starts[i] = w + w_rows[i] * width;
+        else
+          starts[i] = widen(w + w_rows[i] * width, 16 * width, scratch<Bf16, kWeights>(OA * 16 * width) + i * 16 * width);
+      }
+      for (int64_t row = first_row; row < last_row; row += TB * 16) {
+        dense_tiles<OA, TB>(starts, width, packed + row / 16 * steps * 256, steps, row == first_row ? ahead : nullptr,
+                            width * sizeof(W), result);
+        for (int i = 0; i < kBlocks && first + i * 16 < end; ++i)
+          for (int j = 0; j < TB; ++j) {
+            float* tile = result[(kGated ? 2 * i : i) * TB + j];
+            if (scales)
+              for (int half = 0; half < (kGated ? 2 : 1); ++half)
+                for (int r = 0; r < 16; ++r) {
+                  float* at = tile + half * TB * 256 + r * 16;
+                  store(at, load(at) * scales[w_rows[kGated ? 2 * i + half : i] + r]);
+                }
+            if constexpr (kGated)
+              for (int r = 0; r < 256; r += 16)
+                _mm512_store_ps(tile + r, _mm512_mul_ps(activate(_mm512_load_ps(tile + r), activation),
+                                                        _mm512_load_ps(tile + TB * 256 + r)));
+            __m512 columns[16];
+            transpose(tile, columns);
+            const int64_t start = std::min(first + i * 16, outputs - 16), skip = std::max<int64_t>(0, begin - start);
+            const __mmask16 mask = static_cast<__mmask16>(0xffff << skip);
+            Out* to = made + (row + j * 16 - first_row) * kTaskOutputs + (start - begin);
+            const int64_t count = std::min<int64_t>(16, last_row - row - j * 16);
+            for (int64_t r = 0; r < count; ++r) store_lanes(to + r * kTaskOutputs, mask, columns[r]);
+          }
+      }
+    }
+    for (int64_t r = first_row; r < last_row; ++r)
+      std::copy_n(made + (r - first_row) * kTaskOutputs, end - begin, out + r * outputs + begin);
+  });
+}
+
+template <bool kGated, typename W, typename Out>
+void dense_amx(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const W* w, const float* scales, int64_t outputs,
+               int64_t width, Out* out, Activation activation) {
+  const int64_t tiles = (rows + 15) / 16, padded = tiles > 1 ? (tiles + 1) / 2 * 2 : tiles, steps = width / 32;
+  auto* packed = scratch<uint32_t, kPacked>(padded * steps * 256);
+  constexpr int64_t kTogether = 4;
+  parallel_for(pool, (padded + kTogether - 1) / kTogether, [&](int64_t i) {
+    const int64_t first = i * kTogether, last = std::min(padded, first + kTogether);
+    for (int64_t t = first; t < last; ++t)
+      pack_rows(x + t * 16 * width, std::clamp<int64_t>(rows - t * 16, 0, 16), width, width, packed + t * steps * 256);
+  });
+  if (tiles == 1)
+    dense_amx<4, 1, kGated>(pool, packed, rows, w, scales, outputs, width, out, activation);
+  else
+    dense_amx<2, 2, kGated>(pool, packed, rows, w, scales, outputs, width, out, activation);
+}
+
+#endif  // APT_AMX
+
+// ---- products in vector registers
+
+// R rows times 4 outputs: out[4 * r + o].
+template <int R, typename W>
+void dense_block(const float* const* x, const W* const* w, int64_t width, float* out) {
+  Vec acc[kLanes] = {};
+  const int64_t even = width / kLanes * kLanes;
+  for (int64_t k = 0; k < even; k += kLanes) {
+    Vec weights[4];
+    for (int o = 0; o < 4; ++o) weights[o] = load(w[o] + k);
+    for (int r = 0; r < R; ++r) {
+      Vec row = load(x[r] + k);
+      for (int o = 0; o < 4; ++o) acc[4 * r + o] += row * weights[o];
+    }
+  }
+  store(out, sums(acc));
+  for (int r = 0; r < R; ++r)
+    for (int o = 0; o < 4; ++o)
+      for (int64_t k = even; k < width; ++k) out[4 * r + o] += x[r][k] * to_float(w[o][k]);
+}
+
+template <typename X, typename W>
+void dense_vector(ffi::ThreadPool& pool, const X* x, int64_t rows, const W* w, const float* scales, int64_t outputs,
+                  int64_t width, float* out) {
+  const float* in;
+  if constexpr (std::is_same_v<X, float>) {
+    in = x;
+  } else {
+    float* wide = scratch<float, kWide>(rows * width);
+    for (int64_t i = 0; i < rows * width; ++i) wide[i] = to_float(x[i]);
+    in = wide;
+  }
+  const int64_t groups = (outputs + 3) / 4;
+  const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(64, groups / (4 * pool.num_threads())));
+  parallel_for(pool, (groups + chunk - 1) / chunk, [&](int64_t task) {
+    for (int64_t group = task * chunk; group < std::min(groups, (task + 1) * chunk); ++group) {
+      const W* starts[4];
+      for (int o = 0; o < 4; ++o) starts[o] = w + std::min(group * 4 + o, outputs - 1) * width;
+      for (int64_t row = 0; row < rows; row += 4) {
+        float result[kLanes];
+        const float* xs[4];
+        const int count = static_cast<int>(std::min<int64_t>(4, rows - row));
+        for (int r = 0; r < count; ++r) xs[r] = in + (row + r) * width;
+        if (count == 4) dense_block<4>(xs, starts, width, result);
+        if (count == 3) dense_block<3>(xs, starts, width, result);
+        if (count == 2) dense_block<2>(xs, starts, width, result);
+        if (count == 1) dense_block<1>(xs, starts, width, result);
+        for (int r = 0; r < count; ++r)
+          for (int o = 0; o < 4 && group * 4 + o < outputs; ++o)
+            out[(row + r) * outputs + group * 4 + o] = result[4 * r + o] * (scales ? scales[group * 4 + o] : 1.0f);
+      }
+    }
+  });
+}
+
+// x (T, I), w (O, I) of the same type, or int8 with scales (O,), else (0,).
+ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scale,
+                 ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = w.dimensions()[0];
+  const float* scales = scale.element_count() ? scale.typed_data() : nullptr;
+  if (rows == 0 || outputs == 0) return ffi::Error::Success();
+  const auto run = [&](auto* in, auto* weights) {
+#ifdef APT_AMX
+    if constexpr (std::is_same_v<decltype(in), const Bf16*>)
+      if (width % 32 == 0 && outputs >= 16 && has_tiles()) {
+        dense_amx<false>(pool, in, rows, weights, scales, outputs, width, out->typed_data(), kNone);
+        return ffi::Error::Success();
+      }
+#endif
+    dense_vector(pool, in, rows, weights, scales, outputs, width, out->typed_data());
+    return ffi::Error::Success();
+  };
+  const auto* narrow = static_cast<const Bf16*>(x.untyped_data());
+  const auto* wide = static_cast<const float*>(x.untyped_data());
+  const auto* bytes = static_cast<const int8_t*>(w.untyped_data());
+  if (x.element_type() == ffi::F32 && w.element_type() == ffi::F32) return run(wide, static_cast<const float*>(w.untyped_data()));
+  if (x.element_type() == ffi::BF16 && w.element_type() == ffi::BF16) return run(narrow, static_cast<const Bf16*>(w.untyped_data()));
+  if (x.element_type() == ffi::F32 && w.element_type() == ffi::S8) return run(wide, bytes);
+  if (x.element_type() == ffi::BF16 && w.element_type() == ffi::S8) return run(narrow, bytes);
+  return ffi::Error::InvalidArgument("dense: these dtypes are not offered");
+}
+
+ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scale,
+                 ffi::ResultBuffer<ffi::BF16> out, int64_t activation) {
+#ifdef APT_AMX
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = w.dimensions()[0] / 2;
+  const float* scales = scale.element_count() ? scale.typed_data() : nullptr;
+  if (width % 32 == 0 && outputs >= 16 && has_tiles()) {
+    const auto run = [&](auto* weights) {
+      if (rows)
+        dense_amx<true>(pool, static_cast<const Bf16*>(x.untyped_data()), rows, weights, scales, outputs, width,
+                        static_cast<Bf16*>(out->untyped_data()), static_cast<Activation>(activation));
+      return ffi::Error::Success();
+    };
+    if (w.element_type() == ffi::BF16) return run(static_cast<const Bf16*>(w.untyped_data()));
+    if (w.element_type() == ffi::S8) return run(static_cast<const int8_t*>(w.untyped_data()));
+  }
+#else
+  (void)pool, (void)x, (void)w, (void)scale, (void)out, (void)activation;
+#endif
+  return ffi::Error::InvalidArgument("gated: bfloat16 on AMX tiles, bfloat16 or int8 weights");
+}
+
+// ---- decode attention
+
+constexpr int kTile = 64;  // positions attended to at a time
+
+// What happens to scores before the softmax: `ScoreRules`.
+struct Rules {
+  float softcap;        // 0: none
+  int64_t window;       // 0: none
+  const float* slopes;  // of ALiBi, a query head each; nullptr: none
+};
+
+// The slots of one request that a query may see: of position after position.
+struct Seen {
+  const int32_t* ranges;  // own slots of every block: (J, 2), or nullptr
+  int64_t block_size, length, first;
+  int64_t entry = 0, slot = 0;
+  int64_t own = 0;  // next position behind those of the blocks
+
+  // The next slots, at most `n`: for each its block's entry in the table, its slot and its position.
+  int next(int n, int32_t* entries, int32_t* slots, int32_t* positions) {
+    int count = 0;
+    while (count < n && entry * block_size < length) {
+      int64_t from = 0, to = std::min(block_size, length - entry * block_size), step = 1;
+      if (ranges) {
+        from = ranges[2 * entry];
+        to = ranges[2 * entry + 1];
+        if (to < from) --from, --to, step = -1;
+      }
+      const int64_t mine = std::min((to - from) * step, length - entry * block_size);
+      for (; slot < mine && count < n; ++slot) {
+        const int64_t position = entry * block_size + slot;
+        if (position < first) continue;
+        entries[count] = static_cast<int32_t>(entry);
+        slots[count] = static_cast<int32_t>(from + step * slot);
+        positions[count++] = static_cast<int32_t>(position);
+      }
+      if (slot >= mine) ++entry, slot = 0;
+    }
+    return count;
+  }
+};
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// `count` rows of `width` elements as float32, `padded` apart, zeros behind.
+template <typename T>
+void widen(const T* const* rows, int count, int64_t width, int64_t padded, float* out) {
+  const int64_t even = width / kLanes * kLanes;
+  for (int i = 0; i < count; ++i, out += padded) {
+    int64_t k = 0;
+    for (; k < even; k += kLanes) store(out + k, load(rows[i] + k));
+    for (; k < width; ++k) out[k] = to_float(rows[i][k]);
+    for (; k < padded; ++k) out[k] = 0;
+  }
+}
+
+// Running maximum, denominator and accumulator of flash attention of one query head.
+struct Flash {
+  float m = -INFINITY, l = 0;
+};
+
+// Scores of one query head against `count` keys, by the rules, as weights of the values relative to the running maximum.
+// Returns what the accumulator must be scaled by.
+float weigh(Flash& state, const float* q, const float* keys, int count, int64_t padded, const Rules& rules, float slope,
+            const int32_t* positions, int64_t last, float* weights) {
+  Vec highest = splat(-INFINITY);
+  for (int t = 0; t < count; t += kLanes) {
+    Vec partial[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const float* key = keys + (t + i) * padded;
+      Vec even = load(q) * load(key), odd{};
+      int64_t k = kLanes;
+      for (; k + kLanes < padded; k += 2 * kLanes) {
+        odd += load(q + k) * load(key + k);
+        even += load(q + k + kLanes) * load(key + k + kLanes);
+      }
+      if (k < padded) odd += load(q + k) * load(key + k);
+      partial[i] = even + odd;
+    }
+    Vec s = sums(partial);
+    if (rules.softcap != 0) {
+      const float cap = rules.softcap;
+      for (int i = 0; i < kLanes; ++i) s[i] = cap * std::tanh(s[i] / cap);
+    }
+    if (rules.slopes)
+      for (int i = 0; i < kLanes && t + i < count; ++i) s[i] += slope * static_cast<float>(positions[t + i] - last);
+    for (int i = count - t; i < kLanes; ++i) s[i] = -INFINITY;
+    store(weights + t, s);
+    highest = max(highest, s);
+  }
+  const float m = std::max(state.m, max(highest));
+  Vec total{};
+  for (int t = 0; t < count; t += kLanes) {
+    Vec w = exp(load(weights + t) - m);
+    for (int i = count - t; i < kLanes; ++i) w[i] = 0;
+    store(weights + t, w);
+    total += w;
+  }
+  const float scale = std::exp(state.m - m);
+  state.l = state.l * scale + sum(total);
+  state.m = m;
+  return scale;
+}
+
+// acc[g] = acc[g] * scales[g] + sum over t of weights[g][t] * values[t], for L vectors of lanes and G heads.
+template <int G, int L>
+void add_values(const float* const* weights, const float* scales, const float* values, int count, int64_t padded,
+                float* const* acc) {
+  Vec sums[G][L];
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < L; ++i) sums[g][i] = load(acc[g] + i * kLanes) * scales[g];
+  for (int t = 0; t < count; ++t) {
+    Vec value[L];
+    for (int i = 0; i < L; ++i) value[i] = load(values + t * padded + i * kLanes);
+    for (int g = 0; g < G; ++g)
+      for (int i = 0; i < L; ++i) sums[g][i] += value[i] * weights[g][t];
+  }
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < L; ++i) store(acc[g] + i * kLanes, sums[g][i]);
+}
+
+template <int G>
+void add_values(int vectors, const float* const* weights, const float* scales, const float* values, int count,
+                int64_t padded, float* const* acc) {
+  if (vectors == 4) return add_values<G, 4>(weights, scales, values, count, padded, acc);
+  if (vectors == 3) return add_values<G, 3>(weights, scales, values, count, padded, acc);
+  if (vectors == 2) return add_values<G, 2>(weights, scales, values, count, padded, acc);
+  add_values<G, 1>(weights, scales, values, count, padded, acc);
+}
+
+// Where a request's keys and values lie.
+template <typename T>
+struct Cache {
+  const T* pool;
+  const int32_t* tables;  // (2, J): of keys, of values
+  int64_t table_len, block_elements, lanes;
+  const T *own_keys, *own_values;  // of positions from `seen.length` on, (.., lanes); in no block
+
+  // Keys and values of the next positions that may be seen, at most kTile.
+  int next(Seen& seen, int64_t end, const T** keys, const T** values, int32_t* positions) const {
+    int32_t entries[kTile], slots[kTile];
+    int count = seen.next(kTile, entries, slots, positions);
+    for (int i = 0; i < count; ++i) {
+      keys[i] = pool + tables[entries[i]] * block_elements + slots[i] * lanes;
+      values[i] = pool + tables[table_len + entries[i]] * block_elements + slots[i] * lanes;
+    }
+    for (; count < kTile && seen.own < end; ++seen.own) {
+      if (seen.own < seen.first) continue;
+      keys[count] = own_keys + (seen.own - seen.length) * lanes;
+      values[count] = own_values + (seen.own - seen.length) * lanes;
+      positions[count++] = static_cast<int32_t>(seen.own);
+    }
+    return count;
+  }
+};
+
+// One query at position `end` - 1 over the positions before `end`, of heads that share key heads, `group` to each: q (heads, H)
+// scaled, out (heads, H).
+template <typename T, typename Out>
+void attend(const float* q, const Cache<T>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
+            int64_t key_heads, int64_t group, int64_t width, Out* out) {
+  const int64_t padded = round_up(width, kLanes), heads = key_heads * group;
+  float* wide = scratch<float, kWide>(kTile * padded);
+  float* queries = scratch<float, kQueries>(heads * 2 * padded + group * (kTile + 1));
+  float *acc = queries + heads * padded, *weights = acc + heads * padded, *scales = weights + group * kTile;
+  std::fill_n(queries, heads * 2 * padded, 0.0f);
+  std::vector<Flash> states(heads);
+  for (int64_t h = 0; h < heads; ++h) std::copy_n(q + h * width, width, queries + h * padded);
+  int32_t positions[kTile];
+  const T *keys[kTile], *values[kTile], *mine[kTile];
+  for (int count; (count = cache.next(seen, end, keys, values, positions));) {
+    for (int64_t k = 0; k < key_heads; ++k) {
+      const int64_t lane = (first_key_head + k) * width;
+      for (int i = 0; i < count; ++i) mine[i] = keys[i] + lane;
+      widen(mine, count, width, padded, wide);
+      for (int64_t g = 0; g < group; ++g) {
+        const int64_t h = k * group + g;
+        const float slope = rules.slopes ? rules.slopes[first_key_head * group + h] : 0;
+        scales[g] = weigh(states[h], &queries[h * padded], wide, count, padded, rules, slope, positions, end - 1,
+                          &weights[g * kTile]);
+      }
+      for (int i = 0; i < count; ++i) mine[i] = values[i] + lane;
+      widen(mine, count, width, padded, wide);
+      for (int64_t g = 0; g < group; g += 4)
+        for (int64_t i = 0; i < padded; i += 4 * kLanes) {
+          const int vectors = static_cast<int>(std::min<int64_t>(4, (padded - i) / kLanes));
+          const int heads_now = static_cast<int>(std::min<int64_t>(4, group - g));
+          const float* w[4];
+          float* a[4];
+          for (int j = 0; j < heads_now; ++j) {
+            w[j] = &weights[(g + j) * kTile];
+            a[j] = &acc[(k * group + g + j) * padded + i];
+          }
+          const float* v = wide + i;
+          if (heads_now == 4) add_values<4>(vectors, w, &scales[g], v, count, padded, a);
+          if (heads_now == 3) add_values<3>(vectors, w, &scales[g], v, count, padded, a);
+          if (heads_now == 2) add_values<2>(vectors, w, &scales[g], v, count, padded, a);
+          if (heads_now == 1) add_values<1>(vectors, w, &scales[g], v, count, padded, a);
+        }
+    }
+  }
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t i = 0; i < width; ++i)
+      from_float(states[h].l > 0 ? acc[h * padded + i] / states[h].l : 0.0f, out[h * width + i]);
+}
+
+template <typename T>
+void decode_kv_rows(ffi::ThreadPool& threads, const float* q, ffi::AnyBuffer& pool, ffi::Buffer<ffi::S32>& tables,
+                    ffi::Buffer<ffi::S32>& lens, const int32_t* rows, ffi::Buffer<ffi::S32>& ranges, const Rules& rules,
+                    int64_t block_size, ffi::Buffer<ffi::F32>::Dimensions shape, float* out) {
+  const int64_t batch = shape[0], heads = shape[1], width = shape[2];
+  const int64_t block_elements = pool.dimensions()[1], lanes = block_elements / block_size, key_heads = lanes / width;
+  const int64_t table_len = tables.dimensions()[2], group = heads / key_heads;
+  // Where rows are fewer than threads, their heads are shared out.
+  const int64_t live = std::max(rows[1] - rows[0], 0);
+  int64_t parts = 1;
+  while (live && live * parts < 2 * threads.num_threads() && key_heads % (2 * parts) == 0) parts *= 2;
+  if (live && live * parts < 2 * threads.num_threads()) parts = key_heads;
+  const int64_t per_part = key_heads / parts;
+  auto* elements = static_cast<const T*>(pool.untyped_data());
+  std::fill_n(out, batch * heads * width, 0.0f);
+  parallel_for(threads, live * parts, [&](int64_t task) {
+    const int64_t row = rows[0] + task / parts, first = task % parts * per_part;
+    const int64_t length = lens.typed_data()[row];
+    if (length <= 0) return;
+    const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
+    const int64_t start = rules.window ? std::max<int64_t>(0, length - rules.window) : 0;
+    Seen seen{own, block_size, length, start};
+    if (!own) seen.entry = start / block_size;
+    seen.own = length;
+    const int64_t offset = (row * heads + first * group) * width;
+    const Cache<T> cache{elements, tables.typed_data() + row * 2 * table_len, table_len, block_elements, lanes, nullptr, nullptr};
+    attend(q + offset, cache, seen, length, rules, first, per_part, group, width, out + offset);
+  });
+}
+
+ffi::Error decode_kv(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
+                     ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
+                     ffi::Buffer<ffi::F32> slopes, ffi::ResultBuffer<ffi::F32> out, int64_t block_size, float softcap,
+                     int64_t window) {
+  const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+  const auto run = [&](auto zero) {
+    decode_kv_rows<decltype(zero)>(threads, q.typed_data(), pool, tables, lens, rows.typed_data(), ranges, rules, block_size,
+                                   q.dimensions(), out->typed_data());
+    return ffi::Error::Success();
+  };
+  if (pool.element_type() == ffi::F32) return run(float{});
+  if (pool.element_type() == ffi::BF16) return run(Bf16{});
+  return ffi::Error::InvalidArgument("decode_kv: float32 or bfloat16");
+}
+
+// ---- attention on tiles: prefill, and decode rows over layer inputs
+
+#ifdef APT_AMX
+
+constexpr int kKeys = 128;  // keys taken at a time: with their values they stay in the cache
+
+// A tile of 16 queries that attend to the same keys.
+struct QueryTile {
+  const Bf16* q[16];  // of `width` elements; nullptr: no query
+  Bf16* out[16];
+  alignas(64) int32_t positions[16];
+  alignas(64) float slopes[16];
+  int32_t first, last;  // least and greatest position of its queries
+};
+
+inline __m256i half(const Bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+// Words of two bfloat16 each: (low, high).
+inline __m512i pair(__m256i low, __m256i high) {
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+}
+
+inline void transpose(char* tile) {
+  auto* words = reinterpret_cast<float*>(tile);
+  __m512 turned[16];
+  transpose(words, turned);
+  for (int i = 0; i < 16; ++i) _mm512_store_ps(words + 16 * i, turned[i]);
+}
+
+inline Vec vec(__m512 v) {
+  Vec out;
+  std::memcpy(&out, &v, sizeof out);
+  return out;
+}
+
+// Scores of 16 queries against keys [0, visible), already times the scale, to weights by the rules, as bfloat16 words
+// (query, pair of keys), tiles of 32 keys. Scores lie transposed, a vector for every key, so that nothing is summed across lanes.
+// Returns what the outputs so far must be scaled by.
+Vec weigh_tile(float* scores, int visible, const QueryTile& queries, const Rules& rules, const int32_t* positions, float scale,
+               float* highest, float* total, char* weights) {
+  const __m512i position = _mm512_load_si512(queries.positions);
+  const Vec slope = load(queries.slopes), before = load(highest);
+  const bool plain = !rules.window && !rules.slopes && rules.softcap == 0 && positions[visible - 1] <= queries.first;
+  Vec m = before;
+  for (int i = 0; i < visible; ++i) {
+    Vec s = load(scores + i * 16) * scale;
+    if (!plain) {
+      if (rules.softcap != 0)
+        for (int j = 0; j < 16; ++j) s[j] = rules.softcap * std::tanh(s[j] / rules.softcap);
+      const Vec distance = vec(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_set1_epi32(positions[i]), position)));
+      if (rules.slopes) s += slope * distance;
+      s = distance > 0.0f ? splat(-INFINITY) : s;
+      if (rules.window) s = distance <= -static_cast<float>(rules.window) ? splat(-INFINITY) : s;
+    }
+    store(scores + i * 16, s);
+    m = max(m, s);
+  }
+  // A query that has seen no key yet: any finite maximum gives weights of zero.
+  const Vec finite = m == -INFINITY ? splat(0.0f) : m;
+  Vec sum{};
+  const int padded = (visible + 31) / 32 * 32;
+  for (int i = 0; i < padded; i += 2) {
+    __m512 w[2];
+    for (int j = 0; j < 2; ++j) {
+      Vec one{};
+      if (i + j < visible) {
+        const Vec s = load(scores + (i + j) * 16);
+        one = s == -INFINITY ? splat(0.0f) : exp(s - finite);
+      }
+      sum += one;
+      std::memcpy(&w[j], &one, sizeof one);
+    }
+    const __m512bh both = _mm512_cvtne2ps_pbh(w[1], w[0]);
+    __m512i lanes;
+    std::memcpy(&lanes, &both, sizeof lanes);
+    _mm512_store_si512(weights + i * 32, pair(_mm512_castsi512_si256(lanes), _mm512_extracti64x4_epi64(lanes, 1)));
+  }
+  for (int i = 0; i < padded / 32; ++i) transpose(weights + i * 1024);
+  const Vec rescale = before == -INFINITY ? splat(0.0f) : exp(before - finite);
+  store(total, load(total) * rescale + sum);
+  store(highest, m);
+  return rescale;
+}
+
+// Queries over the positions before `end`, keys and values from lane `lane` on; where `same`, the values are the keys.
+void attend_tiles(const QueryTile* tiles, int64_t count, int64_t width, const Cache<Bf16>& cache, Seen seen, int64_t end,
+                  const Rules& rules, int64_t lane, bool same, float scale) {
+  const int64_t padded = round_up(width, 32), steps = padded / 32, lane_tiles = padded / 16;
+  constexpr int64_t kKeySteps = kKeys / 32, kTileBytes = 1024;
+  const int64_t rows_bytes = kKeys * padded * 2, out_floats = lane_tiles * 256;
+  char* memory = scratch<char, kMade>((same ? 1 : 2) * rows_bytes + lane_tiles * kKeySteps * kTileBytes +
+                                      count * (steps * kTileBytes + out_floats * 4 + 128) + kKeys * 64 + kKeySteps * kTileBytes);
+  auto take = [&memory](int64_t bytes) { return std::exchange(memory, memory + bytes); };
+  auto* keys = reinterpret_cast<Bf16*>(take(rows_bytes));
+  auto* value_rows = same ? keys : reinterpret_cast<Bf16*>(take(rows_bytes));
+  char *values = take(lane_tiles * kKeySteps * kTileBytes), *queries = take(count * steps * kTileBytes);
+  char *weights = take(kKeySteps * kTileBytes);
+  auto* scores = reinterpret_cast<float*>(take(kKeys * 64));
+  auto* out = reinterpret_cast<float*>(take(count * out_floats * 4));
+  auto *highest = reinterpret_cast<float*>(take(count * 64)), *total = reinterpret_cast<float*>(take(count * 64));
+  std::fill_n(out, count * out_floats, 0.0f);
+  std::fill_n(highest, count * 16, -INFINITY);
+  std::fill_n(total, count * 16, 0.0f);
+  // Lanes behind those of a row are zeros in every copy.
+  std::memset(keys, 0, rows_bytes);
+  if (!same) std::memset(value_rows, 0, rows_bytes);
+  for (int64_t c = 0; c < count; ++c) {
+    for (int i = 0; i < 16; ++i) {
+      Bf16* row = keys + i * padded;
+      if (tiles[c].q[i])
+        std::copy_n(tiles[c].q[i], width, row);
+      else
+        std::memset(row, 0, width * 2);
+    }
+    pack_rows(keys, 16, padded, padded, reinterpret_cast<uint32_t*>(queries + c * steps * kTileBytes));
+  }
+  int32_t positions[kKeys];
+  const Bf16 *key_at[kTile], *value_at[kTile];
+  for (;;) {
+    int taken = 0;
+    for (int n = kTile; n == kTile && taken < kKeys; taken += n) {
+      n = cache.next(seen, end, key_at, value_at, positions + taken);
+      for (int i = 0; i < n; ++i) {
+        std::copy_n(key_at[i] + lane, width, keys + (taken + i) * padded);
+        if (!same) std::copy_n(value_at[i] + lane, width, value_rows + (taken + i) * padded);
+      }
+    }
+    if (!taken) break;
+    const int64_t key_steps = (taken + 31) / 32;
+    // Zeros, not what was there before: 0 * NaN = NaN.
+    std::memset(value_rows + taken * padded, 0, (key_steps * 32 - taken) * padded * 2);
+    for (int64_t s = 0; s < key_steps; ++s)
+      for (int64_t t = 0; t < lane_tiles; ++t)
+        for (int i = 0; i < 16; ++i) {
+          const Bf16* row = value_rows + (s * 32 + 2 * i) * padded + t * 16;
+          _mm512_store_si512(values + (t * kKeySteps + s) * kTileBytes + i * 64, pair(half(row), half(row + padded)));
+        }
+    for (int64_t c = 0; c < count; ++c) {
+      int visible = taken;  // keys behind its last query no query of the tile sees
+      while (visible && positions[visible - 1] > tiles[c].last) --visible;
+      if (!visible) continue;
+      const int64_t visible_steps = (visible + 31) / 32;
+      for (int64_t k = 0; k < visible_steps; ++k) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t s = 0; s < steps; ++s) {
+          _tile_loadd(4, queries + (c * steps + s) * kTileBytes, 64);
+          _tile_loadd(5, keys + k * 32 * padded + s * 32, padded * 2);
+          _tile_loadd(6, keys + (k * 32 + 16) * padded + s * 32, padded * 2);
+          _tile_dpbf16ps(0, 5, 4);
+          _tile_dpbf16ps(1, 6, 4);
+        }
+        _tile_stored(0, scores + k * 512, 64);
+        _tile_stored(1, scores + k * 512 + 256, 64);
+      }
+      alignas(64) float rescale[16];
+      store(rescale, weigh_tile(scores, visible, tiles[c], rules, positions, scale, highest + c * 16, total + c * 16, weights));
+      float* mine = out + c * out_floats;
+      const bool moved = std::any_of(rescale, rescale + 16, [](float r) { return r != 1.0f; });
+      for (int64_t t = 0; t < lane_tiles; t += 2) {
+        float *first = mine + t * 256, *second = first + 256;
+        if (moved)
+          for (int i = 0; i < 32; ++i) store(first + i * 16, load(first + i * 16) * rescale[i % 16]);
+        _tile_loadd(0, first, 64);
+        _tile_loadd(1, second, 64);
+        for (int64_t s = 0; s < visible_steps; ++s) {
+          _tile_loadd(4, weights + s * kTileBytes, 64);
+          _tile_loadd(5, values + (t * kKeySteps + s) * kTileBytes, 64);
+          _tile_loadd(6, values + ((t + 1) * kKeySteps + s) * kTileBytes, 64);
+          _tile_dpbf16ps(0, 4, 5);
+          _tile_dpbf16ps(1, 4, 6);
+        }
+        _tile_stored(0, first, 64);
+        _tile_stored(1, second, 64);
+      }
+    }
+  }
+  for (int64_t c = 0; c < count; ++c)
+    for (int i = 0; i < 16; ++i) {
+      if (!tiles[c].q[i]) continue;
+      const float l = total[c * 16 + i], inverse = l > 0 ? 1.0f / l : l;  // NaN stays
+      for (int64_t t = 0; t < lane_tiles; ++t) {
+        const int64_t lanes = std::clamp<int64_t>(width - t * 16, 0, 16);
+        const float* row = out + c * out_floats + t * 256 + i * 16;
+        store_lanes(tiles[c].out[i] + t * 16, static_cast<__mmask16>((1u << lanes) - 1),
+                    _mm512_mul_ps(_mm512_loadu_ps(row), _mm512_set1_ps(inverse)));
+      }
+    }
+}
+
+constexpr int kTaskQueries = 64;  // of a prefill task: 4 tiles a head
+constexpr int64_t kFew = 4;       // chunks of at most so many tokens attend as decode rows do
+
+// `count` queries from `q` on, at positions from `first` on, of `group` heads that share a key head.
+void prefill_tiles(const Bf16* q, Bf16* out, int64_t count, int64_t first, int64_t heads, int64_t group, int64_t width,
+                   const Cache<Bf16>& cache, const Seen& seen, const Rules& rules, int64_t key_head, float scale) {
+  std::vector<QueryTile> tiles;
+  for (int64_t g = 0; g < group; ++g)
+    for (int64_t t = 0; t < count; t += 16) {
+      QueryTile tile{};
+      for (int64_t i = 0; i < 16; ++i) {
+        tile.positions[i] = static_cast<int32_t>(first + t + i);
+        tile.slopes[i] = rules.slopes ? rules.slopes[key_head * group + g] : 0;
+        if (t + i >= count) continue;
+        tile.q[i] = q + ((t + i) * heads + g) * width;
+        tile.out[i] = out + ((t + i) * heads + g) * width;
+      }
+      tile.first = static_cast<int32_t>(first + t);
+      tile.last = static_cast<int32_t>(first + std::min(t + 16, count) - 1);
+      tiles.push_back(tile);
+    }
+  Tiles registers;
+  attend_tiles(tiles.data(), static_cast<int64_t>(tiles.size()), width, cache, seen, first + count, rules, key_head * width,
+               false, scale);
+}
+
+#endif  // APT_AMX
+
+// One query a row over cached layer inputs, absorbed: q (B, N, D), the scale in it, to sums of layer inputs (B, N, D).
+ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> pool,
+                           ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows,
+                           ffi::Buffer<ffi::S32> ranges, ffi::Buffer<ffi::F32> slopes, ffi::ResultBuffer<ffi::BF16> out,
+                           int64_t block_size, float softcap, int64_t window) {
+#ifdef APT_AMX
+  const int64_t heads = q.dimensions()[1], width = q.dimensions()[2];
+  const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+  if (!has_tiles()) return ffi::Error::InvalidArgument("decode_absorbed: needs AMX tiles");
+  auto* queries = static_cast<const Bf16*>(q.untyped_data());
+  auto* result = static_cast<Bf16*>(out->untyped_data());
+  std::memset(result, 0, out->size_bytes());
+  const int64_t first_row = rows.typed_data()[0], live = std::max<int64_t>(rows.typed_data()[1] - first_row, 0);
+  // Heads of a task: all of them, unless rows are fewer than threads.
+  const int64_t head_tiles = (heads + 15) / 16, parts = live < 2 * threads.num_threads() ? head_tiles : 1;
+  const int64_t per_part = (head_tiles + parts - 1) / parts * 16;
+  parallel_for(threads, live * parts, [&](int64_t task) {
+    const int64_t row = first_row + task / parts, first_head = task % parts * per_part;
+    const int64_t length = lens.typed_data()[row];
+    if (length <= 0) return;
+    std::vector<QueryTile> tiles;
+    for (int64_t h = first_head; h < std::min(heads, first_head + per_part); h += 16) {
+      QueryTile tile{};
+      for (int64_t i = 0; i < 16; ++i) {
+        tile.positions[i] = static_cast<int32_t>(length - 1);
+        if (h + i >= heads) continue;
+        tile.slopes[i] = rules.slopes ? rules.slopes[h + i] : 0;
+        tile.q[i] = queries + (row * heads + h + i) * width;
+        tile.out[i] = result + (row * heads + h + i) * width;
+      }
+      tile.first = tile.last = static_cast<int32_t>(length - 1);
+      tiles.push_back(tile);
+    }
+    const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
+    const int64_t start = window ? std::max<int64_t>(0, length - window) : 0;
+    Seen seen{own, block_size, length, start};
+    if (!own) seen.entry = start / block_size;
+    seen.own = length;
+    const Cache<Bf16> cache{static_cast<const Bf16*>(pool.untyped_data()),
+                            tables.typed_data() + row * tables.dimensions()[1],
+                            0,  // values are where keys are
+                            pool.dimensions()[1],
+                            width,
+                            nullptr,
+                            nullptr};
+    Tiles registers;
+    attend_tiles(tiles.data(), static_cast<int64_t>(tiles.size()), width, cache, seen, length, rules, 0, true, 1.0f);
+  });
+  return ffi::Error::Success();
+#else
+  (void)threads, (void)q, (void)pool, (void)tables, (void)lens, (void)rows, (void)ranges, (void)slopes, (void)out;
+  (void)block_size, (void)softcap, (void)window;
+  return ffi::Error::InvalidArgument("decode_absorbed: needs AMX tiles");
+#endif
+}
+
+ffi::Error prefill(ffi::ThreadPool threads, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> k, ffi::Buffer<ffi::BF16> v,
+                   ffi::Buffer<ffi::BF16> pool, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> rows,
+                   ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::S32> ranges, ffi::Buffer<ffi::F32> slopes,
+                   ffi::ResultBuffer<ffi::BF16> out, int64_t block_size, float softcap, int64_t window) {
+#ifdef APT_AMX
+  const int64_t heads = q.dimensions()[1], width = q.dimensions()[2], key_heads = k.dimensions()[1];
+  const int64_t group = heads / key_heads, lanes = key_heads * width, table_len = tables.dimensions()[2];
+  const int64_t batch = rows.dimensions()[1];
+  if (!has_tiles()) return ffi::Error::InvalidArgument("prefill: needs AMX tiles");
+  const int32_t *offsets = rows.typed_data(), *lengths = offsets + batch, *prefixes = lengths + batch;
+  const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+  auto* queries = static_cast<const Bf16*>(q.untyped_data());
+  auto* own_keys = static_cast<const Bf16*>(k.untyped_data());
+  auto* own_values = static_cast<const Bf16*>(v.untyped_data());
+  auto* result = static_cast<Bf16*>(out->untyped_data());
+  std::memset(result, 0, out->size_bytes());
+  struct Task {
+    int32_t row, head, first;
+  };
+  std::vector<Task> tasks;
+  for (int32_t r = 0; r < num_rows.typed_data()[0]; ++r)
+    for (int32_t first = 0; first < lengths[r]; first += kTaskQueries)
+      for (int32_t head = 0; head < key_heads; ++head) tasks.push_back({r, head, first});
+  parallel_for(threads, static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+    const auto [row, head, first] = tasks[i];
+    const int64_t prefix = prefixes[row], count = std::min<int64_t>(kTaskQueries, lengths[row] - first);
+    const int64_t offset = offsets[row], start = window ? std::max<int64_t>(0, prefix + first + 1 - window) : 0;
+    const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
+    Seen seen{own, block_size, prefix, start};
+    if (!own) seen.entry = std::min(start, prefix) / block_size;
+    seen.own = prefix;
+    const Cache<Bf16> cache{static_cast<const Bf16*>(pool.untyped_data()),
+                            tables.typed_data() + row * 2 * table_len,
+                            table_len,
+                            pool.dimensions()[1],
+                            lanes,
+                            own_keys + offset * lanes,
+                            own_values + offset * lanes};
+    const int64_t at = ((offset + first) * heads + head * group) * width;
+    if (count <= kFew) {
+      std::vector<float> wide(group * width);
+      for (int64_t j = 0; j < count; ++j) {
+        const Bf16* from = queries + at + j * heads * width;
+        for (int64_t e = 0; e < group * width; ++e) wide[e] = to_float(from[e]) * scale;
+        Seen of_query = seen;
+        of_query.first = window ? std::max<int64_t>(0, prefix + first + j + 1 - window) : 0;
+        attend(wide.data(), cache, of_query, prefix + first + j + 1, rules, head, 1, group, width,
+               result + at + j * heads * width);
+      }
+      return;
+    }
+    prefill_tiles(queries + at, result + at, count, prefix + first, heads, group, width, cache, seen, rules, head, scale);
+  });
+  return ffi::Error::Success();
+#else
+  (void)threads, (void)q, (void)k, (void)v, (void)pool, (void)tables, (void)rows, (void)num_rows, (void)ranges;
+  (void)slopes, (void)out, (void)block_size, (void)softcap, (void)window;
+  return ffi::Error::InvalidArgument("prefill: needs AMX tiles");
+#endif
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_dense, dense,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()         // x (T, I)
+                                  .Arg<ffi::AnyBuffer>()         // w (O, I)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // scales (O,), or (0,)
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_gated, gated,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()  // x (T, I)
+                                  .Arg<ffi::AnyBuffer>()          // gate, then up (2 F, I)
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // scales (2 F,), or (0,)
+                                  .Ret<ffi::Buffer<ffi::BF16>>()
+                                  .Attr<int64_t>("activation"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_kv, decode_kv,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // q (B, N, H), scaled
+                                  .Arg<ffi::AnyBuffer>()         // pool (P, C * E)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, 2, J)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // rows (2,)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot ranges (B, J, 2), or (0, 0, 2)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // slopes (N,), or (0,)
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("block_size")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_absorbed, decode_absorbed,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()  // q (B, N, D), scaled
+                                  .Arg<ffi::Buffer<ffi::BF16>>()  // pool (P, C * E)
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // tables (B, J)
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // lens (B,)
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // rows (2,)
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // slot ranges (B, J, 2), or (0, 0, 2)
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // slopes (N,), or (0,)
+                                  .Ret<ffi::Buffer<ffi::BF16>>()
+                                  .Attr<int64_t>("block_size")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_prefill, prefill,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()  // q (T, N, H)
+                                  .Arg<ffi::Buffer<ffi::BF16>>()  // k (T, K, H)
+                                  .Arg<ffi::Buffer<ffi::BF16>>()  // v (T, K, H)
+                                  .Arg<ffi::Buffer<ffi::BF16>>()  // pool (P, C * E)
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // tables (B, 2, J)
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // offsets, chunk lengths and prefix lengths (3, B)
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // number of rows (1,)
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // slot ranges (B, J, 2), or (0, 0, 2)
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // slopes (N,), or (0,)
+                                  .Ret<ffi::Buffer<ffi::BF16>>()
+                                  .Attr<int64_t>("block_size")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window"));
+
+// Whether products of bfloat16 use matrix tiles here.
+extern "C" int apt_has_tiles() {
+#ifdef APT_AMX
+  return has_tiles();
+#else
+  return 0;
+#endif
+}

@@ -1,0 +1,162 @@
+"""The kernels of `kernels.cc` as ops; contracts: `apt_jax.pallas.reference`. `build.load` must have been called.
+
+What they do not do (other dtypes, products of many rows) XLA does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int32
+
+from apt_jax.pallas import xla
+from apt_jax.pallas.reference import ScoreRules
+
+_MAX_ROWS = {jnp.dtype(jnp.bfloat16): 1 << 30, jnp.dtype(jnp.float32): 16}
+"""Rows of a product up to which ours is the faster one, as measured on two cores with AMX."""
+
+
+def dense(
+    x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None = None
+) -> Float[Array, "T O"]:
+    """See `xla.dense`."""
+    if scale is None:
+        x = x.astype(w.dtype)
+    if x.shape[0] > _MAX_ROWS.get(x.dtype, 0):
+        return xla.dense(x, w, scale)
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("apt_dense", out)(x, w, _or_empty(scale))
+
+
+def _or_empty(a: Array | None) -> Array:
+    return jnp.zeros((0,), jnp.float32) if a is None else a
+
+
+_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+
+
+def gated(
+    x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None, activation: str
+) -> Float[Array, "T F"]:
+    """`activate(x @ gate.T) * (x @ up.T)`, gate and up the halves of `w` (2 F, I), in the dtype of `x`. Needs matrix tiles."""
+    width = w.shape[0] // 2
+    fits = x.shape[1] % 32 == 0 and width >= 16 and activation in _ACTIVATIONS
+    if fits and x.dtype == jnp.bfloat16 and w.dtype in (jnp.bfloat16, jnp.int8):
+        out = jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)
+        code = np.int64(_ACTIVATIONS[activation])
+        return jax.ffi.ffi_call("apt_gated", out)(x, w, _or_empty(scale), activation=code)
+    both = dense(x, w, scale)
+    return (xla.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
+
+
+def decode_kv(
+    q: Float[Array, "B N H"],
+    pool: Float[Array, "P CE"],
+    tables: Int32[Array, "B 2 J"],
+    lens: Int32[Array, " B"],
+    *,
+    block_size: int,
+    rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
+    rules: ScoreRules | None = None,
+) -> Float[Array, "B N H"]:
+    """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
+    if pool.dtype not in _MAX_ROWS:
+        return xla.decode_kv(
+            q, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
+        )  # fmt: skip
+    first, last = rows or (jnp.int32(0), jnp.int32(q.shape[0]))
+    return jax.ffi.ffi_call("apt_decode_kv", jax.ShapeDtypeStruct(q.shape, jnp.float32))(
+        q.astype(jnp.float32) * jnp.float32(q.shape[2] ** -0.5),
+        pool,
+        tables,
+        lens,
+        jnp.stack([first, last]),
+        *_optional(slot_ranges, rules),
+        **_attributes(block_size, rules),
+    )
+
+
+def decode_absorbed(
+    q_absorbed: Float[Array, "B N D"],
+    pool: Float[Array, "P CE"],
+    tables: Int32[Array, "B J"],
+    lens: Int32[Array, " B"],
+    *,
+    block_size: int,
+    rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
+    rules: ScoreRules | None = None,
+) -> Float[Array, "B N D"]:
+    """See `reference.decode_absorbed`. Ours for bfloat16, on matrix tiles; XLA's else."""
+    if pool.dtype != jnp.bfloat16:
+        return xla.decode_absorbed(
+            q_absorbed, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
+        )  # fmt: skip
+    first, last = rows or (jnp.int32(0), jnp.int32(q_absorbed.shape[0]))
+    out = jax.ShapeDtypeStruct(q_absorbed.shape, pool.dtype)
+    return jax.ffi.ffi_call("apt_decode_absorbed", out)(
+        q_absorbed.astype(pool.dtype),
+        pool,
+        tables,
+        lens,
+        jnp.stack([first, last]),
+        *_optional(slot_ranges, rules),
+        **_attributes(block_size, rules),
+    )
+
+
+def _optional(slot_ranges: Array | None, rules: ScoreRules | None) -> tuple[Array, Array]:
+    """Slot ranges and ALiBi's slopes, empty where there are none."""
+    return (
+        jnp.zeros((0, 0, 2), jnp.int32) if slot_ranges is None else slot_ranges,
+        _or_empty(None if rules is None else rules.slopes),
+    )
+
+
+def _attributes(block_size: int, rules: ScoreRules | None) -> dict[str, Any]:
+    rules = rules or ScoreRules()
+    return {
+        "block_size": np.int64(block_size),
+        "softcap": np.float32(rules.softcap or 0.0),
+        "window": np.int64(rules.window or 0),
+    }
+
+
+def prefill(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    pool: Float[Array, "P CE"],
+    tables: Int32[Array, "B 2 J"],
+    offsets: Int32[Array, " B"],
+    chunk_lens: Int32[Array, " B"],
+    prefix_lens: Int32[Array, " B"],
+    hidden: Bool[Array, " B"],
+    num_rows: Int32[Array, ""],
+    *weights: Array | None,
+    block_size: int,
+    with_hidden: bool,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
+    rules: ScoreRules | None = None,
+    **of_keys: Any,
+) -> Float[Array, "T N H"]:
+    """See `reference.prefill`. Ours for bfloat16 where no row may have a hidden prefix, on matrix tiles; XLA's else."""
+    if with_hidden or not (q.dtype == k.dtype == pool.dtype == jnp.bfloat16):  # fmt: skip
+        return xla.prefill(
+            q, k, v, pool, tables, offsets, chunk_lens, prefix_lens, hidden, num_rows, *weights,
+            block_size=block_size, with_hidden=with_hidden, slot_ranges=slot_ranges, rules=rules, **of_keys,
+        )  # fmt: skip
+    return jax.ffi.ffi_call("apt_prefill", jax.ShapeDtypeStruct(q.shape, q.dtype))(
+        q,
+        k,
+        v,
+        pool,
+        tables,
+        jnp.stack([offsets, chunk_lens, prefix_lens]),
+        num_rows.reshape(1),
+        *_optional(slot_ranges, rules),
+        **_attributes(block_size, rules),
+    )
