@@ -6,6 +6,8 @@ from apt_jax.models.loader import (
     ResolvedModel,
     bundled_models,
     load_model,
+    models_with_files,
+    read_model_config,
     resolve_model,
 )
 from apt_jax.models.params import ModelParams
@@ -20,6 +22,8 @@ __all__ = [
     "bundled_models",
     "forward",
     "load_model",
+    "models_with_files",
+    "read_model_config",
     "reference_generate_greedy",
     "resolve_model",
 ]

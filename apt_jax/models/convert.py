@@ -119,7 +119,7 @@ def convert_model(
     Raises:
         ModelLoadError: the source cannot be read, or the target exists or cannot be written.
     """
-    resolved = resolve_model(source)
+    resolved = resolve_model(source, offer_preset=False)
     if os.path.lexists(target):
         raise ModelLoadError(f"{target}: exists already; nothing is overwritten")
     try:

@@ -3,7 +3,7 @@
     python -m apt_jax.models.kinds            # every published size that is known by name, as Markdown
     python -m apt_jax.models.kinds FILE       # the same, put between the markers of a Markdown file
 
-Memory is what one token takes in all layers. The time of a cached token in a decode step is the larger of its bytes over the
+Memory is what one token takes in all layers; the pool takes it in blocks, of which the last elements may stay empty. The time of a cached token in a decode step is the larger of its bytes over the
 bandwidth and its operations over the matmul rate of an A100 40 GB (1.555 TB/s, 312 TFLOP/s): a floor, not a measurement.
 """
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from apt_jax.config import HiddenMode, ModelConfig
+from apt_jax.config import CacheConfig, HiddenMode, ModelConfig
 from apt_jax.models.families import PRESETS
 from apt_jax.models.loader import read_model_config
 
@@ -21,6 +21,9 @@ BANDWIDTH_BYTES_S = 1.555e12
 MATMUL_FLOP_S = 312e12
 ITEMSIZE = 2
 """Bytes of a 16-bit value."""
+
+BLOCK_SIZE = CacheConfig().block_size
+"""Keys a block."""
 
 BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
 
@@ -42,7 +45,12 @@ class KindFacts:
     hidden_bytes: int
     hidden_ratio: float
     """`hidden_bytes` over `kv_bytes`."""
+    pool_ratio: float | None
+    """The same in the pool, of long contexts: layer inputs that do not fit a block of `BLOCK_SIZE` keys leave room at its
+    end. None: not offered."""
     mode: HiddenMode
+    hybrid: bool
+    """Whether `--cache hybrid` offers both kinds; else it means KV."""
     refusal: str | None
     """Why the hidden kind is not offered."""
     break_even_tokens: float | None
@@ -72,12 +80,15 @@ def kind_facts(model: str, config: ModelConfig) -> KindFacts:
     ratio = (
         None if flop is None else max(d * ITEMSIZE / BANDWIDTH_BYTES_S, flop / MATMUL_FLOP_S) / kv_s
     )
+    inputs = config.hidden_block_size(BLOCK_SIZE)
     return KindFacts(
         model=model,
         kv_bytes=2 * e * layers * ITEMSIZE,
         hidden_bytes=d * layers * ITEMSIZE,
         hidden_ratio=config.hidden_ratio,
+        pool_ratio=None if mode == "refused" else BLOCK_SIZE / (2 * inputs),
         mode=mode,
+        hybrid=config.offers_hybrid,
         refusal=config.hidden_refusal,
         break_even_tokens=4 * n * d / (2 * e - d) if mode == "absorb" else None,
         time_ratio=ratio,
@@ -92,15 +103,18 @@ def known_kinds() -> list[KindFacts]:
 def markdown(rows: Iterable[KindFacts]) -> str:
     """The table."""
     lines = [
-        "| model | KV, KiB a token | hidden, KiB a token | hidden / KV | attention over layer inputs | break-even context, tokens | time of a cached token, hidden / KV |",
-        "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
+        f"| model | KV, KiB a token | hidden, KiB a token | hidden / KV | in blocks of {BLOCK_SIZE} | attention over layer inputs | break-even context, tokens | time of a cached token, hidden / KV |",
+        "| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
     ]
     for row in rows:
         what = ATTENTION[row.mode] if row.refusal is None else f"refused: {row.refusal}"
+        if row.refusal is None and not row.hybrid:
+            what += "; with `--cache hidden` alone"
         even = "" if row.break_even_tokens is None else f"{row.break_even_tokens:.0f}"
         time = "" if row.time_ratio is None else f"{row.time_ratio:.2g}"
+        pool = "" if row.pool_ratio is None else f"{row.pool_ratio:.3g}"
         lines.append(
-            f"| {row.model} | {row.kv_bytes / 1024:.4g} | {row.hidden_bytes / 1024:.4g} | {row.hidden_ratio:.4g} | {what} | {even} | {time} |"
+            f"| {row.model} | {row.kv_bytes / 1024:.4g} | {row.hidden_bytes / 1024:.4g} | {row.hidden_ratio:.4g} | {pool} | {what} | {even} | {time} |"
         )
     return "\n".join(lines) + "\n"
 

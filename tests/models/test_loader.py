@@ -188,14 +188,35 @@ def test_remote_code_is_ignored_with_one_warning(tmp_path, caplog):
 def test_an_unknown_name_lists_what_there_is():
     with pytest.raises(ModelLoadError) as error:
         load_model(EngineConfig(model="no-such-model"))
-    for known in ("tiny-opt", "opt-13b", "hub id"):
-        assert known in str(error.value)
+    message = str(error.value)
+    assert "hub id" in message
+    assert "apt-jax info --list" in message
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("tiny-op", "tiny-opt?"), ("OPT-125", "opt-125m"), ("facebook/../opt-13", "opt-13b")],
+)
+def test_an_unknown_name_is_answered_with_those_near_it(name, near):
+    with pytest.raises(ModelLoadError, match="did you mean") as error:
+        resolve_model(name)
+    assert near in str(error.value)
+    assert len(str(error.value)) < 280
+    if near == "opt-125m":
+        assert "--load-format dummy" in str(error.value)
+        with pytest.raises(ModelLoadError) as error:
+            resolve_model(name, offer_preset=False)
+        assert "dummy" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["opt-125m", "facebook/opt-125m"])
 def test_a_preset_needs_dummy_weights(name):
     with pytest.raises(ModelLoadError, match="--load-format dummy"):
         resolve_model(name)
+    with pytest.raises(ModelLoadError) as error:
+        resolve_model(name, offer_preset=False)  # for those who have no such flag
+    assert "dummy" not in str(error.value)
     resolved = resolve_model(name, allow_preset=True)
     assert resolved.path is None
     assert resolved.fields["hidden_size"] == 768

@@ -76,9 +76,12 @@ def test_the_paged_decoder(pair, attention) -> None:
     theirs, ours = pair
     if not ours.config.supports_hidden and attention == "reproject":
         pytest.skip("no hidden kind: the other case covers it")
-    kinds = [KV, HIDDEN] if ours.config.supports_hidden else [KV]
-    executor = make_executor(params=ours.params, config=ours.config, attention=attention)
-    assert executor.kinds_offered == (True, ours.config.supports_hidden)
+    alone = ours.config.supports_hidden and not ours.config.offers_hybrid
+    executor = make_executor(
+        "hidden" if alone else "hybrid", params=ours.params, config=ours.config, attention=attention
+    )
+    assert executor.kinds_offered == (not alone, ours.config.supports_hidden)
+    kinds = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]
     executor.decode_buckets, executor.prefill_buckets = [8], [64]  # fewer programs to compile
     tokens = _tokens()
     want = _their_logits(theirs, tokens)

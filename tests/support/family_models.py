@@ -34,6 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma one key head": ("GemmaConfig", _BASE | dict(num_key_value_heads=1, head_dim=16)),
     "gemma2": ("Gemma2Config", _BASE | dict(
         num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=24, sliding_window=10, attn_logit_softcapping=2.0, final_logit_softcapping=5.0)),
+    "gemma2 wide inputs": ("Gemma2Config", _BASE | dict(
+        hidden_size=20, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=10)),
     "gemma2 no caps": ("Gemma2Config", _BASE | dict(
         num_key_value_heads=4, head_dim=8, query_pre_attn_scalar=8, sliding_window=64, attn_logit_softcapping=None, final_logit_softcapping=None)),
     "olmo2": ("Olmo2Config", _BASE | dict(num_key_value_heads=4)),

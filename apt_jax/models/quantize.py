@@ -1,0 +1,81 @@
+"""Weights as int8 with a scale for each output ("weight-only"): half the bytes of bfloat16, read whole at every decode step.
+
+Activations, norms, biases, position tables and the cache stay as they are. Scales and rounding are qwix's (symmetric, the
+largest weight of an output is 127.5 steps). Products take the integers as they are and scale the results.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from apt_jax.errors import ConfigError
+from apt_jax.models.params import ModelParams, QuantizedMatrix
+
+
+@jax.jit
+def _quantize(w: Float[Array, "O I"]) -> QuantizedMatrix:
+    import qwix
+
+    q = qwix.quantize(w.astype(jnp.float32), jnp.int8, channelwise_axes=(0,))
+    return QuantizedMatrix(values=q.qvalue, scale=q.scale[:, 0])
+
+
+def dequantize(w: QuantizedMatrix, dtype: Any) -> Float[Array, "O I"]:
+    """What the integers stand for."""
+    return (w.values.astype(jnp.float32) * w.scale[:, None]).astype(dtype)
+
+
+def quantize_params(params: ModelParams, *, keep: bool) -> ModelParams:
+    """All matrices that rows are multiplied with, and the token embeddings.
+
+    Args:
+        params: whole, or as `fuse_products` leaves them.
+        keep: attention over layer inputs absorbs or reprojects with wk and wv by themselves: leave them in full, as what
+            their integers stand for, so that both kinds of cache see the same weights.
+
+    Raises:
+        ConfigError: qwix is not installed.
+    """
+    try:
+        import qwix  # noqa: F401
+    except ImportError:
+        raise ConfigError("quantization='int8' needs qwix: pip install apt-jax[int8] (--quantization)") from None  # fmt: skip
+
+    def matrix(w: Any) -> Any:
+        return None if w is None else _quantize(w.reshape(-1, w.shape[-1]))
+
+    def by_output(w: Any) -> Any:
+        return None if w is None else _quantize(w.reshape(w.shape[0], -1))
+
+    def effective(w: Any) -> Any:
+        return None if w is None else dequantize(matrix(w), w.dtype).reshape(w.shape)
+
+    layers = []
+    for layer in params.layers:
+        key_value = effective if keep else matrix
+        layers.append(
+            dataclasses.replace(
+                layer,
+                wq=matrix(layer.wq),
+                wk=key_value(layer.wk),
+                wv=key_value(layer.wv),
+                wqkv=matrix(layer.wqkv),
+                wo=by_output(layer.wo),
+                w_gate=matrix(layer.w_gate),
+                w_up=matrix(layer.w_up),
+                w_gate_up=matrix(layer.w_gate_up),
+                w_down=matrix(layer.w_down),
+            )
+        )
+    return dataclasses.replace(
+        params,
+        embed=matrix(params.embed),
+        project_in=matrix(params.project_in),
+        project_out=matrix(params.project_out),
+        head=matrix(params.head),
+        layers=tuple(layers),
+    )
