@@ -1,14 +1,15 @@
 """The unified block pool, host side: who owns which block, and nothing about what is in it.
 
-One pool serves both cache kinds (Apt-Serve §4.3, Fig. 6): a block holds `block_size` (C) token positions of one
-request, for all layers, either as K, as V, or as the layer input X. A request's positions lie in groups of C; a group
-takes two blocks with the KV kind and one with the hidden kind:
+One pool serves both cache kinds (Apt-Serve §4.3, Fig. 6): a block holds token positions of one request, for all
+layers, either as K, as V, or as the layer input X. All blocks have as many bytes, so it depends on the kind how many
+positions C that is: `block_size` keys or values, `hidden_block_size` layer inputs. A request's positions lie in groups
+of C; a group takes two blocks with the KV kind and one with the hidden kind:
 
     position      0 ......... C-1   C ........ 2C-1   2C .. n-1 | free slots
     group         0                 1                 2
     KV     row 0  K block           K block           K block
-           row 1  V block           V block           V block       2 * ceil(n / C) blocks
-    HIDDEN row 0  X block           X block           X block           ceil(n / C) blocks
+           row 1  V block           V block           V block       2 * ceil(n / C) blocks, C = block_size
+    HIDDEN row 0  X block           X block           X block           ceil(n / C) blocks, C = hidden_block_size
            row 1  NULL_BLOCK        NULL_BLOCK        NULL_BLOCK
 
 Growing from m to n positions (`reserve`) adds the groups [ceil(m / C), ceil(n / C)); slots of the last group are used
@@ -158,10 +159,12 @@ class HybridCache:
     Attributes (arrays are indexed by seat; read them, change them through the methods only):
         pool: the blocks.
         tables: (max_num_seqs, 2, J) int32 block tables as drawn above; J grows on demand.
-        num_groups: groups held, ceil(num_tokens / block_size).
+        num_groups: groups held, ceil(num_tokens / block_sizes[kind]).
         num_tokens: positions reserved.
         num_private: groups that nobody else holds.
         kind: `CacheKind` held, `NO_KIND` on free seats.
+        block_sizes: positions of a group, by kind.
+        blocks_per_group: its blocks, by kind.
         owner: who holds the seat, `NO_OWNER` on free seats.
         num_refs: requests that hold a group, by its first block.
         generation: how often a block was handed out as the first of a group: tells whether it still is what it was.
@@ -176,11 +179,13 @@ class HybridCache:
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
+        hidden_block_size: int | None = None,
         blocks_per_group: Sequence[int] = (2, 1),
         prefix_caching: bool = False,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
+        hidden = block_size if hidden_block_size is None else hidden_block_size
+        self.block_sizes = (block_size, hidden)
         self.max_num_seqs = max_num_seqs
         self.blocks_per_group = tuple(blocks_per_group)
         self.tables = np.full((max_num_seqs, 2, min(num_blocks, 64)), NULL_BLOCK, np.int32)
@@ -189,6 +194,7 @@ class HybridCache:
         self.kind = np.full(max_num_seqs, NO_KIND, np.int8)
         self.owner = np.full(max_num_seqs, NO_OWNER, np.int64)
         self._cost = np.asarray(self.blocks_per_group, np.int32)
+        self._size = np.asarray(self.block_sizes, np.int32)
         self._free_seats = list(range(max_num_seqs - 1, -1, -1))
         self._seat_of: dict[int, int] = {}
 
@@ -212,7 +218,7 @@ class HybridCache:
         """Make the `watch` that writes into `table`; needs prefix caching."""
         assert self.prefixes is not None
         self.watch = HitWatch(
-            self.prefixes, table, self.num_refs, self.block_size, self.blocks_per_group
+            self.prefixes, table, self.num_refs, self.block_sizes, self.blocks_per_group
         )
         return self.watch
 
@@ -243,8 +249,8 @@ class HybridCache:
         return self._seat_of.get(owner, NO_SEAT)
 
     def blocks_needed(self, num_tokens: int, kind: int) -> int:
-        """Blocks that `num_tokens` positions take: `blocks_per_group * ceil(num_tokens / block_size)`."""
-        return -(-num_tokens // self.block_size) * self.blocks_per_group[kind]
+        """Blocks that `num_tokens` positions take: `blocks_per_group * ceil(num_tokens / block size)`."""
+        return -(-num_tokens // self.block_sizes[kind]) * self.blocks_per_group[kind]
 
     def num_blocks_of(self, seats: NDArray[np.int32]) -> NDArray[np.int32]:
         """Blocks held by taken seats."""
@@ -270,7 +276,7 @@ class HybridCache:
             CacheIntegrityError: the owner holds the other kind, or would shrink.
         """
         seat = self._seat_of.get(owner, NO_SEAT)
-        groups = -(-num_tokens // self.block_size)
+        groups = -(-num_tokens // self.block_sizes[kind])
         if seat == NO_SEAT:
             if not self._free_seats:
                 return False
@@ -327,7 +333,7 @@ class HybridCache:
             (n,) False where nothing was there to take; such a row keeps what it had.
         """
         seated = seats != NO_SEAT
-        roomy = seated & (num_tokens <= self.num_groups[seats] * self.block_size)
+        roomy = seated & (num_tokens <= self.num_groups[seats] * self._size[kinds])
         _require(
             (~roomy | (self.kind[seats] == kinds) & (self.owner[seats] == owners)).all(),
             "seat of another owner or kind",
@@ -442,7 +448,7 @@ class HybridCache:
         self._seat_sum[firsts] += seat
         self.num_private[seat] = idle.size
         self.num_groups[seat] = num
-        self.num_tokens[seat] = num * self.block_size
+        self.num_tokens[seat] = num * self.block_sizes[kind]
         if idle.size and self.watch is not None:
             self.watch.used(nodes[int(idle[0])])
         return True
@@ -635,7 +641,7 @@ class HybridCache:
         """
         if self.prefixes is None:
             return
-        begin = start // self.block_size
+        begin = start // self._size[self.kind[seats]]
         num = self.num_groups[seats] - begin
         if (num == 1).all():
             firsts = self.tables[seats, 0, begin]
@@ -673,10 +679,10 @@ class HybridCache:
             and (self.kind[free] == NO_KIND).all(),
             "a free seat holds blocks",
         )
-        expected_groups = -(-self.num_tokens // self.block_size)
+        expected_groups = -(-self.num_tokens // self._size[self.kind])  # a free seat has no tokens
         _require(
             (self.num_groups == expected_groups).all(),
-            "a block table is not ceil(tokens / block_size) long",
+            "a block table is not ceil(tokens / block size) long",
         )
         _require((self.num_groups[taken] > 0).all(), "a seat is held without a block")
         if taken.size:

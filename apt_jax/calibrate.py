@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from apt_jax.cache_dir import cache_dir
 from apt_jax.executor import StepBatch
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.pallas.xla import (
@@ -41,17 +42,12 @@ _DECODE_RUN = 5
 """Decode steps whose median counts, after as many that do not."""
 
 
-def cache_dir() -> Path:
-    """Where calibrations and compiled programs are kept: $APT_JAX_CACHE_DIR, else ~/.cache/apt-jax."""
-    return Path(os.environ.get("APT_JAX_CACHE_DIR") or Path.home() / ".cache" / "apt-jax")
-
-
 def _batch(
     executor: JaxExecutor, kinds: list[int], starts: list[int], lens: list[int]
 ) -> StepBatch:
     """A legal batch over made-up cache contents. Rows share blocks where the pool is too small to keep them apart."""
-    n, c = len(kinds), executor.block_size
-    need = [-(-(s + t) // c) for s, t in zip(starts, lens, strict=True)]
+    n, sizes = len(kinds), (executor.block_size, executor.hidden_block_size)
+    need = [-(-(s + t) // sizes[k]) for s, t, k in zip(starts, lens, kinds, strict=True)]
     tables = np.zeros((n, 2, max(need)), np.int32)
     cursor = 0
     for row, blocks in enumerate(need):
@@ -106,7 +102,9 @@ def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]
     shapes, max_len = program_shapes(executor), executor.max_model_len
     offered = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]
     # As many cached tokens as fit the pool: beyond that the timing would read the same blocks again and again.
-    room = executor.num_blocks * executor.block_size // (2 if KV in offered else 1)
+    room = executor.num_blocks * executor.hidden_block_size
+    if KV in offered:
+        room = executor.num_blocks * executor.block_size // 2
 
     def bounds(buckets: tuple[int, ...], i: int, most: int) -> tuple[int, int]:
         return (buckets[i - 1] + 1 if i else 1), min(buckets[i], most)
@@ -233,11 +231,14 @@ def _key(executor: JaxExecutor) -> str:
     facts = {
         "version": 2,
         "model": dataclasses.asdict(executor.config),
-        "dtype": str(executor.params.embed.dtype),
+        "dtype": str(executor.params.dtype),
+        "quantization": executor.quantization,
         "mode": executor.cache_config.mode,
         "absorb": executor.absorbs,
         "attention": executor.attention_name,
-        "block_size": executor.block_size,
+        "block_size": [executor.block_size, executor.hidden_block_size]
+        if executor.hidden_block_size != executor.block_size
+        else executor.block_size,
         "num_blocks": executor.num_blocks,
         "bounds": [
             executor.max_num_seqs,
@@ -319,7 +320,7 @@ def describe(model: CostModel, executor: JaxExecutor, model_name: str) -> Hardwa
     if not kv:
         raise ValueError("the costs of the KV kind were not measured; use --cache kv or hybrid")
     device = jax.devices()[0].device_kind
-    dtype = executor.params.embed.dtype
+    dtype = executor.params.dtype
     mode = ("absorb" if executor.absorbs else "reproject") if hidden else "kv"
     basis = {
         "prefill, decode": "fitted to steps timed on this machine, host time included; `fit`: on points held back",
@@ -336,6 +337,9 @@ def describe(model: CostModel, executor: JaxExecutor, model_name: str) -> Hardwa
         block_size=executor.block_size,
         num_blocks=executor.num_blocks,
         hidden_blocks_per_group=1 if hidden else None,
+        hidden_block_size=executor.hidden_block_size
+        if executor.hidden_block_size != executor.block_size
+        else None,
         costs={mode: model.step_costs()},
         programs=model.programs,
         basis=basis,

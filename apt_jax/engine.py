@@ -65,6 +65,7 @@ from apt_jax.errors import (
     QueueFullError,
 )
 from apt_jax.executor import (
+    NO_TOKEN,
     NULL_BLOCK,
     TOKEN_ON_DEVICE,
     Executor,
@@ -74,6 +75,7 @@ from apt_jax.executor import (
     StepResult,
 )
 from apt_jax.grammar import GrammarError, fill_one_by_one
+from apt_jax.metrics import Distribution
 from apt_jax.prefix import extend_digests, root_digest
 from apt_jax.request import (
     CacheKindName,
@@ -92,22 +94,24 @@ from apt_jax.sched.view import (
     SchedulerView,
     StepCosts,
 )
+from apt_jax.watch import Iteration, KindSwitch, PreemptedRow, ScheduledRow
 
 logger = logging.getLogger(__name__)
 
 FAILURE_WINDOW_S = 60.0
 """A second failure of a step within this time ends the engine."""
 
-_NOT_FINITE = {
-    False: "numeric: the model's output for this request is not finite",
-    True: "numeric: the model's output for this request is not finite, or its grammar allows no token that "
-    "min_tokens and logit_bias leave",
-}
+_NOT_FINITE = "numeric: the model's output for this request is not finite"
+_NOTHING_LEFT = "grammar: it allows no token that min_tokens, stop tokens and logit_bias leave"
 
 STALL_LIMIT = 100
 """Iterations in a row that may schedule nothing, with requests there and nothing in flight, before the engine acts."""
 
 _KIND_NAMES: tuple[CacheKindName, ...] = ("kv", "hidden")
+
+# Bounds of the distributions in `EngineStats`; tokens as vLLM has them.
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_SCHEDULE_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 1.0)
 
 # What `_status` says about a row of the table.
 _FREE = 0  # no request
@@ -185,6 +189,9 @@ class EngineStats:
     num_ending: int
     """Requests whose last token is in flight."""
     waiting_prompt_tokens: int
+    waiting_uncached_tokens: int
+    """Positions that the waiting requests have to compute, prompt and what they lost by preemption, as far as they would not
+    find it cached."""
     total_blocks: int
     free_blocks: int
     """Cached ones among them."""
@@ -219,6 +226,10 @@ class EngineStats:
     """Rows of plans that broke the promises of `Plan`; any is a bug in the policy."""
     step_failures: int
     compilations: int
+    step_tokens: Distribution
+    """Tokens of each step that was run."""
+    schedule_s: Distribution
+    """The policy's time for each decision, seconds."""
     host_p50_ms: float
     """Host work per iteration over the last 4,096: schedule, apply, building the batch, commit; neither dispatch nor
     waiting for the device. 0 before the first iteration."""
@@ -256,8 +267,9 @@ class _Live:
     constraint: TokenConstraint | None = None
     root: bytes
     """Where the digests of its prefixes begin."""
-    digests: list[bytes] = dataclasses.field(default_factory=list)
-    """Of the full groups of its known tokens, as far as they were needed."""
+    digests: tuple[list[bytes], ...]
+    """By kind, of the full groups of its known tokens, as far as they were needed; kinds whose groups are equally long
+    share a list."""
     num_found: int = 0
     """Groups that it did not compute itself, since it was last scheduled."""
     is_proven: bool = False
@@ -290,6 +302,9 @@ class _InFlight:
     """Rows that wait for masks before anything of the step is sampled."""
     kind: NDArray[np.int8]
     filled: list[_Filled]
+    dispatched_s: float
+    iteration: Iteration | None
+    """What `Engine.on_iteration` is told when it has ended; None: nobody watches, or it has been told."""
 
 
 class _Ring:
@@ -363,6 +378,7 @@ class Engine:
         self.cache = HybridCache(
             num_blocks=executor.num_blocks,
             block_size=executor.block_size,
+            hidden_block_size=executor.hidden_block_size,
             max_num_seqs=self.max_num_seqs,
             blocks_per_group=[k.blocks_per_group for k in kinds],
             prefix_caching=cache_config.enable_prefix_caching,
@@ -375,6 +391,8 @@ class Engine:
         """The last decision, as the policy made it."""
         self.last_tokens_scheduled = 0
         """Tokens of the last step that was run."""
+        self.on_iteration: Callable[[Iteration], None] | None = None
+        """Told of every decision, in order, when its step has ended; must be quick and must not raise."""
 
         self._config = scheduler_config
         self._vocab_size = 2**31 if vocab_size is None else vocab_size
@@ -383,7 +401,8 @@ class Engine:
         self._timer = timer
         # Cheapest first: a request that fits with a later one fits with every earlier one too.
         self._offered = sorted(
-            (k for k in CacheKind if kinds[k].offered), key=lambda k: kinds[k].blocks_per_group
+            (k for k in CacheKind if kinds[k].offered),
+            key=lambda k: kinds[k].blocks_per_group / self.cache.block_sizes[k],
         )
         self._is_offered = np.array([k.offered for k in kinds])
 
@@ -413,6 +432,11 @@ class Engine:
         self._last_failure_s: float | None = None
         self._dead: str | None = None
         self._stalled = 0
+        self._noted: Iteration | None = (
+            None  # the decision that is being carried out, if anybody watches
+        )
+        self._num_decisions = 0
+        self._last_result_s = 0.0
 
         self._iterations: collections.Counter[str] = collections.Counter()
         self._finished: collections.Counter[str] = collections.Counter()
@@ -430,6 +454,8 @@ class Engine:
         self._step_failures = 0
         self._host_s = _Ring()
         self._schedule_s = _Ring()
+        self._step_tokens = Distribution(_STEP_TOKENS)
+        self._schedule_times_s = Distribution(_SCHEDULE_S)
         self._dispatch_s = _Ring()
         self._mask_s = _Ring()
         self._finish_times_s: collections.deque[float] = collections.deque(maxlen=32)
@@ -479,6 +505,7 @@ class Engine:
             metrics=RequestMetrics(arrival_s=request.arrival_s, slo=request.slo),
             constraint=constraint,
             root=self._root_of(request),
+            digests=self._no_digests(),
         )
         self._next_rank += 1
         self._by_row[row] = live
@@ -557,7 +584,10 @@ class Engine:
     def _step(self) -> None:
         started = self._timer()
         plan = self._schedule()
+        self._noted = noted = self._note(plan, self._timer() - started)
         batch, rows = self._apply(plan)
+        if noted is not None:
+            self._note_applied(noted, batch, rows)
         prepared = self._timer()
         dispatched = self._execute(plan, batch, rows) if batch is not None else None
         launched = self._timer()
@@ -573,6 +603,9 @@ class Engine:
             if result is not None:
                 self._commit(oldest, result)
         self._pending = self._sample_masked(self._pending)
+        if noted is not None and batch is None and self.on_iteration is not None:
+            self.on_iteration(noted)
+        self._noted = None
         if batch is None and oldest is None:
             self._note_stall()
         elif batch is not None:
@@ -613,7 +646,8 @@ class Engine:
             free_blocks=self.cache.num_free,
             total_blocks=self.cache.pool.num_blocks,
             shared_blocks=shared_blocks,
-            block_size=self.cache.block_size,
+            block_size=self.cache.block_sizes[CacheKind.KV],
+            hidden_block_size=self.cache.block_sizes[CacheKind.HIDDEN],
             kinds=self.kinds,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
@@ -634,7 +668,9 @@ class Engine:
             self._is_fatal("the policy failed")
             return Plan.idle()
         self.last_plan = plan
-        self._schedule_s.add(self._timer() - started)
+        elapsed = self._timer() - started
+        self._schedule_s.add(elapsed)
+        self._schedule_times_s.add(elapsed)
         return plan
 
     # --- 2. apply --------------------------------------------------------------------------------------------------
@@ -662,6 +698,8 @@ class Engine:
         if not ok.all():
             ok = self._retry(rows, seats, num_tokens, kind, found, ok)
             self._deferred_rows += int(np.count_nonzero(~ok))
+            if self._noted is not None:
+                self._noted.deferred = tuple(self._ids(rows[~ok]))
             rows, num_tokens, kind, seats = rows[ok], num_tokens[ok], kind[ok], seats[ok]
             found = found[ok]
             if not rows.size:
@@ -725,7 +763,7 @@ class Engine:
         found += self.table.hit_tokens[rows, kind]  # 0 where they run
         for i in np.flatnonzero(found).tolist():
             row, owner = int(rows[i]), int(self.table.rank[rows[i]])
-            num_groups, rest = divmod(int(found[i]), self.cache.block_size)
+            num_groups, rest = divmod(int(found[i]), self.cache.block_sizes[kind[i]])
             node = hits.node(row, int(kind[i]))
             if num_groups and self.cache.attach(owner, node.path(num_groups), int(kind[i])):
                 seats[i] = self.cache.seat_of(owner)
@@ -737,7 +775,7 @@ class Engine:
         """(m, 2) source and destination blocks: the last group of each row is a copy."""
         pairs = []
         for row, source in sources.items():
-            at = int(self.table.num_cached[row]) // self.cache.block_size
+            at = int(self.table.num_cached[row]) // self.cache.block_sizes[self.table.kind[row]]
             pairs.append(np.stack([source, self.cache.tables[self._seat[row], :, at]], axis=1))
         copies = np.concatenate(pairs)
         return copies[copies[:, 1] != NULL_BLOCK]
@@ -798,7 +836,7 @@ class Engine:
         live = self._live(row)
         if self._hits is not None:
             self._hits.end(row)
-            live.num_found = num_found // self.cache.block_size
+            live.num_found = num_found // self.cache.block_sizes[kind]
             live.is_proven = not num_found
             self.table.num_cached[row] = num_found
             self._num_filled[row] = live.num_found
@@ -812,6 +850,14 @@ class Engine:
         self.table.kind[row] = kind
         if live.last_kind not in (NO_KIND, kind):
             self._kind_switches[live.last_kind, kind] += 1
+            if self._noted is not None:
+                self._noted.switched.append(
+                    KindSwitch(
+                        request_id=live.request.request_id,
+                        old=_KIND_NAMES[live.last_kind],
+                        new=_KIND_NAMES[kind],
+                    )
+                )
             self.table.num_kind_switches[row] += 1
             live.metrics.num_kind_switches += 1
         live.last_kind = kind
@@ -870,6 +916,7 @@ class Engine:
     # --- 3. execute ------------------------------------------------------------------------------------------------
 
     def _execute(self, plan: Plan, batch: StepBatch, rows: NDArray[np.int32]) -> _InFlight | None:
+        dispatched_s = self._timer()
         try:
             handle = self.executor.execute(batch)
         except Exception as error:
@@ -882,10 +929,13 @@ class Engine:
                 self._commit(oldest, result)
             if oldest is None or result is not None:  # else `_fetch` has recovered already
                 self._recover(error, "a step failed")
+            if self._noted is not None:
+                self._tell(self._noted, None)
             return None
         lives = [self._live(row) for row in rows.tolist()]
         self._iterations[plan.iteration] += 1
         self.last_tokens_scheduled = int(batch.token_ids.size)
+        self._step_tokens.add(self.last_tokens_scheduled)
         filled = self._book(batch, rows, lives)
         return _InFlight(
             handle=handle,
@@ -895,6 +945,8 @@ class Engine:
             masked=batch.masked,
             kind=batch.kind,
             filled=filled,
+            dispatched_s=dispatched_s,
+            iteration=self._noted,
         )
 
     def _sample_masked(self, step: _InFlight | None) -> _InFlight | None:
@@ -914,7 +966,11 @@ class Engine:
         masks = np.full((len(lives), self._mask_words), -1, np.int32)
         rows = [j for j, live in enumerate(lives) if not live.ended]
         constraints = [c for j in rows if (c := lives[j].constraint) is not None]
-        for j, outcome in zip(rows, self._fill_masks(constraints, masks, rows), strict=True):
+        try:
+            outcomes = self._fill_masks(constraints, masks, rows)
+        except Exception as error:  # of these requests: the others go on
+            outcomes = [error] * len(rows)
+        for j, outcome in zip(rows, outcomes, strict=True):
             if outcome is True:
                 continue
             masks[j] = -1
@@ -929,6 +985,7 @@ class Engine:
         except Exception as error:
             if self.debug and isinstance(error, AssertionError):
                 raise
+            self._tell_step(step, None)
             self._recover(error, "a step failed")
             return None
         return step
@@ -963,7 +1020,7 @@ class Engine:
         self, batch: StepBatch, rows: NDArray[np.int32], end: NDArray[np.int32]
     ) -> list[_Filled]:
         """Full groups whose fate a step decides. A chunk that samples nothing decides nothing: it may not be finite."""
-        groups = end // self.cache.block_size
+        groups = end // np.array(self.cache.block_sizes, np.int32)[batch.kind]
         more = batch.samples & (groups > self._num_filled[rows])
         filled = []
         for i in np.flatnonzero(more).tolist():
@@ -999,12 +1056,16 @@ class Engine:
                 raise RuntimeError(
                     f"the step returned {result.token_ids.shape} tokens for {shape} rows"
                 )
-            return result
         except Exception as error:
             if self.debug and isinstance(error, AssertionError):
                 raise
+            self._tell_step(step, None)
             self._recover(error, "a step failed")
             return None
+        now_s = self._timer()
+        self._tell_step(step, now_s - max(step.dispatched_s, self._last_result_s))
+        self._last_result_s = now_s
+        return result
 
     # --- 4. commit -------------------------------------------------------------------------------------------------
 
@@ -1032,7 +1093,9 @@ class Engine:
             if live.ended:  # by the output processor of an earlier row
                 self._dropped_rows += 1
             elif not finite[i]:
-                self._finish(live, "error", error=_NOT_FINITE[live.constraint is not None])
+                self._finish(live, "error", error=_NOT_FINITE)
+            elif token == NO_TOKEN and live.constraint is not None:
+                self._finish(live, "error", error=_NOTHING_LEFT)
             elif not 0 <= token < self._vocab_size:
                 self._finish(
                     live, "error", error="numeric: a token outside the vocabulary was sampled"
@@ -1055,23 +1118,23 @@ class Engine:
                 self.cache.discard(filled.firsts, filled.generations)
                 continue
             end = filled.begin + filled.firsts.size
-            known = live.tokens[: min(live.num_known, end * self.cache.block_size)]
-            extend_digests(live.digests, live.root, known, self.cache.block_size)
             self.cache.register(
                 live.rank,
                 filled.kind,
-                live.digests,
+                self._digests(live, filled.kind, end),
                 filled.begin,
                 filled.firsts,
                 filled.generations,
             )
-        bad = step.samples & ~good
+        # A mask that leaves no token says nothing about the cache.
+        bad = step.samples & ~good & ~(result.finite & (result.token_ids == NO_TOKEN))
         for i in np.flatnonzero(step.samples).tolist() if bad.any() else ():
             live = step.requests[i]
             if bad[i] and not live.ended:
                 # What it found is beyond doubt only if it has had a good token over it.
                 begin = live.num_found if live.is_proven else 0
-                self.cache.drop_prefix(int(step.kind[i]), live.digests, begin)
+                kind = int(step.kind[i])
+                self.cache.drop_prefix(kind, live.digests[kind], begin)
         for i in np.flatnonzero(step.samples & good).tolist():
             step.requests[i].is_proven = True
         if self.cache.charges_changed:
@@ -1155,6 +1218,14 @@ class Engine:
 
     def _preempt(self, row: int) -> None:
         live = self._live(row)
+        if self._noted is not None:
+            self._noted.preempted.append(
+                PreemptedRow(
+                    request_id=live.request.request_id,
+                    num_tokens=int(self.table.num_cached[row]),
+                    kind=_KIND_NAMES[self.table.kind[row]],
+                )
+            )
         self._release(row, _WAITING)
         self.table.num_preemptions[row] += 1
         self.table.tokens_since_preemption[row] = 0
@@ -1184,16 +1255,27 @@ class Engine:
         request's tenant, if there were one, would go in here, never anything that the request itself says."""
         return root_digest(self._salt) if self._hits is not None else b""
 
+    def _no_digests(self) -> tuple[list[bytes], ...]:
+        """Empty lists by kind, see `_Live.digests`."""
+        of_size = {size: list[bytes]() for size in self.cache.block_sizes}
+        return tuple(of_size[size] for size in self.cache.block_sizes)
+
     def _await_hits(self, live: _Live) -> None:
         """A request waits: keep in the table what it would find cached. Not while a token of it is in flight."""
         if self._hits is None or self._in_flight[live.row]:
             return
-        extend_digests(
-            live.digests, live.root, live.tokens[: live.num_known], self.cache.block_size
-        )
         pinned = int(self._pinned[live.row])
         kinds = [int(k) for k in self._offered if pinned in (NO_KIND, k)]
+        for kind in kinds:
+            self._digests(live, kind)
         self._hits.begin(live.row, live.digests, kinds)
+
+    def _digests(self, live: _Live, kind: int, num_groups: int | None = None) -> list[bytes]:
+        """Digests of the full groups of a request's known tokens with `kind`, at least of the first `num_groups`."""
+        digests, size = live.digests[kind], self.cache.block_sizes[kind]
+        num_known = live.num_known if num_groups is None else min(live.num_known, num_groups * size)
+        extend_digests(digests, live.root, live.tokens[:num_known], size)
+        return digests
 
     def _finish(
         self,
@@ -1254,6 +1336,8 @@ class Engine:
         logger.error("%s; the cache is rebuilt: %s", what, error, exc_info=error)
         if self._is_fatal(what):
             return
+        if self._pending is not None:
+            self._tell_step(self._pending, None)
         self._pending = None  # computed on the same pool, after the step that failed
         try:
             self.executor.reset()
@@ -1355,7 +1439,7 @@ class Engine:
             least = self.cache.blocks_needed(total, self._offered[0])
             raise InvalidRequestError(
                 "max_tokens",
-                f"prompt and output of up to {total} tokens take {least} cache blocks of {self.cache.block_size} tokens, the pool has {pool}",
+                f"prompt and output of up to {total} tokens take {least} cache blocks of {self.cache.block_sizes[self._offered[0]]} tokens, the pool has {pool}",
             )
         waiting = np.flatnonzero(self._status == _WAITING)
         limit = self._config.max_num_queued_reqs
@@ -1382,6 +1466,55 @@ class Engine:
             return 1.0
         return min(max((times[-1] - times[0]) / (len(times) - 1), 0.1), 30.0)
 
+    # --- telling who watches ---------------------------------------------------------------------------------------
+
+    def _note(self, plan: Plan, schedule_s: float) -> Iteration | None:
+        """A decision that does something; None where nobody watches."""
+        if not plan.rows.size and not plan.preempt.size:
+            return None
+        number, self._num_decisions = self._num_decisions, self._num_decisions + 1
+        if self.on_iteration is None:
+            return None
+        return Iteration(
+            number=number,
+            at_s=self.clock.now_s(),
+            type=plan.iteration,
+            schedule_s=schedule_s,
+        )
+
+    def _note_applied(
+        self, noted: Iteration, batch: StepBatch | None, rows: NDArray[np.int32]
+    ) -> None:
+        noted.num_waiting = int(np.count_nonzero(self._status == _WAITING))
+        noted.num_running = int(np.count_nonzero(self._status == _RUNNING))
+        noted.free_blocks = self.cache.num_free
+        if batch is not None:
+            columns = zip(
+                self._ids(rows),
+                batch.num_tokens.tolist(),
+                batch.start.tolist(),
+                batch.kind.tolist(),
+                strict=True,
+            )
+            noted.scheduled = tuple(
+                ScheduledRow(request_id=i, num_tokens=n, start=s, kind=_KIND_NAMES[k])
+                for i, n, s, k in columns
+            )
+
+    def _ids(self, rows: NDArray[np.int32]) -> list[str]:
+        return [self._live(row).request.request_id for row in rows.tolist()]
+
+    def _tell_step(self, step: _InFlight, step_s: float | None) -> None:
+        iteration, step.iteration = step.iteration, None
+        if iteration is not None:
+            self._tell(iteration, step_s)
+
+    def _tell(self, iteration: Iteration, step_s: float | None) -> None:
+        """Of a decision whose step has ended after so long, or has failed (None)."""
+        iteration.step_s, iteration.failed = step_s, step_s is None
+        if self.on_iteration is not None:
+            self.on_iteration(iteration)
+
     # --- looking in ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
@@ -1400,6 +1533,9 @@ class Engine:
             num_running=int(kinds.size),
             num_ending=int(np.count_nonzero(status == _ENDING)),
             waiting_prompt_tokens=int(self.table.prompt_len[waiting].sum()),
+            waiting_uncached_tokens=int(
+                (self.table.num_tokens - self.table.hit_tokens.max(axis=1))[waiting].sum()
+            ),
             total_blocks=self.cache.pool.num_blocks,
             free_blocks=self.cache.num_free,
             cached_blocks=self.cache.num_idle,
@@ -1424,6 +1560,8 @@ class Engine:
             refused_plan_rows=self._refused_plan_rows,
             step_failures=self._step_failures,
             compilations=self.executor.compilations,
+            step_tokens=self._step_tokens.copy(),
+            schedule_s=self._schedule_times_s.copy(),
             host_p50_ms=1e3 * self._host_s.percentile(50),
             host_p99_ms=1e3 * self._host_s.percentile(99),
             schedule_p50_ms=1e3 * self._schedule_s.percentile(50),
@@ -1541,19 +1679,19 @@ class Engine:
         waits = (self._status[rows] == _WAITING) & (self._in_flight[rows] == 0)
         for row in rows[waits].tolist() if cache.prefixes is not None else ():
             assert cache.prefixes is not None
-            live, digests = self._live(row), list[bytes]()
-            extend_digests(digests, live.root, live.tokens[: live.num_known], cache.block_size)
+            live = self._live(row)
             for kind in self._offered:
                 if self._pinned[row] not in (NO_KIND, kind):
                     continue
-                blocks = []
+                size, digests, blocks = cache.block_sizes[kind], list[bytes](), list[int]()
+                extend_digests(digests, live.root, live.tokens[: live.num_known], size)
                 for digest in digests:
                     node = cache.prefixes.find(kind, digest)
                     if node is None:
                         break
                     blocks.append(node.block)
-                tokens = min(len(blocks) * cache.block_size, live.num_known - 1)
-                taken = blocks[: tokens // cache.block_size]
+                tokens = min(len(blocks) * size, live.num_known - 1)
+                taken = blocks[: tokens // size]
                 hit_tokens[row, kind] = tokens
                 hit_blocks[row, kind] = (
                     np.count_nonzero(cache.num_refs[taken]) * cache.blocks_per_group[kind]

@@ -17,7 +17,7 @@ TOKEN_ON_DEVICE = -1
 """In `StepBatch.token_ids`: take the last token that was sampled for this row's seat; the host has not seen it yet."""
 
 NO_TOKEN = -1
-"""In `StepResult.token_ids`: the row did not sample in this step."""
+"""In `StepResult.token_ids`: the row did not sample in this step, or its mask left no token."""
 
 NULL_BLOCK = 0
 """Padding in block tables: reserved, never allocated, never read."""
@@ -26,6 +26,8 @@ NULL_BLOCK = 0
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBatch:
     """One step, on the host. `n` rows; T = sum of `num_tokens`; J = most blocks of one row (of one half for KV).
+
+    Position t of a row lies in its block `t // size`, size being the executor's `block_size` or `hidden_block_size`.
 
     Row r computes positions `[start[r], start[r] + num_tokens[r])`, writes their cache through its block table, and
     attends to positions `[0, start[r] + num_tokens[r])`. Where `samples[r]` a token is sampled from the last position.
@@ -67,9 +69,9 @@ class StepResult:
     """What a step produced. Rows as in the batch."""
 
     token_ids: NDArray[np.int32]
-    """(n,) sampled token, `NO_TOKEN` where the row did not sample."""
+    """(n,) sampled token, `NO_TOKEN` where the row did not sample, or its mask left none."""
     finite: NDArray[np.bool_]
-    """(n,) False: the row's logits were not finite or fully masked, its token is meaningless."""
+    """(n,) False: the row's logits were not finite, its token is meaningless."""
     logprob: NDArray[np.float32] | None = None
     """(n,) log probability of the sampled token, where any row asked for logprobs."""
     top_ids: NDArray[np.int32] | None = None
@@ -108,6 +110,9 @@ class Executor(Protocol):
 
     num_blocks: int
     block_size: int
+    """Keys, or values, that a block holds."""
+    hidden_block_size: int
+    """Layer inputs that a block holds: more than keys where they are narrower, fewer where they are wider."""
     max_num_seqs: int
 
     def execute(self, batch: StepBatch) -> StepHandle:
@@ -119,7 +124,7 @@ class Executor(Protocol):
         ...
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile everything that serving can need; `progress(done, total)` after each program."""
+        """Compile everything that serving can need; `progress(done, total)` before the first program and after each."""
         ...
 
     @property

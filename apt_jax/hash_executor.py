@@ -204,7 +204,8 @@ class HashExecutor:
 
     Args:
         num_blocks: usable blocks.
-        block_size: positions a block.
+        block_size: keys, or values, that a block holds.
+        hidden_block_size: layer inputs that a block holds; None: `block_size`.
         max_num_seqs: seats.
         vocab_size: tokens are in [0, vocab_size).
         clock: moved forward to the end of a step by `StepHandle.result`; None: time stands still.
@@ -222,6 +223,7 @@ class HashExecutor:
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
+        hidden_block_size: int | None = None,
         vocab_size: int = 50_000,
         clock: VirtualClock | None = None,
         duration_s: Callable[[StepBatch], float] | None = None,
@@ -229,6 +231,7 @@ class HashExecutor:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.hidden_block_size = block_size if hidden_block_size is None else hidden_block_size
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.clock = clock
@@ -291,13 +294,17 @@ class HashExecutor:
         return _Handle(self, outcome, self._busy_until_s)
 
     def _make_pool(self) -> None:
-        shape = (self.num_blocks + 1, self.block_size)
+        shape = (self.num_blocks + 1, max(self.block_size, self.hidden_block_size))
         self._token = np.full(shape, _STALE_TOKEN, np.int64)
         self._position = np.full(shape, -1, np.int64)
         self._tag = np.full(shape, _TAG_NONE, np.int8)
         self._last_token = np.full(self.max_num_seqs, NO_TOKEN, np.int64)
         self._broken = self._waiting = False
         self.steps_since_reset = 0
+
+    def _sizes(self, kind: NDArray[np.int8]) -> NDArray[np.int64]:
+        """Positions that a block holds, by the kind of each row."""
+        return np.where(kind == HIDDEN, self.hidden_block_size, self.block_size)
 
     def _write(self, batch: StepBatch) -> NDArray[np.int64]:
         """Copy blocks, resolve tokens on the device and write the step's positions; returns the tokens, (T,)."""
@@ -313,7 +320,7 @@ class HashExecutor:
         )
         if (tokens < 0).any():
             raise BatchContractError("a token on the device that was never sampled")
-        group, slot = position // self.block_size, position % self.block_size
+        group, slot = np.divmod(position, self._sizes(batch.kind[row]))
         hidden = batch.kind[row] == HIDDEN
         for half, tag in ((0, np.where(hidden, _TAG_X, _TAG_K)), (1, _TAG_V)):
             where = slice(None) if half == 0 else ~hidden
@@ -328,19 +335,20 @@ class HashExecutor:
     def _spoil(self, batch: StepBatch, row: int) -> None:
         """What a row wrote in this step is as bad as its logits: nobody may read it."""
         position = batch.start[row] + np.arange(batch.num_tokens[row])
-        blocks = batch.block_tables[row][:, position // self.block_size]
-        self._token[blocks, position % self.block_size] = _STALE_TOKEN
+        group, slot = np.divmod(position, self._sizes(batch.kind)[row])
+        self._token[batch.block_tables[row][:, group], slot] = _STALE_TOKEN
 
     def _sums(self, batch: StepBatch) -> NDArray[np.uint64]:
         """Hash of what each row reads back through its block table, (n,)."""
         end = batch.start + batch.num_tokens
         position = np.arange(int(end.max()))
-        group, slot = position // self.block_size, position % self.block_size
         read = position < end[:, None]
+        group, slot = np.divmod(position, self._sizes(batch.kind)[:, None])
+        group = np.where(read, group, 0)  # the table need not go on
         hidden = (batch.kind == HIDDEN)[:, None]
 
         def half_sum(half: int, tag: NDArray | int) -> NDArray[np.uint64]:
-            block = batch.block_tables[:, half][:, group]
+            block = np.take_along_axis(batch.block_tables[:, half], group, axis=1)
             pairs = _pairs(self._token[block, slot], self._position[block, slot])
             wrong = (self._tag[block, slot] != tag) | (self._position[block, slot] != position)
             pairs = np.where(wrong, _mix(pairs + np.uint64(0xBAD)), pairs)
@@ -359,7 +367,7 @@ class HashExecutor:
     ) -> StepResult:
         n = batch.num_tokens.size
         sampled = _draw(self._sums(batch), batch.position, batch.params, self.vocab_size, allowed)
-        finite = sampled >= 0
+        finite = np.ones(n, np.bool_)
         if fault is not None and fault.kind is FaultKind.NOT_FINITE:
             finite[fault.row % n] = False
             sampled[fault.row % n] = 0
@@ -428,7 +436,8 @@ class HashExecutor:
             np.isin(on_device, np.cumsum(batch.num_tokens) - 1).all(),
             "a token on the device that is not a row's last",
         )
-        groups = -(-(batch.start + batch.num_tokens) // self.block_size)
+        sizes = self._sizes(batch.kind)
+        groups = -(-(batch.start + batch.num_tokens) // sizes)
         require(groups.max() <= batch.block_tables.shape[2], "a block table too short")
         used = np.arange(batch.block_tables.shape[2]) < groups[:, None]
         tables, hidden = batch.block_tables, (batch.kind == HIDDEN)[:, None]
@@ -440,7 +449,7 @@ class HashExecutor:
         )
         # Rows may read the same blocks, but what one writes, no other may hold.
         group = np.arange(tables.shape[2])
-        writes = (group >= (batch.start // self.block_size)[:, None]) & used
+        writes = (group >= (batch.start // sizes)[:, None]) & used
         both = np.broadcast_to(writes[:, None], tables.shape) & (tables != NULL_BLOCK)
         holders = np.bincount(tables[tables != NULL_BLOCK], minlength=self.num_blocks + 1)
         require((holders[tables[both]] == 1).all(), "a row writes into a block of another row")

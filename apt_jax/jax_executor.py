@@ -36,11 +36,12 @@ from jax import Array
 from numpy.typing import NDArray
 
 from apt_jax import sampling
-from apt_jax.config import CacheConfig, HiddenMode, ModelConfig
+from apt_jax.config import CacheConfig, HiddenMode, ModelConfig, Quantization
 from apt_jax.errors import ConfigError
 from apt_jax.executor import NO_TOKEN, MaskedStepHandle, StepBatch, StepHandle, StepResult
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, logits
 from apt_jax.models.params import ModelParams, fuse_products
+from apt_jax.models.quantize import quantize_params
 from apt_jax.pallas import AttentionOps, attention_ops
 from apt_jax.pallas.xla import ROWS_PER_TILE
 from apt_jax.request import SamplingParams
@@ -229,7 +230,7 @@ def _extras(config: ModelConfig, hidden_mode: HiddenMode | None, hidden: bool) -
         "window": any(window is not None for window in config.layer_windows),
         "key norm": hidden and config.qk_norm is not None,
         "grouped absorption": hidden_mode in ("partial", "v-absorb") and config.num_heads > config.num_kv_heads,
-        "narrow inputs": hidden and config.hidden_size < config.lane,
+        "input width": hidden and config.hidden_size != config.lane,
     }  # fmt: skip
     return frozenset(name for name, is_needed in needed.items() if is_needed)
 
@@ -256,6 +257,23 @@ def _attention_ops(
     return attention_ops(platform, "xla", chip)
 
 
+def _offers_hidden(config: ModelConfig, cache: CacheConfig) -> bool:
+    """Whether requests may have the hidden kind. Raises ConfigError where they may have no other and not that either."""
+    if cache.mode != "hidden":
+        return cache.mode == "hybrid" and config.offers_hybrid
+    if config.hidden_refusal is not None:
+        raise ConfigError(
+            f"cache='hidden' is not offered for this model: {config.hidden_refusal}; use --cache kv"
+        )
+    inputs = config.hidden_block_size(cache.block_size)
+    if 2 * inputs <= cache.block_size:
+        raise ConfigError(
+            f"cache='hidden' saves nothing at block_size={cache.block_size}: such a block holds {inputs} of this model's "
+            "layer inputs; use a larger --block-size or --cache kv"
+        )
+    return True
+
+
 class JaxExecutor:
     """Implements `apt_jax.executor.Executor` on one device.
 
@@ -266,6 +284,7 @@ class JaxExecutor:
         mixed: also compile steps in which decode rows and prompt chunks have their own attention paths; without it a
             step with any chunk computes all its rows as chunks. None: where decode attention is a kernel of its own.
         attention: implementation, or its name for `apt_jax.pallas.attention_ops`; None: the platform's default.
+        quantization: "int8": see `models.quantize`; None: weights as they are.
 
     Raises:
         ConfigError: the cache mode does not suit the model, or there is no such implementation of attention.
@@ -282,6 +301,7 @@ class JaxExecutor:
         max_model_len: int,
         mixed: bool | None = None,
         attention: str | AttentionOps | None = None,
+        quantization: Quantization = None,
     ) -> None:
         if max_model_len > MAX_MODEL_LEN:
             raise ConfigError(
@@ -291,32 +311,34 @@ class JaxExecutor:
             w if w is not None and w < max_model_len else None for w in config.layer_windows
         )  # one that no context outgrows is none
         config = dataclasses.replace(config, layer_windows=windows if any(windows) else ())
-        self.config, self.cache_config = config, cache
+        self.config, self.cache_config, self.quantization = config, cache, quantization
         self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
         if max_model_len > config.max_position:
             raise ConfigError(
                 f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions (--max-model-len)"
             )
-        if cache.mode == "hidden" and config.hidden_refusal is not None:
-            raise ConfigError(
-                f"cache='hidden' is not offered for this model: {config.hidden_refusal}; use --cache kv"
-            )
-        hidden = cache.mode in ("hidden", "hybrid") and config.supports_hidden
+        hidden = _offers_hidden(config, cache)
         self.kinds_offered = (cache.mode != "hidden", hidden)
+        self.hidden_block_size = (
+            config.hidden_block_size(cache.block_size) if hidden else cache.block_size
+        )
         absorbs = hidden and cache.hidden_attention != "reproject"
         self.hidden_mode: HiddenMode | None = config.hidden_mode if absorbs else None
         self._device = next(iter(params.embed.devices()))
         self.platform = self._device.platform
-        self.params = fuse_products(params, keep=hidden) if self.platform == "cpu" else params
+        params = fuse_products(params, keep=hidden) if self.platform == "cpu" else params
+        self.params = params if quantization is None else quantize_params(params, keep=hidden)
         self._ops = _attention_ops(
             self.platform, attention, _chip(self._device), _extras(config, self.hidden_mode, hidden)
         )
         self.attention_name, self.rows_per_tile = self._ops.name, self._ops.rows_per_tile
         self.mixed = not self._ops.branches if mixed is None else mixed
-        self.hidden_block_size = cache.block_size
-        self._pool_dtype = pool_dtype(params.embed.dtype, self.platform)
-        self._table_len = -(-max_model_len // cache.block_size)
+        self._pool_dtype = pool_dtype(params.dtype, self.platform)
+        kv_len = -(-max_model_len // cache.block_size) * self.kinds_offered[KV]
+        hidden_len = -(-max_model_len // self.hidden_block_size) * hidden
+        self._table_len = max(kv_len, hidden_len)
+        self._blocks_per_seq = max(2 * kv_len, hidden_len)
         self.decode_buckets = power_of_two_buckets(1, max_num_seqs, ROWS_PER_TILE)
         # Every second one: half as many programs to compile, for at most twice the rows in the sampler.
         self.masked_buckets = sorted({self.decode_buckets[0], *self.decode_buckets[::-2]})
@@ -358,7 +380,7 @@ class JaxExecutor:
 
     def _blocks_from_memory(self) -> int:
         halves = 2 if self.kinds_offered[0] else 1
-        wanted = self.max_num_seqs * self._table_len * halves
+        wanted = self.max_num_seqs * self._blocks_per_seq
         stats = self._device.memory_stats() if self.platform != "cpu" else None
         if stats and "bytes_limit" in stats:
             free = stats["bytes_limit"] - stats["bytes_in_use"]
@@ -430,13 +452,14 @@ class JaxExecutor:
         variant: str,
     ) -> tuple[Array, Array, tuple[Array, Array, Array] | None]:
         parts = _sample_layout(rows).unpack(ints)
-        raw = logits(params, hidden[:rows], self.config)
+        raw = logits(params, hidden[:rows], self.config, self._ops.dense)
         scores = raw
         if penalties is not None:
             extra = _penalty_layout(rows, self.max_model_len).unpack(penalties)
             for name in ("repetition", "presence", "frequency", "bias_values"):
                 extra[name] = _as_float(extra[name])
             scores = sampling.penalise(raw, sampling.PenaltyRows(**extra), last_tokens)
+        unmasked = scores
         if masks is not None:
             scores = sampling.allow(scores, masks)
         if variant == "greedy":
@@ -462,6 +485,10 @@ class JaxExecutor:
             else:
                 tokens, finite = draw(scores, settings)
         last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
+        if masks is not None:
+            model_is_finite = sampling.is_trusted(unmasked)
+            tokens = jnp.where(model_is_finite & ~finite, NO_TOKEN, tokens)
+            finite = model_is_finite
         packed = jnp.stack([tokens, finite.astype(jnp.int32)])
         extras = sampling.log_probabilities(raw, tokens) if variant.endswith("full") else None
         return last_tokens, packed, extras
@@ -581,6 +608,8 @@ class JaxExecutor:
         ]
         ahead = 0 if self._ops.branches else len(calls)
         total = ahead + len(calls)
+        if progress:
+            progress(0, total)
         if ahead:
             workers = min(_MAX_COMPILERS, os.cpu_count() or 1)
             with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -605,7 +634,7 @@ class JaxExecutor:
         _, ints = self._empty_sample(rows)
         # Placed as a forward program's result is: another placement would be another program.
         shape = (self.decode_buckets[-1], self.config.hidden_size)
-        hidden = jnp.zeros(shape, self.params.embed.dtype, device=self._device)
+        hidden = jnp.zeros(shape, self.params.dtype, device=self._device)
         size = _penalty_layout(rows, self.max_model_len).size
         penalties = np.zeros(size, np.int32) if variant.endswith("full") else None
         masks = self._no_masks(rows) if variant.startswith("masked") else None

@@ -1,6 +1,6 @@
 """Which cached prefixes there are, and which of them the waiting requests could use; knows no device.
 
-A *group* (`apt_jax.cache`: `block_size` positions of one kind) that is full and whose contents are known to be good may
+A *group* (`apt_jax.cache`: positions of one kind that share blocks) that is full and whose contents are known to be good may
 be registered under the digest of all tokens up to its end. Registered groups form a tree a kind:
 
     root ── A ── B ── C        a node is a group: node.block is its K or X block
@@ -37,7 +37,7 @@ def root_digest(salt: bytes, tenant_salt: bytes = b"") -> bytes:
 def extend_digests(
     digests: list[bytes], root: bytes, tokens: NDArray[np.int32], block_size: int
 ) -> None:
-    """Append the digests of the full groups of `tokens` that `digests` does not have yet."""
+    """Append the digests of the full groups, of `block_size` tokens, of `tokens` that `digests` does not have yet."""
     num = len(digests)
     full = tokens.size // block_size
     if num >= full:
@@ -134,7 +134,7 @@ class HitWatch:
         tree: registered groups.
         table: written to.
         num_refs: (num_blocks + 1,) requests that hold a group, by its first block; read only, may change under it.
-        block_size: positions a group.
+        block_sizes: positions of a group, by kind.
         blocks_per_group: by kind.
     """
 
@@ -143,28 +143,28 @@ class HitWatch:
         tree: PrefixTree,
         table: RequestTable,
         num_refs: NDArray[np.int32],
-        block_size: int,
+        block_sizes: Sequence[int],
         blocks_per_group: Sequence[int],
     ) -> None:
         self._tree = tree
         self._table = table
         self._num_refs = num_refs
-        self._block_size = block_size
+        self._block_sizes = tuple(block_sizes)
         self._per_group = tuple(blocks_per_group)
         self._place: dict[int, dict[int, Node]] = {}
-        self._digests: dict[int, list[bytes]] = {}
+        self._digests: dict[int, Sequence[list[bytes]]] = {}
         self._awaited: list[dict[bytes, set[int]]] = [{} for _ in self._per_group]
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def begin(self, row: int, digests: list[bytes], kinds: Sequence[int]) -> None:
-        """A request waits, with one of `kinds`; `digests` are those of all its full groups."""
+    def begin(self, row: int, digests: Sequence[list[bytes]], kinds: Sequence[int]) -> None:
+        """A request waits, with one of `kinds`; `digests` are those of all its full groups, by kind."""
         if row in self._place:
             self.end(row)
         self._digests[row] = digests
         self._place[row] = {}
         for kind in kinds:
-            self._enter(row, self._deepest(self._tree.roots[kind], digests))
+            self._enter(row, self._deepest(self._tree.roots[kind], digests[kind]))
 
     def end(self, row: int) -> None:
         """The request waits no more."""
@@ -193,7 +193,7 @@ class HitWatch:
     def _enter(self, row: int, node: Node) -> None:
         self._place[row][node.kind] = node
         node.rows.add(row)
-        digests = self._digests[row]
+        digests = self._digests[row][node.kind]
         if node.depth < len(digests):
             self._awaited[node.kind].setdefault(digests[node.depth], set()).add(row)
         used, at = 0, node
@@ -207,7 +207,7 @@ class HitWatch:
 
     def _leave(self, row: int, node: Node) -> None:
         node.rows.discard(row)
-        digests = self._digests[row]
+        digests = self._digests[row][node.kind]
         if node.depth < len(digests):
             awaited = self._awaited[node.kind]
             rows = awaited[digests[node.depth]]
@@ -223,9 +223,10 @@ class HitWatch:
     def _write(self, row: int, node: Node, used: int) -> None:
         """The last token is computed in any case: its logits are not cached."""
         table, kind = self._table, node.kind
-        tokens = min(node.depth * self._block_size, int(table.num_tokens[row]) - 1)
+        size = self._block_sizes[kind]
+        tokens = min(node.depth * size, int(table.num_tokens[row]) - 1)
         table.hit_tokens[row, kind] = tokens
-        table.hit_blocks[row, kind] = min(used, tokens // self._block_size) * self._per_group[kind]
+        table.hit_blocks[row, kind] = min(used, tokens // size) * self._per_group[kind]
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class HitWatch:
         for new in nodes:
             for row in sorted(self._awaited[new.kind].get(new.digest, ())):
                 self._leave(row, self._place[row][new.kind])
-                self._enter(row, self._deepest(new, self._digests[row]))
+                self._enter(row, self._deepest(new, self._digests[row][new.kind]))
 
     def dropped(self, nodes: Sequence[Node]) -> None:
         """This subtree, parents first, is about to go."""

@@ -31,7 +31,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     """The output is one of these texts."""
     grammar: str | None = None
-    """Context-free grammar in llguidance's dialect of Lark; ``start`` is the output."""
+    """Context-free grammar in llguidance's dialect of Lark; ``start`` is the output. Or in GBNF, where ``root`` is."""
     json_object: bool | None = None
     """True: any JSON object."""
     disable_any_whitespace: bool = False
@@ -45,7 +45,7 @@ class SamplingParams:
     """How tokens are chosen. Ranges are checked by `apt_jax.validation`, for every front end alike."""
 
     max_tokens: int = 16
-    """Most output tokens, at least 1."""
+    """Most output tokens, at least 1. None is taken too, as in vLLM: as many as there is room for after the prompt."""
     temperature: float = 1.0
     """0: greedy. In [0, 2]."""
     top_k: int = 0
@@ -131,7 +131,8 @@ class EngineRequest:
     """A checked request. Made by `apt_jax.validation.build_request` only."""
 
     request_id: str
-    """Client's label, at most 128 of ``[A-Za-z0-9._-]``; unique among live requests."""
+    """Client's label, at most 128 of ``[A-Za-z0-9._-]``; unique among live requests. ``#1`` and so on follow it in the further
+    requests of `apt_jax.validation.build_requests`."""
     prompt: str | None
     """The prompt's text where there was one."""
     prompt_token_ids: NDArray[np.int32]

@@ -326,13 +326,18 @@ class PrefixMachine(RuleBasedStateMachine):
     in the order in which they will go.
     """
 
-    SIZE = 2
+    SIZES = (2, 2)
+    """Positions of a group, by kind."""
     BLOCKS = 14
 
     def __init__(self) -> None:
         super().__init__()
         self.cache = HybridCache(
-            num_blocks=self.BLOCKS, block_size=self.SIZE, max_num_seqs=4, prefix_caching=True
+            num_blocks=self.BLOCKS,
+            block_size=self.SIZES[KV],
+            hidden_block_size=self.SIZES[HIDDEN],
+            max_num_seqs=4,
+            prefix_caching=True,
         )
         self.tokens: dict[int, tuple[int, ...]] = {}
         self.kind: dict[int, int] = {}
@@ -352,9 +357,9 @@ class PrefixMachine(RuleBasedStateMachine):
         return self.BLOCKS - sum(self.cost(k) for k in kind_of.values())
 
     def match(self, kind: int, tokens: tuple[int, ...]) -> int:
-        num = 0
-        while (num + 1) * self.SIZE <= len(tokens) and (
-            kind, tokens[: (num + 1) * self.SIZE]
+        num, size = 0, self.SIZES[kind]
+        while (num + 1) * size <= len(tokens) and (
+            kind, tokens[: (num + 1) * size]
         ) in self.registered:  # fmt: skip
             num += 1
         return num
@@ -383,10 +388,10 @@ class PrefixMachine(RuleBasedStateMachine):
     def start(self, tokens, kind):
         if len(self.held) == 4:
             return
-        tokens = tuple(tokens)
-        found = min(self.match(kind, tokens), (len(tokens) - 1) // self.SIZE)
+        tokens, size = tuple(tokens), self.SIZES[kind]
+        found = min(self.match(kind, tokens), (len(tokens) - 1) // size)
         owner, self.next_owner = self.next_owner, self.next_owner + 1
-        digests = digests_of(tokens, self.SIZE)
+        digests = digests_of(tokens, size)
         prefixes = self.cache.prefixes
         assert prefixes is not None
         self.kind[owner], self.held[owner], self.tokens[owner] = kind, [], tokens
@@ -395,11 +400,11 @@ class PrefixMachine(RuleBasedStateMachine):
             assert node is not None
             assert self.cache.attach(owner, node.path(found), kind)
             for i in range(found):
-                key = (kind, tokens[: (i + 1) * self.SIZE])
+                key = (kind, tokens[: (i + 1) * size])
                 self.held[owner].append(self.registered[key])
                 if key in self.idle:
                     self.idle.remove(key)
-        new = -(-len(tokens) // self.SIZE) - found
+        new = -(-len(tokens) // size) - found
         fits = self.take(owner, new)
         assert self.cache.reserve(owner, len(tokens), kind) == fits
         if not fits:
@@ -426,7 +431,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def grow(self, data, more):
         owner = data.draw(st.sampled_from(sorted(self.held)))
         tokens = (*self.tokens[owner], *more)
-        new = -(-len(tokens) // self.SIZE) - len(self.held[owner])
+        new = -(-len(tokens) // self.SIZES[self.kind[owner]]) - len(self.held[owner])
         fits = self.take(owner, new)
         assert self.cache.reserve(owner, len(tokens), self.kind[owner]) == fits
         if fits:
@@ -438,7 +443,8 @@ class PrefixMachine(RuleBasedStateMachine):
     def register(self, data):
         owner = data.draw(st.sampled_from(sorted(self.held)))
         tokens, kind = self.tokens[owner], self.kind[owner]
-        seat, full = self.cache.seat_of(owner), len(self.tokens[owner]) // self.SIZE
+        size = self.SIZES[kind]
+        seat, full = self.cache.seat_of(owner), len(tokens) // size
         prefixes = self.cache.prefixes
         assert prefixes is not None
         begin = 0
@@ -447,10 +453,10 @@ class PrefixMachine(RuleBasedStateMachine):
         if begin == full:
             return
         firsts, generations = self.cache.expect(seat, begin, full)
-        digests = digests_of(tokens, self.SIZE)
+        digests = digests_of(tokens, size)
         self.cache.register(owner, kind, digests, begin, firsts, generations)
         for i in range(begin, full):
-            key = (kind, tokens[: (i + 1) * self.SIZE])
+            key = (kind, tokens[: (i + 1) * size])
             self.held[owner][i] = self.registered.setdefault(key, self.held[owner][i])
             if key in self.idle:
                 self.idle.remove(key)
@@ -466,7 +472,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.cache.release(owner) == len(blocks) * self.cost(kind)
         in_use = {b for held in self.held.values() for b in held}
         for i in reversed(range(len(blocks))):
-            key = (kind, tokens[: (i + 1) * self.SIZE])
+            key = (kind, tokens[: (i + 1) * self.SIZES[kind]])
             if self.registered.get(key) == blocks[i] and blocks[i] not in in_use:
                 self.idle.append(key)
 
@@ -474,7 +480,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data):
         kind, tokens = data.draw(st.sampled_from(sorted(self.registered)))
-        digests = digests_of(tokens, self.SIZE)
+        digests = digests_of(tokens, self.SIZES[kind])
         self.cache.drop_prefix(kind, digests, len(digests) - 1)
         for k, t in list(self.registered):
             if k == kind and t[: len(tokens)] == tokens:
@@ -491,7 +497,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert {n.block for n in prefixes.node_of.values()} == set(self.registered.values())
         assert list(prefixes.idle) == [self.registered[key] for key in self.idle]
         for (kind, tokens), block in self.registered.items():
-            node = prefixes.find(kind, digests_of(tokens, self.SIZE)[-1])
+            node = prefixes.find(kind, digests_of(tokens, self.SIZES[kind])[-1])
             assert node is not None
             assert node.block == block
         uses = collections.Counter(b for held in self.held.values() for b in held)
@@ -501,20 +507,46 @@ class PrefixMachine(RuleBasedStateMachine):
             assert cache.num_private[seat] == sum(uses[b] == 1 for b in blocks)
 
 
+class NarrowPrefixMachine(PrefixMachine):
+    """Blocks hold more layer inputs than keys."""
+
+    SIZES = (2, 3)
+
+
+class WidePrefixMachine(PrefixMachine):
+    """Blocks hold fewer."""
+
+    SIZES = (3, 2)
+
+
 TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestNarrowPrefixMachine = NarrowPrefixMachine.TestCase
+TestNarrowPrefixMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestWidePrefixMachine = WidePrefixMachine.TestCase
+TestWidePrefixMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Random reservations and releases, held against a model that only counts."""
+    """Random reservations and releases, held against a model that puts one position after the other into a block."""
+
+    INPUTS = 3
+    """Layer inputs a block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = HybridCache(num_blocks=13, block_size=3, max_num_seqs=4)
+        self.cache = HybridCache(
+            num_blocks=13, block_size=3, hidden_block_size=self.INPUTS, max_num_seqs=4
+        )
         self.held: dict[int, tuple[int, int]] = {}
 
     def cost(self, tokens: int, kind: int) -> int:
-        return -(-tokens // 3) * (2, 1)[kind]
+        room = num = 0
+        for _ in range(tokens):
+            if not room:
+                num, room = num + (2, 1)[kind], (3, self.INPUTS)[kind]
+            room -= 1
+        return num
 
     @rule(owner=st.integers(0, 6), more=st.integers(1, 9), kind=st.sampled_from([KV, HIDDEN]))
     def reserve(self, owner, more, kind):
@@ -560,5 +592,21 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_free_seats == 4 - len(self.held)
 
 
+class NarrowCacheMachine(CacheMachine):
+    """Blocks hold more layer inputs than keys."""
+
+    INPUTS = 4
+
+
+class WideCacheMachine(CacheMachine):
+    """Blocks hold fewer."""
+
+    INPUTS = 2
+
+
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestNarrowCacheMachine = NarrowCacheMachine.TestCase
+TestNarrowCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestWideCacheMachine = WideCacheMachine.TestCase
+TestWideCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

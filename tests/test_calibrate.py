@@ -23,6 +23,7 @@ from apt_jax.calibrate import (
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
 from apt_jax.jax_executor import JaxExecutor
+from apt_jax.models.params import dummy_params
 from apt_jax.sched import StepCosts
 from apt_jax.sched.cost_model import CostModel, FitQuality, StepPoint, fit_cost_model
 from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes
@@ -353,6 +354,20 @@ def test_a_calibration_becomes_a_description_that_the_simulator_reads(
     other: HiddenAttention = "absorb" if mode == "reproject" else "reproject"
     with pytest.raises(ConfigError, match=f"'{other}' is not described .* not measured"):
         found.step_costs(other)
+
+
+def test_a_calibration_of_narrow_layer_inputs_fills_their_blocks(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, head_dim=12)  # 48 values a key, 32 a layer input
+    executor = make_executor(params=dummy_params(config, "float32", 0), config=config)
+    assert (executor.block_size, executor.hidden_block_size) == (4, 6)
+    batch = _batch(executor, [KV, HIDDEN, HIDDEN], [0, 11, 12], [12, 1, 1])
+    assert (batch.block_tables > 0).sum(axis=2).tolist() == [[3, 3], [2, 0], [3, 0]]
+    path = str(tmp_path / "here.json")
+    save_hardware(describe(MODEL, executor, "tiny"), path)
+    assert load_hardware("tiny", path).hidden_block_size == 6
+    plain = make_executor()
+    assert describe(MODEL, plain, "tiny").hidden_block_size is None
+    assert calibration_path(executor) != calibration_path(plain)
 
 
 def test_a_calibration_without_both_kinds_describes_what_it_measured() -> None:

@@ -1048,7 +1048,21 @@ class TestStructuredOutput:
         names = [h.add(), h.add(grammar=Residues())]
         h.drain()
         assert h.last["none"].finish_reason == "error"
-        assert "grammar allows no token" in (h.last["none"].error or "")
+        assert (h.last["none"].error or "").startswith("grammar: it allows no token")
+        h.assert_all_as_expected(names)
+
+    def test_E1_masks_that_cannot_be_filled_end_their_requests_alone(self, overlap):
+        def fail(constraints, masks, rows):
+            raise RuntimeError("secret")
+
+        h = Harness(overlap=overlap)
+        h.engine._fill_masks = fail
+        h.add(name="bad", grammar=Residues())
+        names = [h.add()]
+        h.drain()
+        assert h.last["bad"].finish_reason == "error"
+        assert h.last["bad"].error == "grammar: RuntimeError"
+        assert h.engine.dead_reason is None
         h.assert_all_as_expected(names)
 
     def test_preemption_keeps_the_state(self, overlap):

@@ -9,6 +9,7 @@ from paged_driver import CONFIG, GREEDY, PARAMS, Driver, make_executor, referenc
 
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
+from apt_jax.executor import NO_TOKEN
 from apt_jax.jax_executor import JaxExecutor, power_of_two_buckets
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
@@ -129,7 +130,7 @@ def test_serving_after_warm_up_compiles_nothing(
     executor = make_executor(mode, mixed=True, ops=ops, max_num_seqs=seats)
     seen = []
     executor.warm_up(lambda done, total: seen.append((done, total)))
-    assert seen[-1][0] == seen[-1][1] == len(seen)
+    assert [done for done, _ in seen] == list(range(seen[-1][1] + 1))
     assert executor.compilations == 0
     driver = Driver(executor)
     rng = np.random.default_rng(0)
@@ -266,10 +267,25 @@ def test_R25_a_mask_goes_with_every_setting(name: str, four_seats: JaxExecutor) 
         assert not {22, 23} & set(streams[0][1])
 
 
-def test_R21_a_row_whose_mask_leaves_nothing_is_flagged_alone(four_seats: JaxExecutor) -> None:
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3, repetition_penalty=1.2)])
+def test_R21_a_row_whose_mask_leaves_nothing_has_no_token(
+    params: SamplingParams, four_seats: JaxExecutor
+) -> None:
+    """Alone, and as something else than a row whose logits are not finite."""
     driver = Driver(four_seats)
     driver.add(0, [5, 6, 7], KV)
     driver.add(1, [5, 6, 7], KV)
+    result = driver.step({0: 3, 1: 3}, params, masks={0: only(8), 1: only()})
+    assert result.token_ids.tolist() == [8, NO_TOKEN]
+    assert result.finite.all()
+
+
+def test_M6_a_row_with_a_mask_whose_logits_are_not_finite_is_flagged() -> None:
+    broken = dataclasses.replace(PARAMS, embed=PARAMS.embed.at[50].set(jnp.nan), head=PARAMS.embed)
+    config = dataclasses.replace(CONFIG, tie_embeddings=False)
+    driver = Driver(make_executor(params=broken, config=config, max_num_seqs=4))
+    driver.add(0, [5, 6, 7], KV)
+    driver.add(1, [5, 7, 50], KV)
     with pytest.raises(AssertionError, match="not finite: \\[1\\]"):
         driver.step({0: 3, 1: 3}, masks={0: only(8), 1: only()})
     assert driver.tokens[0][-1] == 8

@@ -44,6 +44,7 @@ class Served:
         *,
         num_blocks: int = 200,
         block_size: int = 4,
+        hidden_block_size: int | None = None,
         max_num_seqs: int = 8,
         budget: int = 64,
         overlap: bool = True,
@@ -57,6 +58,7 @@ class Served:
         self.executor = HashExecutor(
             num_blocks=num_blocks,
             block_size=block_size,
+            hidden_block_size=hidden_block_size,
             max_num_seqs=max_num_seqs,
             vocab_size=VOCAB_SIZE,
             clock=self.clock,
@@ -93,7 +95,7 @@ class Served:
         self.ended: dict[str, str] = {}
         self.cached: dict[str, int] = {}
 
-    def add(self, prompt, max_tokens: int = 4, name: str | None = None) -> str:
+    def add(self, prompt, max_tokens: int = 4, name: str | None = None, grammar=None) -> str:
         name = name or f"r{len(self.requests)}"
         self.requests[name] = EngineRequest(
             request_id=name,
@@ -102,6 +104,7 @@ class Served:
             params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
             slo=SLO(ttft_s=1.0, tbt_s=0.5),
             arrival_s=self.clock.now_s(),
+            grammar=grammar,
         )
         self.tokens[name] = []
         self.engine.add_request(self.requests[name])
@@ -164,6 +167,21 @@ def offered(request) -> tuple[bool, bool]:
 @pytest.fixture(params=[False, True], ids=["in step", "overlap"])
 def overlap(request) -> bool:
     return request.param
+
+
+def test_waiting_work_is_counted_without_what_is_cached():
+    served = Served(max_num_seqs=1)
+    served.serve(prompt(17))
+    busy = served.add(prompt(9, seed=1), max_tokens=20)
+    served.step()
+    served.add(prompt(17))  # 16 of its positions are cached
+    served.add(prompt(12, seed=2))
+    stats = served.engine.stats()
+    assert (stats.num_waiting, stats.waiting_prompt_tokens) == (2, 29)
+    assert stats.waiting_uncached_tokens == 1 + 12
+    served.drain()
+    assert served.ended[busy] == "length"
+    assert served.engine.stats().waiting_uncached_tokens == 0
 
 
 class TestDigests:
@@ -261,6 +279,20 @@ class TestHits:
         name = served.add(prompt(17))
         row = served.engine._by_id[name].row
         assert table.hit_tokens[row].tolist() == [16, 0]
+
+    @pytest.mark.parametrize("inputs", [3, 5, 6])
+    @pytest.mark.parametrize("kind", [KV, HIDDEN])
+    def test_groups_are_as_long_as_blocks_of_their_kind(self, kind, inputs):
+        served = Served(hidden_block_size=inputs, offered=(kind == KV, kind == HIDDEN))
+        served.serve(prompt(32), 1)
+        size = (4, inputs)[kind]
+        assert served.engine.stats().cached_blocks == 32 // size * (2, 1)[kind]
+        for length in (17, 24, 30):
+            num = len(served.batches)
+            served.serve(prompt(length), 1)
+            found = min(length // size * size, length - 1)
+            assert served.prefilled(num) == (found, length - found)
+        served.assert_as_expected()
 
     def test_a_preempted_request_finds_its_own_cache(self, overlap):
         served = Served(overlap=overlap, num_blocks=40)
@@ -383,6 +415,32 @@ class TestFaults:
         served.serve([*prompt(8), *prompt(8, 1)], 8)
         assert served.engine.stats().cached_blocks == 0
 
+    def test_a_request_whose_form_leaves_no_token_spoils_nothing_for_others(self, overlap):
+        """What it has found is as good as before: nobody can empty the cache of others by asking for the impossible."""
+
+        class NoToken:
+            ended = False
+
+            def start(self):
+                return self
+
+            def accept(self, token_id):
+                raise AssertionError
+
+            def fill_mask(self, row):
+                row[:] = 0
+                return True
+
+        served = Served(overlap=overlap)
+        served.serve(prompt(16))
+        name = served.add(prompt(16), grammar=NoToken())
+        served.drain()
+        assert served.ended[name] == "error"
+        num = len(served.batches)
+        served.serve(prompt(16))
+        assert served.prefilled(num) == (15, 1)
+        served.assert_as_expected()
+
     @pytest.mark.parametrize("kind", [FaultKind.RAISE_AFTER, FaultKind.RAISE_IN_RESULT])
     def test_after_a_failed_step_nothing_is_found(self, kind, overlap):
         count = itertools.count()
@@ -410,7 +468,7 @@ class TestPlantedBugs:
                 for f in filled:
                     live = self._live(int(rows[f.index]))
                     self.cache.register(
-                        live.rank, f.kind, live.digests, f.begin, f.firsts, f.generations
+                        live.rank, f.kind, live.digests[f.kind], f.begin, f.firsts, f.generations
                     )
                 return filled
 
@@ -431,11 +489,11 @@ class TestPlantedBugs:
     def test_a_digest_without_what_came_before(self):
         class NoParent(Engine):
             def _await_hits(self, live):
-                size = self.cache.block_size
+                size, _ = self.cache.block_sizes  # groups of both kinds are equally long
                 for i in range(live.num_known // size):
                     alone: list[bytes] = []
                     extend_digests(alone, live.root, live.tokens[i * size : (i + 1) * size], size)
-                    live.digests[i:] = alone
+                    live.digests[KV][i:] = alone
                 super()._await_hits(live)
 
         for engine_class, right in ((Engine, True), (NoParent, False)):
@@ -457,7 +515,7 @@ class Conversation:
 def converse(served: Served, num: int, seed: int, p_preempt: float) -> int:
     """Random conversations of one to three turns that begin with one of a few system prompts; returns their requests."""
     rng = np.random.default_rng([seed, 99])
-    c = served.executor.block_size
+    c = int(rng.choice([served.executor.block_size, served.executor.hidden_block_size]))
     systems = [prompt(int(n), 1000 + i) for i, n in enumerate(rng.integers(1, 6 * c, 6))]
     systems.append(systems[0][: max(1, systems[0].size // 2)])
     begun = 0
@@ -500,19 +558,22 @@ def test_500_conversations_say_what_they_say_without_cache(policy):
     """Held against streams that no cache was used for; tight pools, evictions, preemptions, both kinds, faults."""
     total: dict[str, int] = dict.fromkeys(("hits", "queries", "copies", "resets"), 0)
     cases = [
-        # num, blocks, block size, overlap, preempt, offered, faults
-        (200, 70, 4, True, 0.05, (True, True), 0.0),
-        (150, 60, 4, False, 0.0, (True, False), 0.0),
-        (75, 26, 2, True, 0.1, (False, True), 0.0),
-        (75, 90, 4, True, 0.02, (True, True), 0.01),
+        # num, blocks, block size, layer inputs a block, overlap, preempt, offered, faults
+        (150, 70, 4, 4, True, 0.05, (True, True), 0.0),
+        (100, 60, 4, 4, False, 0.0, (True, False), 0.0),
+        (75, 26, 2, 3, True, 0.1, (False, True), 0.0),
+        (75, 90, 4, 4, True, 0.02, (True, True), 0.01),
+        (50, 70, 4, 5, True, 0.05, (True, True), 0.0),
+        (50, 90, 4, 3, True, 0.02, (True, True), 0.01),
     ]
-    for seed, (num, blocks, size, ahead, p_preempt, offered, p_fault) in enumerate(cases):
+    for seed, (num, blocks, size, inputs, ahead, p_preempt, offered, p_fault) in enumerate(cases):
         rng = np.random.default_rng(seed)
         last = [-1e9]
         served = Served(
             policy,
             num_blocks=blocks,
             block_size=size,
+            hidden_block_size=inputs,
             overlap=ahead,
             offered=offered,
             debug=False,

@@ -7,9 +7,7 @@ from apt_jax.sched.greedy import solve_greedy
 from apt_jax.sched.policy import (
     Rows,
     StepPacker,
-    blocks_per_group,
     decode_plan,
-    groups_for,
     held_blocks_for,
     hit_advantage_s,
     split_running,
@@ -178,7 +176,7 @@ class AptPolicy:
         stay = np.maximum(stay, NEAR_ZERO * weight * pending_s)
         value = switched
         value[each, held] = stay
-        cost = groups_for(view, target_tokens(view, decoding, 1))[:, None] * blocks_per_group(view)
+        cost = view.block_options(target_tokens(view, decoding, 1))
         cost[each, held] = needed
 
         if fits:
@@ -245,7 +243,7 @@ def charge_hits(
     """Lower `value` (n, num_kinds) where another kind has more cached, as a switch is charged with its recomputation."""
     lost_s = hit_advantage_s(view, rows)
     if lost_s is not None:
-        value -= factor[:, None] * lost_s / SWITCH_WINDOW_TOKENS
+        value -= (factor * lost_s.T / SWITCH_WINDOW_TOKENS).T
 
 
 def _growth(view: SchedulerView, rows: Rows, ahead: int) -> int:
@@ -258,5 +256,5 @@ def _growth(view: SchedulerView, rows: Rows, ahead: int) -> int:
 
 def _often_preempted(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
     table = view.table
-    windows = 1 + table.num_outputs[rows] // SWITCH_WINDOW_TOKENS
-    return table.num_preemptions[rows] >= PROTECTION_AFTER * windows
+    windows = 1 + table.num_outputs.take(rows) // SWITCH_WINDOW_TOKENS
+    return table.num_preemptions.take(rows) >= PROTECTION_AFTER * windows

@@ -13,8 +13,6 @@ from apt_jax.sched.policy import (
     Rows,
     StepPacker,
     allowed_kinds,
-    blocks_per_group,
-    groups_for,
     held_blocks_for,
     split_running,
     start_blocks_for,
@@ -278,7 +276,7 @@ class AptPlusPolicy:
             token_steps = tokens * left + 0.5 * left * left
         else:
             token_steps = self._remaining.token_steps(table.num_outputs[rows], tokens)
-        share = blocks_per_group(view)[kind] / (view.block_size * view.total_blocks)
+        share = (view.blocks_per_group / (view.block_sizes * float(view.total_blocks)))[kind]
         prompt = view.remaining(rows, kind)
         prompt_s = np.where(prompt > 1, view.costs.prefill_per_token_s * prompt, 0.0)
         return token_steps * share * _full_step_s(view) + prompt_s
@@ -409,8 +407,8 @@ class AptPlusPolicy:
             return kind
         hidden = view.kinds[HIDDEN]
         tokens = np.maximum(view.table.num_tokens[rows], TYPICAL_TOKENS // 2)
-        saved = view.kinds[KV].blocks_per_group - hidden.blocks_per_group
-        share = groups_for(view, tokens) * saved / view.total_blocks
+        saved = view.blocks_for(tokens, KV) - view.blocks_for(tokens, HIDDEN)
+        share = saved / view.total_blocks
         extra_s = hidden.extra_base_s + hidden.extra_per_token_s * tokens
         # T less the newcomers' part of it is what does not grow with the number of requests.
         kind[both & (share * view.costs.decode_base_s > extra_s)] = HIDDEN
@@ -445,7 +443,7 @@ class _Waiting:
 def _full_step_s(view: SchedulerView) -> float:
     """Time of a decode step with the pool full of typical requests with KV; 1 where no costs are known."""
     costs = view.costs
-    blocks = view.kinds[KV].blocks_per_group * -(-TYPICAL_TOKENS // view.block_size)
+    blocks = int(view.blocks_for(np.array([TYPICAL_TOKENS], np.int32), KV)[0])
     each_s = costs.decode_per_request_s + costs.decode_per_token_s * TYPICAL_TOKENS
     return (costs.decode_base_s + view.total_blocks / blocks * each_s) or 1.0
 

@@ -13,8 +13,6 @@ from apt_jax.sched.apt import (
 from apt_jax.sched.greedy import solve_greedy
 from apt_jax.sched.policy import (
     Rows,
-    blocks_per_group,
-    groups_for,
     held_blocks_for,
     split_running,
     start_options,
@@ -129,7 +127,7 @@ class AptSPolicy(AptPolicy):
         value -= (weight * urgent.num_counted * recompute_s / SWITCH_WINDOW_TOKENS)[:, None]
         value[~self._switchable(view, decoding)] = -np.inf
         value[each, held] = stay
-        cost = groups_for(view, target_tokens(view, decoding, 1))[:, None] * blocks_per_group(view)
+        cost = view.block_options(target_tokens(view, decoding, 1))
         cost[each, held] = held_blocks_for(view, decoding, table.num_tokens[decoding])
         return self._run_all_but_one_switch(view, decoding, held, value, cost, left).preempt
 

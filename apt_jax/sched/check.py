@@ -71,7 +71,6 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     found, shared = table.hit_tokens[rows, plan.kind], table.hit_blocks[rows, plan.kind]
     end = table.num_cached[rows] + found + plan.num_tokens
     held = table.num_blocks[rows] + table.num_shared[rows] + shared
-    per_group = np.array([kind.blocks_per_group for kind in view.kinds])[plan.kind]
-    need = int((-(-end // view.block_size) * per_group - held).sum())
+    need = int((view.blocks_for(end, plan.kind) - held).sum())
     have = view.free_blocks + int(table.num_blocks[preempt].sum())
     _require(need <= have, f"{need} blocks needed, {have} at hand")

@@ -5,7 +5,6 @@ import numpy as np
 from apt_jax.sched.policy import (
     Rows,
     allowed_kinds,
-    blocks_per_group,
     held_blocks_for,
     split_running,
     start_blocks_for,
@@ -74,17 +73,18 @@ class FastGenPolicy:
         rows: list[int] = []
         num_tokens: list[int] = []
         kinds: list[int] = []
+        sizes, per_groups = view.block_sizes.tolist(), view.blocks_per_group.tolist()
         for row in partial.tolist():
             if budget < 1:
                 break
             kind = int(table.kind[row])
             cached, total = int(table.num_cached[row]), int(table.num_tokens[row])
-            per_group = view.kinds[kind].blocks_per_group
+            per_group, size = per_groups[kind], sizes[kind]
             held = int(table.num_blocks[row]) + int(table.num_shared[row])
-            if -(-total // view.block_size) * per_group - held > free:
+            if -(-total // size) * per_group - held > free:
                 break
             length = min(total - cached, budget)
-            free -= -(-(cached + length) // view.block_size) * per_group - held
+            free -= -(-(cached + length) // size) * per_group - held
             budget -= length
             rows.append(row)
             num_tokens.append(length)
@@ -122,7 +122,7 @@ class FastGenPolicy:
     ) -> None:
         """Begin waiting prompts in order; the last one gets what is left of the budget."""
         kind = allowed_kinds(view, waiting).argmax(axis=1)
-        per_group = blocks_per_group(view)[kind]
+        per_group, size = view.blocks_per_group[kind], view.block_sizes[kind]
         table = view.table
         total = view.remaining(waiting, kind)
         found, shared = table.hit_tokens[waiting, kind], table.hit_blocks[waiting, kind]
@@ -131,7 +131,7 @@ class FastGenPolicy:
             if budget < 1 or blocks[i] > free:
                 return
             length = min(int(total[i]), budget)
-            free -= -(-(int(found[i]) + length) // view.block_size) * int(per_group[i])
+            free -= -(-(int(found[i]) + length) // int(size[i])) * int(per_group[i])
             free += int(shared[i])
             budget -= length
             rows.append(int(waiting[i]))

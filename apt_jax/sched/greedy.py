@@ -47,13 +47,14 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
     upgrade, and its option is worth more), and step 4.
     """
     kind, value, cost = _take_free_options(problem)
-    request, column, gain, blocks = _increments(problem, value, cost)
     capacity = problem.capacity
-    used = np.cumsum(blocks)
-    num_taken = int(np.searchsorted(used, capacity, side="right"))
-    if num_taken == request.size:
+    theta, request, column, gain, blocks = _increments(problem, value, cost)
+    if blocks.sum() <= capacity:
         kind[request] = column  # NumPy assigns in order: the last increment of a request stays
         return Schedule.of(problem, kind)
+    order = _falling_until(theta, blocks, capacity)
+    request, column, gain, blocks = request[order], column[order], gain[order], blocks[order]
+    num_taken = int(np.searchsorted(np.cumsum(blocks), capacity, side="right"))
 
     first_out, leads_to = request[num_taken], column[num_taken]
     if problem.value[first_out, leads_to] - value[first_out] > gain[:num_taken].sum():
@@ -89,25 +90,73 @@ def _take_free_options(
 
 def _increments(
     problem: KnapsackProblem, value: NDArray[np.float64], cost: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-    """Edges of all hulls by falling efficiency: request, column that the edge leads to, gain in value, blocks added."""
+) -> tuple[
+    NDArray[np.float64],
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.float64],
+    NDArray[np.float64],
+]:
+    """Edges of all hulls, the first one of every request before any second one: efficiency, request, column that the
+    edge leads to, gain in value, blocks added."""
     passes: list[list[tuple[NDArray, ...]]] = [[] for _ in range(problem.num_kinds)]
+    hull_edges = _two_kind_edges if problem.num_kinds == 2 else _hull_edges
     for start in range(0, problem.num_requests, _CHUNK):
         chunk = slice(start, start + _CHUNK)
-        edges = _hull_edges(
+        edges = hull_edges(
             problem.value[chunk], problem.cost[chunk], problem.capacity, value[chunk], cost[chunk]
         )
         for corner, (theta, request, *rest) in enumerate(edges):
-            passes[corner].append((theta, request + start, *rest))
+            passes[corner].append((theta, request + start if start else request, *rest))
     parts = [part for corner in passes for part in corner]
     if not parts:
         none = np.zeros(0, np.int64)
-        return none, none, np.zeros(0), none
+        return np.zeros(0), none, none, np.zeros(0), np.zeros(0)
     theta, request, column, gain, blocks = (
         np.concatenate(arrays) for arrays in zip(*parts, strict=True)
     )
-    order = _falling(theta)
-    return request[order], column[order], gain[order], blocks[order].astype(np.int64)
+    return theta, request, column, gain, blocks
+
+
+def _two_kind_edges(
+    value: NDArray[np.float64],
+    cost: NDArray[np.int64],
+    capacity: int,
+    from_value: NDArray[np.float64],
+    from_cost: NDArray[np.int64],
+) -> list[tuple[NDArray, ...]]:
+    """`_hull_edges` for two kinds, the common case: the steeper option first, then the other where it adds value.
+
+    `from_cost` is zero: what is taken before is free.
+    """
+    values = np.maximum(value.T, _NO_VALUE, order="C")
+    costs = np.array(cost.T, np.float64, order="C")
+    if costs.size and (costs.max() > capacity or costs.min() <= 0):
+        costs[(costs > capacity) | (costs <= 0)] = np.inf
+    slope = (values - from_value) / costs
+    is_second = slope[1] > slope[0]
+    steepest = np.maximum(slope[0], slope[1])
+    keep = steepest > 0
+    rows = np.flatnonzero(keep)
+    if not rows.size:
+        return []
+    if rows.size < keep.size:
+        is_second, steepest = is_second[keep], steepest[keep]
+        values, costs, from_value = values[:, keep], costs[:, keep], from_value[keep]
+    first = is_second.astype(np.int64)
+    here = first * rows.size + np.arange(rows.size)
+    there = (1 - first) * rows.size + np.arange(rows.size)
+    value_here, cost_here = values.ravel().take(here), costs.ravel().take(here)
+    edges = [(steepest, rows, first, value_here - from_value, cost_here)]
+    gain = values.ravel().take(there) - value_here
+    blocks = costs.ravel().take(there) - cost_here
+    more = np.flatnonzero((gain > 0) & (blocks > 0) & (blocks < np.inf))
+    if more.size:
+        gain, blocks = gain[more], blocks[more]
+        # Rounding must not let a later edge overtake an earlier one.
+        theta = np.minimum(gain / blocks, steepest[more])
+        edges.append((theta, rows[more], 1 - first[more], gain, blocks))
+    return edges
 
 
 def _hull_edges(
@@ -160,6 +209,23 @@ def _steepest(
     return row, at, slope.ravel()[at]
 
 
+def _falling_until(
+    theta: NDArray[np.float64], blocks: NDArray[np.float64], capacity: int
+) -> NDArray[np.int64]:
+    """Positions by falling theta, equal ones in the order given: all, or as many as take more than `capacity` together.
+
+    Where only the beginning is needed, what comes later is left out before anything is sorted.
+    """
+    num = theta.size
+    guess = int(2.5 * num * capacity / blocks.sum()) + 64  # small requests come first
+    while guess < num // 2:
+        front = np.flatnonzero(theta >= np.partition(theta, num - guess)[num - guess])
+        if blocks[front].sum() > capacity:
+            return front[_falling(theta[front])]
+        guess *= 2
+    return _falling(theta)
+
+
 def _falling(theta: NDArray[np.float64]) -> NDArray[np.int64]:
     """Positions by falling theta, equal ones in the order given.
 
@@ -192,16 +258,16 @@ def _fill(
     steepest move of every request that has one, in order of efficiency, as far as they fit together; what no longer
     fits then is dropped for good.
     """
-    rows = np.flatnonzero(
-        (problem.value > value[:, None]) & (problem.cost <= (cost + left)[:, None])
-    )
-    rows //= problem.num_kinds
-    rows = rows[np.flatnonzero(np.diff(rows, prepend=-1))]
+    room = cost + left
+    movable = np.zeros(problem.num_requests, np.bool_)
+    for column in range(problem.num_kinds):
+        movable |= (problem.value[:, column] > value) & (problem.cost[:, column] <= room)
+    rows = np.flatnonzero(movable)
     for _ in range(_FILL_ROUNDS):
         if not rows.size:
             return
-        rise = problem.value[rows].T - value[rows]
-        run = problem.cost[rows].T - cost[rows]
+        rise = np.subtract(problem.value.take(rows, axis=0).T, value[rows], order="C")
+        run = np.subtract(problem.cost.take(rows, axis=0).T, cost[rows], order="C")
         # A move that costs nothing or gives blocks back comes first.
         slope = np.where((rise > 0) & (run <= left), rise / np.maximum(run, 1e-9), -np.inf)
         column, at, steepest = _steepest(slope)

@@ -91,13 +91,16 @@ class OptimalProblem:
     """Cache kinds, in the order `KV`, `HIDDEN`; one is chosen whenever a request starts from nothing. Their extra times
     are not read: `costs` has them."""
     block_size: int = 1
-    """Token positions a block."""
+    """Token positions of a group with the KV kind."""
+    hidden_block_size: int | None = None
+    """Likewise with the hidden kind; None: `block_size`."""
     costs: StepCosts = dataclasses.field(default_factory=StepCosts)
     objective: Objective = "latency"
 
     def __post_init__(self) -> None:
-        for name in ("capacity_blocks", "max_num_batched_tokens", "block_size", "chunk_step"):
-            if getattr(self, name) < 1:
+        names = ("capacity_blocks", "max_num_batched_tokens", "block_size", "hidden_block_size", "chunk_step")  # fmt: skip
+        for name in names:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not self.requests:
             raise ValueError("requests is empty")
@@ -117,7 +120,10 @@ class OptimalProblem:
 
     def blocks(self, tokens: int, kind: int) -> int:
         """Blocks of `tokens` cached positions."""
-        return self.kinds[kind].blocks_per_group * -(-tokens // self.block_size)
+        size = self.block_size
+        if kind == HIDDEN and self.hidden_block_size is not None:
+            size = self.hidden_block_size
+        return self.kinds[kind].blocks_per_group * -(-tokens // size)
 
     def misfit(self) -> tuple[int, str] | None:
         """The first request that can never run, and why; None: each can run alone, so some schedule exists."""

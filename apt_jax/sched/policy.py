@@ -1,4 +1,8 @@
-"""What policies share: which kinds a request may take, blocks, and how rows are packed into one step."""
+"""What policies share: which kinds a request may take, blocks, and how rows are packed into one step.
+
+Speed: options are computed as (num_kinds, n), along memory, and handed out transposed; a gather is `take`, which is two
+to ten times faster than an index array.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,16 +12,6 @@ from apt_jax.sched.view import Plan, SchedulerView
 Rows = NDArray[np.int32]
 
 
-def blocks_per_group(view: SchedulerView) -> NDArray[np.int32]:
-    """(num_kinds,) blocks that `block_size` positions take."""
-    return np.array([kind.blocks_per_group for kind in view.kinds], np.int32)
-
-
-def groups_for(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """ceil(tokens / block_size); times `blocks_per_group` gives blocks."""
-    return -(-tokens // np.int32(view.block_size))
-
-
 def held_blocks_for(
     view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]
 ) -> NDArray[np.int32]:
@@ -25,8 +19,7 @@ def held_blocks_for(
 
     Shared ones are full, so at least one is left wherever a token is still to be computed.
     """
-    blocks = groups_for(view, tokens) * blocks_per_group(view)[view.table.kind[rows]]
-    return blocks - view.table.num_shared[rows]
+    return view.blocks_for(tokens, view.table.kind[rows]) - view.table.num_shared[rows]
 
 
 def start_blocks_for(
@@ -34,23 +27,26 @@ def start_blocks_for(
 ) -> NDArray[np.int32]:
     """Blocks that must be free for waiting `rows` to have `tokens` positions with `kind`: those that others hold cost
     nothing, those of cached prefixes that nobody holds do, for they count as free. At least one group."""
-    blocks = groups_for(view, tokens) * blocks_per_group(view)[kind]
-    return blocks - view.table.hit_blocks[rows, kind]
+    return view.blocks_for(tokens, kind) - view.table.hit_blocks[rows, kind]
 
 
 def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
     """(n, num_kinds): `start_blocks_for` with each kind."""
-    return groups_for(view, tokens)[:, None] * blocks_per_group(view) - view.table.hit_blocks[rows]
+    blocks = view.block_options(tokens)
+    hits = view.table.hit_blocks
+    if hits.any():
+        blocks -= hits.take(rows, axis=0)
+    return blocks
 
 
 def hit_advantage_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64] | None:
     """(n, num_kinds) time that waiting `rows` need to compute what they would find cached of another kind; None: 0."""
-    hits = view.table.hit_tokens[rows]
-    if not hits.any():
+    if not view.table.hit_tokens.any():
         return None
+    hits = view.table.hit_tokens.take(rows, axis=0).T
     offered = np.array([kind.offered for kind in view.kinds])
-    most = np.where(offered, hits, 0).max(axis=1, keepdims=True)
-    return view.costs.prefill_per_token_s * np.maximum(most - hits, 0)
+    most = np.where(offered[:, None], hits, 0).max(axis=0)
+    return (view.costs.prefill_per_token_s * np.maximum(most - hits, 0)).T
 
 
 def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
@@ -60,19 +56,21 @@ def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
     offer is allowed.
     """
     offered = np.array([kind.offered for kind in view.kinds])
-    per_group = blocks_per_group(view)
-    groups = groups_for(view, view.table.max_tokens_total[rows])
-    allowed = offered & (groups[:, None] * per_group <= view.total_blocks)
-    hopeless = ~allowed.any(axis=1)
+    blocks = view.block_options(view.table.max_tokens_total.take(rows)).T
+    allowed = offered[:, None] & (blocks <= view.total_blocks)
+    hopeless = ~allowed.any(axis=0)
     if hopeless.any():
-        allowed[hopeless, np.where(offered, per_group, np.iinfo(np.int32).max).argmin()] = True
-    return allowed
+        of_offered = np.where(offered[:, None], blocks[:, hopeless], np.iinfo(np.int32).max)
+        allowed[of_offered.argmin(axis=0), np.flatnonzero(hopeless)] = True
+    return allowed.T
 
 
 def target_tokens(view: SchedulerView, rows: Rows, ahead: int) -> NDArray[np.int32]:
     """Positions of `rows` after `ahead` more tokens, at most their greatest length."""
     table = view.table
-    return np.minimum(table.num_tokens[rows] + np.int32(ahead), table.max_tokens_total[rows])
+    return np.minimum(
+        table.num_tokens.take(rows) + np.int32(ahead), table.max_tokens_total.take(rows)
+    )
 
 
 def split_running(view: SchedulerView) -> tuple[Rows, Rows]:
@@ -98,6 +96,7 @@ class StepPacker:
         self.tokens_left = view.max_num_batched_tokens
         self.seats_left = view.max_num_seqs - (view.running.size - self.preempt.size)
         self.blocks_left = view.free_blocks + int(view.table.num_blocks[self.preempt].sum())
+        self._sizes, self._per_group = view.block_sizes.tolist(), view.blocks_per_group.tolist()
         self._decoding = view.running[:0]
         self._rows: list[int] = []
         self._num_tokens: list[int] = []
@@ -120,7 +119,7 @@ class StepPacker:
 
     def go_on(self, partial: Rows) -> bool:
         """Next chunks of partly computed prompts, in order; True if any of them got one."""
-        view, table = self.view, self.view.table
+        table = self.view.table
         added = False
         for row in partial.tolist():
             kind, held, cached = (
@@ -128,14 +127,12 @@ class StepPacker:
                 int(table.num_blocks[row]) + int(table.num_shared[row]),
                 int(table.num_cached[row]),
             )
-            per_group = view.kinds[kind].blocks_per_group
-            room = (held + self.blocks_left) // per_group * view.block_size - cached
+            per_group, size = self._per_group[kind], self._sizes[kind]
+            room = (held + self.blocks_left) // per_group * size - cached
             length = min(int(table.num_tokens[row]) - cached, self.tokens_left, room)
             if length < 1:
                 continue
-            self._add(
-                row, length, kind, -(-(cached + length) // view.block_size) * per_group - held
-            )
+            self._add(row, length, kind, -(-(cached + length) // size) * per_group - held)
             added = True
         return added
 
@@ -148,31 +145,39 @@ class StepPacker:
         in one piece or not begun, unless prompts may be `split`. With `in_order` the first that does not go ends it, else later ones may
         still go.
         """
-        view = self.view
-        found = view.table.hit_tokens[rows, kind]
-        for row, kind_of, length, cached, shared in zip(
-            rows.tolist(),
-            kind.tolist(),
-            (view.table.num_tokens[rows] - found).tolist(),
-            found.tolist(),
-            view.table.hit_blocks[rows, kind].tolist(),
-            strict=True,
-        ):
+        view, table = self.view, self.view.table
+        found = table.hit_tokens[rows, kind]
+        lengths = table.num_tokens.take(rows) - found
+        shared = table.hit_blocks[rows, kind]
+        whole = view.blocks_for(lengths + found, kind) - shared
+        # As many as go one after another, at once.
+        num = int(np.searchsorted(np.cumsum(lengths), self.tokens_left, side="right"))
+        num = max(min(num, self.seats_left), 0)
+        self._rows += rows[:num].tolist()
+        self._num_tokens += lengths[:num].tolist()
+        self._kind += kind[:num].tolist()
+        self.tokens_left -= int(lengths[:num].sum())
+        self.blocks_left -= int(whole[:num].sum())
+        self.seats_left -= num
+        if in_order or split:
+            rest = np.arange(num, rows.size)
+        else:  # those that can go at all
+            left = lengths[num:]
+            goes = (left <= self.tokens_left) | (left > view.max_num_batched_tokens)
+            rest = num + np.flatnonzero(goes)
+        for i in rest.tolist():
             if self.seats_left < 1 or self.tokens_left < 1:
                 return
+            length, blocks = int(lengths[i]), int(whole[i])
             if length > self.tokens_left:
                 if length <= view.max_num_batched_tokens and not split:
                     if in_order:
                         return
                     continue
                 length = self.tokens_left
-            self._add(
-                row,
-                length,
-                kind_of,
-                -(-(cached + length) // view.block_size) * view.kinds[kind_of].blocks_per_group
-                - shared,
-            )
+                groups = -(-(int(found[i]) + length) // self._sizes[kind[i]])
+                blocks = groups * self._per_group[kind[i]] - int(shared[i])
+            self._add(int(rows[i]), length, int(kind[i]), blocks)
             self.seats_left -= 1
 
     @property

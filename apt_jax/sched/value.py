@@ -53,14 +53,14 @@ def urgency(view: SchedulerView, rows: NDArray[np.int32], violation_decay: float
         violation_decay: weight of violated requests; 0 means near zero (`NEAR_ZERO`).
     """
     table = view.table
-    last_s = table.last_token_s[rows]
+    last_s = table.last_token_s.take(rows)
     pending_s = np.maximum(view.now_s - last_s, SHORTEST_PENDING_S)
-    has_token = (table.num_delivered[rows] > 0) | (last_s > table.arrival_s[rows])
-    num_gaps = np.maximum(table.num_outputs[rows], 1)  # the open one is the last of them
-    num_late = table.num_late_gaps[rows] + (pending_s > table.slo_tbt_s[rows])
+    has_token = (table.num_delivered.take(rows) > 0) | (last_s > table.arrival_s.take(rows))
+    num_gaps = np.maximum(table.num_outputs.take(rows), 1)  # the open one is the last of them
+    num_late = table.num_late_gaps.take(rows) + (pending_s > table.slo_tbt_s.take(rows))
     late_gaps = num_late > 0.01 * (num_gaps - 1)
-    waited_out = pending_s > table.slo_ttft_s[rows]
-    violated = np.where(has_token, late_gaps, waited_out) | table.ttft_missed[rows]
+    waited_out = pending_s > table.slo_ttft_s.take(rows)
+    violated = np.where(has_token, late_gaps, waited_out) | table.ttft_missed.take(rows)
     weight = np.where(violated, max(violation_decay, NEAR_ZERO), 1.0)
     return Urgency(pending_s, violated, weight, int(rows.size - np.count_nonzero(violated)))
 
@@ -77,10 +77,13 @@ def option_values(
     `t_i^c = c0 + c1 * tokens` is the extra time of kind c (Apt-Serve Eq. 6 with an affine cost; it may be negative).
     A request that has no choice of kind is not charged for it: its penalty would only keep it from running at all.
     """
-    allowed = allowed_kinds(view, rows)
+    allowed = allowed_kinds(view, rows).T
     base_s = np.array([kind.extra_base_s for kind in view.kinds])
     per_token_s = np.array([kind.extra_per_token_s for kind in view.kinds])
-    extra_s = base_s + per_token_s * view.table.num_tokens[rows][:, None]
-    extra_s *= allowed.sum(axis=1, keepdims=True) > 1
-    value = weight[:, None] * (pending_s[:, None] - num_counted * extra_s)
-    return np.where(allowed, value, -np.inf)
+    extra_s = np.multiply.outer(per_token_s, view.table.num_tokens.take(rows))
+    extra_s += base_s[:, None]
+    any_kind = bool(allowed.all())
+    if not any_kind or len(allowed) == 1:
+        extra_s *= allowed.sum(axis=0) > 1
+    value = weight * (pending_s - num_counted * extra_s)
+    return value.T if any_kind else np.where(allowed, value, -np.inf).T

@@ -25,7 +25,7 @@ class KindSpec:
 
     name: str
     blocks_per_group: int
-    """Blocks that `block_size` token positions take: 2 for keys and values, 1 for layer inputs."""
+    """Blocks of a group of token positions (`SchedulerView.block_sizes`): 2 for keys and values, 1 for layer inputs."""
     offered: bool = True
     """False: the model or the `--cache` flag rules this kind out."""
     extra_base_s: float = 0.0
@@ -276,6 +276,7 @@ class SchedulerView:
     total_blocks: int
     """Usable blocks of the pool (the reserved one not counted)."""
     block_size: int
+    """Keys, or values, that a block holds: token positions of a group with the KV kind."""
     kinds: Sequence[KindSpec]
     """Indexed by `KV` and `HIDDEN`."""
     max_num_seqs: int
@@ -284,6 +285,19 @@ class SchedulerView:
     shared_blocks: int = 0
     """Blocks that two or more running requests hold. Free ones, `num_blocks` of all running requests and these make up
     the pool. So taking cache from requests frees at least their `num_blocks`."""
+    hidden_block_size: int | None = None
+    """Layer inputs that a block holds; None: `block_size`."""
+
+    @property
+    def block_sizes(self) -> NDArray[np.int32]:
+        """(num_kinds,) token positions of a group."""
+        hidden = self.block_size if self.hidden_block_size is None else self.hidden_block_size
+        return np.array([self.block_size, hidden], np.int32)[: len(self.kinds)]
+
+    @property
+    def blocks_per_group(self) -> NDArray[np.int32]:
+        """(num_kinds,) blocks that a group takes."""
+        return np.array([kind.blocks_per_group for kind in self.kinds], np.int32)
 
     def remaining(
         self, rows: NDArray[np.int32], kind: NDArray[np.integer] | int | None = None
@@ -293,12 +307,24 @@ class SchedulerView:
         With `kind`, that which waiting requests would take: without what they would find cached of it.
         """
         table = self.table
-        left = table.num_tokens[rows] - table.num_cached[rows]
+        left = table.num_tokens.take(rows) - table.num_cached.take(rows)
         return left if kind is None else left - table.hit_tokens[rows, kind]
 
-    def blocks_for(self, tokens: NDArray[np.int32], kind: int) -> NDArray[np.int32]:
-        """Blocks that `tokens` positions take with `kind`: `blocks_per_group * ceil(tokens / block_size)`."""
-        return -(-tokens // self.block_size) * np.int32(self.kinds[kind].blocks_per_group)
+    def blocks_for(
+        self, tokens: NDArray[np.int32], kind: NDArray[np.integer] | int
+    ) -> NDArray[np.int32]:
+        """Blocks that `tokens` positions take with `kind`: `blocks_per_group * ceil(tokens / block size)`.
+
+        Args:
+            tokens: of any shape.
+            kind: of that shape, or one for all.
+        """
+        return -(-tokens // self.block_sizes[kind]) * self.blocks_per_group[kind]
+
+    def block_options(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """(n, num_kinds): `blocks_for` of (n,) `tokens` with each kind, made along memory and transposed."""
+        groups = -(-tokens[None] // self.block_sizes[:, None])
+        return (groups * self.blocks_per_group[:, None]).T
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,8 @@ class SimulatedExecutor:
         clock: the engine's clock.
         step_s: seconds that a step takes.
         num_blocks: usable blocks of the pool.
-        block_size: token positions a block.
+        block_size: keys, or values, that a block holds.
+        hidden_block_size: layer inputs that a block holds; None: `block_size`.
         max_num_seqs: seats.
 
     Attributes:
@@ -49,11 +50,13 @@ class SimulatedExecutor:
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
+        hidden_block_size: int | None = None,
     ) -> None:
         self.clock = clock
         self.step_s = step_s
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.hidden_block_size = block_size if hidden_block_size is None else hidden_block_size
         self.max_num_seqs = max_num_seqs
         self.num_steps = 0
         self.busy_s = 0.0

@@ -45,13 +45,13 @@ class Hardware:
     max_model_len: int
     """Longest prompt plus output, tokens."""
     block_size: int
-    """Token positions a block."""
+    """Keys, or values, that a block holds."""
     num_blocks: int
     """Usable blocks of the unified pool. A KV request of n tokens takes 2 * ceil(n / block_size) of them, a hidden one
-    `hidden_blocks_per_group` * ceil(n / block_size)."""
+    ceil(n / `hidden_block_size`)."""
     hidden_blocks_per_group: int | None
-    """Blocks that `block_size` positions of layer inputs take: 1 with multi-head attention. None: layer inputs are not
-    smaller than keys and values (few KV heads) or were not measured, so the hidden kind is not offered."""
+    """1, or None: layer inputs are not smaller than keys and values (few KV heads) or were not measured, so the hidden
+    kind is not offered."""
     costs: Mapping[str, StepCosts]
     """By attention over hidden cache: ``reproject``, ``absorb`` where it is exact, at least one; ``kv`` alone where the
     hidden kind is not offered. The coefficients of KV requests are the same in all."""
@@ -65,6 +65,8 @@ class Hardware:
     `costs` is what policies weigh. None: `costs` times them too."""
     fit: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """By fitted part: num_points, r2, worst_relative_error, mean_relative_error. Empty where another's fit is used."""
+    hidden_block_size: int | None = None
+    """Layer inputs that a block holds; None: `block_size`, as with multi-head attention of the model's width."""
 
     def __post_init__(self) -> None:
         for name in ("name", "model"):
@@ -78,6 +80,11 @@ class Hardware:
         hidden = self.hidden_blocks_per_group
         if hidden is not None and hidden != 1:
             raise ValueError(f"hidden_blocks_per_group: {hidden} must be 1 or null")
+        inputs = self.hidden_block_size
+        if inputs is not None and not 2 * inputs > self.block_size:
+            raise ValueError(
+                f"hidden_block_size: {inputs} must be more than half of block_size {self.block_size}, or null"
+            )
         known = _MODES[:1] if hidden is None else _MODES[1:]
         for mode in self.costs:
             if mode not in known:
@@ -169,6 +176,8 @@ def save_hardware(hardware: Hardware, path: Path | str) -> None:
     """Write a description that `load_hardware` reads; replaces the file as a whole. Raises OSError."""
     path = Path(path)
     data = {"format": FORMAT_VERSION, **dataclasses.asdict(hardware)}
+    if hardware.hidden_block_size is None:
+        del data["hidden_block_size"]
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(
@@ -266,17 +275,16 @@ def _hardware(data: object) -> Hardware:
         if name not in declared:
             raise ValueError(f"{name}: unknown field")
     for name in declared:
-        if name not in fields and name not in ("fit", "programs"):
+        if name not in fields and name not in ("fit", "programs", "hidden_block_size"):
             raise ValueError(f"{name}: missing")
     for name in ("name", "model", "source"):
         if not isinstance(fields[name], str):
             raise ValueError(f"{name}: {fields[name]!r} must be a string")
     for name in ("num_devices", "max_model_len", "block_size", "num_blocks"):
         fields[name] = _integer(fields[name], name)
-    if fields["hidden_blocks_per_group"] is not None:
-        fields["hidden_blocks_per_group"] = _integer(
-            fields["hidden_blocks_per_group"], "hidden_blocks_per_group"
-        )
+    for name in ("hidden_blocks_per_group", "hidden_block_size"):
+        if fields.get(name) is not None:
+            fields[name] = _integer(fields[name], name)
     costs = {}
     for mode, values in _object(fields["costs"], "costs").items():
         coefficients = _numbers(values, f"costs.{mode}")

@@ -62,6 +62,7 @@ class RecordingExecutor:
     ) -> None:
         self.inner, self.clock = inner, clock
         self.num_blocks, self.block_size = inner.num_blocks, inner.block_size
+        self.hidden_block_size = inner.hidden_block_size
         self.max_num_seqs = inner.max_num_seqs
         self.durations_s: list[float] = []
         self._timer = timer
@@ -173,7 +174,7 @@ def run_recorded(
 
     Args:
         config: policy, kinds, limits, objectives and seed; its bounds must be within the executor's.
-        hardware: costs that the policy weighs. Block size and pool are the executor's.
+        hardware: costs that the policy weighs. Block sizes and pool are the executor's.
         workload: requests that the executor's pool and model can hold.
         executor: computes; prompts are token 0 throughout, outputs are ignored but for their number.
     """
@@ -184,7 +185,10 @@ def run_recorded(
         return recorders[0]
 
     hardware = dataclasses.replace(
-        hardware, num_blocks=executor.num_blocks, block_size=executor.block_size
+        hardware,
+        num_blocks=executor.num_blocks,
+        block_size=executor.block_size,
+        hidden_block_size=executor.hidden_block_size,
     )
     result = simulate(
         config, hardware=hardware, workload=workload, policy=policy, executor=record, debug=True

@@ -166,8 +166,10 @@ def fitting(trace: Trace, hardware: Hardware, config: SimulationConfig) -> Trace
     trace = trace.scale_outputs(config.output_scale)
     kinds = hardware.kinds(config.cache, config.hidden_attention)
     num_blocks = config.num_blocks or hardware.num_blocks
-    cheapest = min(k.blocks_per_group for k in kinds if k.offered)
-    limit = min(hardware.max_model_len, num_blocks // cheapest * hardware.block_size)
+    sizes = (hardware.block_size, hardware.hidden_block_size or hardware.block_size)
+    pairs = zip(kinds, sizes, strict=True)
+    most = max(num_blocks // kind.blocks_per_group * size for kind, size in pairs if kind.offered)
+    limit = min(hardware.max_model_len, most)
     total = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
     fits = total <= limit
     if fits.all():
@@ -284,6 +286,7 @@ def simulate(
             step_s or (lambda batch: timing.step_s(batch.num_tokens, batch.start, batch.kind)),
             num_blocks=config.num_blocks or hardware.num_blocks,
             block_size=hardware.block_size,
+            hidden_block_size=hardware.hidden_block_size,
             max_num_seqs=max_num_seqs,
         )
     )

@@ -6,6 +6,7 @@ not falling) and `class` (`rt` or `be`); other columns are ignored. `traces/` ho
 
 import csv
 import dataclasses
+import difflib
 import gzip
 import io
 import math
@@ -137,8 +138,12 @@ def load_trace(name: str | Path) -> Trace:
         return _parse(gzip.decompress(bundled.read_bytes()).decode(), text)
     path = Path(text)
     if not path.is_file():
+        if path.suffix or "/" in text:
+            raise ConfigError(f"{text}: no such file (--trace)")
+        near = difflib.get_close_matches(text, known_traces(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"trace {text!r} is neither a file nor one of {', '.join(known_traces())} (--trace)"
+            f"trace {text!r} is neither a file nor one of {', '.join(known_traces())}{hint} (--trace)"
         )
     try:
         data = path.read_bytes()

@@ -34,8 +34,11 @@ def kinds(
     )
 
 
-def blocks(tokens: int, kind: int, block_size: int) -> int:
-    return -(-tokens // block_size) * (2 if kind == KV else 1)
+def blocks(tokens: int, kind: int, block_size: int, hidden_block_size: int | None = None) -> int:
+    """Blocks of so many positions; `hidden_block_size` as of `World`."""
+    if kind == KV:
+        return 2 * -(-tokens // block_size)
+    return -(-tokens // (block_size if hidden_block_size is None else hidden_block_size))
 
 
 class World:
@@ -46,6 +49,7 @@ class World:
         *,
         num_blocks: int,
         block_size: int = 4,
+        hidden_block_size: int | None = None,
         mode: str = "hybrid",
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
@@ -55,7 +59,7 @@ class World:
     ) -> None:
         self.table = RequestTable(4)
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.block_size, self.hidden_block_size = block_size, hidden_block_size
         self.kinds = kinds(mode, base_s, per_token_s)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -96,8 +100,11 @@ class World:
             cached = int(table.num_tokens[row]) - 1
         table.num_cached[row] = cached
         table.kind[row] = kind
-        table.num_blocks[row] = blocks(cached, kind, self.block_size)
+        table.num_blocks[row] = self.blocks(cached, kind)
         return row
+
+    def blocks(self, tokens: int, kind: int) -> int:
+        return blocks(tokens, kind, self.block_size, self.hidden_block_size)
 
     @property
     def used_blocks(self) -> int:
@@ -118,6 +125,7 @@ class World:
             free_blocks=self.num_blocks - self.used_blocks,
             total_blocks=self.num_blocks,
             block_size=self.block_size,
+            hidden_block_size=self.hidden_block_size,
             kinds=self.kinds,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -149,7 +157,7 @@ class World:
                 self.last_kind[row] = kind
             table.kind[row] = kind
             table.num_cached[row] += n
-            table.num_blocks[row] = blocks(int(table.num_cached[row]), kind, self.block_size)
+            table.num_blocks[row] = self.blocks(int(table.num_cached[row]), kind)
         assert self.used_blocks <= self.num_blocks
         done = plan.rows[table.num_cached[plan.rows] == table.num_tokens[plan.rows]]
         table.note_tokens(done, self.now_s)

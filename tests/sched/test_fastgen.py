@@ -114,7 +114,8 @@ def composed(view: SchedulerView, budget: int, evicted: set[int]) -> dict[int, i
 
     def grow(row: int, kind: int, num_tokens: int) -> int:
         end = int(table.num_cached[row]) + num_tokens
-        return blocks(end, kind, view.block_size) - int(table.num_blocks[row])
+        held = int(table.num_blocks[row])
+        return blocks(end, kind, view.block_size, view.hidden_block_size) - held
 
     for row in (row for row in running if remaining[row] == 1):
         need = grow(row, int(table.kind[row]), 1)
@@ -144,6 +145,7 @@ def test_steps_are_those_of_a_loop_over_requests(mode):
         rng = np.random.default_rng(seed)
         policy = FastGenPolicy(budget=int(rng.choice([6, 15, 40])))
         block_size = int(rng.choice([1, 4]))
+        inputs = (block_size, block_size + 1)[seed % 2]
         todo = [
             Arrival(
                 at_step=int(rng.integers(0, 25)),
@@ -153,10 +155,11 @@ def test_steps_are_those_of_a_loop_over_requests(mode):
             for _ in range(20)
         ]
         longest = max(a.prompt_len + a.max_tokens for a in todo)
-        least = blocks(longest, KV if mode == "kv" else HIDDEN, block_size)
+        least = blocks(longest, KV if mode == "kv" else HIDDEN, block_size, inputs)
         world = World(
             num_blocks=int(least * rng.choice([1.0, 1.5, 3.0])),
             block_size=block_size,
+            hidden_block_size=inputs,
             mode=mode,
             max_num_seqs=int(rng.choice([3, 8, 20])),
             max_num_batched_tokens=20,

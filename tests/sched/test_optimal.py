@@ -90,7 +90,8 @@ def exhaustive(problem: OptimalProblem) -> float:
             ):
                 held = 0 if evicts else held + tokens
                 if held:
-                    used += problem.kinds[k].blocks_per_group * math.ceil(held / problem.block_size)
+                    sizes = (problem.block_size, problem.hidden_block_size or problem.block_size)
+                    used += problem.kinds[k].blocks_per_group * math.ceil(held / sizes[k])
                 if tokens and held == requests[i].prompt_tokens + generated:
                     generated += 1
                     if generated == 1:
@@ -248,6 +249,7 @@ def random_problem(rng: np.random.Generator, num_requests: int) -> OptimalProble
         hybrid_batching=bool(rng.random() < 0.7),
         eviction=bool(rng.random() < 0.7),
         block_size=block_size,
+        hidden_block_size=int(rng.choice([block_size, block_size + 1])) if kinds else None,
         costs=COSTS if rng.random() < 0.5 else CHEAP_STEPS,
         objective=objective,
         kinds=kinds or (KindSpec(name="kv", blocks_per_group=1),),

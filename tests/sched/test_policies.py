@@ -25,9 +25,11 @@ LEADING = [n for n in NAMES if n not in VARIANTS]
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     """Any state that an engine could be in, also after failed allocations and other policies."""
+    block_size = draw(st.sampled_from([1, 2, 4, 16]))
     world = World(
         num_blocks=0,
-        block_size=draw(st.sampled_from([1, 2, 4, 16])),
+        block_size=block_size,
+        hidden_block_size=draw(st.none() | st.integers(block_size // 2 + 1, 3 * block_size)),
         mode=draw(st.sampled_from(MODES)),
         max_num_seqs=draw(st.integers(1, 8)),
         max_num_batched_tokens=draw(st.integers(8, 40)),
@@ -64,7 +66,7 @@ def worlds(draw: st.DrawFn) -> World:
             if cached:
                 world.hold(row, int(rng.choice(offered)), cached=cached)
     longest = max((int(n) for n in world.table.max_tokens_total[world.table.live]), default=1)
-    least = min(blocks(longest, k, world.block_size) for k in offered)
+    least = min(world.blocks(longest, k) for k in offered)
     world.num_blocks = max(world.used_blocks, least) + draw(st.sampled_from([0, 0, 1, 3, 10, 100]))
     return world
 
@@ -109,6 +111,9 @@ def test_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
     for seed in range(3 if name in VARIANTS else 12):
         rng = np.random.default_rng(seed)
         block_size = int(rng.choice([1, 2, 4, 16]))
+        inputs = (
+            block_size if seed % 3 else int(rng.integers(block_size // 2 + 1, 3 * block_size + 1))
+        )
         seats = int(rng.choice([1, 2, 4, 16]))
         tokens = seats + int(rng.choice([0, 1, 8, 64]))
         arrivals = [
@@ -122,10 +127,11 @@ def test_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
             for _ in range(int(rng.integers(1, 25)))
         ]
         longest = max(a.prompt_len + a.max_tokens for a in arrivals)
-        least = blocks(longest, KV if mode == "kv" else HIDDEN, block_size)
+        least = blocks(longest, KV if mode == "kv" else HIDDEN, block_size, inputs)
         world = World(
             num_blocks=int(least * room),
             block_size=block_size,
+            hidden_block_size=inputs,
             mode=mode,
             max_num_seqs=seats,
             max_num_batched_tokens=tokens,

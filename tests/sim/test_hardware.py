@@ -205,6 +205,10 @@ def test_a_description_survives_a_file(opt: Hardware, tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     save_hardware(opt, path)
     assert load_hardware("opt-13b", str(path)) == opt
+    assert "hidden_block_size" not in path.read_text()
+    narrow = dataclasses.replace(opt, hidden_block_size=21)
+    save_hardware(narrow, path)
+    assert load_hardware("opt-13b", str(path)) == narrow
     assert [file.name for file in tmp_path.iterdir()] == ["here.json"]
     with pytest.raises(ConfigError, match=r"here.json describes 'opt-13b', not 'opt-30b'"):
         load_hardware("opt-30b", str(path))
@@ -235,6 +239,8 @@ def test_a_description_survives_a_file(opt: Hardware, tmp_path: Path) -> None:
         (("max_model_len",), 0, "max_model_len: 0 must be at least 1"),
         (("hidden_blocks_per_group",), 3, "hidden_blocks_per_group: 3 must be 1 or null"),
         (("hidden_blocks_per_group",), None, "costs: 'reproject' must be kv"),
+        (("hidden_block_size",), 8, "hidden_block_size: 8 must be more than half of block_size 16"),
+        (("hidden_block_size",), "21", "hidden_block_size: '21' must be an integer"),
         (("name",), 7, "name: 7 must be a string"),
         (("name",), "", "name: must not be empty"),
         (("colour",), "red", "colour: unknown field"),

@@ -54,6 +54,23 @@ def test_one_request_takes_the_time_that_the_cost_model_says():
     assert result.summary.duration_s == pytest.approx(prefill_s + sum(decode_s))
 
 
+def test_narrow_layer_inputs_take_fewer_blocks():
+    """42 blocks hold 42 times 21 layer inputs, and 42 times 16 of the width of keys."""
+    hardware = load_hardware("opt-13b", "a100-40gb")
+    config = dataclasses.replace(SMALL, policy="fcfs", cache="hidden", num_blocks=42)
+    workload = of([(400, 20), (400, 20), (400, 20)])
+    most = {}
+    for inputs in (None, 21):
+        described = dataclasses.replace(hardware, hidden_block_size=inputs)
+        used: list[int] = []
+        simulate(
+            config, hardware=described, workload=workload, debug=True,
+            on_step=lambda engine, used=used: used.append(engine.stats().num_running),
+        )  # fmt: skip
+        most[inputs] = max(used)
+    assert most == {None: 1, 21: 2}
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_serves_all_and_a_seed_fixes_the_run(policy):
     config = dataclasses.replace(SMALL, policy=policy, num_blocks=300, seed=3)
@@ -178,8 +195,10 @@ def test_no_bound_of_a_run_can_be_zero(name):
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ConfigError, match="sharegpt"):
+    with pytest.raises(ConfigError, match=r"did you mean sharegpt\?"):
         simulate(dataclasses.replace(SMALL, trace="sharegtp"))
+    with pytest.raises(ConfigError, match=r"^share.csv: no such file \(--trace\)$"):
+        simulate(dataclasses.replace(SMALL, trace="share.csv"))
     with pytest.raises(ConfigError, match="a100-40gb"):
         simulate(dataclasses.replace(SMALL, hardware="a1000"))
     with pytest.raises(ConfigError, match="rate"):

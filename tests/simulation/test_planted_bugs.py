@@ -11,8 +11,7 @@ import pytest
 from simulation_harness import SimulationError, simulate
 
 from apt_jax.engine import Engine
-from apt_jax.prefix import extend_digests
-from apt_jax.sched.view import NO_KIND
+from apt_jax.sched.view import KV, NO_KIND
 
 NUM_SEEDS = 60
 
@@ -198,7 +197,7 @@ class WriteIntoShared(Engine):
         batch = super()._build_batch(rows, num_tokens, kind, seats)
         for i, source in enumerate(self.sources.get(row) for row in rows.tolist()):
             if source is not None:
-                at = batch.start[i] // self.cache.block_size
+                at = batch.start[i] // self.cache.block_sizes[kind[i]]
                 self.cache.tables[seats[i], :, at] = source
                 batch.block_tables[i, :, at] = source
         return batch
@@ -223,10 +222,20 @@ class RegisteredTooEarly(_Caching):
         return filled
 
     def _register(self, f, live):
-        size = self.cache.block_size
-        known = live.tokens[: (f.begin + f.firsts.size) * size]
-        extend_digests(live.digests, live.root, known, size)
-        self.cache.register(live.rank, f.kind, live.digests, f.begin, f.firsts, f.generations)
+        digests = self._digests(live, f.kind, f.begin + f.firsts.size)
+        self.cache.register(live.rank, f.kind, digests, f.begin, f.firsts, f.generations)
+
+
+class InputsCountedAsKeys(Engine):
+    """A block of layer inputs is taken for full when it holds as many as one of keys can."""
+
+    def _filled(self, batch, rows, end):
+        sizes = self.cache.block_sizes
+        self.cache.block_sizes = (sizes[KV], sizes[KV])
+        try:
+            return super()._filled(batch, rows, end)
+        finally:
+            self.cache.block_sizes = sizes
 
 
 class RegisteredThoughBad(Engine):
@@ -280,6 +289,7 @@ ENGINES = [
     MissingCopy,
     CopyOfHalf,
     WriteIntoShared,
+    InputsCountedAsKeys,
     RegisteredThoughBad,
     KeptAfterFailure,
     ForgottenReference,

@@ -24,7 +24,7 @@ class Chaos:
 
 
 def _blocks(view: SchedulerView, tokens: int, kind: int) -> int:
-    return -(-tokens // view.block_size) * view.kinds[kind].blocks_per_group
+    return -(-tokens // int(view.block_sizes[kind])) * view.kinds[kind].blocks_per_group
 
 
 def _left(view: SchedulerView, row: int, length: int, kind: int) -> int:

@@ -63,6 +63,7 @@ class Scenario:
     """What a seed draws before anything runs."""
 
     block_size: int
+    hidden_block_size: int
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -98,12 +99,18 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
 
     second_failure = bool(rng.random() < 0.04)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
+    # Layer inputs may have another width than keys, but are smaller than keys and values.
+    sizes = rng.spawn(1)[0]
+    is_odd = sizes.random() < 0.4
+    inputs = int(sizes.integers(block_size // 2 + 1, 2 * block_size + 2))
+    hidden_block_size = inputs if is_odd else block_size
     max_num_seqs = int(rng.choice([1, 2, 4, 8, 16]))
     policy = str(rng.choice(REAL_POLICIES))
     wrap = rng.random()
     policy = "any" if wrap < 0.2 else policy if wrap < 0.6 else f"{policy}+chaos"
     return Scenario(
         block_size=block_size,
+        hidden_block_size=hidden_block_size,
         num_blocks=int(rng.choice([2, 3, 8, 12, 16, 24, 40, 80])),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + int(rng.choice([0, 1, 3, 8, 30, 100])),
@@ -242,6 +249,7 @@ class Simulation:
         self.executor = HashExecutor(
             num_blocks=scenario.num_blocks,
             block_size=scenario.block_size,
+            hidden_block_size=scenario.hidden_block_size,
             max_num_seqs=scenario.max_num_seqs,
             vocab_size=VOCAB_SIZE,
             clock=self.clock,
@@ -401,8 +409,13 @@ class Simulation:
                 self.note["abort in the step that delivers"] += 1
         return next((s for s in request.params.stop if s == f"<{token_id}>"), None)
 
+    def _group(self) -> int:
+        """Positions of a group of one kind or the other."""
+        sizes = {self.scenario.block_size, self.scenario.hidden_block_size}
+        return sizes.pop() if len(sizes) == 1 else int(self.rng.choice(sorted(sizes)))
+
     def _draw_request(self) -> EngineRequest:
-        rng, c = self.rng, self.scenario.block_size
+        rng, c = self.rng, self._group()
         kind = rng.integers(4)
         if kind == 0:  # about a block border
             prompt_len = max(1, c * int(rng.integers(1, 5)) + int(rng.integers(-1, 2)))
@@ -440,7 +453,7 @@ class Simulation:
 
     def _draw_prompt(self, length: int) -> np.ndarray:
         """Random tokens, or an earlier request's prompt and output as far as they go, or a part of it."""
-        rng, c = self.rng, self.scenario.block_size
+        rng, c = self.rng, self._group()
         prompt = rng.integers(0, VOCAB_SIZE, length).astype(np.int32)
         if not self.streams or rng.random() >= self.scenario.p_continue:
             return prompt
@@ -459,12 +472,8 @@ class Simulation:
         self._submitted += 1
         params, scenario = request.params, self.scenario
         total = int(request.prompt_token_ids.size) + params.max_tokens
-        groups = -(-total // scenario.block_size)
-        fits = [
-            k
-            for k in (KV, HIDDEN)
-            if scenario.offered[k] and groups * (2, 1)[k] <= scenario.num_blocks
-        ]
+        blocks = (-(-total // scenario.block_size) * 2, -(-total // scenario.hidden_block_size))
+        fits = [k for k in (KV, HIDDEN) if scenario.offered[k] and blocks[k] <= scenario.num_blocks]
         used = self.engine.cache.pool.num_used
         try:
             self.engine.add_request(request)
