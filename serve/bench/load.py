@@ -1,0 +1,229 @@
+"""What is sent, and when: lengths and arrivals as the simulator draws them, or prompts from a file."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.errors import ConfigError
+from apt_jax.sim.simulate import SimulationConfig, draw_workload
+from apt_jax.sim.trace import Trace, load_trace
+
+Prompt = str | list[int] | list[dict[str, Any]]
+"""Text, token ids, or the messages of a chat."""
+
+_MOST_REQUESTS = 10_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """One request to be sent."""
+
+    index: int
+    at_s: float
+    """After the start; 0 where there is no schedule."""
+    max_tokens: int
+    prompt_tokens: int = 0
+    """Length of the prompt to be made up; 0 where `prompt` is given."""
+    prompt: Prompt | None = None
+    """None: made up, of `prompt_tokens` tokens."""
+    best_effort: bool = False
+    seed: int = 0
+    """Of the run; with the index it decides what is made up."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Lengths or prompts that requests are drawn from; `prompts` has one entry a request of `trace`, or is None."""
+
+    trace: Trace
+    prompts: tuple[Prompt, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """When requests are sent."""
+
+    rate: float | None = None
+    """Requests a second; infinite: all at once, or as many as `max_concurrency` of the run allows. None: as recorded."""
+    burstiness: float | None = None
+    """Shape of the Gamma distribution of the gaps, as vLLM has it: their coefficient of variation is 1 / sqrt(burstiness).
+    None: recorded arrivals, stretched to `rate`, where the trace has them; else 1 (Poisson)."""
+    num_requests: int | None = None
+    duration_s: float | None = None
+    """Nothing is sent after this; without `num_requests` as many as arrive within it."""
+
+    def __post_init__(self) -> None:
+        if self.burstiness is not None and not 1e-4 <= self.burstiness <= 400:
+            raise ConfigError(
+                f"burstiness {self.burstiness:g} must lie in [0.0001, 400], a coefficient of variation in [0.05, 100] "
+                "(--burstiness, --cv)"
+            )
+
+    @property
+    def cv(self) -> float | None:
+        return None if self.burstiness is None else self.burstiness**-0.5
+
+
+def trace_source(name: str, *, output_scale: float = 1.0, max_len: int | None = None) -> Source:
+    """A trace by name or file (`apt_jax.sim.trace`), requests longer than `max_len` tokens in all left out.
+
+    Raises:
+        ConfigError: no such trace, a broken one, or nothing is left of it.
+    """
+    trace = load_trace(name).scale_outputs(output_scale)
+    if max_len is not None:
+        total = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
+        trace = trace.take(np.flatnonzero(total <= max_len))
+        if not trace.num_requests:
+            raise ConfigError(f"{name}: no request has at most {max_len} tokens (--max-len)")
+    return Source(trace=trace)
+
+
+def fixed_source(input_len: int, output_len: int) -> Source:
+    """Every request of these lengths, in tokens."""
+    return Source(trace=_lengths("random", [input_len], [output_len]))
+
+
+def prompts_source(path: str, *, output_len: int) -> Source:
+    """JSON lines: objects with `prompt` (text or token ids) or `messages`, and optionally `output_tokens`.
+
+    Args:
+        output_len: tokens of the output where a line says nothing.
+
+    Raises:
+        ConfigError: no such file, or a line that is not one; the message names it.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{path}: cannot be read ({why}) (--prompts)") from None
+    prompts: list[Prompt] = []
+    outputs: list[int] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            raise ConfigError(f"{where}: not JSON (--prompts)") from None
+        prompt = entry.get("prompt", entry.get("messages")) if isinstance(entry, dict) else None
+        if not prompt or not isinstance(prompt, str | list):
+            raise ConfigError(
+                f"{where}: needs prompt, a text or token ids, or messages (--prompts)"
+            )
+        tokens = entry.get("output_tokens", output_len)
+        if type(tokens) is not int or not 1 <= tokens <= _MOST_REQUESTS:
+            raise ConfigError(
+                f"{where}: output_tokens={tokens!r:.40} must be a whole number of at least 1 (--prompts)"
+            )
+        prompts.append(prompt)
+        outputs.append(tokens)
+    if not prompts:
+        raise ConfigError(f"{path}: holds no prompt (--prompts)")
+    return Source(trace=_lengths(path, [1] * len(prompts), outputs), prompts=tuple(prompts))
+
+
+def _lengths(name: str, prompt: Sequence[int], output: Sequence[int]) -> Trace:
+    return Trace(
+        name=name,
+        prompt_tokens=np.array(prompt, np.int32),
+        output_tokens=np.array(output, np.int32),
+    )
+
+
+def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest]:
+    """The requests of a run with a schedule, in the order of their arrival; the same for the same seed.
+
+    Raises:
+        ConfigError: no rate for a source without recorded arrivals, or no request within the duration.
+    """
+    trace, rate = source.trace, arrivals.rate
+    if source.prompts is not None:  # a trace of positions: what is drawn are lines of the file
+        trace = dataclasses.replace(
+            trace, prompt_tokens=np.arange(trace.num_requests, dtype=np.int32)
+        )
+    recorded = trace.arrival_s is not None and arrivals.cv is None
+    at_once = rate is not None and math.isinf(rate)
+    count = arrivals.num_requests
+    if count is None:
+        if recorded and not at_once:
+            count = trace.num_requests
+        else:
+            # Enough that the last one is almost surely beyond the duration; doubled below where it is not.
+            count = 32 + int(2 * (rate or 0.0) * (arrivals.duration_s or 0.0)) if not at_once else 1
+    while True:
+        config = SimulationConfig(
+            trace=trace.name,
+            rate=1.0 if at_once else rate,
+            cv=1.0 if at_once else arrivals.cv,
+            num_requests=count,
+            seed=seed,
+        )
+        drawn = draw_workload(trace, config)
+        at_s = np.zeros(count) if at_once else drawn.arrival_s
+        if arrivals.duration_s is None:
+            kept = at_s.size
+            break
+        kept = int(np.searchsorted(at_s, arrivals.duration_s, side="right"))
+        if kept < at_s.size or recorded or at_once or arrivals.num_requests is not None:
+            break
+        count *= 2
+        if count > _MOST_REQUESTS:
+            raise ConfigError(
+                f"more than {_MOST_REQUESTS} requests in {arrivals.duration_s:g} s (--duration)"
+            )
+    if not kept:
+        raise ConfigError(
+            f"no request arrives within {arrivals.duration_s:g} s (--duration, --request-rate)"
+        )
+    return [
+        _request(source, drawn.prompt_tokens, drawn.output_tokens, drawn.best_effort, i, float(at_s[i]), seed)
+        for i in range(kept)
+    ]  # fmt: skip
+
+
+def endless(source: Source, seed: int) -> Iterator[BenchRequest]:
+    """Requests without a schedule, for as long as somebody asks: the source over and over, in another order each time."""
+    done, rng = 0, np.random.default_rng([seed, 0xA97])
+    trace = source.trace
+    while True:
+        for position in rng.permutation(trace.num_requests):
+            picked = trace.take(np.array([position]))
+            prompt = (
+                picked.prompt_tokens if source.prompts is None else np.array([position], np.int32)
+            )
+            best_effort = (
+                np.zeros(1, np.bool_) if picked.best_effort is None else picked.best_effort
+            )
+            request = _request(source, prompt, picked.output_tokens, best_effort, 0, 0.0, seed)
+            yield dataclasses.replace(request, index=done)
+            done += 1
+
+
+def _request(
+    source: Source,
+    prompt_tokens: NDArray[np.int32],
+    output_tokens: NDArray[np.int32],
+    best_effort: NDArray[np.bool_],
+    i: int,
+    at_s: float,
+    seed: int,
+) -> BenchRequest:
+    given = None if source.prompts is None else source.prompts[int(prompt_tokens[i])]
+    return BenchRequest(
+        index=i,
+        at_s=at_s,
+        prompt_tokens=int(prompt_tokens[i]) if given is None else 0,
+        prompt=given,
+        max_tokens=int(output_tokens[i]),
+        best_effort=bool(best_effort[i]),
+        seed=seed,
+    )
