@@ -9,25 +9,41 @@
 4. A stream ends once: with a delta that has a `finish_reason`, or with an exception. Leaving it early, by `cancel` or by
    closing the generator, ends the request within one iteration.
 
+5. `watch` shows what the scheduler decides, one batch of news an event loop and step at most.
+
 Only the loop thread touches the engine. Other threads may hand it a function to run between two steps (`call`).
 """
 
 import asyncio
 import collections
 import concurrent.futures
+import functools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol, TypeVar
 
 from apt_jax.engine import EngineStats, StepOutput
 from apt_jax.errors import AptJaxError, EngineDeadError
 from apt_jax.llm import EngineParts, OutputDelta, RequestState
 from apt_jax.request import EngineRequest, RequestOutput
+from apt_jax.watch import Iteration, SchedulerWatch
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Observer(Protocol):
+    """Is told of every request that the engine has to do with, from any front end. Called in the engine's thread."""
+
+    def ended(self, delta: OutputDelta) -> None:
+        """A request has ended; this is the last of it."""
+        ...
+
+    def refused(self, request: EngineRequest) -> None:
+        """A request was not taken."""
+        ...
 
 
 class EngineClosedError(EngineDeadError):
@@ -45,13 +61,17 @@ class RequestStream:
     """
 
     def __init__(
-        self, owner: "AsyncEngine", request: EngineRequest, deadline_s: float | None
+        self,
+        owner: "AsyncEngine",
+        request: EngineRequest,
+        deadline_s: float | None,
+        news: asyncio.Event | None = None,
     ) -> None:
         self.request = request
         self.deadline_s = deadline_s
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
+        self._news = asyncio.Event() if news is None else news
         self._lock = threading.Lock()
         self._unread: OutputDelta | None = None
         self._error: BaseException | None = None
@@ -65,17 +85,23 @@ class RequestStream:
 
     async def __anext__(self) -> OutputDelta:
         while not self._read_to_end:
-            with self._lock:
-                delta, self._unread = self._unread, None
-                if delta is None and self._error is not None:
-                    self._read_to_end = True
-                    raise self._error
-                self._news.clear()
+            self._news.clear()
+            delta = self._take()
             if delta is not None:
-                self._read_to_end = delta.finished
                 return delta
             await self._news.wait()
         raise StopAsyncIteration
+
+    def _take(self) -> OutputDelta | None:
+        """What is unread, if anything; raises how the stream has ended instead of a last delta."""
+        with self._lock:
+            delta, self._unread = self._unread, None
+            if delta is not None:
+                self._read_to_end = delta.finished
+            elif self._error is not None and not self._read_to_end:
+                self._read_to_end = True
+                raise self._error
+            return delta
 
     @property
     def ended(self) -> bool:
@@ -105,21 +131,65 @@ class RequestStream:
                 self._error = error
 
 
+class StreamGroup:
+    """The answers to several requests, for one reader: an asynchronous iterator of (index, `OutputDelta`).
+
+    It ends when every one of them has ended. Raises what `RequestStream` raises, for the first that fails; the others go on
+    until `cancel`.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], news: asyncio.Event) -> None:
+        self.streams = tuple(streams)
+        self._news = news
+        self._next = 0
+
+    def __aiter__(self) -> "StreamGroup":
+        return self
+
+    async def __anext__(self) -> tuple[int, OutputDelta]:
+        count = len(self.streams)
+        while not all(stream._read_to_end for stream in self.streams):
+            self._news.clear()
+            failed = [i for i in range(count) if self.streams[i]._error is not None]
+            # All take turns, after one that was refused: it decides what becomes of the others.
+            for index in (*failed, *((self._next + i) % count for i in range(count))):
+                delta = self.streams[index]._take()
+                if delta is not None:
+                    self._next = index + 1
+                    return index, delta
+            await self._news.wait()
+        raise StopAsyncIteration
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine is done with all requests, read or not."""
+        return all(stream.ended for stream in self.streams)
+
+    def cancel(self) -> None:
+        """Read no more; see `RequestStream.cancel`."""
+        for stream in self.streams:
+            stream.cancel()
+
+
 class AsyncEngine:
     """Runs an engine in a thread and serves requests from asyncio code.
 
     Args:
         parts: the engine and what belongs to it, from `apt_jax.llm.build_engine`; from now on it is this object's.
+        observer: is told of every request that ends.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, observer: Observer | None = None) -> None:
         self.parts = parts
+        self._observer = observer
         self._engine = parts.engine
         self._work = threading.Condition()
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._streams: dict[EngineRequest, RequestStream] = {}
         self._deadlines: dict[EngineRequest, float] = {}
         self._woken: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
+        self._watches: list[SchedulerWatch] = []
+        self._iterations_unread = False  # something to read for those who watch
         self._closing = False
         self._drain_until_s = 0.0
         self._end_error: EngineDeadError | None = None
@@ -140,14 +210,17 @@ class AsyncEngine:
             EngineDeadError: the engine has ended or is closing.
         """
         stream = RequestStream(self, request, deadline_s)
-        with self._work:
-            if self._end_error is not None:
-                raise self._end_error
-            if self._closing:
-                raise EngineClosedError("the engine is shutting down")
-            self._inbox.append(lambda: self._add(stream))
-            self._work.notify()
+        self._submit([stream])
         return stream
+
+    def submit_all(
+        self, requests: Sequence[EngineRequest], *, deadline_s: float | None = None
+    ) -> StreamGroup:
+        """As `submit`, for requests whose answers have one reader."""
+        news = asyncio.Event()
+        streams = [RequestStream(self, request, deadline_s, news) for request in requests]
+        self._submit(streams)
+        return StreamGroup(streams, news)
 
     async def generate(
         self, request: EngineRequest, *, deadline_s: float | None = None
@@ -168,6 +241,20 @@ class AsyncEngine:
     def abort(self, request_id: str) -> "concurrent.futures.Future[bool]":
         """End the live request of this id; its stream ends with `finish_reason="abort"`. False: there is none."""
         return self.call(lambda: self._engine.abort(request_id))
+
+    def watch(self, capacity: int = 256) -> SchedulerWatch:
+        """See every decision of the scheduler from now on; call it from a coroutine, and `close` what it returns.
+
+        Args:
+            capacity: iterations kept while they are not read; then the oldest are dropped.
+        """
+
+        def leave(watch: SchedulerWatch) -> None:
+            self.call(lambda: self._unwatch(watch))
+
+        watch = SchedulerWatch(capacity, leave)
+        self.call(lambda: self._watch(watch))
+        return watch
 
     async def stats(self) -> EngineStats:
         """The engine's counters and gauges between two steps."""
@@ -236,6 +323,16 @@ class AsyncEngine:
             self._closing = True
             self._work.notify()
 
+    def _submit(self, streams: Sequence[RequestStream]) -> None:
+        with self._work:
+            if self._end_error is not None:
+                raise self._end_error
+            if self._closing:
+                raise EngineClosedError("the engine is shutting down")
+            for stream in streams:
+                self._inbox.append(functools.partial(self._add, stream))
+            self._work.notify()
+
     def _cancel(self, stream: RequestStream) -> None:
         with self._work:
             self._inbox.append(lambda: self._drop(stream))
@@ -295,12 +392,38 @@ class AsyncEngine:
                 self._fail(stream, AptJaxError("the output could not be assembled"))
                 self._drop(stream)
             return
+        if delta.finished:
+            self._observe(lambda observer: observer.ended(delta))
         if stream is None:
             return  # cancelled
         if delta.finished:
             self._forget(stream)
         stream._push(delta)
         self._woken.setdefault(stream._loop, []).append(stream)
+
+    def _watch(self, watch: SchedulerWatch) -> None:
+        if self._end_error is not None:
+            watch._fail(self._end_error)
+            watch._wake()
+            return
+        self._watches.append(watch)
+        self._engine.on_iteration = self._push_iteration
+
+    def _unwatch(self, watch: SchedulerWatch) -> None:
+        self._watches = [other for other in self._watches if other is not watch]
+        if not self._watches:
+            self._engine.on_iteration = None
+
+    def _push_iteration(self, iteration: Iteration) -> None:
+        self._iterations_unread = True
+        for watch in self._watches:
+            watch._push(iteration)
+
+    def _wake_watches(self) -> None:
+        if self._iterations_unread:
+            self._iterations_unread = False
+            for watch in [watch for watch in self._watches if not watch._wake()]:
+                self._unwatch(watch)
 
     def _add(self, stream: RequestStream) -> None:
         if stream.cancelled:
@@ -315,6 +438,7 @@ class AsyncEngine:
                 raise TimeoutError("the deadline has passed")
             self._engine.add_request(request)
         except (AptJaxError, TimeoutError) as error:
+            self._observe(lambda observer: observer.refused(request))
             self._fail(stream, error)
             return
         except Exception as error:  # of this request: the others go on
@@ -349,6 +473,7 @@ class AsyncEngine:
                 for stream in streams:
                     self._drop(stream)
         self._woken.clear()
+        self._wake_watches()
 
     def _end_all(self, error: EngineDeadError) -> None:
         with self._work:
@@ -358,6 +483,9 @@ class AsyncEngine:
             self._drop(stream)
         self._settle()
         self._empty_inbox()
+        for watch in self._watches:
+            watch._fail(error)
+        self._iterations_unread = True
         with self._work:
             self._end.set_result(None)  # `call` runs functions itself from here on
         self._empty_inbox()
@@ -374,9 +502,18 @@ class AsyncEngine:
         try:
             while self._engine.has_work and self._engine.dead_reason is None:
                 for output in self._engine.step():
-                    self.parts.assembler.delta(output)
+                    self._deliver(output)
         except Exception as error:
             logger.error("the engine did not settle", exc_info=error)
+
+    def _observe(self, tell: Callable[[Observer], None]) -> None:
+        """Whoever watches cannot disturb who serves."""
+        if self._observer is None:
+            return
+        try:
+            tell(self._observer)
+        except Exception as error:
+            logger.error("the observer failed", exc_info=error)
 
 
 def _cancelled() -> AptJaxError:

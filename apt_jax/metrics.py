@@ -4,11 +4,14 @@ A request arrives at a and its tokens are delivered at t_1 <= t_2 <= ... <= t_n.
 TBT_j = t_{j+1} - t_j; a request attains its SLO when TTFT and the 99th percentile of its own gaps both do.
 """
 
+import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apt_jax.config import SLO
 from apt_jax.request import RequestMetrics, RequestOutput
@@ -33,6 +36,58 @@ def p99_tbt_s(token_times_s: Sequence[float]) -> float | None:
 def p99_tbt_drop_first_s(token_times_s: Sequence[float]) -> float | None:
     """As `p99_tbt_s` without the first gap, as the client of Apt-Serve's authors counts; None without a second gap."""
     return percentile(gaps_s(token_times_s)[1:], 99)
+
+
+class Distribution:
+    """How many values fell where, since it was made: a histogram that costs a microsecond a value and never grows.
+
+    Args:
+        bounds: upper bounds of the buckets, rising; a value belongs to the first bucket whose bound is at least it, or to a
+            last one without a bound.
+
+    Attributes:
+        counts: values by bucket, one more than there are bounds.
+        sum: of all values.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        if not bounds or any(a >= b for a, b in itertools.pairwise(bounds)):
+            raise ValueError(f"{bounds=} must rise, and there must be one at least")
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Distribution):
+            return NotImplemented
+        mine, theirs = (self.bounds, self.counts, self.sum), (other.bounds, other.counts, other.sum)
+        return mine == theirs
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def add(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def add_all(self, values: NDArray[np.float64]) -> None:
+        """As `add` for each of `values`, (n,)."""
+        buckets = np.searchsorted(self.bounds, values, side="left")
+        for bucket, count in enumerate(np.bincount(buckets, minlength=len(self.counts)).tolist()):
+            self.counts[bucket] += count
+        self.sum += float(values.sum())
+
+    def copy(self) -> "Distribution":
+        made = Distribution(self.bounds)
+        made.counts, made.sum = list(self.counts), self.sum
+        return made
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """(upper bound, values of at most it) by bucket; the last bound is infinite."""
+        return list(zip((*self.bounds, math.inf), itertools.accumulate(self.counts), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

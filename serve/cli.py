@@ -7,6 +7,7 @@ done, 1 failed, 2 wrong usage, 130 interrupted.
 import importlib
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -19,10 +20,11 @@ from serve.errors import CommandError
 from serve.options import Parser, nearest
 
 _VERBS = {
-    "serve": ("serve.verbs.serve", "serve a model over gRPC"),
+    "serve": ("serve.verbs.serve", "serve a model over HTTP and gRPC"),
     "generate": ("serve.verbs.generate", "complete prompts"),
     "chat": ("serve.verbs.chat", "talk with a model on the terminal"),
     "demo": ("serve.demo", "compare cache kinds and policies on this machine"),
+    "bench": ("serve.verbs.bench", "load a server and measure latencies, attainment and the rate that it sustains"),
     "info": ("serve.verbs.info", "versions, devices, kernels, model and cache, or a server's numbers"),
     "optimal": ("serve.verbs.optimal", "find the best possible schedule of a few requests"),
     "simulate": ("serve.verbs.simulate", "what a policy would do to a workload on other hardware"),
@@ -63,6 +65,7 @@ def _run(verb: str, module: ModuleType, argv: Sequence[str]) -> int:
     parser = Parser(prog=prog, description=(module.__doc__ or "").strip().split("\n\n")[0])
     module.add_arguments(parser)
     args = parser.parse_args(argv)
+    args.command_line = shlex.join(["apt-jax", verb, *argv])
     try:
         return int(module.run(args) or 0)
     except (ConfigError, InvalidRequestError) as error:

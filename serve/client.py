@@ -18,6 +18,7 @@ from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 _GENERATE = "/aptjax.v1.AptServe/Generate"
 _GET_STATS = "/aptjax.v1.AptServe/GetStats"
+_WATCH = "/aptjax.v1.AptServe/WatchScheduler"
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
@@ -77,15 +78,31 @@ def make_request(
     return request
 
 
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+
+
 class AptClient:
     """Blocking client.
 
     Args:
         target: ``grpc://HOST:PORT`` or ``HOST:PORT``.
+        api_key: sent with every call.
+        credentials: for a server with TLS, from `grpc.ssl_channel_credentials`; None: plaintext.
     """
 
-    def __init__(self, target: str) -> None:
-        self._channel = grpc.insecure_channel(address(target), options=_OPTIONS)
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._metadata = _metadata(api_key)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address(target), options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address(target), credentials, options=_OPTIONS)
         self._generate = self._channel.unary_stream(
             _GENERATE,
             request_serializer=pb.GenerateRequest.SerializeToString,
@@ -95,6 +112,11 @@ class AptClient:
             _GET_STATS,
             request_serializer=pb.GetStatsRequest.SerializeToString,
             response_deserializer=pb.GetStatsResponse.FromString,
+        )
+        self._watch = self._channel.unary_stream(
+            _WATCH,
+            request_serializer=pb.WatchSchedulerRequest.SerializeToString,
+            response_deserializer=pb.WatchSchedulerResponse.FromString,
         )
         self._check = self._channel.unary_unary(
             _HEALTH_CHECK,
@@ -114,7 +136,7 @@ class AptClient:
         call = self._generate(
             make_request(prompt, **fields),
             timeout=timeout_s,
-            metadata=tuple((metadata or {}).items()),
+            metadata=(*(metadata or {}).items(), *self._metadata),
         )
         try:
             yield from call
@@ -122,7 +144,15 @@ class AptClient:
             call.cancel()
 
     def stats(self, timeout_s: float = 10.0) -> pb.GetStatsResponse:
-        return self._get_stats(pb.GetStatsRequest(), timeout=timeout_s)
+        return self._get_stats(pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata)
+
+    def watch_scheduler(self, capacity: int | None = None) -> Generator[pb.WatchSchedulerResponse]:
+        """What the scheduler decides from now on; see the .proto file. Close the iterator to leave."""
+        call = self._watch(pb.WatchSchedulerRequest(capacity=capacity), metadata=self._metadata)
+        try:
+            yield from call
+        finally:
+            call.cancel()
 
     def is_serving(self, service: str = "", timeout_s: float = 10.0) -> bool:
         """What the server's health service says."""
@@ -142,8 +172,18 @@ class AptClient:
 class AsyncAptClient:
     """As `AptClient`, for asyncio code."""
 
-    def __init__(self, target: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address(target), options=_OPTIONS)
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._metadata = _metadata(api_key)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address(target), options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address(target), credentials, options=_OPTIONS)
         self._generate = self._channel.unary_stream(
             _GENERATE,
             request_serializer=pb.GenerateRequest.SerializeToString,
@@ -153,6 +193,11 @@ class AsyncAptClient:
             _GET_STATS,
             request_serializer=pb.GetStatsRequest.SerializeToString,
             response_deserializer=pb.GetStatsResponse.FromString,
+        )
+        self._watch = self._channel.unary_stream(
+            _WATCH,
+            request_serializer=pb.WatchSchedulerRequest.SerializeToString,
+            response_deserializer=pb.WatchSchedulerResponse.FromString,
         )
         self._check = self._channel.unary_unary(
             _HEALTH_CHECK,
@@ -176,7 +221,7 @@ class AsyncAptClient:
         call = self._generate(
             make_request(prompt, **fields),
             timeout=timeout_s,
-            metadata=tuple((metadata or {}).items()),
+            metadata=(*(metadata or {}).items(), *self._metadata),
         )
         try:
             async for message in call:
@@ -185,7 +230,20 @@ class AsyncAptClient:
             call.cancel()
 
     async def stats(self, timeout_s: float = 10.0) -> pb.GetStatsResponse:
-        return await self._get_stats(pb.GetStatsRequest(), timeout=timeout_s)
+        return await self._get_stats(
+            pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata
+        )
+
+    async def watch_scheduler(
+        self, capacity: int | None = None
+    ) -> AsyncGenerator[pb.WatchSchedulerResponse]:
+        """What the scheduler decides from now on; see the .proto file. Close the iterator to leave."""
+        call = self._watch(pb.WatchSchedulerRequest(capacity=capacity), metadata=self._metadata)
+        try:
+            async for message in call:
+                yield message
+        finally:
+            call.cancel()
 
     async def is_serving(self, service: str = "", timeout_s: float = 10.0) -> bool:
         """What the server's health service says."""

@@ -12,10 +12,11 @@ from apt_jax.async_engine import AsyncEngine
 from apt_jax.chat import Message
 from apt_jax.config import EngineConfig
 from apt_jax.errors import InvalidRequestError
-from apt_jax.llm import EngineParts, ProgressBars, build_engine
+from apt_jax.llm import EngineParts, build_engine
 from serve import messages
 from serve.client import AsyncAptClient
 from serve.options import engine_config
+from serve.output import starting_bars
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 
@@ -122,16 +123,17 @@ async def open_completer(args: Any) -> AsyncIterator[Completer]:
         async with AsyncAptClient(args.target) as client:
             yield RemoteCompleter(client)
         return
-    engine = AsyncEngine(_build(engine_config(args), warm_up=not args.no_warm_up))
+    quiet = getattr(args, "quiet", False)
+    engine = AsyncEngine(_build(engine_config(args), warm_up=not args.no_warm_up, quiet=quiet))
     try:
         yield LocalCompleter(engine)
     finally:
         await engine.shutdown()
 
 
-def _build(config: EngineConfig, *, warm_up: bool) -> EngineParts:
+def _build(config: EngineConfig, *, warm_up: bool, quiet: bool) -> EngineParts:
     """In place: nobody waits for the event loop yet, and Ctrl-C ends it."""
-    bars = ProgressBars()
+    bars = starting_bars(quiet=quiet)
     try:
         return build_engine(config, warm_up=warm_up, calibrate=False, progress=bars)
     finally:

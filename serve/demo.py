@@ -23,9 +23,10 @@ from rich.table import Table
 from apt_jax.assets import sonnet_prompts
 from apt_jax.async_engine import AsyncEngine
 from apt_jax.config import SLO, CacheConfig, CacheMode, EngineConfig, SchedulerConfig
-from apt_jax.llm import EngineParts, ProgressBars, build_engine, recalibrated, with_scheduler
+from apt_jax.llm import EngineParts, build_engine, recalibrated, with_scheduler
 from serve.client import AsyncAptClient
 from serve.grpc_server import GrpcServer, ServerConfig
+from serve.output import starting_bars
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.workload import (
     Answer,
@@ -96,6 +97,7 @@ def make_workload(parts: EngineParts, duration_s: float, seed: int) -> Workload:
         [len(parts.tokenizer.encode(p)) for p in prompts],
         num_blocks=parts.executor.num_blocks,
         block_size=parts.executor.block_size,
+        hidden_block_size=parts.executor.hidden_block_size,
         max_num_seqs=parts.config.scheduler.max_num_seqs,
         max_num_batched_tokens=parts.config.scheduler.max_num_batched_tokens,
         duration_s=duration_s,
@@ -217,16 +219,17 @@ def run(args: argparse.Namespace) -> int:
     """The verb. 0: the runs ended and every request was answered."""
     console = Console()
     started = time.monotonic()
-    bars = ProgressBars()
+    bars = starting_bars()
     parts = build_engine(demo_config(args.model, args.num_blocks), calibrate=False, progress=bars)
     # Measured now, not taken from an earlier start: the machine may be faster or busier than it was.
     parts = recalibrated(parts, 8.0, functools.partial(bars, "calibrating"))
     bars.close()
     workload = make_workload(parts, args.duration_s, args.seed)
     pool, block = parts.executor.num_blocks, parts.executor.block_size
+    pool_inputs = pool * parts.executor.hidden_block_size
     console.print(
         f"[bold]{parts.model_name}[/bold]: ready after {time.monotonic() - started:.0f} s. A pool of {pool} blocks holds {pool // 2 * block} tokens "
-        f"as keys and values, {pool * block} as hidden cache.\n"
+        f"as keys and values, {pool_inputs} as hidden cache.\n"
         f"{len(workload.arrivals)} requests at {workload.rate:.1f} a second in bursts; this machine sustains about {workload.kv_capacity:.1f} a second with keys and "
         f"values, {workload.hybrid_capacity:.1f} with hidden cache.\n"
         f"Objectives: first token within {workload.slo.ttft_s:.2f} s, gaps within {workload.slo.tbt_s:.2f} s (P99)."

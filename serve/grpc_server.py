@@ -1,54 +1,39 @@
-"""The gRPC server: `aptjax.v1.AptServe`, health and reflection on one port.
+"""The gRPC server: `aptjax.v1.AptServe`, `vllm.grpc.engine.VllmEngine`, health and reflection on one port.
 
 1. `GrpcServer.start` binds and answers at once: health is NOT_SERVING and Generate is UNAVAILABLE while a model loads.
 2. `GrpcServer.serve` takes a warm engine; health turns SERVING.
-3. Each Generate builds an `EngineRequest` (nothing else reaches the engine), submits it, and writes what the stream
-   has until the last message. However the RPC ends, `finally` and a done-callback end the request: a cancellation that
-   arrives during a write is not a CancelledError in grpc.aio.
+3. `Calls` carries each Generate to its end.
 4. `GrpcServer.stop` turns health to NOT_SERVING, refuses new requests, lets open ones go on for a while, cuts the rest.
 """
 
 import asyncio
-import concurrent.futures
 import dataclasses
-import functools
-import logging
-import math
 import socket
-import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from apt_jax.async_engine import AsyncEngine, EngineClosedError, RequestStream
-from apt_jax.errors import InvalidRequestError
-from apt_jax.request import EngineRequest
-from serve import messages
+from apt_jax.async_engine import AsyncEngine
+from apt_jax.errors import QueueFullError
+from apt_jax.validation import check_watch_capacity
+from apt_jax.watch import SchedulerWatch
+from serve import messages, vllm_grpc
+from serve.errors import PortInUseError
+from serve.grpc_calls import Calls, decoder, metadata_of, readable
+from serve.keys import ApiKeys, KeyInterceptor
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
-from serve.status import (
-    RequestFailedError,
-    SlowReaderError,
-    UnknownModelError,
-    status_of,
-)
-
-logger = logging.getLogger(__name__)
+from serve.tls import Tls
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AptServe"].full_name
+# No health service of other engines is ever registered beside them: gateways ask for those first and would take us for them.
+_SERVICES = (SERVICE, vllm_grpc.SERVICE)
 
-_LONG_PROMPT_CHARS = 4096
-"""Prompts longer than this are tokenised in a thread, so that the event loop goes on."""
-_FORM_THREADS = 4
-"""Requests with structured outputs are built in threads of their own: a new form is compiled, which may take seconds."""
-_MAX_DEADLINE_S = 86_400.0
-_NEWS_S = 1.0
-_NO_ID = "unnamed"
 
-Message = TypeVar("Message")
+_WATCH_CAPACITY = 256
+_MAX_WATCHES = 16
+"""Each costs the engine's thread some time an iteration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +54,10 @@ class ServerConfig:
     """A client that has not read for this long loses its request."""
     reflection: bool = True
     """Tell clients about the services; for addresses that strangers can reach, better not."""
+    keys: ApiKeys | None = None
+    """None: no call needs one."""
+    tls: Tls | None = None
+    """None: plaintext."""
 
     def options(self) -> list[tuple[str, int]]:
         """gRPC channel arguments."""
@@ -88,48 +77,12 @@ class ServerConfig:
         ]
 
 
-class PortInUseError(Exception):
-    """The address cannot be bound."""
-
-
-class _ClientGoneError(Exception):
-    """A write failed."""
-
-
-def _decoder(message_type: Any) -> Callable[[bytes], Any]:
-    """Bytes that are no message (invalid UTF-8, cut off) become None, for the handler to refuse with the right status."""
-
-    def decode(data: bytes) -> Any:
-        try:
-            return message_type.FromString(data)
-        except DecodeError:
-            return None
-
-    return decode
-
-
 class AptServe:
-    """The service's methods."""
+    """The methods of `aptjax.v1.AptServe`."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._config = config
-        self._engine: AsyncEngine | None = None
-        self._served_since_s = 0.0
-        self._draining = False
-        self.num_open = 0
-        """Generate calls in progress."""
-        self._forms = concurrent.futures.ThreadPoolExecutor(
-            _FORM_THREADS, thread_name_prefix="apt-jax-forms"
-        )
-
-    def close(self) -> None:
-        self._forms.shutdown(wait=False, cancel_futures=True)
-
-    def use(self, engine: AsyncEngine) -> None:
-        self._engine, self._served_since_s = engine, time.monotonic()
-
-    def drain(self) -> None:
-        self._draining = True
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._watches: set[SchedulerWatch] = set()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `Server.add_generic_rpc_handlers`."""
@@ -138,12 +91,17 @@ class AptServe:
             {
                 "Generate": grpc.unary_stream_rpc_method_handler(
                     self.Generate,
-                    request_deserializer=_decoder(pb.GenerateRequest),
+                    request_deserializer=decoder(pb.GenerateRequest),
                     response_serializer=pb.GenerateResponse.SerializeToString,
+                ),
+                "WatchScheduler": grpc.unary_stream_rpc_method_handler(
+                    self.WatchScheduler,
+                    request_deserializer=decoder(pb.WatchSchedulerRequest),
+                    response_serializer=pb.WatchSchedulerResponse.SerializeToString,
                 ),
                 "GetStats": grpc.unary_unary_rpc_method_handler(
                     self.GetStats,
-                    request_deserializer=_decoder(pb.GetStatsRequest),
+                    request_deserializer=decoder(pb.GetStatsRequest),
                     response_serializer=pb.GetStatsResponse.SerializeToString,
                 ),
             },
@@ -152,172 +110,57 @@ class AptServe:
     async def Generate(
         self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext
     ) -> None:
-        request_id = _NO_ID
-        started_s = time.monotonic()
-        num_tokens, reason = 0, "error"
-        self.num_open += 1
+        await self._calls.generate(
+            messages.GenerateExchange(request, metadata_of(context)), context
+        )
+
+    async def WatchScheduler(
+        self, request: pb.WatchSchedulerRequest | None, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WatchSchedulerResponse]:
         try:
-            engine = self._ready_engine()
-            deadline_s = self._deadline_s(engine, request, context)
-            engine_request = await self._build(engine, request, context)
-            request_id = engine_request.request_id
-            stream = engine.submit(engine_request, deadline_s=deadline_s)
-            context.add_done_callback(lambda _: stream.cancel())  # type: ignore[arg-type]  # the stubs want a class
+            given = readable(request)
+            capacity = _WATCH_CAPACITY
+            if given.HasField("capacity"):
+                capacity = check_watch_capacity(given.capacity)
+            engine = self._calls.engine()
+            if len(self._watches) >= _MAX_WATCHES:
+                raise QueueFullError(f"{_MAX_WATCHES} clients watch the scheduler already", 30.0)
+            served_since_s = engine.parts.clock.now_s() - self._calls.uptime_s
+            watch = engine.watch(capacity)
+            self._watches.add(watch)
+            # Also a client that leaves while it is written to: then nothing comes back to this generator.
+            context.add_done_callback(lambda _: self._leave(watch))  # type: ignore[arg-type]  # as in `Calls`
             try:
-                sequence = 0
-                async for delta in stream:
-                    num_tokens += len(delta.token_ids)
-                    if delta.finish_reason == "error":
-                        raise RequestFailedError(_reason_for_client(delta.error))
-                    message = messages.response(delta, sequence, num_tokens)
-                    await self._write(context, message, stream)
-                    sequence += 1
-                    reason = delta.finish_reason or reason
+                await context.send_initial_metadata(())  # so that the client knows from when on
+                async for news in watch:
+                    yield messages.watch_response(news, served_since_s)
             finally:
-                stream.cancel()
-        except asyncio.CancelledError:
-            reason = "cancelled"
-            raise
-        except (
-            _ClientGoneError
-        ):  # or its deadline has passed, during a write: nobody hears a status any more
-            reason = "cancelled"
-            # The news of its leaving comes after the failed write; gRPC must have them before the handler returns, or
-            # it tries to send a status and logs that it cannot. It then cancels this task.
-            await asyncio.sleep(_NEWS_S)
+                self._leave(watch)
         except Exception as error:
-            if context.done():
-                reason = "cancelled"
-                return
-            status = status_of(error, request_id)
-            reason = status.code.name.lower()
-            if status.code is grpc.StatusCode.INTERNAL:
-                known = isinstance(error, RequestFailedError)
-                logger.error("request %s failed", request_id, exc_info=None if known else error)
-            # Before the first message this goes out as trailers only: the client may then retry elsewhere.
-            await context.abort(status.code, status.message, status.trailers)
-        finally:
-            self.num_open -= 1
-            logger.info(
-                "request %s: %s, %d tokens, %.0f ms",
-                request_id,
-                reason,
-                num_tokens,
-                1e3 * (time.monotonic() - started_s),
-            )
+            await self._calls.refuse(context, error, "WatchScheduler")
+
+    def _leave(self, watch: SchedulerWatch) -> None:
+        self._watches.discard(watch)
+        watch.close()
 
     async def GetStats(
         self, request: pb.GetStatsRequest | None, context: grpc.aio.ServicerContext
     ) -> pb.GetStatsResponse:
         try:
-            if request is None:
-                raise InvalidRequestError("request", "the message cannot be read")
-            engine = self._ready_engine(even_draining=True)
+            readable(request)
+            engine = self._calls.engine(even_draining=True)
             parts = engine.parts
             return messages.stats_response(
                 await engine.stats(),
                 model=parts.model_name,
                 scheduling_policy=parts.policy.name,
                 cache=parts.config.cache.mode,
-                uptime_s=time.monotonic() - self._served_since_s,
+                uptime_s=self._calls.uptime_s,
                 max_model_len=parts.limits.max_model_len,
                 block_size=parts.executor.block_size,
             )
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
-            status = status_of(error, "GetStats")
-            if status.code is grpc.StatusCode.INTERNAL:
-                logger.error("GetStats failed", exc_info=error)
-            await context.abort(status.code, status.message, status.trailers)
-            raise  # not reached: abort raises
-
-    def _ready_engine(self, *, even_draining: bool = False) -> AsyncEngine:
-        if self._draining and not even_draining:
-            raise EngineClosedError("the server is shutting down")
-        if self._engine is None:
-            raise EngineClosedError("the server is starting: the model is not ready yet")
-        return self._engine
-
-    def _deadline_s(
-        self,
-        engine: AsyncEngine,
-        request: pb.GenerateRequest | None,
-        context: grpc.aio.ServicerContext,
-    ) -> float | None:
-        """The sooner one of the RPC's deadline and the request's own, on the engine's clock."""
-        now_s = engine.parts.clock.now_s()
-        remaining_s = context.time_remaining()
-        limits = [] if remaining_s is None else [remaining_s]
-        if request is not None and request.HasField("deadline_ms"):
-            own_s = request.deadline_ms / 1e3
-            if not math.isfinite(own_s) or not 0.0 < own_s <= _MAX_DEADLINE_S:
-                raise InvalidRequestError(
-                    "deadline_ms",
-                    f"{request.deadline_ms} must be a positive number of milliseconds, a day at most",
-                )
-            limits.append(own_s)
-        if not limits:
-            return None
-        if min(limits) <= 0.0:
-            raise TimeoutError
-        return now_s + min(limits)
-
-    async def _build(
-        self,
-        engine: AsyncEngine,
-        request: pb.GenerateRequest | None,
-        context: grpc.aio.ServicerContext,
-    ) -> EngineRequest:
-        if request is None:
-            raise InvalidRequestError(
-                "request", "the message cannot be read; text must be valid UTF-8"
-            )
-        parts = engine.parts
-        if request.model not in ("", parts.model_name, parts.config.model):
-            raise UnknownModelError(
-                f"model {request.model[:80]!r} is not served here; this server has {parts.model_name!r}"
-            )
-        metadata = context.invocation_metadata() or ()
-        fields = messages.request_fields(request, [(k, v) for k, v in metadata])
-        fields["arrival_s"] = parts.clock.now_s()
-        if request.sampling.HasField("structured_outputs"):
-            build = functools.partial(parts.build_request, **fields)
-            return await asyncio.get_running_loop().run_in_executor(self._forms, build)
-        if len(request.text) <= _LONG_PROMPT_CHARS:
-            return parts.build_request(**fields)
-        return await asyncio.to_thread(parts.build_request, **fields)
-
-    async def _write(
-        self,
-        context: grpc.aio.ServicerContext,
-        message: pb.GenerateResponse,
-        stream: RequestStream,
-    ) -> None:
-        """Write one message. A client that does not read for too long loses its request, and with it the cache blocks.
-
-        A write that has begun cannot be taken back in gRPC, and no status can be sent before it has ended. So the status
-        waits until the client reads again or goes away; what waits is one message, and the place among the RPCs.
-        """
-        stall_s = self._config.write_stall_s
-        slow = False
-
-        def note() -> None:
-            nonlocal slow
-            slow = True
-            stream.cancel()
-
-        timer = asyncio.get_running_loop().call_later(stall_s, note)
-        try:
-            await context.write(message)
-        except Exception as error:  # gRPC's type for it is not public
-            raise _ClientGoneError from error
-        finally:
-            timer.cancel()
-        if slow and not message.HasField("finish"):
-            raise SlowReaderError(
-                f"the client did not read for {stall_s:.0f} s; read faster or ask for less"
-            )
+            await self._calls.refuse(context, error, "GetStats")
 
 
 def _probe(host: str, port: int) -> None:
@@ -335,13 +178,6 @@ def _probe(host: str, port: int) -> None:
         ) from None
 
 
-def _reason_for_client(error: str | None) -> str:
-    """From a fixed catalogue: texts of the engine that begin so are written for users, others may hold anything."""
-    if error is not None and error.startswith(("numeric:", "grammar:")):
-        return error
-    return "the request failed"
-
-
 class GrpcServer:
     """Life of the server; one event loop.
 
@@ -353,7 +189,7 @@ class GrpcServer:
         self.config = config
         self.port = 0
         """The bound port, after `start`."""
-        self._service = AptServe(config)
+        self._calls = Calls(config.write_stall_s)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._server: grpc.aio.Server | None = None
         self._engine: AsyncEngine | None = None
@@ -362,7 +198,7 @@ class GrpcServer:
     @property
     def num_open(self) -> int:
         """Generate calls in progress."""
-        return self._service.num_open
+        return self._calls.num_open
 
     async def start(self) -> None:
         """Bind and answer; not SERVING yet.
@@ -372,21 +208,29 @@ class GrpcServer:
         """
         config = self.config
         self._server = server = grpc.aio.server(
-            options=config.options(), maximum_concurrent_rpcs=config.max_concurrent_rpcs
+            options=config.options(),
+            maximum_concurrent_rpcs=config.max_concurrent_rpcs,
+            interceptors=[] if config.keys is None else [KeyInterceptor(config.keys)],
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
         _probe(config.host, config.port)
         try:
-            self.port = server.add_insecure_port(f"{host}:{config.port}")
+            address = f"{host}:{config.port}"
+            if config.tls is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                self.port = server.add_secure_port(address, config.tls.grpc_credentials())
         except RuntimeError:
             raise PortInUseError(
                 f"cannot listen on {host}:{config.port}; choose another address (--grpc-port, --host)"
             ) from None
-        server.add_generic_rpc_handlers((self._service.handler(),))
+        server.add_generic_rpc_handlers(
+            (AptServe(self._calls).handler(), vllm_grpc.VllmEngine(self._calls).handler())
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if config.reflection:
             reflection.enable_server_reflection(
-                (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+                (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
             )
         await self._set_health(serving=False)
         await server.start()
@@ -394,7 +238,7 @@ class GrpcServer:
     async def serve(self, engine: AsyncEngine) -> None:
         """Take a warm engine and become SERVING."""
         self._engine = engine
-        self._service.use(engine)
+        self._calls.use(engine)
         await self._set_health(serving=True)
 
     async def engine_lost(self) -> None:
@@ -403,14 +247,14 @@ class GrpcServer:
 
     async def stop(self, drain_s: float) -> None:
         """NOT_SERVING at once, refuse new requests, end open ones within `drain_s`, close. A second call hurries."""
-        self._service.drain()
+        self._calls.drain()
         await self._health.enter_graceful_shutdown()
         if self._engine is not None:
             await self._engine.shutdown(drain_s)
         if self._server is not None:
             # The streams have their last message or their status: time to send it.
             await self._server.stop(grace=min(2.0, max(drain_s, 0.2)))
-        self._service.close()
+        self._calls.close()
 
     async def _set_health(self, *, serving: bool) -> None:
         status = (
@@ -418,5 +262,5 @@ class GrpcServer:
             if serving
             else health_pb2.HealthCheckResponse.NOT_SERVING
         )
-        for service in ("", SERVICE):
+        for service in ("", *_SERVICES):
             await self._health.set(service, status)

@@ -2,25 +2,57 @@
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from apt_jax.engine import EngineStats
 from apt_jax.errors import InvalidRequestError
-from apt_jax.llm import OutputDelta
+from apt_jax.llm import EngineParts, OutputDelta
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
+from apt_jax.validation import check_deadline_ms
+from apt_jax.watch import Iteration, WatchNews
+from serve.grpc_calls import readable
+from serve.objectives import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from serve.status import UnknownModelError
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
-# Objectives in metadata, the first pair that has a part wins for that part.
-_TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
-_TBT_KEYS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
-_TIER_KEY = "service_tier"
-_TIERS = {"flex": "be", "priority": "rt", "auto": None, "default": None}
-_DECIMAL = re.compile(r"[0-9]{1,12}(\.[0-9]{1,12})?")
+
+class GenerateExchange:
+    """A Generate call of AptServe, a `serve.grpc_calls.Exchange`.
+
+    Args:
+        request: None: it could not be read.
+        metadata: of the RPC.
+    """
+
+    def __init__(self, request: pb.GenerateRequest | None, metadata: Metadata) -> None:
+        self._request = request
+        self._metadata = metadata
+        self._num_messages = 0
+        self._num_tokens = 0
+
+    def fields(self, parts: EngineParts) -> dict[str, Any]:
+        request = readable(self._request)
+        if request.model not in ("", parts.model_name, parts.config.model):
+            raise UnknownModelError(
+                f"model {request.model[:80]!r} is not served here; this server has {parts.model_name!r}"
+            )
+        return request_fields(request, self._metadata)
+
+    def deadline_s(self) -> float | None:
+        if self._request is None or not self._request.HasField("deadline_ms"):
+            return None
+        return check_deadline_ms(self._request.deadline_ms)
+
+    def messages(self, index: int, delta: OutputDelta) -> Iterable[pb.GenerateResponse]:
+        self._num_tokens += len(delta.token_ids)
+        message = response(delta, self._num_messages, self._num_tokens)
+        self._num_messages += 1
+        return (message,)
+
 
 _SAMPLING_SCALARS = tuple(
     field.name
@@ -49,16 +81,25 @@ def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str,
             fields["prompt"] = request.text
         case "token_ids":
             fields["prompt_token_ids"] = list(request.token_ids.ids)
-    slo = request.slo
-    headers = {key: value for key, value in reversed(metadata)}
-    fields["slo_ttft_ms"] = (
-        slo.ttft_ms if slo.HasField("ttft_ms") else _milliseconds(headers, _TTFT_KEYS)
-    )
-    fields["slo_tbt_ms"] = (
-        slo.tbt_ms if slo.HasField("tbt_ms") else _milliseconds(headers, _TBT_KEYS)
-    )
-    fields["slo_class"] = _slo_class(request.slo_class, headers)
+    fields |= objectives(metadata, request.slo, request.slo_class)
     return fields
+
+
+def objectives(
+    metadata: Metadata, slo: pb.Slo | None = None, slo_class: int = pb.SLO_CLASS_UNSPECIFIED
+) -> dict[str, Any]:
+    """Objectives and class of a request, those of its message before those of its metadata.
+
+    Raises:
+        InvalidRequestError: metadata that is no number, or an unknown class.
+    """
+    slo = pb.Slo() if slo is None else slo
+    headers = {key: value for key, value in reversed(metadata)}
+    return {
+        "slo_ttft_ms": slo.ttft_ms if slo.HasField("ttft_ms") else milliseconds(headers, TTFT_KEYS),
+        "slo_tbt_ms": slo.tbt_ms if slo.HasField("tbt_ms") else milliseconds(headers, TBT_KEYS),
+        "slo_class": _slo_class(slo_class, headers),
+    }
 
 
 def _sampling_fields(params: pb.SamplingParams) -> dict[str, Any]:
@@ -100,20 +141,6 @@ def structured_outputs(fields: Mapping[str, Any]) -> pb.StructuredOutputs:
     return pb.StructuredOutputs(**given)
 
 
-def _milliseconds(headers: Mapping[str, str | bytes], keys: Iterable[str]) -> float | None:
-    for key in keys:
-        value = headers.get(key)
-        if value is None:
-            continue
-        text = value.decode("ascii", "replace") if isinstance(value, bytes) else value
-        if not _DECIMAL.fullmatch(text.strip()):
-            raise InvalidRequestError(
-                key, f"{text[:40]!r} is not a number of milliseconds such as 250 or 12.5"
-            )
-        return float(text)
-    return None
-
-
 def _slo_class(value: int, headers: Mapping[str, str | bytes]) -> str | None:
     if value == pb.SLO_CLASS_RT:
         return "rt"
@@ -123,15 +150,7 @@ def _slo_class(value: int, headers: Mapping[str, str | bytes]) -> str | None:
         raise InvalidRequestError(
             "slo_class", f"{value} must be SLO_CLASS_RT (1) or SLO_CLASS_BE (2)"
         )
-    tier = headers.get(_TIER_KEY)
-    if tier is None:
-        return None
-    text = tier.decode("ascii", "replace") if isinstance(tier, bytes) else tier
-    if text not in _TIERS:
-        raise InvalidRequestError(
-            _TIER_KEY, f"{text[:40]!r} must be one of {', '.join(sorted(_TIERS))}"
-        )
-    return _TIERS[text]
+    return class_of_tier(headers.get(TIER_KEY))
 
 
 def response(delta: OutputDelta, sequence: int, num_tokens: int) -> pb.GenerateResponse:
@@ -231,3 +250,51 @@ def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
     }
     switches = {f"{old}>{new}": count for (old, new), count in stats.kind_switches.items()}
     return pb.GetStatsResponse(kind_switches=switches, **copied, **facts)
+
+
+def watch_response(news: WatchNews, served_since_s: float) -> pb.WatchSchedulerResponse:
+    """What a watcher of the scheduler has not seen; `served_since_s` is on the engine's clock."""
+    return pb.WatchSchedulerResponse(
+        num_dropped=news.num_dropped,
+        iterations=[_iteration(iteration, served_since_s) for iteration in news.iterations],
+    )
+
+
+def _iteration(iteration: Iteration, served_since_s: float) -> pb.Iteration:
+    return pb.Iteration(
+        number=iteration.number,
+        uptime_s=iteration.at_s - served_since_s,
+        type=iteration.type,
+        scheduled=[
+            pb.ScheduledRow(
+                request_id=row.request_id,
+                num_tokens=row.num_tokens,
+                start=row.start,
+                kind=_CACHE_KINDS[row.kind],
+            )
+            for row in iteration.scheduled
+        ],
+        preempted=[
+            pb.PreemptedRow(
+                request_id=row.request_id, num_tokens=row.num_tokens, kind=_CACHE_KINDS[row.kind]
+            )
+            for row in iteration.preempted
+        ],
+        switched=[
+            pb.KindSwitch(
+                request_id=switch.request_id,
+                old=_CACHE_KINDS[switch.old],
+                new=_CACHE_KINDS[switch.new],
+            )
+            for switch in iteration.switched
+        ],
+        deferred=iteration.deferred,
+        prefill_tokens=iteration.prefill_tokens,
+        decode_tokens=iteration.decode_tokens,
+        num_waiting=iteration.num_waiting,
+        num_running=iteration.num_running,
+        free_blocks=iteration.free_blocks,
+        schedule_ms=iteration.schedule_s * 1e3,
+        step_ms=_ms(iteration.step_s),
+        failed=iteration.failed,
+    )

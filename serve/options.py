@@ -14,10 +14,13 @@ from apt_jax.config import (
     SchedulerConfig,
 )
 from apt_jax.errors import ConfigError
+from apt_jax.request import StructuredOutputsParams
 from apt_jax.sched import POLICIES
+from apt_jax.validation import RequestLimits, build_request
 from serve.client import address
 
 DEFAULT_MODEL = "tiny-opt"
+_INT32_MAX = 2**31 - 1
 MODEL_HELP = (
     "bundled name (tiny-opt), directory in Hugging Face format or of apt-jax convert, .gguf file, hub id (owner/model or "
     "owner/model@revision), or with --load-format dummy a published size (opt-125m)"
@@ -124,12 +127,20 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="how attention over a hidden cache is computed",
     )
     group.add_argument(
+        "--quantization",
+        metavar="int8",
+        help="weights as integers, half the memory of bfloat16 (docs/models.md); without it as they are",
+    )
+    group.add_argument(
         "--attention-backend",
         metavar="NAME",
         help="implementation of the attention kernels (docs/kernels.md); without it the platform's",
     )
     group.add_argument(
-        "--block-size", type=int, default=cache.block_size, help="token positions a block"
+        "--block-size",
+        type=int,
+        default=cache.block_size,
+        help="keys, or values, a block; layer inputs of another width fill it as they fit",
     )
     group.add_argument(
         "--num-blocks-override",
@@ -148,7 +159,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=cache.enable_prefix_caching,
-        help="share the cache of common beginnings between requests",
+        help="share the cache of common beginnings between requests (default: on)",
     )
     group = parser.add_argument_group("scheduling")
     group.add_argument(
@@ -190,13 +201,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--default-slo-ttft-ms",
         type=positive(float),
         metavar="MS",
-        help="arrival to first token, milliseconds",
+        help="arrival to first token, milliseconds; without it none, which is always met",
     )
     group.add_argument(
         "--default-slo-tbt-ms",
         type=positive(float),
         metavar="MS",
-        help="P99 of the gaps between tokens, milliseconds",
+        help="P99 of the gaps between tokens, milliseconds; without it none, which is always met",
     )
     group = parser.add_argument_group("model loading")
     group.add_argument(
@@ -274,6 +285,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         load_format=args.load_format,
         max_model_len=args.max_model_len,
         served_model_name=args.served_model_name,
+        quantization=args.quantization,
         attention_backend=args.attention_backend,
         seed=args.seed,
         cache=CacheConfig(
@@ -326,8 +338,18 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
     group.add_argument(
         "--ignore-eos", action="store_true", help="go on after the end-of-sequence token"
     )
-    group.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="objective, milliseconds")
-    group.add_argument("--slo-tbt-ms", type=float, metavar="MS", help="objective, milliseconds")
+    group.add_argument(
+        "--slo-ttft-ms",
+        type=float,
+        metavar="MS",
+        help="objective: arrival to first token, milliseconds; without it the engine's default",
+    )
+    group.add_argument(
+        "--slo-tbt-ms",
+        type=float,
+        metavar="MS",
+        help="objective: P99 of the gaps between tokens, milliseconds; without it the engine's default",
+    )
 
 
 def add_form_arguments(parser: argparse.ArgumentParser) -> None:
@@ -339,7 +361,9 @@ def add_form_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--regex", metavar="REGEX", help="only text that matches as a whole")
     form.add_argument("--choice", metavar="A,B,...", help="only one of these texts")
     form.add_argument(
-        "--grammar", metavar="FILE", help="only text of this grammar (Lark, llguidance's dialect)"
+        "--grammar",
+        metavar="FILE",
+        help="only text of this grammar (llguidance's dialect of Lark, or GBNF)",
     )
 
 
@@ -362,6 +386,46 @@ def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
     if form is not None:
         fields["structured_outputs"] = form
     return fields
+
+
+class _AnyForm:
+    """Stands for what compiles forms: the engine will."""
+
+    def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool) -> Any:
+        return None
+
+
+class _AnyText:
+    """Stands for a tokenizer: stop strings need one, and ranges do not depend on which."""
+
+    vocab_size = _INT32_MAX
+
+    def encode(self, text: str) -> list[int]:
+        return [0]
+
+    def min_tokens(self, text: str) -> int:
+        return 0
+
+
+def request_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `SamplingParams` and objectives of a request, checked as far as that needs no model.
+
+    Raises:
+        InvalidRequestError: one of them is out of its range; better known before a model is loaded than after.
+        ConfigError: a file cannot be read.
+    """
+    sampling = sampling_fields(args)
+    objectives = {"slo_ttft_ms": args.slo_ttft_ms, "slo_tbt_ms": args.slo_tbt_ms}
+    build_request(
+        RequestLimits(vocab_size=_INT32_MAX, max_model_len=_INT32_MAX),
+        _AnyText(),
+        prompt_token_ids=[0],
+        params=sampling,
+        **objectives,
+        arrival_s=0.0,
+        grammars=_AnyForm(),
+    )
+    return {**sampling, **objectives}
 
 
 def _form(args: argparse.Namespace) -> dict[str, Any] | None:

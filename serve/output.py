@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from apt_jax.llm import ProgressBars
 from serve.errors import CommandError
 
 
@@ -23,6 +24,16 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
     for name, value in rows:
         table.add_row(Text(name), Text(str(value)))
     Console(highlight=False, emoji=False).print(table)
+
+
+def starting_bars(*, quiet: bool = False) -> ProgressBars:
+    """What shows on stderr how far an engine is with its programs: a bar on terminals, else a line at start and end."""
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    return ProgressBars(disable=True if quiet else None, say=say)
 
 
 def write_json(path: str | None, values: Any) -> None:

@@ -30,8 +30,19 @@ class SlowReaderError(Exception):
     """The client has not read for too long."""
 
 
+class NoTokenizerError(Exception):
+    """Somebody asks for the tokenizer of a model that has none."""
+
+
 class RequestFailedError(Exception):
     """The engine ended this request for its own sake."""
+
+
+def reason_for_client(error: str | None) -> str:
+    """From a fixed catalogue: texts of the engine that begin so are written for users, others may hold anything."""
+    if error is not None and error.startswith(("numeric:", "grammar:")):
+        return error
+    return "the request failed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +70,8 @@ def status_of(error: BaseException, request_id: str) -> Status:
             return _final(grpc.StatusCode.NOT_FOUND, str(error))
         case UnknownRequestError():
             return _final(grpc.StatusCode.NOT_FOUND, str(error))
+        case NoTokenizerError():
+            return _final(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         case QueueFullError():
             return _retry(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), error.retry_after_s)
         case SlowReaderError():

@@ -70,6 +70,7 @@ def sustained_rate(
     kind_hidden: bool,
     num_blocks: int,
     block_size: int,
+    hidden_block_size: int,
     max_num_seqs: int,
     prompt_len: float,
     output_len: float,
@@ -79,7 +80,7 @@ def sustained_rate(
     A request holds about `prompt_len + output_len / 2` tokens while it decodes; as many run at once as fit.
     """
     held = prompt_len + output_len / 2
-    blocks = (1 if kind_hidden else 2) * np.ceil(held / block_size)
+    blocks = np.ceil(held / hidden_block_size) if kind_hidden else 2 * np.ceil(held / block_size)
     running = int(max(1, min(max_num_seqs, num_blocks // blocks)))
     lens = [int(held)] * running
     step_s = model.decode_s([], lens) if kind_hidden else model.decode_s(lens, [])
@@ -102,6 +103,7 @@ def derive_workload(
     *,
     num_blocks: int,
     block_size: int,
+    hidden_block_size: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     duration_s: float,
@@ -121,7 +123,7 @@ def derive_workload(
     shortest, longest = 48, 96
     output_len, prompt_len = (shortest + longest) / 2, float(np.mean(prompt_lens))
     facts: dict[str, Any] = {
-        "num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs,
+        "num_blocks": num_blocks, "block_size": block_size, "hidden_block_size": hidden_block_size, "max_num_seqs": max_num_seqs,
         "prompt_len": prompt_len, "output_len": output_len,
     }  # fmt: skip
     kv = sustained_rate(model, kind_hidden=False, **facts)

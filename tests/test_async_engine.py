@@ -1,6 +1,7 @@
 """The engine loop in its thread: streams, cancellation, deadlines, back-pressure, shutdown, death."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -66,6 +67,39 @@ def test_streams_equal_their_reference():
             assert tokens == expected_tokens(req)
 
     run(scenario)
+
+
+def test_the_answers_to_several_requests_come_through_one_reader():
+    async def scenario(engine):
+        requests = engine.parts.build_requests(
+            n=4, prompt="hello", params={"max_tokens": 9, "seed": 5, "ignore_eos": True}
+        )
+        tokens: list[list[int]] = [[] for _ in requests]
+        ended = []
+        group = engine.submit_all(requests)
+        async for index, delta in group:
+            tokens[index] += delta.token_ids
+            ended += [index] * delta.finished
+        assert group.ended
+        assert sorted(ended) == [0, 1, 2, 3]
+        assert tokens == [expected_tokens(r) for r in requests]
+        assert len({tuple(t) for t in tokens}) == 4
+
+    run(scenario)
+
+
+def test_one_refused_request_of_a_group_ends_the_reading_and_cancel_the_rest():
+    async def scenario(engine):
+        executor_of(engine.parts).gate.clear()  # nothing is scheduled meanwhile
+        group = engine.submit_all(engine.parts.build_requests(n=6, prompt="hello"))
+        executor_of(engine.parts).gate.set()
+        with pytest.raises(QueueFullError):
+            async for _ in group:
+                pass
+        group.cancel()
+        await until(lambda: engine.num_open == 0 and engine.parts.engine.num_live == 0)
+
+    run(scenario, max_num_seqs=1, max_num_queued_reqs=2)
 
 
 def test_outputs_grow_and_end_once():
@@ -566,3 +600,58 @@ def test_many_opened_and_cancelled_leave_nothing():
             await asyncio.gather(*(one(n) for n in range(start, start + 50)))
 
     run(scenario)
+
+
+class Notes:
+    """An observer that remembers, and fails once."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str | None] = {}
+        self.refusals: list[str] = []
+
+    def ended(self, delta) -> None:
+        self.reasons[delta.request.request_id] = delta.finish_reason
+        if delta.request.request_id == "done":
+            raise ValueError("of the observer alone")
+
+    def refused(self, request) -> None:
+        self.refusals.append(request.request_id)
+
+
+def test_an_observer_is_told_of_every_request_once(caplog):
+    notes = Notes()
+
+    async def whole() -> None:
+        engine = AsyncEngine(toy_parts(step_s=0.002, max_num_queued_reqs=1), notes)
+        assert await collect(engine, request(engine, request_id="done"))
+        long = {"max_tokens": 200}
+        left = engine.submit(request(engine, request_id="left", params=long))
+        await anext(left)
+        left.cancel()
+        late = engine.parts.clock.now_s() + 0.03
+        with pytest.raises(TimeoutError):
+            async for _ in engine.submit(
+                request(engine, request_id="late", params=long), deadline_s=late
+            ):
+                pass
+        executor_of(engine.parts).gate.clear()
+        streams = [engine.submit(request(engine, request_id=f"r{i}")) for i in range(3)]
+        executor_of(engine.parts).gate.set()
+        for stream in streams:
+            with contextlib.suppress(QueueFullError):
+                async for _ in stream:
+                    pass
+        cut = engine.submit(request(engine, request_id="cut", params=long))
+        await anext(cut)
+        await engine.shutdown()
+        with pytest.raises(EngineClosedError):
+            async for _ in cut:
+                pass
+
+    asyncio.run(asyncio.wait_for(whole(), 60))
+    assert notes.reasons.items() >= {"done": "length", "left": "abort", "late": "abort", "cut": "abort"}.items()  # fmt: skip
+    served = {name for name in notes.reasons if name.startswith("r")}
+    assert served | set(notes.refusals) == {"r0", "r1", "r2"}
+    assert len(served) + len(notes.refusals) == 3
+    assert notes.refusals
+    assert "the observer failed" in caplog.text

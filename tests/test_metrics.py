@@ -1,11 +1,13 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from apt_jax.config import SLO
 from apt_jax.metrics import (
+    Distribution,
     Percentiles,
     RequestRecord,
     effective_throughput,
@@ -25,6 +27,28 @@ def test_gaps_and_their_percentiles():
     assert p99_tbt_s([1.0]) is None
     assert p99_tbt_drop_first_s([1.0, 2.0]) is None
     assert gaps_s([]) == []
+
+
+def test_a_distribution_counts_by_upper_bound():
+    distribution = Distribution([1, 2, 5])
+    for value in (0, 1, 1.5, 2, 5, 6, 100):
+        distribution.add(value)
+    assert distribution.counts == [2, 2, 1, 2]
+    assert distribution.cumulative() == [(1, 2), (2, 4), (5, 5), (math.inf, 7)]
+    assert (distribution.count, distribution.sum) == (7, 115.5)
+    copied = distribution.copy()
+    distribution.add_all(np.array([1.0, 1.1, 7.0]))
+    assert distribution.counts == [3, 3, 1, 3]
+    assert distribution.sum == pytest.approx(124.6)
+    assert copied.counts == [2, 2, 1, 2]
+    distribution.add_all(np.array([]))
+    assert distribution.count == 10
+
+
+@pytest.mark.parametrize("bounds", [[], [2, 1], [1, 1]])
+def test_bounds_of_a_distribution_rise(bounds):
+    with pytest.raises(ValueError, match="rise"):
+        Distribution(bounds)
 
 
 def test_percentiles_interpolate_and_are_none_of_nothing():

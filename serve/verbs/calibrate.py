@@ -12,12 +12,12 @@ from apt_jax.calibrate import (
     store_calibration,
 )
 from apt_jax.jax_executor import JaxExecutor
-from apt_jax.llm import ProgressBars, build_engine
+from apt_jax.llm import build_engine
 from apt_jax.sched.cost_model import FitQuality
 from apt_jax.sim.hardware import save_hardware
 from serve import options
 from serve.errors import CommandError
-from serve.output import print_table, write_json
+from serve.output import print_table, starting_bars, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--describe needs the costs of the KV kind; use --cache kv or hybrid")
     if args.describe and not args.describe.parent.is_dir():  # better known before than after
         raise CommandError(f"cannot write {args.describe} (no such directory) (--describe)")
-    bars = ProgressBars()
+    bars = starting_bars()
     try:
         parts = build_engine(config, calibrate=False, progress=bars)
         executor = parts.executor

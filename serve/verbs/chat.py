@@ -126,13 +126,14 @@ class Transcript:
 
 
 async def _talk(args: argparse.Namespace) -> int:
-    fields = {
-        **options.sampling_fields(args),
-        "slo_ttft_ms": args.slo_ttft_ms,
-        "slo_tbt_ms": args.slo_tbt_ms,
-    }
-    shown = sys.stdin.isatty()
+    fields = options.request_fields(args)
+    shown, code = sys.stdin.isatty(), 0
     async with open_completer(args) as completer:
+        longest = await completer.max_model_len()
+        if args.max_tokens >= longest:
+            raise InvalidRequestError(
+                "max_tokens", f"{args.max_tokens} leaves no room for a question: the model takes {longest} in all (--max-tokens)"
+            )  # fmt: skip
         talk: Talk = (
             Conversation(args.system)
             if completer.has_chat
@@ -146,16 +147,18 @@ async def _talk(args: argparse.Namespace) -> int:
                 question = await asyncio.to_thread(input, f"{args.you}: " if shown else "")
             except EOFError:
                 sys.stdout.write("\n" if shown else "")
-                return 0
+                return code
             question = question.strip()
             if question in ("/quit", "/exit"):
-                return 0
+                return code
             if question == "/reset":
                 talk.reset()
             elif question.startswith("/"):
                 sys.stderr.write("commands: /reset, /quit\n")
-            elif question:
-                await _answer(completer, talk, question, fields, args, shown=shown)
+            elif question and not await _answer(
+                completer, talk, question, fields, args, shown=shown
+            ):
+                code = 0 if shown else 1
 
 
 async def _answer(
@@ -166,7 +169,8 @@ async def _answer(
     args: argparse.Namespace,
     *,
     shown: bool,
-) -> None:
+) -> bool:
+    """Write the answer; False where the question cannot be asked."""
     parts: list[str] = []
     while True:
         stream = completer.stream(talk.prompt(question), **fields)
@@ -186,7 +190,11 @@ async def _answer(
                             sys.stderr.write(f"[{verdict(piece.finish)}]\n")
             break
         except InvalidRequestError as error:
-            if error.field not in ("prompt", "max_tokens") or not talk.forget_oldest():
-                sys.stderr.write(f"{error}\n")
-                return
+            if error.field != "max_tokens" and error.field.split(".")[0] in fields:
+                raise  # of every question alike
+            too_long = error.field in ("prompt", "prompt_token_ids", "max_tokens")
+            if not too_long or not talk.forget_oldest():
+                sys.stderr.write(f"apt-jax chat: {error}\n")
+                return False
     talk.add(question, "".join(parts))
+    return True

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="+", help="text to complete; -: stdin")
     options.add_target_argument(parser)
     parser.add_argument(
-        "--quiet", action="store_true", help="print the completions alone, no timings"
+        "--quiet", action="store_true", help="print the completions alone, no progress or timings"
     )
     parser.add_argument(
         "--no-warm-up",
@@ -40,11 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _generate(args: argparse.Namespace, prompts: list[str]) -> list[dict[str, Any]]:
-    fields = {
-        **options.sampling_fields(args),
-        "slo_ttft_ms": args.slo_ttft_ms,
-        "slo_tbt_ms": args.slo_tbt_ms,
-    }
+    fields = options.request_fields(args)
     if args.target is not None:
         fields["model"] = args.model
     single = len(prompts) == 1

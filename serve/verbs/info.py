@@ -6,13 +6,13 @@ import platform
 from typing import Any
 
 from apt_jax import __version__
-from apt_jax.calibrate import cache_dir
+from apt_jax.cache_dir import cache_dir
 from apt_jax.config import EngineConfig
 from apt_jax.jax_executor import JaxExecutor
-from apt_jax.llm import LLM, EngineParts, ProgressBars, build_engine
+from apt_jax.llm import LLM, EngineParts, build_engine
 from serve import options
 from serve.client import AptClient
-from serve.output import print_table, write_json
+from serve.output import print_table, starting_bars, write_json
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 _PACKAGES = (
@@ -24,6 +24,7 @@ _PACKAGES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
     options.add_target_argument(parser)
+    parser.add_argument("--list", action="store_true", help="print the known models and end")
     parser.add_argument(
         "--stats",
         action="store_true",
@@ -34,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.list:
+        models = known_models()
+        for title, rows in models.items():
+            print_table(title, rows.items())
+        names = dict(zip(("models", "sizes"), models.values(), strict=True))
+        write_json(args.json, names)
+        return 0
     if args.target is not None:
         with AptClient(args.target) as client:
             values = server_facts(client.stats())
@@ -42,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     sections = {"versions": versions(), "devices": devices()}
     config = options.engine_config(args)
-    bars = ProgressBars()
+    bars = starting_bars()
     try:
         parts = build_engine(config, warm_up=args.stats, calibrate=False, progress=bars)
     finally:
@@ -55,6 +63,20 @@ def run(args: argparse.Namespace) -> int:
         print_table(title, rows.items())
     write_json(args.json, sections)
     return 0
+
+
+def known_models() -> dict[str, dict[str, str]]:
+    """Names that MODEL may be: of models with their files, and of published sizes without."""
+    from apt_jax.models import PRESETS, models_with_files, read_model_config
+
+    sizes = {}
+    for name, fields in PRESETS.items():
+        model = read_model_config(fields)[1]
+        sizes[name] = f"{model.family}, {model.num_params / 1e9:.2g} billion parameters"
+    return {
+        "models with their files": models_with_files(),
+        "sizes, with random weights (--load-format dummy), or from the hub id or directory of their files": sizes,
+    }
 
 
 def versions() -> dict[str, Any]:
@@ -112,13 +134,15 @@ def cache_facts(parts: EngineParts) -> dict[str, Any]:
     block_bytes = executor.block_bytes if isinstance(executor, JaxExecutor) else None
     if block_bytes is not None:
         facts["pool (MiB)"] = round(block_bytes * executor.num_blocks / 2**20, 1)
-    for kind in engine.kinds:
+    for kind, size in zip(engine.kinds, engine.cache.block_sizes, strict=True):
         if not kind.offered:
             facts[kind.name] = "not offered"
             continue
-        pool_tokens = executor.num_blocks // kind.blocks_per_group * executor.block_size
+        pool_tokens = executor.num_blocks // kind.blocks_per_group * size
+        if size != executor.block_size:
+            facts[f"{kind.name}: tokens a block"] = size
         if block_bytes is not None:
-            per_token = block_bytes * kind.blocks_per_group // executor.block_size
+            per_token = round(block_bytes * kind.blocks_per_group / size)
             facts[f"{kind.name}: bytes a token"] = per_token
         facts[f"{kind.name}: pool (tokens)"] = pool_tokens
     if isinstance(executor, JaxExecutor):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +27,7 @@ from apt_jax.sched.optimal import (
     solve_optimal,
 )
 from apt_jax.sim.hardware import load_hardware
-from apt_jax.sim.trace import Trace, load_trace
+from apt_jax.sim.trace import Trace, known_traces, load_trace
 from serve import options
 from serve.errors import CommandError
 from serve.output import print_table, write_json
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         required=True,
         metavar="FILE",
-        help="CSV with the columns prompt_tokens, output_tokens and optionally arrival_s, not falling",
+        help="CSV with the columns prompt_tokens, output_tokens and optionally arrival_s, not falling; docs/optimal.md",
     )
     group = parser.add_argument_group("costs and memory")
     group.add_argument("--model", default="llama-2-7b", help="model of the hardware description")
@@ -95,7 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "token comes within --slo-ttft-ms",
     )
     group.add_argument(
-        "--slo-ttft-ms", type=options.positive(float), metavar="MS", help="for --objective slo"
+        "--slo-ttft-ms",
+        type=options.positive(float),
+        metavar="MS",
+        help="for --objective slo: arrival to first token, milliseconds",
     )
     group.add_argument(
         "--time-limit",
@@ -149,6 +153,8 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
             f"--chunk {args.chunk} must be between --chunk-step {args.chunk_step} and "
             f"--max-num-batched-tokens {args.max_num_batched_tokens}"
         )
+    if args.requests not in known_traces() and not Path(args.requests).is_file():
+        raise ConfigError(f"{args.requests}: no such file (--requests)")
     try:
         trace = load_trace(args.requests)
     except ConfigError as error:
@@ -156,6 +162,9 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
     hardware = load_hardware(args.model, args.hardware)
     kinds = hardware.kinds(args.cache)
     tokens = hardware.num_kv_tokens if args.capacity_tokens is None else args.capacity_tokens
+    # Half a KV token, which is a hidden one: exact. Where layer inputs have another width, the blocks of the engine.
+    same = hardware.hidden_block_size in (None, hardware.block_size)
+    block_size = 1 if same else hardware.block_size
     slo_s = float("inf") if args.slo_ttft_ms is None else args.slo_ttft_ms / 1e3
     requests = tuple(
         OptimalRequest(
@@ -170,13 +179,15 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
     )
     problem = OptimalProblem(
         requests=requests,
-        capacity_blocks=tokens * kinds[0].blocks_per_group,  # a block: half a KV token
+        capacity_blocks=tokens // block_size * kinds[0].blocks_per_group,
         max_num_batched_tokens=args.max_num_batched_tokens,
         chunk=args.chunk,
         chunk_step=args.chunk_step,
         hybrid_batching=not args.no_hybrid_batching,
         eviction=not args.no_eviction,
         kinds=kinds,
+        block_size=block_size,
+        hidden_block_size=None if same else hardware.hidden_block_size,
         costs=hardware.step_costs(),
         objective=args.objective,
     )

@@ -1,13 +1,17 @@
-"""Serve a model over gRPC: aptjax.v1.AptServe, health and reflection on one port.
+"""Serve a model over gRPC (aptjax.v1.AptServe, vllm.grpc.engine.VllmEngine, health and reflection on one port) and HTTP
+(OpenAI's API on another).
 
-SIGTERM turns health to NOT_SERVING, refuses new requests, lets open ones end, and exits with 0; a second one exits now.
+SIGTERM turns health to NOT_SERVING, refuses new requests, lets open ones end, and exits with 0; a second one exits now. SIGHUP
+reads API keys and the certificate again.
 """
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -19,8 +23,14 @@ from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.llm import DEFAULT_CALIBRATION_S, EngineParts, ProgressBars, build_engine
 from serve import options
-from serve.errors import CommandError
-from serve.grpc_server import GrpcServer, PortInUseError, ServerConfig
+from serve.errors import CommandError, PortInUseError
+from serve.grpc_server import GrpcServer, ServerConfig
+from serve.http_app import AppConfig
+from serve.http_protocol import ConnectionLimits
+from serve.http_server import HttpConfig, HttpServer
+from serve.keys import FLAG, ApiKeys
+from serve.prometheus import ServerMetrics
+from serve.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +40,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default=ServerConfig().host, help="address to listen on")
     group.add_argument(
-        "--grpc-port", type=int, metavar="PORT", default=ServerConfig().port, help="0: any free one"
+        "--grpc-port",
+        type=int,
+        metavar="PORT",
+        default=ServerConfig().port,
+        help="of gRPC; 0: any free one",
+    )
+    group.add_argument(
+        "--port",
+        "--http-port",
+        dest="http_port",
+        type=int,
+        metavar="PORT",
+        default=HttpConfig().port,
+        help="of HTTP; 0: any free one",
+    )
+    group.add_argument(
+        "--http-host", metavar="HOST", help="address of HTTP to listen on; without it --host"
+    )
+    group.add_argument("--no-http", action="store_true", help="serve gRPC alone")
+    group.add_argument(
+        FLAG,
+        metavar="FILE",
+        help="only calls with one of these keys, one a line, are served; health asks for none",
+    )
+    group.add_argument("--tls-cert", metavar="FILE", help="PEM certificate and chain of both ports")
+    group.add_argument("--tls-key", metavar="FILE", help="PEM key of the certificate")
+    group.add_argument(
+        "--tls-client-ca",
+        metavar="FILE",
+        help="PEM certificates of CAs; only clients that have a certificate of theirs can connect",
     )
     group.add_argument(
         "--shutdown-timeout",
@@ -62,13 +101,29 @@ def run(args: argparse.Namespace) -> int:
     )
     for name in ("apt_jax", "serve"):
         logging.getLogger(name).setLevel(args.log_level.upper())
-    if not 0 <= args.grpc_port < 65536:
-        raise ConfigError(f"port {args.grpc_port} must lie in [0, 65535] (--grpc-port)")
-    if not args.insecure_open and not _is_loopback(args.host):
+    logging.getLogger("uvicorn").setLevel("ERROR")  # it warns of every line that is no HTTP
+    http_host = args.http_host or args.host
+    for flag, port in (("--grpc-port", args.grpc_port), ("--port", args.http_port)):
+        if not 0 <= port < 65536:
+            raise ConfigError(f"port {port} must lie in [0, 65535] ({flag})")
+    keys, tls = _keys(args), _tls(args)
+    closed = keys is not None or (tls is not None and tls.asks_clients)
+    hosts = [args.host] if args.no_http else [args.host, http_host]
+    reachable = [host for host in hosts if not _is_loopback(host)]
+    if reachable and not closed and not args.insecure_open:
         raise ConfigError(
-            f"{args.host} can be reached from other machines, without encryption or keys; bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
+            f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
         )
     config = options.engine_config(args)
+    _allow_many_files()
+    most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
+    http = HttpConfig(
+        host=http_host,
+        port=args.http_port,
+        tls=tls,
+        connections=ConnectionLimits(max_connections=2 * most_open),
+        app=AppConfig(keys=keys),
+    )
     code = asyncio.run(
         serve(
             config,
@@ -76,18 +131,56 @@ def run(args: argparse.Namespace) -> int:
                 host=args.host,
                 port=args.grpc_port,
                 reflection=_is_loopback(args.host),
-                max_concurrent_rpcs=config.scheduler.max_num_queued_reqs
-                + config.scheduler.max_num_seqs
-                + 64,
+                max_concurrent_rpcs=most_open,
+                keys=keys,
+                tls=tls,
             ),
+            None if args.no_http else http,
             shutdown_timeout_s=args.shutdown_timeout,
             build=lambda: _build(config, args.calibration_time),
+            reload=lambda: _reload(args, keys, tls),
         )
     )
     sys.stdout.flush()
     if code is None:  # stopped while the model was loading: that thread cannot be ended otherwise
         os._exit(0)
     return code
+
+
+def _keys(args: argparse.Namespace) -> ApiKeys | None:
+    return None if args.api_key_file is None else ApiKeys.load(args.api_key_file)
+
+
+def _tls(args: argparse.Namespace) -> Tls | None:
+    if args.tls_cert is None and args.tls_key is None:
+        if args.tls_client_ca is not None:
+            raise ConfigError("--tls-client-ca needs a certificate of the server (--tls-cert)")
+        return None
+    if args.tls_cert is None or args.tls_key is None:
+        raise ConfigError("a certificate and its key go together (--tls-cert, --tls-key)")
+    return Tls(args.tls_cert, args.tls_key, args.tls_client_ca)
+
+
+def _reload(args: argparse.Namespace, keys: ApiKeys | None, tls: Tls | None) -> None:
+    """Read keys and certificate again; what cannot be used leaves the old ones in use."""
+    try:
+        if keys is not None:
+            keys.replace(ApiKeys.load(args.api_key_file))
+        if tls is not None:
+            tls.reload()
+    except ConfigError as error:
+        logger.error("not reloaded: %s", error)
+    else:
+        logger.info("keys and certificate reloaded")
+
+
+def _allow_many_files() -> None:
+    """Every connection is an open file, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _is_loopback(host: str) -> bool:
@@ -112,24 +205,34 @@ def _build(config: EngineConfig, calibration_s: float) -> EngineParts:
 async def serve(
     config: EngineConfig,
     server_config: ServerConfig,
+    http_config: HttpConfig | None = None,
     *,
     shutdown_timeout_s: float,
     build: Callable[[], EngineParts],
+    reload: Callable[[], None] = lambda: None,
 ) -> int | None:
     """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
 
+    Args:
+        config: of the engine.
+        server_config: of gRPC.
+        http_config: of HTTP; None: no HTTP.
+        shutdown_timeout_s: time that open requests have after the first signal.
+        build: makes the engine, in a thread.
+        reload: called at SIGHUP.
+
     Raises:
-        CommandError: the port is in use.
+        CommandError: a port is in use.
         ModelLoadError, ConfigError: from `build`.
     """
-    server = GrpcServer(server_config)
+    server = _Doors(server_config, http_config)
     try:
         await server.start()  # before the model: a wrong port need not wait for it
     except PortInUseError as error:
         raise CommandError(str(error)) from None
-    address = f"{server_config.host}:{server.port}"
+    address = server.addresses
     _say(f"listening on {address}, loading {config.model}")
-    signals = _Signals()
+    signals = _Signals(reload)
     building = _in_thread(build)
     stopped = asyncio.create_task(signals.first.wait())
     try:
@@ -139,8 +242,9 @@ async def serve(
             _say("stopped before the model was ready")
             return None
         parts = building.result()
-        engine = AsyncEngine(parts)
-        await server.serve(engine)
+        metrics = ServerMetrics(parts)
+        engine = AsyncEngine(parts, metrics)
+        await server.serve(engine, metrics)
         _say(
             f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, compiled in {parts.warm_up_s:.1f} s, "
             f"calibrated in {parts.calibration_s:.1f} s; {parts.executor.num_blocks} blocks of {parts.executor.block_size} tokens)"
@@ -169,27 +273,72 @@ async def serve(
         await server.stop(0)
 
 
+class _Doors:
+    """The gRPC server, and the HTTP server where there is one, over one engine."""
+
+    def __init__(self, grpc_config: ServerConfig, http_config: HttpConfig | None) -> None:
+        self._grpc = GrpcServer(grpc_config)
+        self._http = None if http_config is None else HttpServer(http_config)
+
+    @property
+    def addresses(self) -> str:
+        """Where they listen."""
+        text = f"{self._grpc.config.host}:{self._grpc.port} (gRPC)"
+        if self._http is not None:
+            text += f" and {self._http.config.host}:{self._http.port} (HTTP)"
+        return text
+
+    @property
+    def num_open(self) -> int:
+        """Requests in progress."""
+        return self._grpc.num_open + (0 if self._http is None else self._http.num_open)
+
+    async def start(self) -> None:
+        await self._grpc.start()
+        if self._http is not None:
+            try:
+                await self._http.start()
+            except PortInUseError:
+                await self._grpc.stop(0)
+                raise
+
+    async def serve(self, engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        await self._grpc.serve(engine)
+        if self._http is not None:
+            await self._http.serve(engine, metrics)
+
+    async def engine_lost(self) -> None:
+        await self._grpc.engine_lost()
+
+    async def stop(self, drain_s: float) -> None:
+        stops = [self._grpc.stop(drain_s)]
+        if self._http is not None:
+            stops.append(self._http.stop(drain_s))
+        await asyncio.gather(*stops)
+
+
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 class _Signals:
-    """SIGTERM and SIGINT as events."""
+    """SIGTERM and SIGINT as events, SIGHUP as a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, reload: Callable[[], None]) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
         self.last = 0
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._note, number)
+        self._loop.add_signal_handler(signal.SIGHUP, reload)
 
     def _note(self, number: int) -> None:
         self.last = int(number)
         (self.second if self.first.is_set() else self.first).set()
 
     def close(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._loop.remove_signal_handler(number)
 
 

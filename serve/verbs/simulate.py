@@ -66,14 +66,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate",
         type=options.positive(float),
         metavar="R",
-        help="requests/s; recorded arrivals are stretched to it",
+        help="requests/s; needed unless the trace has arrivals, which it stretches, or --rates or --find-rate is given",
     )
     group.add_argument(
         "--cv",
         type=options.positive(float),
         help="coefficient of variation of the gaps (Gamma; 1: Poisson); without it recorded arrivals, else 1",
     )
-    group.add_argument("--num-requests", type=options.positive(int), default=default.num_requests)
+    group.add_argument(
+        "--num-requests",
+        type=options.positive(int),
+        metavar="N",
+        default=default.num_requests,
+        help="drawn from the trace",
+    )
     group.add_argument("--seed", type=int, default=default.seed, help="draws requests and arrivals")
     group.add_argument(
         "--output-scale", type=options.positive(float), default=1.0, help="factor on output lengths"
@@ -91,7 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[default.policy],
         help=f"one or several of {', '.join(sorted(POLICIES))}; default apt",
     )
-    group.add_argument("--cache", choices=("kv", "hidden", "hybrid"), default=default.cache)
+    group.add_argument(
+        "--cache",
+        choices=("kv", "hidden", "hybrid"),
+        default=default.cache,
+        help="cache kinds that the scheduler may use",
+    )
     group.add_argument(
         "--hidden-attention",
         choices=("auto", "reproject", "absorb"),
@@ -122,8 +133,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BLOCKS",
         help="size of the pool",
     )
-    group.add_argument("--slo-ttft-ms", type=options.positive(float), default=1000.0, metavar="MS")
-    group.add_argument("--slo-tbt-ms", type=options.positive(float), default=1000.0, metavar="MS")
+    group.add_argument(
+        "--slo-ttft-ms",
+        type=options.positive(float),
+        default=1000.0,
+        metavar="MS",
+        help="objective of every request: arrival to first token, milliseconds",
+    )
+    group.add_argument(
+        "--slo-tbt-ms",
+        type=options.positive(float),
+        default=1000.0,
+        metavar="MS",
+        help="objective of every request: P99 of the gaps between its tokens, milliseconds",
+    )
     group = parser.add_argument_group("several runs")
     group.add_argument(
         "--rates", type=_list_of(options.positive(float)), metavar="R1,R2,...", help="a run at each"

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 
+import httpx2
 import pytest
 from toy_serving import executor_of, toy_parts
 
@@ -21,10 +23,11 @@ from serve import cli
 from serve.client import AptClient
 from serve.errors import CommandError
 from serve.grpc_server import ServerConfig
+from serve.http_server import HttpConfig
 from serve.verbs import serve as serve_verb
 from serve.verbs.chat import Transcript
 
-VERBS = ("serve", "generate", "chat", "info", "convert", "calibrate", "optimal", "demo")
+VERBS = ("serve", "generate", "chat", "bench", "info", "convert", "calibrate", "optimal", "demo")
 
 
 def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
@@ -60,18 +63,30 @@ def test_every_verb_has_help(verb):
     assert f"apt-jax {verb}" in out
 
 
-@pytest.mark.parametrize("verb", ["serve", "generate", "chat", "info", "convert", "calibrate"])
+@pytest.mark.parametrize("verb", [*VERBS, "simulate"])
 def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
     import importlib
 
     from serve.options import Parser
 
     parser = Parser(prog=verb)
-    importlib.import_module(f"serve.verbs.{verb}").add_arguments(parser)
+    module = "serve.demo" if verb == "demo" else f"serve.verbs.{verb}"
+    importlib.import_module(module).add_arguments(parser)
     for action in parser._actions:
         assert action.help, action.option_strings
         if action.dest.endswith("_ms"):
             assert "milliseconds" in action.help
+
+
+def test_help_says_what_a_flag_is_when_it_is_not_given():
+    _, out, _ = run("serve", "--help")
+    text = " ".join(out.split())
+    assert "(default: on)" in text
+    assert text.count("without it none, which is always met") == 2
+    text = " ".join(run("generate", "--help")[1].split())
+    assert text.count("without it the engine's default") == 2
+    text = " ".join(run("simulate", "--help")[1].split())
+    assert "needed unless the trace has arrivals" in text
 
 
 @pytest.mark.parametrize(
@@ -93,11 +108,23 @@ def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
         (("serve", "--host", "0.0.0.0"), "(--insecure-open)"),
         (("serve", "--host", "::"), "(--insecure-open)"),
         (("serve", "--grpc-port", "70000"), "(--grpc-port)"),
+        (("serve", "--port", "70000"), "(--port)"),
+        (("serve", "--http-port", "-1"), "(--port)"),
+        (("serve", "--http-host", "0.0.0.0"), "(--insecure-open)"),
+        (("serve", "--api-key-file", "/no/such/file"), "(--api-key-file)"),
+        (("serve", "--tls-cert", "cert.pem"), "(--tls-cert, --tls-key)"),
+        (("serve", "--tls-client-ca", "ca.pem"), "(--tls-cert)"),
+        (("serve", "--tls-cert", "/no/cert", "--tls-key", "/no/key"), "(--tls-cert)"),
         (("serve", "tiny-opt", "surplus"), "unexpected argument 'surplus'"),
         (("serve", "--max-num-batched-tokens", "3"), "(--max-num-batched-tokens)"),
         (("calibrate", "tiny-opt", "--describe", "here.txt"), "--describe: 'here.txt' must end in .json"),
         (("generate", "tiny-opt"), "PROMPT"),
         (("generate", "tiny-opt", "hi", "--target", "http://h:1"), "--target"),
+        (("generate", "tiny-opt", "hi", "--top-p", "5"), "top_p: 5.0"),
+        (("generate", "tiny-opt", "hi", "--regex", ""), "structured_outputs.regex"),
+        (("chat", "tiny-opt", "--top-p", "5"), "top_p: 5.0"),
+        (("chat", "tiny-opt", "--slo-ttft-ms", "-1"), "slo_ttft_ms: -1.0"),
+        (("chat", "tiny-opt", *("--stop", "x") * 5), "stop: 5 strings"),
     ],
 )  # fmt: skip
 def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
@@ -107,6 +134,7 @@ def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     assert says in err
     assert err.startswith("apt-jax")
     assert err.count("\n") == 1
+    assert "compil" not in err  # before a model is loaded
 
 
 def test_an_unknown_model_fails_with_one_line():
@@ -193,6 +221,74 @@ def test_what_the_server_refuses_is_one_line(server, argv, code, says):
     assert got == code
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_chat_says_what_cannot_be_asked_and_fails(server):
+    target, _ = server
+    code, out, err = run(
+        "chat", "--target", target, "--max-tokens", "9", stdin="x" * 300 + "\nhi\n"
+    )
+    assert code == 1
+    assert len(out.splitlines()) >= 1  # the talk goes on
+    assert err.startswith("apt-jax chat: prompt: ")
+    assert err.count("\n") == 1
+    code, out, err = run("chat", "--target", target, "--max-tokens", "256", stdin="hi\n")
+    assert (code, out) == (2, "")
+    assert err.startswith("apt-jax chat: max_tokens: 256 leaves no room")
+
+
+def test_the_known_models_are_listed():
+    code, out, _ = run("info", "--list", "--json", "-")
+    assert code == 0
+    listed = json.loads(out[out.index("{\n") :])
+    assert listed["models"]["tiny-opt"] == "bundled"
+    assert listed["sizes"]["opt-13b"] == "opt, 13 billion parameters"
+    assert " opt-13b " in out
+
+
+class Terminal(io.StringIO):
+    """Standard error of somebody who looks at it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "serve"])
+@pytest.mark.parametrize("terminal", [False, True], ids=["no terminal", "terminal"])
+def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog):
+    def build(config, *, progress, **options):
+        for done in range(4):
+            progress("compiling", done, 3)
+        raise CommandError("enough")
+
+    monkeypatch.setattr("serve.completer.build_engine", build)
+    monkeypatch.setattr(serve_verb, "build_engine", build)
+    err = Terminal() if terminal else io.StringIO()
+    argv = [verb, "tiny-opt", *(["hi"] if verb == "generate" else [])]
+    if verb == "serve":
+        argv += ["--grpc-port", "0"]
+    caplog.set_level("INFO", "apt_jax")
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        assert cli.main(argv) == 1
+    shown = err.getvalue() if verb != "serve" or terminal else caplog.text
+    if terminal:
+        assert "compiling: 100%" in shown
+        assert "3/3" in shown
+        assert "program" in shown
+    else:
+        assert shown.count("compiling 3 programs\n") == 1
+        assert shown.count("compiled 3 programs in 0.0 s\n") == 1
+        assert "%" not in shown
+
+
+def test_quiet_is_quiet(monkeypatch):
+    def build(config, *, progress, **options):
+        for done in range(4):
+            progress("compiling", done, 3)
+        raise CommandError("enough")
+
+    monkeypatch.setattr("serve.completer.build_engine", build)
+    assert run("generate", "tiny-opt", "hi", "--quiet") == (1, "", "apt-jax generate: enough\n")
 
 
 def test_info_of_a_server(server):
@@ -389,6 +485,83 @@ def test_H10_a_port_in_use_is_found_before_the_model_is_loaded():
             )
 
 
+def test_an_http_port_in_use_is_one_line_and_leaves_nothing_open():
+    def build():
+        raise AssertionError("nothing is built for a port in use")
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(CommandError, match=r"in use.*--port.*--no-http"):
+            asyncio.run(
+                serve_verb.serve(
+                    EngineConfig(model="toy"),
+                    ServerConfig(port=0),
+                    HttpConfig(port=taken.getsockname()[1]),
+                    shutdown_timeout_s=1.0,
+                    build=build,
+                )
+            )
+
+
+def test_H1_both_doors_drain(capsys):
+    """SIGTERM: what is open at either door ends well, what comes late is refused, and the exit code is 0."""
+    parts = toy_parts(step_s=0.01)
+    ports: dict[str, int] = {}
+    answers: dict[str, object] = {}
+
+    def ask() -> None:
+        while not parts.engine.num_live and not ports:
+            time.sleep(0.01)
+        base = f"http://127.0.0.1:{ports['http']}"
+        body = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True}
+        while httpx2.get(f"{base}/ready").status_code != 200:
+            time.sleep(0.01)
+
+        def http() -> None:
+            answers["http"] = httpx2.post(f"{base}/v1/completions", json=body, timeout=30).json()
+
+        def grpc() -> None:
+            with AptClient(f"127.0.0.1:{ports['grpc']}") as client:
+                messages = client.generate("hello", max_tokens=60, ignore_eos=True)
+                answers["grpc"] = sum(len(m.token_ids) for m in messages)
+
+        threads = [threading.Thread(target=http), threading.Thread(target=grpc)]
+        for thread in threads:
+            thread.start()
+        while parts.engine.num_live < 2:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+        late = httpx2.post(f"{base}/v1/completions", json=body, timeout=30)
+        answers["late"] = late.status_code
+        answers["ready"] = httpx2.get(f"{base}/ready").status_code
+        for thread in threads:
+            thread.join()
+
+    def build():
+        line = capsys.readouterr().out
+        grpc_port, http_port = re.findall(r"127\.0\.0\.1:(\d+)", line)
+        ports.update(grpc=int(grpc_port), http=int(http_port))
+        return parts
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    code = asyncio.run(
+        serve_verb.serve(
+            EngineConfig(model="toy"),
+            ServerConfig(port=0),
+            HttpConfig(port=0),
+            shutdown_timeout_s=30.0,
+            build=build,
+        )
+    )
+    asker.join()
+    assert code == 0
+    assert answers["grpc"] == 60
+    assert answers["http"]["usage"]["completion_tokens"] == 60  # type: ignore[index]
+    assert (answers["late"], answers["ready"]) == (503, 503)
+
+
 # --- a real process ------------------------------------------------------------------------------------------------
 
 
@@ -401,10 +574,14 @@ def test_a_real_server_process_serves_and_stops(tmp_path):
     config = {**TINY, "vocab_size": 280, "max_position_embeddings": 64}
     (model / "config.json").write_text(json.dumps(config))
     byte_tokenizer().backend.save(str(model / "tokenizer.json"))
-    port = free_port()
+    port, http_port = free_port(), free_port()
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-the-first-tenant")
+    keys.chmod(0o600)
     process = subprocess.Popen(
         [
             sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format", "dummy", "--grpc-port", str(port),
+            "--port", str(http_port), "--api-key-file", str(keys),
             "--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--num-blocks-override", "64",
             "--calibration-time", "0", "--served-model-name", "small",
         ],
@@ -417,7 +594,17 @@ def test_a_real_server_process_serves_and_stops(tmp_path):
         lines = [process.stdout.readline() for _ in range(2)]
         assert lines[0].startswith("listening on 127.0.0.1")
         assert lines[1].startswith("serving small on"), process.stderr.read()
-        with AptClient(f"grpc://127.0.0.1:{port}") as client:
+        key = {"authorization": "Bearer a-key-of-the-first-tenant"}
+        base = f"http://127.0.0.1:{http_port}"
+        body = {"model": "small", "prompt": "hi", "max_tokens": 7, "ignore_eos": True}
+        assert httpx2.post(f"{base}/v1/completions", json=body).status_code == 401
+        answer = httpx2.post(f"{base}/v1/completions", json=body, headers=key, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] == 7
+        keys.write_text("a-key-of-the-second-tenant")
+        process.send_signal(signal.SIGHUP)
+        while httpx2.get(f"{base}/v1/models", headers=key).status_code != 401:
+            time.sleep(0.01)
+        with AptClient(f"grpc://127.0.0.1:{port}", api_key="a-key-of-the-second-tenant") as client:
             assert client.is_serving()
             messages = list(client.generate("hi", max_tokens=5, ignore_eos=True, model="small"))
             assert sum(len(m.token_ids) for m in messages) == 5

@@ -15,8 +15,10 @@ from toy_serving import VOCAB_SIZE, expected_tokens, toy_parts
 from apt_jax.async_engine import AsyncEngine
 from apt_jax.hash_executor import Fault, FaultKind, reference_tokens
 from apt_jax.request import SamplingParams
+from serve import messages
 from serve.client import AptClient, AsyncAptClient, address, make_request
-from serve.grpc_server import SERVICE, GrpcServer, PortInUseError, ServerConfig
+from serve.errors import PortInUseError
+from serve.grpc_server import SERVICE, GrpcServer, ServerConfig
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 Code = grpc.StatusCode
@@ -512,14 +514,14 @@ def test_C7_a_deadline_in_the_past(serve_toy):
 
 def test_C7_a_deadline_that_passes_before_the_engine_sees_the_request(serve_toy):
     async def scenario(served):
-        build = served.parts.build_request
+        build = served.parts.build_requests
 
         def slow(**fields):
             request = build(**fields)
             time.sleep(0.02)
             return request
 
-        object.__setattr__(served.parts, "build_request", slow)
+        object.__setattr__(served.parts, "build_requests", slow)
         error = await status_of_call(served.client.generate("hello", deadline_ms=5.0))
         assert error.code() is Code.DEADLINE_EXCEEDED
         await served.idle()
@@ -585,7 +587,7 @@ def test_P19_no_text_of_an_exception_reaches_the_client(serve_toy, caplog):
         def broken(**fields):
             raise ValueError("secret prompt text")
 
-        object.__setattr__(served.parts, "build_request", broken)
+        object.__setattr__(served.parts, "build_requests", broken)
         error = await status_of_call(served.client.generate("hello"))
         assert error.code() is Code.INTERNAL
         assert "secret" not in details(error)
@@ -730,6 +732,7 @@ def test_every_number_of_the_engine_is_on_the_wire():
     stats = toy_parts().engine.stats()
     wire = set(pb.GetStatsResponse.DESCRIPTOR.fields_by_name)
     internal = {"deferred_rows", "dropped_rows", "refused_plan_rows"}
+    internal |= {"step_tokens", "schedule_s"}  # for /metrics
     assert set(type(stats).__dataclass_fields__) - wire == internal
 
 
@@ -755,3 +758,114 @@ def test_the_default_address_is_loopback():
 
 def test_messages_convert_numpy_ids():
     assert make_request(np.array([1, 2]).tolist()).token_ids.ids == [1, 2]
+
+
+# --- watching the scheduler ----------------------------------------------------------------------------------------
+
+
+def test_watchers_see_every_decision(serve_toy):
+    async def scenario(served):
+        seen: list[pb.Iteration] = []
+
+        async def watch() -> None:
+            async for message in served.client.watch_scheduler():
+                assert message.num_dropped == 0
+                assert message.iterations
+                seen.extend(message.iterations)
+
+        task = asyncio.create_task(watch())
+        await served.until(lambda: served.parts.engine.on_iteration is not None)
+        await asyncio.gather(
+            *(
+                collect(served, chr(97 + n) * n, max_tokens=6, request_id=f"r{n}")
+                for n in (3, 9, 20)
+            )
+        )
+        stats = await served.client.stats()
+        await served.until(lambda: len(seen) == sum(stats.iterations.values()))
+        assert [i.number for i in seen] == list(range(len(seen)))
+        assert {i.type for i in seen} == set(stats.iterations)
+        rows = [row for i in seen for row in i.scheduled]
+        assert {row.request_id for row in rows} == {"r3", "r9", "r20"}
+        assert sum(i.decode_tokens for i in seen) == 3 * 5
+        assert sum(i.prefill_tokens for i in seen) == 4 + 10 + 21
+        assert {row.kind for row in rows} <= {pb.CACHE_KIND_KV, pb.CACHE_KIND_HIDDEN}
+        assert all(i.step_ms > 0 and not i.failed for i in seen)
+        uptimes = [i.uptime_s for i in seen]
+        assert uptimes[0] > 0
+        assert uptimes == sorted(uptimes)
+        assert uptimes[-1] <= stats.uptime_s
+        assert seen[-1].num_waiting == 0
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await served.until(lambda: served.parts.engine.on_iteration is None)
+
+    serve_toy(scenario)
+
+
+def test_C5_a_watcher_that_does_not_read_loses_the_oldest_and_holds_nothing_up(
+    serve_toy, monkeypatch
+):
+    def large(news, served_since_s):  # so that the transport is soon full
+        message = watch_response(news, served_since_s)
+        message.iterations[0].deferred.append("x" * 500_000)
+        return message
+
+    watch_response = messages.watch_response
+    monkeypatch.setattr(messages, "watch_response", large)
+
+    async def scenario(served):
+        channel = grpc.aio.insecure_channel(
+            served.target, options=[("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
+        )
+        method = channel.unary_stream(
+            f"/{SERVICE}/WatchScheduler", response_deserializer=pb.WatchSchedulerResponse.FromString
+        )
+        call = method(pb.WatchSchedulerRequest(capacity=10).SerializeToString())
+        await call.wait_for_connection()
+        _, tokens = await collect(served, "reader", max_tokens=200)
+        assert tokens == expected(served, "reader", 200)
+        total = sum((await served.client.stats()).iterations.values())
+        told, dropped = [], 0
+        async for message in call:
+            assert len(message.iterations) <= 10
+            told += [i.number for i in message.iterations]
+            dropped += message.num_dropped
+            if told[-1] == total - 1:
+                break
+        assert told == sorted(told)
+        assert dropped > 0
+        assert dropped + len(told) == total
+        call.cancel()
+        await channel.close()
+
+    serve_toy(scenario, step_s=0.001)
+
+
+def test_watching_has_limits(serve_toy):
+    async def scenario(served):
+        for capacity in (0, 4097, 2**32 - 1):
+            error = await status_of_call(served.client.watch_scheduler(capacity))
+            assert error.code() is Code.INVALID_ARGUMENT
+            assert details(error).startswith("capacity: ")
+        method = served.client.channel.unary_stream(f"/{SERVICE}/WatchScheduler")
+        calls = [method(b"") for _ in range(16)]
+        await asyncio.gather(*(call.wait_for_connection() for call in calls))
+        error = await status_of_call(served.client.watch_scheduler())
+        assert error.code() is Code.RESOURCE_EXHAUSTED
+        assert "16 clients watch" in details(error)
+        for call in calls:
+            call.cancel()
+        await served.until(lambda: served.parts.engine.on_iteration is None)
+
+    serve_toy(scenario)
+
+
+def test_a_watch_ends_with_the_server(serve_toy):
+    async def scenario(served):
+        task = asyncio.create_task(status_of_call(served.client.watch_scheduler()))
+        await served.until(lambda: served.parts.engine.on_iteration is not None)
+        await served.server.stop(0.1)
+        assert (await task).code() is Code.UNAVAILABLE
+
+    serve_toy(scenario)

@@ -1,9 +1,11 @@
 """`apt-jax optimal`: pictures, files and one-line errors."""
 
+import dataclasses
 import json
 
 import pytest
 
+from apt_jax.sim.hardware import load_hardware, save_hardware
 from serve import cli
 
 LENGTHS = "prompt_tokens,output_tokens\n32,3\n32,3\n"
@@ -36,6 +38,35 @@ def test_hidden_cache_is_chosen_and_marked(requests, capsys):
     argv = ["optimal", "--requests", str(requests), "--capacity-tokens", "40", "--cache", "hybrid"]
     assert cli.main(argv) == 0
     assert "Dh" in capsys.readouterr().out
+
+
+def test_layer_inputs_of_another_width_take_the_blocks_of_the_engine(requests, tmp_path, capsys):
+    """34 of them take two blocks of 17, half of a pool for 32 tokens with keys and values; as wide as keys 34 of 64."""
+    hardware = load_hardware("llama-2-7b", "h100-80gb")
+    most = {}
+    for inputs in (None, 16, 17):
+        path = tmp_path / f"{inputs}.json"
+        save_hardware(dataclasses.replace(hardware, hidden_block_size=inputs), path)
+        argv = [
+            "optimal",
+            "--requests",
+            str(requests),
+            "--hardware",
+            str(path),
+            "--cache",
+            "hidden",
+        ]
+        flags = [
+            "--capacity-tokens",
+            "32",
+            "--max-num-batched-tokens",
+            "32",
+            "--no-hybrid-batching",
+        ]
+        assert cli.main([*argv, *flags, "--no-eviction", "--json", "-"]) == 0
+        batches = json.loads(capsys.readouterr().out)["batches"]
+        most[inputs] = max(b["memory"] for b in batches)
+    assert most == {None: 34 / 64, 16: 34 / 64, 17: 1.0}
 
 
 def test_json_goes_to_stdout_alone(requests, capsys):
@@ -76,6 +107,16 @@ def test_bad_input_is_one_line(requests, capsys, text, flags, message):
     assert "(--trace)" not in error
 
 
-def test_a_missing_file_is_said(capsys):
-    assert cli.main(["optimal", "--requests", "nowhere.csv"]) == 2
-    assert "'nowhere.csv'" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["nowhere.csv", "nowhere"])
+def test_a_missing_file_is_said(capsys, name):
+    assert cli.main(["optimal", "--requests", name]) == 2
+    assert capsys.readouterr().err == f"apt-jax optimal: {name}: no such file (--requests)\n"
+
+
+def test_the_readme_names_the_columns():
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("apt-jax optimal")]
+    assert "prompt_tokens,output_tokens[,arrival_s]" in line
+    assert "(docs/optimal.md)" in text

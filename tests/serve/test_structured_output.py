@@ -116,10 +116,10 @@ def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
         other = asyncio.create_task(
             text_of(served, max_tokens=40, structured_outputs={"regex": "b+"})
         )
-        build = served.parts.build_request
+        build = served.parts.build_requests
 
         def broken(**fields):
-            request = build(**fields)
+            (request,) = build(**fields)
             if request.params.structured_outputs.choice:
                 constraint = request.grammar.start()
 
@@ -130,9 +130,9 @@ def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
                 object.__setattr__(
                     request, "grammar", type("G", (), {"start": lambda self: constraint})()
                 )
-            return request
+            return [request]
 
-        object.__setattr__(served.parts, "build_request", broken)
+        object.__setattr__(served.parts, "build_requests", broken)
         assert LLConstraint
         with pytest.raises(grpc.aio.AioRpcError, match="grammar: too complex") as caught:
             await text_of(served, structured_outputs={"choice": ["yes"]})

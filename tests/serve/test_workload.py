@@ -39,6 +39,7 @@ def test_prompts_of_any_length_make_a_workload(prompt_len: int, num_blocks: int)
         [prompt_len],
         num_blocks=num_blocks,
         block_size=4,
+        hidden_block_size=4,
         max_num_seqs=8,
         max_num_batched_tokens=64,
         duration_s=2.0,

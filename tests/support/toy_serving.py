@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from apt_jax.chat import ChatTemplate
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.executor import StepBatch
 from apt_jax.hash_executor import Fault, HashExecutor, reference_tokens
@@ -68,6 +69,7 @@ def toy_parts(
     debug: bool = True,
     step_s: float = 0.0,
     eos_token_ids: Sequence[int] = (EOS,),
+    chat_template: ChatTemplate | None = None,
     **scheduler: Any,
 ) -> EngineParts:
     """An engine on the machine's clock, with both cache kinds."""
@@ -101,6 +103,7 @@ def toy_parts(
         tokenizer=byte_tokenizer() if tokenizer == "bytes" else tokenizer,  # type: ignore[arg-type]
         eos_token_ids=eos_token_ids,
         debug=debug,
+        chat_template=chat_template,
     )
 
 

@@ -244,7 +244,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("model", "scheduling_policy", "cache", "uptime_s", "max_model_len", "num_waiting", "num_running", "num_ending", "waiting_prompt_tokens", "requests_by_kind", "total_blocks", "free_blocks", "blocks_by_kind", "block_size", "iterations", "finished", "num_refused", "num_preemptions", "kind_switches", "recomputed_tokens", "prompt_tokens", "generation_tokens", "step_failures", "compilations", "host_p50_ms", "host_p99_ms", "schedule_p50_ms", "dispatch_p50_ms", "schedule_p99_ms", "mask_p50_ms", "mask_p99_ms", "prefix_cache_queries", "prefix_cache_hits", "cached_blocks")
+    __slots__ = ("model", "scheduling_policy", "cache", "uptime_s", "max_model_len", "num_waiting", "num_running", "num_ending", "waiting_prompt_tokens", "requests_by_kind", "total_blocks", "free_blocks", "blocks_by_kind", "block_size", "iterations", "finished", "num_refused", "num_preemptions", "kind_switches", "recomputed_tokens", "prompt_tokens", "generation_tokens", "step_failures", "compilations", "host_p50_ms", "host_p99_ms", "schedule_p50_ms", "dispatch_p50_ms", "schedule_p99_ms", "mask_p50_ms", "mask_p99_ms", "prefix_cache_queries", "prefix_cache_hits", "cached_blocks", "waiting_uncached_tokens")
     class RequestsByKindEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +314,7 @@ class GetStatsResponse(_message.Message):
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     scheduling_policy: str
     cache: str
@@ -348,4 +349,85 @@ class GetStatsResponse(_message.Message):
     prefix_cache_queries: int
     prefix_cache_hits: int
     cached_blocks: int
-    def __init__(self, model: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., cache: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_ending: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., requests_by_kind: _Optional[_Mapping[str, int]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks_by_kind: _Optional[_Mapping[str, int]] = ..., block_size: _Optional[int] = ..., iterations: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., num_refused: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kind_switches: _Optional[_Mapping[str, int]] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., step_failures: _Optional[int] = ..., compilations: _Optional[int] = ..., host_p50_ms: _Optional[float] = ..., host_p99_ms: _Optional[float] = ..., schedule_p50_ms: _Optional[float] = ..., dispatch_p50_ms: _Optional[float] = ..., schedule_p99_ms: _Optional[float] = ..., mask_p50_ms: _Optional[float] = ..., mask_p99_ms: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
+    waiting_uncached_tokens: int
+    def __init__(self, model: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., cache: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_ending: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., requests_by_kind: _Optional[_Mapping[str, int]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks_by_kind: _Optional[_Mapping[str, int]] = ..., block_size: _Optional[int] = ..., iterations: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., num_refused: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kind_switches: _Optional[_Mapping[str, int]] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., step_failures: _Optional[int] = ..., compilations: _Optional[int] = ..., host_p50_ms: _Optional[float] = ..., host_p99_ms: _Optional[float] = ..., schedule_p50_ms: _Optional[float] = ..., dispatch_p50_ms: _Optional[float] = ..., schedule_p99_ms: _Optional[float] = ..., mask_p50_ms: _Optional[float] = ..., mask_p99_ms: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., waiting_uncached_tokens: _Optional[int] = ...) -> None: ...
+
+class WatchSchedulerRequest(_message.Message):
+    __slots__ = ("capacity",)
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    capacity: int
+    def __init__(self, capacity: _Optional[int] = ...) -> None: ...
+
+class WatchSchedulerResponse(_message.Message):
+    __slots__ = ("num_dropped", "iterations")
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    num_dropped: int
+    iterations: _containers.RepeatedCompositeFieldContainer[Iteration]
+    def __init__(self, num_dropped: _Optional[int] = ..., iterations: _Optional[_Iterable[_Union[Iteration, _Mapping]]] = ...) -> None: ...
+
+class Iteration(_message.Message):
+    __slots__ = ("number", "uptime_s", "type", "scheduled", "preempted", "switched", "deferred", "prefill_tokens", "decode_tokens", "num_waiting", "num_running", "free_blocks", "schedule_ms", "step_ms", "failed")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULED_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    SWITCHED_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_MS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    uptime_s: float
+    type: str
+    scheduled: _containers.RepeatedCompositeFieldContainer[ScheduledRow]
+    preempted: _containers.RepeatedCompositeFieldContainer[PreemptedRow]
+    switched: _containers.RepeatedCompositeFieldContainer[KindSwitch]
+    deferred: _containers.RepeatedScalarFieldContainer[str]
+    prefill_tokens: int
+    decode_tokens: int
+    num_waiting: int
+    num_running: int
+    free_blocks: int
+    schedule_ms: float
+    step_ms: float
+    failed: bool
+    def __init__(self, number: _Optional[int] = ..., uptime_s: _Optional[float] = ..., type: _Optional[str] = ..., scheduled: _Optional[_Iterable[_Union[ScheduledRow, _Mapping]]] = ..., preempted: _Optional[_Iterable[_Union[PreemptedRow, _Mapping]]] = ..., switched: _Optional[_Iterable[_Union[KindSwitch, _Mapping]]] = ..., deferred: _Optional[_Iterable[str]] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., schedule_ms: _Optional[float] = ..., step_ms: _Optional[float] = ..., failed: _Optional[bool] = ...) -> None: ...
+
+class ScheduledRow(_message.Message):
+    __slots__ = ("request_id", "num_tokens", "start", "kind")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    num_tokens: int
+    start: int
+    kind: CacheKind
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., start: _Optional[int] = ..., kind: _Optional[_Union[CacheKind, str]] = ...) -> None: ...
+
+class PreemptedRow(_message.Message):
+    __slots__ = ("request_id", "num_tokens", "kind")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    num_tokens: int
+    kind: CacheKind
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., kind: _Optional[_Union[CacheKind, str]] = ...) -> None: ...
+
+class KindSwitch(_message.Message):
+    __slots__ = ("request_id", "old", "new")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OLD_FIELD_NUMBER: _ClassVar[int]
+    NEW_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    old: CacheKind
+    new: CacheKind
+    def __init__(self, request_id: _Optional[str] = ..., old: _Optional[_Union[CacheKind, str]] = ..., new: _Optional[_Union[CacheKind, str]] = ...) -> None: ...

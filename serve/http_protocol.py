@@ -1,0 +1,188 @@
+"""uvicorn's HTTP/1.1 connection, with the bounds that a server among strangers needs.
+
+* There are so many connections and no more.
+* The head of a request comes within some seconds, whether it comes slowly or not at all, and fits some kilobytes.
+* A client that takes nothing of its answer for some seconds loses the connection, and with it the request. What has been
+  written for it and not read is bounded: little in our buffer, little in the kernel's.
+* A peer that vanished without a word is found out by the kernel's probes.
+
+The time for the body of a request is the application's to watch (`serve.http_app`).
+"""
+
+import asyncio
+import dataclasses
+import logging
+import socket
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from serve.http_status import Failure, json_bytes
+
+logger = logging.getLogger(__name__)
+
+_BUFFER_BYTES = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds of connections."""
+
+    max_connections: int = 2048
+    """Further ones are closed at once."""
+    max_header_bytes: int = 16 << 10
+    """Of one request's head."""
+    header_timeout_s: float = 10.0
+    """For one request's head, from the connection or its first byte."""
+    write_stall_s: float = 5.0
+    """A client that takes nothing of its answer for this long is cut off."""
+    keepalive_time_s: int = 20
+    """A silent connection is probed after this time, in whole seconds,"""
+    keepalive_timeout_s: int = 10
+    """and cut this much later."""
+    unacknowledged_s: int = 30
+    """What was sent and not acknowledged for this long ends the connection, an answer that is complete among it."""
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection; uvicorn makes it.
+
+    Args:
+        limits: of this server.
+        *args, **kwargs: uvicorn's.
+    """
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._received = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            transport.abort()
+            return
+        transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+        self._set_socket(transport.get_extra_info("socket"))
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._head_timer = _cancelled(self._head_timer)
+        self._write_timer = _cancelled(self._write_timer)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._received = True
+        super().data_received(data)
+        # The rest of a body whose answer is complete is nothing to wait for either.
+        answered = self.cycle is not None and self.cycle.response_complete
+        if self.conn.their_state is not h11.IDLE and not answered:
+            self._head_timer = _cancelled(self._head_timer)
+        elif self._head_timer is None and not self.transport.is_closing():
+            self._await_head()
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().pause_writing()
+        self._watch_writes(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._write_timer = _cancelled(self._write_timer)
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """An idle connection; one whose last answer still waits to be read is not worth waiting for."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP."""
+        if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
+            self._refuse(431, "headers_too_large", f"the head of a request must fit {self._limits.max_header_bytes >> 10} KiB")  # fmt: skip
+        else:
+            self._refuse(400, "malformed_request", "this is no HTTP/1.1 request")
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.transport.is_closing():
+            return
+        if self._received:
+            self._refuse(408, "headers_timeout", f"the head of a request must come within {self._limits.header_timeout_s:g} s")  # fmt: skip
+        else:
+            self.transport.close()
+
+    def _watch_writes(self, unsent: int) -> None:
+        self._write_timer = self.loop.call_later(
+            self._limits.write_stall_s, self._check_writes, unsent
+        )
+
+    def _check_writes(self, unsent_before: int) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if unsent < unsent_before:
+            self._watch_writes(unsent)
+            return
+        logger.info("a client took nothing for %g s and is cut off", self._limits.write_stall_s)
+        self.transport.abort()
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """Answer outside of any request, and close."""
+        failure = Failure(status=status, message=message, kind="invalid_request_error", code=code)
+        body = json_bytes(failure.body())
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        try:
+            parts = [
+                self.conn.send(h11.Response(status_code=status, headers=headers)),
+                self.conn.send(h11.Data(data=body)),
+                self.conn.send(h11.EndOfMessage()),
+            ]
+        except h11.LocalProtocolError:  # an answer has begun
+            self.transport.abort()
+            return
+        self.transport.write(b"".join(part for part in parts if part))
+        self.transport.close()
+
+    def _set_socket(self, connection: Any) -> None:
+        limits = self._limits
+        if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        options = [
+            (socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        ]
+        # Not every system has these.
+        for name, value in (
+            ("TCP_KEEPIDLE", limits.keepalive_time_s),
+            ("TCP_KEEPINTVL", max(1, limits.keepalive_timeout_s // 2)),
+            ("TCP_KEEPCNT", 2),
+            ("TCP_USER_TIMEOUT", limits.unacknowledged_s * 1000),
+        ):
+            option = getattr(socket, name, None)
+            if option is not None:
+                options.append((socket.IPPROTO_TCP, option, value))
+        try:
+            for level, option, value in options:
+                connection.setsockopt(level, option, value)
+        except OSError:  # the peer has gone already
+            logger.debug("the options of a connection could not be set")
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
