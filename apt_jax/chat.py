@@ -8,11 +8,13 @@ Operators choose the template, requests cannot.
 """
 
 import contextlib
+import json
 import logging
+import math
 import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,23 @@ from apt_jax.tokenizer import Tokenizer, special_token, tokenizer_config
 _logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-"""``{"role": ..., "content": ...}``; content is a text or a list of ``{"type": "text", "text": ...}``."""
+"""``{"role": ..., "content": ...}``; content is a text or a list of ``{"type": "text", "text": ...}``. What a model has called
+stands in ``tool_calls``, in OpenAI's form, and the answer of a tool names its ``tool_call_id``."""
+
+Tool = Mapping[str, Any]
+"""A function that the model may call, in OpenAI's form: ``{"type": "function", "function": {"name": ..., ...}}``."""
 
 _MAX_TEMPLATE_BYTES = 2**20
+_MAX_TOOLS = 128
+_MAX_TOOLS_CHARS = 2**18
+_MAX_DEPTH = 64
 _MAX_OUTPUT = 2**20
 _MAX_MESSAGES = 8192
 _WALL_S = 20.0  # the worker's own limit is CPU time: a busy machine is no reason to fail
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
+_TOOLS_WORD = re.compile(r"\btools\b")
+_NO_WORD = re.compile(r"[^A-Za-z0-9_. -]")
 _PROBE = [{"role": "user", "content": "Hi"}]
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -115,6 +127,11 @@ class ChatTemplate:
                 "none (--chat-template)"
             ) from None
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template has a place for tools."""
+        return _TOOLS_WORD.search(self.source) is not None
+
     def close(self) -> None:
         """End the rendering process; it would be started again."""
         self._worker.close()
@@ -135,15 +152,26 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of the prompt: those of transformers, where no message holds the text of a special token.
 
+        Args:
+            tokenizer: of the model.
+            messages: the conversation.
+            tools: that the model may call, for templates that take them.
+            add_generation_prompt: end the prompt where the model's answer begins.
+
         Raises:
-            InvalidRequestError: the messages are malformed, the template refuses them, or it would join parts of messages to
+            InvalidRequestError: messages or tools are malformed, the template refuses them, or it would join parts of them to
                 special tokens.
         """
-        checked = _checked(messages)
+        checked, checked_tools = _checked(messages), _checked_tools(tools)
+        if checked_tools and not self.takes_tools:
+            raise InvalidRequestError(
+                "tools", "the chat template of this model has no place for tools; leave them out"
+            )
         nonce = "".join(secrets.choice("0123456789") for _ in range(12))
         marks: dict[str, str] = {}  # by the special token's text: few, however often they occur
 
@@ -151,16 +179,21 @@ class ChatTemplate:
             return marks.setdefault(match[0], f"\ue000{nonce}.{len(marks)}\ue001")
 
         pattern = tokenizer.special_pattern
-        marked = checked
+        marked, marked_tools = checked, checked_tools
         if pattern is not None:
-            marked = [m | {"content": pattern.sub(take_out, m["content"])} for m in checked]
-        # The same conversation with nothing in it shows how many special tokens are the template's own.
-        bare = [
-            m | {"content": f"\ue000{nonce}\ue001" if m["content"].strip() else m["content"]}
-            for m in checked
-        ]
+            marked = _changed_messages(checked, lambda text: pattern.sub(take_out, text))
+            marked_tools = _changed(checked_tools, lambda text: pattern.sub(take_out, text))
+        # The same conversation with nothing in it shows how many special tokens are the template's own. Names and words
+        # of tools stay, since templates look at them, without the characters that special tokens are made of.
+        bare_tools = _changed(checked_tools, lambda text: _NO_WORD.sub("_", text))
+        bare = _changed_messages(checked, lambda text: _NO_WORD.sub("_", text))
+        for message, original in zip(bare, checked, strict=True):
+            content = original["content"]
+            message["content"] = f"\ue000{nonce}\ue001" if content.strip() else content
         try:
-            text, skeleton = self._render([marked, bare], add_generation_prompt)
+            text, skeleton = self._render(
+                [marked, bare], add_generation_prompt, [marked_tools, bare_tools]
+            )
         except _TemplateFailed as error:
             raise self._refused(error) from None
         ids = tokenizer.encode_template(text, {mark: token for token, mark in marks.items()})
@@ -178,24 +211,129 @@ class ChatTemplate:
         )
 
     def _render(
-        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool
+        self,
+        conversations: Sequence[Sequence[Message]],
+        add_generation_prompt: bool,
+        tools: Sequence[Sequence[Tool] | None] | None = None,
     ) -> list[str]:
         contexts = [
             {
                 **self.special_tokens,
                 "messages": messages,
-                "tools": None,
+                "tools": their_tools,
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
-            for messages in conversations
+            for messages, their_tools in zip(
+                conversations, tools or [None] * len(conversations), strict=True
+            )
         ]
         size = sum(len(m["content"]) for messages in conversations for m in messages)
         return self._worker.render(contexts, _MAX_OUTPUT + 2 * size)
 
 
-def _checked(messages: Any) -> list[dict[str, str]]:
-    """Plain messages of role and text, nothing else that a template could take for its own."""
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text in it changed, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_changed(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(key): _changed(item, change) for key, item in value.items()}
+    return value
+
+
+def _changed_messages(
+    messages: Sequence[dict[str, Any]], change: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    """Messages with every text in them changed but their roles, which are names that were checked."""
+    return [
+        {key: value if key == "role" else _changed(value, change) for key, value in m.items()}
+        for m in messages
+    ]
+
+
+def _plain(field: str, value: Any, depth: int = 0) -> Any:
+    """A copy of a JSON value, made of plain types.
+
+    Raises:
+        InvalidRequestError: it is none, or nested too deeply.
+    """
+    if depth > _MAX_DEPTH:
+        raise InvalidRequestError(field, f"nested more deeply than {_MAX_DEPTH} levels")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InvalidRequestError(field, "holds text that is not Unicode") from None
+        return str(value)
+    if isinstance(value, int) and abs(value) < 10**20:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {_plain(field, k, depth + 1): _plain(field, v, depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(field, item, depth + 1) for item in value]
+    raise InvalidRequestError(field, f"holds a {type(value).__name__} that JSON does not have")
+
+
+def _checked_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Descriptions of functions, None where there are none."""
+    if tools is None:
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise InvalidRequestError("tools", f"{type(tools).__name__} is not a list of tools")
+    if len(tools) > _MAX_TOOLS:
+        raise InvalidRequestError("tools", f"{len(tools)} tools; at most {_MAX_TOOLS}")
+    checked = []
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if not named or tool.get("type") != "function":
+            raise InvalidRequestError(
+                "tools",
+                f'[{number}] must be {{"type": "function", "function": {{"name": ..., ...}}}}',
+            )
+        checked.append(_plain(f"tools[{number}]", tool))
+    if len(json.dumps(checked)) > _MAX_TOOLS_CHARS:
+        raise InvalidRequestError("tools", f"more than {_MAX_TOOLS_CHARS >> 10} KiB of JSON")
+    return checked or None
+
+
+def _checked_calls(field: str, calls: Any) -> list[dict[str, Any]]:
+    """Calls of tools, their arguments as objects, which is what templates write."""
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise InvalidRequestError(field, f"{type(calls).__name__} is not a list of calls")
+    checked = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequestError(
+                field, 'a call must be {"function": {"name": ..., "arguments": ...}}'
+            )
+        plain = _plain(field, call)
+        arguments = plain["function"].get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = _plain(field, json.loads(arguments)) if arguments.strip() else {}
+            except (ValueError, RecursionError) as error:
+                if isinstance(error, InvalidRequestError):
+                    raise
+                raise InvalidRequestError(field, "arguments are not JSON") from None
+        if not isinstance(arguments, dict | None):
+            raise InvalidRequestError(field, "arguments are not a JSON object")
+        plain["function"]["arguments"] = arguments or {}
+        checked.append(plain)
+    if len(json.dumps(checked)) > _MAX_TOOLS_CHARS:
+        raise InvalidRequestError(field, f"more than {_MAX_TOOLS_CHARS >> 10} KiB of JSON")
+    return checked
+
+
+def _checked(messages: Any) -> list[dict[str, Any]]:
+    """Plain messages of role, text and tool calls, nothing else that a template could take for its own."""
 
     def refuse(problem: str) -> InvalidRequestError:
         return InvalidRequestError("messages", problem)
@@ -206,12 +344,21 @@ def _checked(messages: Any) -> list[dict[str, str]]:
         raise refuse(f"{len(messages)} messages; at most {_MAX_MESSAGES}")
     checked = []
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        if not isinstance(message, Mapping):
             raise refuse(f"[{number}] must have role and content")
-        surplus = sorted(str(key) for key in message.keys() - {"role", "content"})
+        # Clients send back what they were given, with everything in it that was absent.
+        given = {key: value for key, value in message.items() if value is not None}
+        calls = given.get("tool_calls")
+        if calls is not None:
+            calls = _checked_calls("messages", calls)
+        if not {"role", "content"} <= given.keys() | ({"content"} if calls else set()):
+            raise refuse(f"[{number}] must have role and content")
+        surplus = sorted(str(key) for key in given.keys() - set(_MESSAGE_FIELDS))
         if surplus:
-            raise refuse(f"[{number}] has {surplus[0]!r:.40}; only role and content are supported")
-        role, content = message["role"], message["content"]
+            raise refuse(
+                f"[{number}] has {surplus[0]!r:.40}; only {', '.join(_MESSAGE_FIELDS)} are supported"
+            )
+        role, content = given["role"], given.get("content", "")
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             raise refuse(f"[{number}] has the role {role!r:.40}, which is no name")
         if isinstance(content, Sequence) and not isinstance(content, str | bytes):
@@ -228,7 +375,15 @@ def _checked(messages: Any) -> list[dict[str, str]]:
             content.encode("utf-8")
         except UnicodeEncodeError:
             raise refuse(f"[{number}] has content that is not Unicode text") from None
-        checked.append({"role": role, "content": content})
+        made: dict[str, Any] = {"role": role, "content": content}
+        for name in ("name", "tool_call_id"):
+            if name in given:
+                if not isinstance(given[name], str) or len(given[name]) > 256:
+                    raise refuse(f"[{number}] has a {name} that is no short text")
+                made[name] = _plain("messages", given[name])
+        if calls:
+            made["tool_calls"] = calls
+        checked.append(made)
     return checked
 
 
@@ -307,4 +462,4 @@ def _read(path: Path) -> str:
         raise ModelLoadError(f"{path}: damaged, not UTF-8") from None
 
 
-__all__ = ["ChatTemplate", "Message", "load_chat_template"]
+__all__ = ["ChatTemplate", "Message", "Tool", "load_chat_template"]

@@ -48,10 +48,13 @@ class ChildProcess:
         # -P: modules are not looked for beside the file.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(script)],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
         self._finalizer = weakref.finalize(self, _end, self._process)
 
     @property
@@ -83,16 +86,24 @@ class ChildProcess:
         assert stdin is not None
         assert stdout is not None
         until, parts = time.monotonic() + limit_s, list[bytes]()
-        try:
-            stdin.write(json.dumps(question).encode() + b"\n")
-            stdin.flush()
-        except (OSError, ValueError):  # ValueError: closed
-            raise ChildGoneError from None
+        left = memoryview(json.dumps(question).encode() + b"\n")
         with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            while not parts or not parts[-1].endswith(b"\n"):
+
+            def wait() -> None:
                 if not selector.select(max(0.0, until - time.monotonic())):
                     raise ChildTimeoutError
+
+            try:  # a pipe takes no more than the child has read
+                selector.register(stdin, selectors.EVENT_WRITE)
+                while left:
+                    wait()
+                    left = left[os.write(stdin.fileno(), left) :]
+                selector.unregister(stdin)
+            except (OSError, ValueError):  # ValueError: closed
+                raise ChildGoneError from None
+            selector.register(stdout, selectors.EVENT_READ)
+            while not parts or not parts[-1].endswith(b"\n"):
+                wait()
                 parts.append(os.read(stdout.fileno(), 1 << 20))
                 if not parts[-1]:
                     raise ChildDiedError

@@ -46,6 +46,7 @@ class SLO:
         _require_seconds("slo tbt_s", self.tbt_s)
 
 
+Quantization = Literal["int8"] | None
 NormKind = Literal["layer", "rms"]
 NormPlacement = Literal["pre", "post", "output", "sandwich"]
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
@@ -211,13 +212,15 @@ class ModelConfig:
         """Elements of a token's layer input over those of its keys and values: D / 2E."""
         return self.hidden_size / (2 * self.lane)
 
+    def hidden_block_size(self, block_size: int) -> int:
+        """Layer inputs that a block of `block_size` keys has room for: floor(C E / D)."""
+        return block_size * self.lane // self.hidden_size
+
     @property
     def hidden_refusal(self) -> str | None:
         """Why the hidden kind is not offered; None where it is."""
-        if self.hidden_size > self.lane:
-            size = "larger" if self.hidden_ratio > 1 else "hardly smaller"
-            if self.hidden_ratio == 1:
-                size = "not smaller"
+        if self.hidden_ratio >= 1:
+            size = "larger" if self.hidden_ratio > 1 else "not smaller"
             return (
                 f"its layer inputs ({self.hidden_size} values a token and layer) are {size} than its keys and values "
                 f"(2 x {self.lane})"
@@ -228,8 +231,14 @@ class ModelConfig:
 
     @property
     def supports_hidden(self) -> bool:
-        """Whether the hidden kind is offered: a token's layer input fits one lane, half of what keys and values take."""
+        """Whether the hidden kind is offered: a token's layer input is smaller than its keys and values together."""
         return self.hidden_refusal is None
+
+    @property
+    def offers_hybrid(self) -> bool:
+        """Whether one engine offers both kinds: where the hidden one takes at most half of K and V. A smaller gain is not
+        worth what the choice costs every step, and on CPUs in second copies of weights."""
+        return self.supports_hidden and self.hidden_size <= self.lane
 
     @property
     def hidden_mode(self) -> HiddenMode:
@@ -275,7 +284,7 @@ class CacheConfig:
     """The unified block pool (Apt-Serve §4.3)."""
 
     block_size: int = 16
-    """C: token positions a block."""
+    """C: keys, or values, that a block holds. Of layer inputs it holds `ModelConfig.hidden_block_size`."""
     num_blocks_override: int | None = None
     """Usable blocks, the reserved block 0 not counted; None: from the memory at hand."""
     device_memory_utilization: float = 0.9
@@ -387,6 +396,8 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest prompt plus output, tokens; None: the model's own limit."""
     served_model_name: str | None = None
+    quantization: Quantization = None
+    """"int8": weights as integers with a scale for each output; products and cache keep their dtype."""
     attention_backend: str | None = None
     """Implementation of the attention kernels, a name from `apt_jax.pallas.known_attention_ops()`; None: the
     platform's."""
@@ -401,6 +412,10 @@ class EngineConfig:
         _require(
             self.dtype in ("float32", "bfloat16", "float16"),
             f"dtype={self.dtype!r} must be one of float32, bfloat16, float16 (--dtype)",
+        )
+        _require(
+            self.quantization in (None, "int8"),
+            f"quantization={self.quantization!r} must be int8, or None for weights as they are (--quantization)",
         )
         _require(
             self.load_format in ("auto", "safetensors", "orbax", "gguf", "pt", "dummy"),

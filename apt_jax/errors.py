@@ -26,18 +26,24 @@ class InvalidRequestError(AptJaxError, ValueError):
 
     Attributes:
         field: the input that is wrong, as the user typed it (``"prompt"``, ``"temperature"``, ...).
+        code: a word for programs, where the kind of mistake has one: ``"context_length_exceeded"``, ``"duplicate_id"``.
     """
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, *, code: str | None = None) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.code = code
 
 
 class DuplicateRequestError(InvalidRequestError):
     """A request with the same id is alive."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__("request_id", f"{request_id!r} is already in use by a live request")
+        super().__init__(
+            "request_id",
+            f"{request_id!r} is already in use by a live request",
+            code="duplicate_id",
+        )
 
 
 class ModelLoadError(AptJaxError, ValueError):

@@ -8,11 +8,13 @@ arrives like this:
    with two seconds and a bound on memory, and begins a few outputs: nothing less than a process can be stopped, and some
    grammars crash the compiler. What is wrong with it becomes one line for the user.
 3. Only then this process compiles it, in a thread with a larger stack than the child's, under the same limits.
-4. Each request starts with a copy (microseconds; copies share what never changes). The engine tells the copy every token
-   and asks it for a mask before the next one is sampled.
+4. Each request starts with a copy (microseconds). The engine tells the copy every token and asks it for a mask before the
+   next one is sampled.
 
 A mask that would take too long is an error of its request alone: llguidance counts lexer states, parser items and work a
-step, see `LIMITS`. Nothing is ever stored on disk.
+step, see `LIMITS`. Copies share one lexer, whose states add up over all outputs of a form: when it has been used for long,
+the form is compiled again for the next ones, and where it is full before, each goes on with one of its own (`_Source`).
+Nothing is ever stored on disk.
 """
 
 import collections
@@ -23,6 +25,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,10 +60,16 @@ LIMITS: Mapping[str, int | bool] = {
 }
 """`llguidance.LLParserLimits`: what one grammar and one step of it may take."""
 
+_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _START_LIMIT_S = 60.0  # importing llguidance and reading a large tokenizer on a busy machine
 _WAIT_LIMIT_S = 10.0
 _STACK_BYTES = 64 << 20
 _LEAST_ENTRY_BYTES = 16 << 10
+_STACK_SIZE = threading.Lock()  # the size is one of the whole process
+_WORN_MASKS = 5_000
+"""After so many masks a form is compiled again for the requests to come: what its lexer has collected becomes free."""
+_OWN_LEXER_LIMIT_S = 0.02
+"""Outputs get a lexer of their own only where compiling the form takes no longer: it is done in the engine's thread."""
 
 
 class GrammarError(AptJaxError):
@@ -87,7 +96,7 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
     if wanted.choice is not None:
         return LLMatcher.grammar_from_regex("|".join(re.escape(text) for text in wanted.choice))
     if wanted.grammar is not None:
-        return LLMatcher.grammar_from_lark(wanted.grammar)
+        return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar))
     schema = json.loads(wanted.json) if isinstance(wanted.json, str) else {"type": "object"}
     if isinstance(schema, bool):  # true: any value
         schema = {} if schema else {"enum": []}
@@ -97,6 +106,20 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
         else {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
     )
     return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)  # type: ignore[arg-type]  # a TypedDict
+
+
+def _as_lark(grammar: str) -> str:
+    """A grammar in llguidance's dialect of Lark; one in GBNF, which has ``::=`` in its rules, is rewritten (in linear time)."""
+    if _GBNF_RULE.search(grammar) is None:
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except Exception as error:  # the module raises plain Exception, too
+        raise ValueError(f"not GBNF: {error}") from None
 
 
 def from_response_format(response_format: object) -> StructuredOutputsParams | None:
@@ -148,20 +171,67 @@ class _Vocabulary:
     """Ids that end an output, of the model's vocabulary."""
 
 
+class _Source:
+    """Where the copies of one form come from. They share a lexer: its states, and an overflow of them.
+
+    Args:
+        vocabulary: of the model.
+        text: the form in llguidance's notation; it has been tried.
+    """
+
+    def __init__(self, vocabulary: _Vocabulary, text: str) -> None:
+        self.num_masks = 0
+        """Filled with the present lexer, about."""
+        self.is_full = False
+        """The present lexer has come to its limit."""
+        self.vocabulary, self._text = vocabulary, text
+        self._lock = threading.Lock()
+        started = time.monotonic()
+        self._root = _root(vocabulary, text)
+        self._compile_s = time.monotonic() - started
+
+    @property
+    def error(self) -> str | None:
+        return _line(self._root.get_error()) if self._root.is_error() else None
+
+    def copy(self) -> Any:
+        """A matcher at the beginning."""
+        with self._lock:
+            return self._root.deep_copy()
+
+    def alone(self) -> Any:
+        """A matcher at the beginning with a lexer of its own; None where that would take too long."""
+        self.is_full = True
+        if self._compile_s > _OWN_LEXER_LIMIT_S:
+            return None
+        return _root(self.vocabulary, self._text)
+
+    def renew_if_worn(self) -> None:
+        """Compile the form again where its lexer has been used for long, or is full; not for the engine's thread."""
+        if self.num_masks > _WORN_MASKS or self.is_full:
+            self.num_masks, self.is_full = 0, False
+            root = _root(self.vocabulary, self._text)
+            with self._lock:
+                self._root = root
+
+
 class LLConstraint:
     """A `TokenConstraint` over one `llguidance.LLMatcher`."""
 
-    def __init__(self, matcher: Any, vocabulary: _Vocabulary, ends_at_eos: bool) -> None:
-        self.matcher = matcher
-        self._vocabulary, self._ends_at_eos = vocabulary, ends_at_eos
+    def __init__(self, source: _Source, ends_at_eos: bool) -> None:
+        self._source, self._vocabulary, self._ends_at_eos = source, source.vocabulary, ends_at_eos
+        self.matcher = source.copy()
+        self._tokens: list[int] = []
+        self._is_alone = False
 
     @property
     def ended(self) -> bool:
         return self.matcher.is_stopped()
 
     def accept(self, token_id: int) -> None:
-        if not self.matcher.consume_token(token_id):
-            raise GrammarError(_line(self.matcher.get_error()))
+        while not self.matcher.consume_token(token_id):
+            self._go_on_or_raise()
+        self._tokens.append(token_id)
 
     def fill_mask(self, row: NDArray[np.int32]) -> bool:
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -169,8 +239,10 @@ class LLConstraint:
 
     def check_mask(self, row: NDArray[np.int32]) -> bool:
         """What is left to do after llguidance has written the row; see `fill_mask`."""
-        if self.matcher.is_error():
-            raise GrammarError(_line(self.matcher.get_error()))
+        while self.matcher.is_error():
+            self._go_on_or_raise()
+            self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._source.num_masks += 1
         words = row.view(np.uint32)
         may_end = self.matcher.is_accepting()
         for token in self._vocabulary.their_eos:
@@ -183,6 +255,22 @@ class LLConstraint:
             for token in self._vocabulary.our_eos:
                 words[token >> 5] |= np.uint32(1 << (token & 31))
         return True
+
+    def _go_on_or_raise(self) -> None:
+        """After an error: go on with a lexer of one's own where the one that all outputs of the form share is full.
+
+        Raises:
+            GrammarError: anything else is wrong, or it was this output's own.
+        """
+        error = self.matcher.get_error()
+        own = None
+        if error.startswith("lexer error") and not self._is_alone:
+            own = self._source.alone()
+        if own is None:
+            raise GrammarError(_line(error))
+        self.matcher, self._is_alone = own, True
+        if self._tokens and not own.consume_tokens(self._tokens):
+            raise GrammarError(_line(own.get_error()))
 
 
 class MaskFiller:
@@ -232,26 +320,21 @@ def _outcome(fill: Any, row: NDArray[np.int32]) -> bool | Exception:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Entry:
-    """A grammar that has been tried: what is wrong with it, or a matcher at the beginning to be copied."""
+    """A grammar that has been tried: what is wrong with it, or where its copies come from."""
 
     error: str | None
-    root: Any
+    source: _Source | None
     num_bytes: int
 
 
 class LLGrammar:
     """A `Grammar` of llguidance."""
 
-    def __init__(
-        self, root: Any, lock: threading.Lock, vocabulary: _Vocabulary, ends_at_eos: bool
-    ) -> None:
-        self._root, self._lock = root, lock
-        self._vocabulary, self._ends_at_eos = vocabulary, ends_at_eos
+    def __init__(self, source: _Source, ends_at_eos: bool) -> None:
+        self._source, self._ends_at_eos = source, ends_at_eos
 
     def start(self) -> LLConstraint:
-        with self._lock:
-            matcher = self._root.deep_copy()
-        return LLConstraint(matcher, self._vocabulary, self._ends_at_eos)
+        return LLConstraint(self._source, self._ends_at_eos)
 
 
 class GrammarCompiler:
@@ -322,10 +405,11 @@ class GrammarCompiler:
                 entry = self._find(key) or self._store(key, self._try(text))
             finally:
                 self._busy.release()
-        if entry.error is not None:
-            raise InvalidRequestError(field, entry.error)
-        assert self._vocabulary is not None
-        return LLGrammar(entry.root, self._lock, self._vocabulary, ends_at_eos)
+        source = entry.source
+        if source is None:
+            raise InvalidRequestError(field, entry.error or "unusable")
+        source.renew_if_worn()
+        return LLGrammar(source, ends_at_eos)
 
     @property
     def num_cached(self) -> int:
@@ -377,17 +461,16 @@ class GrammarCompiler:
             self._worker.kill()
             self._worker = None
             # Not kept: a busy machine is no property of the grammar.
-            return _Entry(error=str(lost), root=None, num_bytes=self._max_bytes + 1)
+            return _Entry(error=str(lost), source=None, num_bytes=self._max_bytes + 1)
         num_bytes = max(num_bytes, 8 * len(text), _LEAST_ENTRY_BYTES)
         if error is not None:
             line = _line(error)
-            return _Entry(error=line, root=None, num_bytes=len(line) + 1024)
-        root = _in_deep_thread(lambda: _root(vocabulary, text))
-        if (
-            root.is_error()
-        ):  # llguidance's limits count work, not time: the child would have said the same
-            return _Entry(error=_line(root.get_error()), root=None, num_bytes=1024)
-        return _Entry(error=None, root=root, num_bytes=num_bytes)
+            return _Entry(error=line, source=None, num_bytes=len(line) + 1024)
+        source = _Source(vocabulary, text)
+        if source.error is not None:
+            # llguidance's limits count work, not time: the child would have said the same.
+            return _Entry(error=source.error, source=None, num_bytes=1024)
+        return _Entry(error=None, source=source, num_bytes=num_bytes)
 
     def _make_vocabulary(self) -> _Vocabulary:
         from llguidance import LLTokenizer
@@ -408,24 +491,29 @@ class GrammarCompiler:
 
 
 def _root(vocabulary: _Vocabulary, text: str) -> Any:
+    """A matcher at the beginning; in error where the text is wrong."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]  # by name
-    root = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
-    if not root.is_error():
-        root.compute_bitmask()  # copies take over what this has built
-    return root
+    def make() -> Any:
+        limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]  # by name
+        root = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+        if not root.is_error():
+            root.compute_bitmask()  # copies take over what this has built
+        return root
+
+    return _in_deep_thread(make)
 
 
 def _in_deep_thread(function: Any) -> Any:
     """Run in a thread with a larger stack than the child's: what has not overflowed there does not here."""
     result: list[Any] = []
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        thread = threading.Thread(target=lambda: result.append(function()), name="apt-jax-grammar")
-        thread.start()
-    finally:
-        threading.stack_size(before)
+    thread = threading.Thread(target=lambda: result.append(function()), name="apt-jax-grammar")
+    with _STACK_SIZE:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
     thread.join()
     if not result:
         raise RuntimeError("a grammar that had been tried could not be compiled")

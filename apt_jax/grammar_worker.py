@@ -9,6 +9,8 @@ Protocol: JSON, a line each way. First {"tokenizer", "vocab_size", "eos", "limit
 nothing but llguidance is imported.
 """
 
+import contextlib
+import ctypes
 import json
 import os
 import random
@@ -38,11 +40,19 @@ def first_allowed(mask: bytes, rng: random.Random, eos: set[int]) -> int | None:
     return (bits & -bits).bit_length() - 1
 
 
-def attempt(tokenizer: Any, grammar: str, limits: Any) -> str | None:
-    """Compile and begin outputs. Returns what is wrong."""
+def attempt(tokenizer: Any, grammar: str, limits: Any) -> tuple[str | None, int]:
+    """Compile and begin outputs. Returns what is wrong, and by how much this process has grown."""
     from llguidance import LLMatcher
 
+    give_back_memory()
+    before = resident_bytes()
     root = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    error = begin_outputs(root, tokenizer)
+    return error, max(0, resident_bytes() - before)  # while the root is there
+
+
+def begin_outputs(root: Any, tokenizer: Any) -> str | None:
+    """Take the first steps of a few outputs. Returns what is wrong."""
     if root.is_error():
         return root.get_error()
     eos = set(tokenizer.eos_tokens)
@@ -65,6 +75,13 @@ def attempt(tokenizer: Any, grammar: str, limits: Any) -> str | None:
             if matcher.is_stopped():
                 break
     return None
+
+
+def give_back_memory() -> None:
+    """Return what earlier trials have freed to the system: the next one is measured by how much the process grows."""
+    # Not glibc: a form counts as what it takes beyond the largest one before it.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
@@ -110,13 +127,12 @@ def serve() -> None:
     while line := sys.stdin.readline():
         # Should the parent be gone, nobody kills this process: the default action of the signal does.
         signal.alarm(setup["alarm_s"])
-        before = resident_bytes()
         try:
-            error = attempt(tokenizer, json.loads(line)["grammar"], limits)
+            error, num_bytes = attempt(tokenizer, json.loads(line)["grammar"], limits)
         except Exception as caught:
-            error = str(caught) or type(caught).__name__
+            error, num_bytes = str(caught) or type(caught).__name__, 0
         signal.alarm(0)
-        answer(error=error, bytes=max(0, resident_bytes() - before))
+        answer(error=error, bytes=num_bytes)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ import dataclasses
 import hashlib
 import itertools
 import logging
-import os
-import stat
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from tqdm import tqdm
 
-from apt_jax.chat import ChatTemplate, Message, load_chat_template
+from apt_jax.cache_dir import private_dir
+from apt_jax.chat import ChatTemplate, Message, Tool, load_chat_template
 from apt_jax.clock import Clock, WallClock
 from apt_jax.config import (
     SLO,
@@ -46,7 +46,7 @@ from apt_jax.request import (
 )
 from apt_jax.sched import KindSpec, Policy, StepCosts, make_policy
 from apt_jax.tokenizer import OutputText, Tokenizer, load_tokenizer
-from apt_jax.validation import RequestLimits, build_request
+from apt_jax.validation import RequestLimits, build_requests
 
 if TYPE_CHECKING:
     from apt_jax.jax_executor import JaxExecutor
@@ -261,6 +261,8 @@ class EngineParts:
     """None: not calibrated, the policy weighs kinds as equally fast."""
     chat_template: ChatTemplate | None = None
     """None: the model brings none, or there is no tokenizer."""
+    hf_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Contents of the model's config.json, or the same fields made from the metadata of a GGUF file."""
     stored: tuple[str, str] = ("none", "none")
     """Format of the model's files, and how the weights are stored in them."""
     load_s: float = 0.0
@@ -274,19 +276,23 @@ class EngineParts:
         return self.config.served_model_name or self.config.model
 
     def chat_prompt(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of a conversation. Waits for another process: call it outside of event loops.
 
         Raises:
-            InvalidRequestError: malformed messages, or the model has no chat template.
+            InvalidRequestError: malformed messages or tools, the model has no chat template, or one without tools.
         """
         if self.chat_template is None or self.tokenizer is None:
             raise InvalidRequestError(
                 "messages", f"model {self.model_name!r:.80} has no chat template (--chat-template)"
             )
         return self.chat_template.encode(
-            self.tokenizer, messages, add_generation_prompt=add_generation_prompt
+            self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt
         )
 
     def build_request(self, **fields: Any) -> EngineRequest:
@@ -294,11 +300,15 @@ class EngineParts:
 
         A request without a seed gets one from the engine's seed and its number among all requests.
         """
+        return self.build_requests(**fields)[0]
+
+    def build_requests(self, *, n: object = 1, **fields: Any) -> list[EngineRequest]:
+        """`apt_jax.validation.build_requests`, likewise: one request for each of `n` outputs."""
         text = f"{self.config.seed}/{next(self._numbers)}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
         fields.setdefault("arrival_s", self.clock.now_s())
         fields.setdefault("grammars", self.grammars)
-        return build_request(self.limits, self.tokenizer, fallback_seed=seed, **fields)
+        return build_requests(self.limits, self.tokenizer, n=n, fallback_seed=seed, **fields)
 
 
 def make_parts(
@@ -350,8 +360,8 @@ def make_parts(
         debug=debug,
     )
     pool_tokens = max(
-        executor.num_blocks // kind.blocks_per_group * executor.block_size
-        for kind in kinds
+        executor.num_blocks // kind.blocks_per_group * size
+        for kind, size in zip(kinds, engine.cache.block_sizes, strict=True)
         if kind.offered
     )
     limits = RequestLimits(
@@ -416,6 +426,7 @@ def with_scheduler(parts: EngineParts, policy: str, cache: CacheMode) -> EngineP
         model_config=parts.model_config,
         cost_model=parts.cost_model,
         chat_template=parts.chat_template,
+        hf_config=parts.hf_config,
         stored=parts.stored,
     )
 
@@ -478,6 +489,7 @@ def build_engine(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.max_model_len or loaded.config.max_position,
         attention=config.attention_backend,
+        quantization=config.quantization,
     )
     loaded_s = time.monotonic()
     if warm_up:
@@ -500,6 +512,7 @@ def build_engine(
         model_config=loaded.config,
         cost_model=cost_model,
         chat_template=template,
+        hf_config=loaded.hf_config,
         stored=(loaded.format, loaded.weights),
         load_s=loaded_s - started,
         warm_up_s=warm_s - loaded_s,
@@ -515,26 +528,10 @@ def use_compile_cache() -> bool:
     """
     import jax
 
-    from apt_jax.calibrate import cache_dir
-
     if jax.config.jax_compilation_cache_dir:
         return True
-    parent = cache_dir()
-    directory = parent / "compiled"
-    try:
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        directory.mkdir(exist_ok=True, mode=0o700)
-        above, status = parent.stat(), directory.stat()
-    except OSError as error:
-        logger.info("compiled programs are not kept: %s (%s)", directory, error.strerror)
-        return False
-    # Whoever can rename entries of the parent can put a directory of another name in this one's place.
-    replaceable = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
-    if status.st_uid != os.getuid() or status.st_mode & 0o022 or replaceable:
-        logger.warning(
-            "compiled programs are not kept: %s must belong to this user and be writeable by nobody else",
-            directory,
-        )
+    directory = private_dir("compiled")
+    if directory is None:
         return False
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -589,22 +586,49 @@ def _stage(progress: Progress | None, stage: str) -> Callable[[int, int], None] 
 
 
 class ProgressBars:
-    """A `Progress` that draws one bar a stage, on terminals only."""
+    """A `Progress` that draws one bar a stage where stderr is a terminal, else says when starting begins and ends.
 
-    def __init__(self, *, disable: bool | None = None) -> None:
-        self._disable = disable
+    Args:
+        disable: True: nothing is drawn or said.
+        say: told the lines where there is no terminal; None: they are logged.
+    """
+
+    _DONE: ClassVar = {"compiling": ("program", "compiled"), "calibrating": ("step", "calibrated")}
+    """Stages of starting: what is counted, and what has been done to it in the end."""
+
+    def __init__(
+        self, *, disable: bool | None = None, say: Callable[[str], None] | None = None
+    ) -> None:
+        self._disable, self._say = disable, say or logger.info
         self._bar: tqdm | None = None
         self._stage = ""
+        self._started = 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        unit, ended = self._DONE.get(stage, ("step", None))
         if self._bar is None or stage != self._stage:
             self.close()
-            # disable=None: only where stderr is a terminal.
-            self._bar = tqdm(total=total, desc=stage, unit="step", disable=self._disable)
-            self._stage = stage
+            # disable=None: only where stderr is a terminal. Some say that they have no size (containers).
+            columns, lines = shutil.get_terminal_size()
+            self._bar = tqdm(
+                total=total,
+                desc=stage,
+                unit=unit,
+                disable=self._disable,
+                ncols=columns,
+                nrows=lines,
+            )
+            self._stage, self._started = stage, time.monotonic()
+            self._tell(ended, f"{stage} {total} {unit}s")
         self._bar.update(done - self._bar.n)
         if done >= total:
+            seconds = time.monotonic() - self._started
+            self._tell(ended, f"{ended} {total} {unit}s in {seconds:.1f} s")
             self.close()
+
+    def _tell(self, ended: str | None, line: str) -> None:
+        if ended and not self._disable and self._bar is not None and self._bar.disable:
+            self._say(line)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -631,11 +655,11 @@ class LLM:
         max_num_seqs: most requests in one step.
         num_blocks_override: size of the cache pool in blocks; None: from the memory at hand.
         seed: of dummy weights, and of sampled requests that bring no seed of their own.
-        block_size: token positions a block.
+        block_size: keys, or values, that a block holds; as many layer inputs, more where they are narrower.
         device_memory_utilization: share of the free device memory for the pool, in (0, 1].
         max_num_batched_tokens: most tokens in one step; None: 512, and at least `max_num_seqs`.
         max_model_len: longest prompt plus output; None: the model's limit.
-        load_format, tokenizer, chat_template, served_model_name, attention_backend: see `EngineConfig`.
+        load_format, tokenizer, chat_template, served_model_name, quantization, attention_backend: see `EngineConfig`.
         violation_decay: see `SchedulerConfig`.
         default_slo: objectives of requests that bring none.
         enable_prefix_caching: requests with the same beginning share the cache of it.
@@ -667,6 +691,7 @@ class LLM:
         tokenizer: str | None = None,
         chat_template: str | None = None,
         served_model_name: str | None = None,
+        quantization: Any = None,
         attention_backend: str | None = None,
         violation_decay: float = 0.0,
         default_slo: SLO | None = None,
@@ -683,6 +708,7 @@ class LLM:
             load_format=load_format,
             max_model_len=max_model_len,
             served_model_name=served_model_name,
+            quantization=quantization,
             attention_backend=attention_backend,
             seed=seed,
             cache=CacheConfig(
@@ -791,6 +817,7 @@ class LLM:
         | Sequence[SamplingParams | Mapping[str, object]]
         | None = None,
         *,
+        tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         slo: SLO | Sequence[SLO | None] | None = None,
         use_tqdm: bool = True,
@@ -800,6 +827,7 @@ class LLM:
         Args:
             messages: a conversation, or a list of them: messages of ``{"role": ..., "content": ...}``. Text that looks like a
                 special token is encoded as the text that it is.
+            tools: functions that the model may call, for chat templates with a place for them; calls come back as text.
             add_generation_prompt: end the prompt where the model's answer begins.
             sampling_params, slo, use_tqdm: see `generate`.
 
@@ -814,7 +842,7 @@ class LLM:
         if len(messages) and isinstance(messages[0], Mapping):
             conversations = [messages]
         prompts = [
-            self.parts.chat_prompt(one, add_generation_prompt=add_generation_prompt)
+            self.parts.chat_prompt(one, tools=tools, add_generation_prompt=add_generation_prompt)
             for one in conversations
         ]
         return self.generate(prompts, sampling_params, slo=slo, use_tqdm=use_tqdm)

@@ -182,11 +182,14 @@ def _first(found: Bool[Array, "B V"]) -> Int32[Array, " B"]:
     return jnp.where(lowest < found.shape[1], lowest, 0).astype(jnp.int32)
 
 
-def greedy(scores: Float[Array, "B V"]) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """The most likely token (the lowest id among equals), and whether the row can be trusted.
+def is_trusted(scores: Float[Array, "B V"]) -> Bool[Array, " B"]:
+    """Whether each row can be sampled from. One with NaN or +inf, or with every token forbidden, cannot: argmax and the
+    draw would return some index silently."""
+    return jnp.isfinite(jnp.max(scores, axis=1)) & ~jnp.any(jnp.isnan(scores), axis=1)
 
-    A row with NaN or +inf, or with every token forbidden, cannot: argmax and the draw would return some index silently.
-    """
+
+def greedy(scores: Float[Array, "B V"]) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
+    """The most likely token (the lowest id among equals), and whether the row can be trusted."""
     top = jnp.max(scores, axis=1)
     finite = jnp.isfinite(top) & ~jnp.any(jnp.isnan(scores), axis=1)
     return _first(scores == top[:, None]), finite

@@ -12,7 +12,7 @@ import math
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +36,36 @@ MIN_TEMPERATURE = 0.01
 MIN_REPETITION_PENALTY = 0.01
 MIN_SLO_S = 1e-6
 MAX_SLO_S = 86_400.0
+MAX_DEADLINE_S = 86_400.0
+MAX_WATCH_CAPACITY = 4096
+MAX_SEQUENCES = 16
+"""Of one call: its prompts times `n`."""
+TOO_LONG = "context_length_exceeded"
+"""`InvalidRequestError.code` of prompts and outputs that are too long for the model or the cache."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 _INT32_MAX = 2**31 - 1
+_AS_MANY_AS_FIT = 2**31
+"""Stands for a `max_tokens` of None until the length of the prompt is known; no request may ask for this many."""
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 _FORM_FIELDS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams))
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_TEXT_ALONE = "the model takes text alone; leave it out"
+_ONE_PLACE = "a request is computed in one place; leave it out"
+_UNSUPPORTED = {
+    "prompt_logprobs": "log probabilities of prompt tokens are not computed; leave it out",
+    "truncate_prompt_tokens": "prompts are never cut; leave it out and send what shall be read",
+    "structural_tag": "structural tags are not supported; use json, regex, choice or grammar",
+    "mm_inputs": _TEXT_ALONE,
+    "extra_mm_inputs": _TEXT_ALONE,
+    "media_refs": _TEXT_ALONE,
+    "kv_transfer_params": _ONE_PLACE,
+    "kv_transfer_params_json": _ONE_PLACE,
+    "data_parallel_rank": "there is one rank, 0; leave it out",
+    "dp_rank": "there is one rank, 0; leave it out",
+}
+"""What other engines' clients may ask for."""
 
 
 class Encoder(Protocol):
@@ -103,7 +126,8 @@ def build_request(
         tokenizer: None: only token ids are accepted, and no stop strings.
         prompt: text; exactly one of `prompt` and `prompt_token_ids` is given.
         prompt_token_ids: token ids, taken as they are (nothing is prepended).
-        params: None: the defaults. A mapping may hold any subset of the fields of `SamplingParams`, by name.
+        params: None: the defaults. A mapping may hold any subset of the fields of `SamplingParams`, by name; a `max_tokens` of
+            None asks for as many as the model's length and the cache leave.
         request_id: None: one is made up.
         slo: None: the server's default.
         slo_ttft_ms, slo_tbt_ms: raw objectives in milliseconds, each replacing that part of `slo`; None: absent.
@@ -121,6 +145,8 @@ def build_request(
     checked_class = _slo_class(slo_class)
     checked_params = _sampling_params(limits, tokenizer, params, fallback_seed)
     token_ids = _prompt(limits, tokenizer, prompt, prompt_token_ids)
+    if checked_params.max_tokens == _AS_MANY_AS_FIT:
+        checked_params = _filled(limits, checked_params, token_ids.size)
     _check_length(limits, token_ids.size, checked_params.max_tokens)
     grammar = None
     if checked_params.structured_outputs is not None:  # the slowest check, last
@@ -142,6 +168,131 @@ def build_request(
         slo_class=checked_class,
         grammar=grammar,
     )
+
+
+def build_requests(
+    limits: RequestLimits, tokenizer: Encoder | None, *, n: object = 1, **fields: Any
+) -> list[EngineRequest]:
+    """The requests for `n` outputs to one prompt; see `build_request` for the other arguments.
+
+    Returns:
+        n requests. They differ in their ids (``ID``, ``ID#1``, ``ID#2``, ..., which no client can give) and in their seeds
+        (``seed + i``, as in vLLM).
+
+    Raises:
+        InvalidRequestError, QueueFullError: as `build_request`.
+    """
+    count = check_sequences(1, n)
+    first = build_request(limits, tokenizer, **fields)
+    seed = first.params.seed
+    assert seed is not None
+    return [first] + [
+        dataclasses.replace(
+            first,
+            request_id=f"{first.request_id}#{i}",
+            params=dataclasses.replace(first.params, seed=(seed + i) % 2**63),
+        )
+        for i in range(1, count)
+    ]
+
+
+def check_watch_capacity(value: object) -> int:
+    """Iterations kept for a watcher of the scheduler.
+
+    Raises:
+        InvalidRequestError: no integer in [1, `MAX_WATCH_CAPACITY`].
+    """
+    return _integer("capacity", value, 1, MAX_WATCH_CAPACITY)
+
+
+# --- what some front ends take beside a request ------------------------------------------------------------------
+
+
+def check_deadline_ms(value: object) -> float:
+    """The time that a request may take, in seconds, from raw milliseconds.
+
+    Raises:
+        InvalidRequestError: no positive number, or more than a day.
+    """
+    seconds = _number("deadline_ms", value) / 1e3
+    if not 0.0 < seconds <= MAX_DEADLINE_S:
+        raise InvalidRequestError(
+            "deadline_ms",
+            f"{_shown(value)} must be a positive number of milliseconds, a day at most",
+        )
+    return seconds
+
+
+def check_flag(field: str, value: object) -> bool:
+    """True or false and nothing else.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    return _flag(field, value)
+
+
+def check_integer(field: str, value: object, low: int, high: int) -> int:
+    """An integer in [low, high].
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    return _integer(field, value, low, high)
+
+
+def check_text(field: str, value: object) -> str:
+    """A string that is not empty and can be written as UTF-8.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    return _text(field, value)
+
+
+def check_mapping(field: str, value: object) -> Mapping[str, object]:
+    """An object of named values.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(field, f"{_shown(value)} ({type(value).__name__}) is no object")
+    return value
+
+
+def check_sequences(num_prompts: int, n: object) -> int:
+    """`n`, the number of answers to each prompt.
+
+    Raises:
+        InvalidRequestError: no integer, or with the prompts more than `MAX_SEQUENCES`.
+    """
+    count = _integer("n", n, 1, MAX_SEQUENCES)
+    if num_prompts * count > MAX_SEQUENCES:
+        field = "prompt" if count == 1 else "n"
+        raise InvalidRequestError(
+            field,
+            f"{num_prompts} prompts and n={count} ask for more than {MAX_SEQUENCES} answers at once; send several requests",
+        )
+    return count
+
+
+def check_token_ids(limits: RequestLimits, field: str, value: object, most: int) -> list[int]:
+    """Token ids of the vocabulary, at most so many, possibly none.
+
+    Raises:
+        InvalidRequestError: they are not.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
+        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of token ids")
+    if len(value) > most:
+        raise InvalidRequestError(field, f"{len(value)} ids, at most {most} are allowed")
+    return [_token_id(f"{field}[{i}]", t, limits.vocab_size) for i, t in enumerate(value)]
+
+
+def unsupported(field: str) -> InvalidRequestError:
+    """The refusal of an input that other engines take and this one does not."""
+    return InvalidRequestError(field, _UNSUPPORTED[field])
 
 
 # --- values ------------------------------------------------------------------------------------------------------
@@ -286,6 +437,8 @@ def _sampling_params(
         params = SamplingParams()
     elif isinstance(params, Mapping):
         for name in params:
+            if name in _UNSUPPORTED:
+                raise unsupported(name)
             if name not in _SAMPLING_FIELDS:
                 near = (
                     difflib.get_close_matches(name, _SAMPLING_FIELDS, n=1)
@@ -300,7 +453,9 @@ def _sampling_params(
     elif not isinstance(params, SamplingParams):
         raise InvalidRequestError("params", f"{type(params).__name__} is not a SamplingParams")
 
-    max_tokens = _integer("max_tokens", params.max_tokens, 1, _INT32_MAX, "at least 1")
+    max_tokens = _AS_MANY_AS_FIT
+    if params.max_tokens is not None:
+        max_tokens = _integer("max_tokens", params.max_tokens, 1, _INT32_MAX, "at least 1")
     min_tokens = _integer("min_tokens", params.min_tokens, 0, _INT32_MAX, "at least 0")
     if min_tokens > max_tokens:
         raise InvalidRequestError(
@@ -429,6 +584,8 @@ def _structured_outputs(value: object) -> StructuredOutputsParams | None:
         return None
     if isinstance(value, Mapping):
         for name in value:
+            if name in _UNSUPPORTED:
+                raise unsupported(name)
             if name not in _FORM_FIELDS:
                 raise InvalidRequestError(
                     field, f"{_shown(name)} must be one of {', '.join(_FORM_FIELDS)}"
@@ -588,6 +745,7 @@ def _prompt(
         raise InvalidRequestError(
             "prompt",
             f"{len(text)} characters are at least {least} tokens, no less than max_model_len={limits.max_model_len}; shorten it",
+            code=TOO_LONG,
         )
     ids = tokenizer.encode(text)
     if not ids:
@@ -615,6 +773,7 @@ def _prompt_from_ids(limits: RequestLimits, value: object) -> NDArray[np.int32]:
         raise InvalidRequestError(
             field,
             f"{len(ids)} tokens leave no room for output within max_model_len={limits.max_model_len}; shorten it",
+            code=TOO_LONG,
         )
     checked = np.empty(len(ids), np.int32)
     for index, token_id in enumerate(ids):
@@ -630,6 +789,17 @@ def _frozen(ids: NDArray[np.int32]) -> NDArray[np.int32]:
     return ids
 
 
+def _filled(limits: RequestLimits, params: SamplingParams, prompt_len: int) -> SamplingParams:
+    """With `max_tokens` of what the prompt leaves; 1 where that is nothing, for `_check_length` to refuse."""
+    room = min(limits.max_model_len, limits.max_pool_tokens or limits.max_model_len) - prompt_len
+    if room >= 1 and params.min_tokens > room:
+        raise InvalidRequestError(
+            "min_tokens",
+            f"{params.min_tokens} must not exceed the {room} tokens for which there is room after the prompt",
+        )
+    return dataclasses.replace(params, max_tokens=max(room, 1))
+
+
 def _check_length(limits: RequestLimits, prompt_len: int, max_tokens: int) -> None:
     total = prompt_len + max_tokens
     if prompt_len >= limits.max_model_len:
@@ -637,12 +807,14 @@ def _check_length(limits: RequestLimits, prompt_len: int, max_tokens: int) -> No
             "prompt",
             f"{prompt_len} tokens leave no room for output within max_model_len={limits.max_model_len}; "
             f"shorten it by at least {prompt_len - limits.max_model_len + 1}",
+            code=TOO_LONG,
         )
     if total > limits.max_model_len:
         raise InvalidRequestError(
             "max_tokens",
             f"a prompt of {prompt_len} tokens and max_tokens={max_tokens} exceed max_model_len={limits.max_model_len} "
             f"by {total - limits.max_model_len}; max_tokens can be {limits.max_model_len - prompt_len} at most",
+            code=TOO_LONG,
         )
     pool = limits.max_pool_tokens
     if pool is not None and total > pool:
@@ -650,4 +822,5 @@ def _check_length(limits: RequestLimits, prompt_len: int, max_tokens: int) -> No
             "max_tokens",
             f"a prompt of {prompt_len} tokens and max_tokens={max_tokens} can never fit the cache, which holds {pool} "
             f"tokens in all: {total - pool} too many; ask for less or start with a larger pool (--num-blocks-override)",
+            code=TOO_LONG,
         )

@@ -45,6 +45,7 @@ class Watched:
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
         self.num_blocks, self.block_size = inner.num_blocks, inner.block_size
+        self.hidden_block_size = inner.hidden_block_size
         self.max_num_seqs = inner.max_num_seqs
         self.steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 

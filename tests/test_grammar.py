@@ -3,6 +3,8 @@
 import contextlib
 import importlib.resources
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -110,6 +112,8 @@ OUTPUTS = [
     ({"regex": r"\d{3}-\d{4}|no"}, ["123-4567", "no"], ["12-", "no!", "123-45678"]),
     ({"choice": ['a"b', "new\nline", "\\", "Ünï 😀", "a+", "^$", " ", "\x01"]}, ['a"b', "new\nline", "\\", "Ünï 😀", "a+", "^$", " ", "\x01"], ["aa", "b"]),
     ({"grammar": 'start: "say " WORD ("," WORD)*\nWORD: /[a-z]+/'}, ["say yes", "say a,b,c"], ["say A", "say a,,"]),
+    ({"grammar": '# GBNF\nroot ::= "say " word ("," word)*\n  word  ::= [a-z]+'}, ["say yes", "say a,b,c"], ["say A", "say a,,"]),
+    ({"grammar": 'start: "x ::= " /[0-9]/'}, ["x ::= 1"], ["y"]),
 ]  # fmt: skip
 
 
@@ -233,7 +237,8 @@ WRONG = [
     {"json": {"$ref": "https://example.com/schema.json"}}, {"json": {"$ref": "file:///etc/passwd"}}, {"json": {"not": {}}},
     {"json": {"type": "array", "uniqueItems": True}}, {"json": {"type": "string", "format": "nothing"}}, {"json": {"properties": []}},
     {"regex": "("}, {"regex": "(?=a)b"}, {"regex": r"(a)\1"}, {"regex": "a{2,1}"}, {"regex": "[z-a]"}, {"regex": "(" * 5000 + "a" + ")" * 5000},
-    {"grammar": "start:"}, {"grammar": "start: A"}, {"grammar": 'a: "b"'}, {"grammar": "{}"}, {"grammar": "start: " + "(" * 20_000},
+    {"grammar": "start:"}, {"grammar": 'root ::= "a'}, {"grammar": "root ::= b"}, {"grammar": 'a ::= "b"'}, {"grammar": "root ::= " + "(" * 20_000},
+    {"grammar": "start: A"}, {"grammar": 'a: "b"'}, {"grammar": "{}"}, {"grammar": "start: " + "(" * 20_000},
     {"json_object": True, "whitespace_pattern": "("},
 ]  # fmt: skip
 
@@ -319,6 +324,20 @@ def test_a_child_that_died_is_replaced(tokenizer):
     made.close()
 
 
+def test_a_child_that_does_not_read_costs_the_time_limit(tokenizer):
+    """A pipe holds 64 KiB: a longer form is written only as fast as it is read."""
+    made = compiler_of(tokenizer, limit_s=0.5)
+    made.compile(checked(choice=["yes"]))
+    assert made._worker is not None
+    os.kill(made._worker._child._process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(InvalidRequestError, match=r"0\.5 s"):
+        made.compile(Forms(choice=[f"{i} {'x' * 90}" for i in range(2000)]))
+    assert time.monotonic() - started < 5.0
+    assert made.compile(checked(choice=["no"]))
+    made.close()
+
+
 # --- the cache ---------------------------------------------------------------------------------------------------
 
 
@@ -343,15 +362,111 @@ def test_R11_the_cache_is_bounded_in_entries_and_bytes(tokenizer):
     assert made.cached_bytes == sum(e.num_bytes for e in made._entries.values())
     assert kept.start()
     made.close()
-    small = compiler_of(tokenizer, max_bytes=40 << 10)
-    for i in range(6):
+    small = compiler_of(tokenizer, max_bytes=120 << 10)
+    for i in range(12):
         small.compile(checked(choice=[str(i)]))
-        assert small.cached_bytes <= 40 << 10
-    assert small.num_cached == 2
+        assert small.cached_bytes <= 120 << 10
+    assert 1 <= small.num_cached <= 7
     assert small.compile(
         checked(choice=["x" * 20_000])
     ).start()  # larger than the cache: used, not kept
     small.close()
+
+
+MANY_STATES = r"[ab]*a[ab]{14}c"
+"""Its lexer has two states for each token that is drawn, and 2^15 in all."""
+
+
+def draw(constraint: LLConstraint, tokenizer: Tokenizer, rng: np.random.Generator, num: int) -> int:
+    """Tokens of a random output that could be followed."""
+    ab = [tokenizer.encode(text, add_special_tokens=False)[0] for text in "ab"]
+    for i in range(num):
+        try:
+            assert set(ab) <= (allowed(constraint) or set())
+            constraint.accept(int(rng.choice(ab)))
+        except GrammarError:
+            return i
+    return num
+
+
+@pytest.fixture
+def few_states(monkeypatch) -> None:
+    limits = {**grammar_module.LIMITS, "max_lexer_states": 600}
+    monkeypatch.setattr(grammar_module, "LIMITS", limits)
+
+
+def test_outputs_of_one_form_do_not_use_up_its_lexer(tokenizer, few_states):
+    """All outputs share its states: whether they come one after another or at once, none ends for another's."""
+    made = compiler_of(tokenizer)
+    grammar = made.compile(checked(regex=MANY_STATES))
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        assert draw(grammar.start(), tokenizer, rng, 60) == 60
+    together = [grammar.start() for _ in range(30)]
+    for _ in range(6):
+        for constraint in together:
+            assert draw(constraint, tokenizer, rng, 10) == 10
+    assert made.num_trials == 1
+    made.close()
+
+
+def test_an_output_that_goes_on_with_another_lexer_is_where_it_was(tokenizer, few_states):
+    made = compiler_of(tokenizer)
+    grammar = made.compile(checked(regex=MANY_STATES + "|abab!"))
+    rng = np.random.default_rng(1)
+    kept = grammar.start()
+    assert follows(kept, [t for c in "abab" for t in tokenizer.encode(c, add_special_tokens=False)])
+    while not kept.matcher.is_error():
+        draw(grammar.start(), tokenizer, rng, 60)
+        kept.matcher.compute_bitmask()
+    assert follows(kept, tokenizer.encode("!", add_special_tokens=False))
+    assert kept.ended
+    made.close()
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 1.0])
+def test_R11_an_output_that_needs_too_much_alone_is_an_error(
+    tokenizer, few_states, monkeypatch, limit_s
+):
+    monkeypatch.setattr(grammar_module, "_OWN_LEXER_LIMIT_S", limit_s)
+    made = compiler_of(tokenizer)
+    grammar = made.compile(checked(regex=MANY_STATES))
+    rng = np.random.default_rng(2)
+    assert 100 < draw(grammar.start(), tokenizer, rng, 3000) < 600
+    assert draw(grammar.start(), tokenizer, rng, 60) == (60 if limit_s else 0)
+    # The next request has nothing to do with it.
+    assert draw(made.compile(checked(regex=MANY_STATES)).start(), tokenizer, rng, 60) == 60
+    assert made.num_trials == 1
+    made.close()
+
+
+def test_R11_what_the_lexer_of_a_form_collects_is_given_up_now_and_then(tokenizer, monkeypatch):
+    monkeypatch.setattr(grammar_module, "_WORN_MASKS", 100)
+    made = compiler_of(tokenizer)
+    rng, roots = np.random.default_rng(3), []
+    for _ in range(20):
+        constraint = made.compile(checked(regex=MANY_STATES)).start()
+        assert draw(constraint, tokenizer, rng, 20) == 20
+        assert constraint._source.num_masks <= 120
+        if not any(root is constraint._source._root for root in roots):
+            roots.append(constraint._source._root)
+    assert 3 <= len(roots) <= 5
+    assert made.num_trials == 1
+    made.close()
+
+
+def test_R11_a_form_counts_with_what_it_takes(tokenizer):
+    """Not with what the child still had to ask for, after it had tried a larger one."""
+    made = compiler_of(tokenizer, limit_s=10.0)
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("memory is not measured here")
+    sizes = []
+    for i in range(3):
+        names = {f"k{i}_{j}": {"type": "string", "pattern": f"^[a-z]{{1,{200 + j}}}(x|y){{3,{50 + i}}}$"} for j in range(120)}  # fmt: skip
+        made.compile(checked(json={"type": "object", "properties": names}))
+        sizes.append(list(made._entries.values())[-1].num_bytes)
+    assert min(sizes) > 300_000
+    made.close()
 
 
 def test_a_form_that_was_too_slow_is_tried_again(tokenizer):

@@ -24,7 +24,7 @@ from toy_serving import (
 from apt_jax import LLM, SLO, SamplingParams
 from apt_jax.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
 from apt_jax.hash_executor import Fault, FaultKind, reference_tokens
-from apt_jax.llm import OutputAssembler, RequestState, build_engine, use_compile_cache
+from apt_jax.llm import OutputAssembler, ProgressBars, RequestState, build_engine, use_compile_cache
 from apt_jax.models import load_model, reference_generate_greedy
 from apt_jax.request import CompletionOutput, RequestOutput
 
@@ -554,3 +554,21 @@ def test_the_compile_cache_must_be_ours_alone(tmp_path, monkeypatch, caplog):
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+
+def test_progress_is_drawn_on_a_terminal_that_has_no_size(monkeypatch):
+    """As those of containers: tqdm by itself would draw nothing."""
+    import pty
+    import select
+
+    reader, writer = pty.openpty()
+    with open(writer, "w") as terminal, open(reader, "rb") as screen:
+        monkeypatch.setattr("sys.stderr", terminal)
+        bars = ProgressBars()
+        for done in range(4):
+            bars("compiling", done, 3)
+        terminal.flush()
+        seen = b""
+        while b"3/3" not in seen and select.select([screen], [], [], 5)[0]:
+            seen += os.read(screen.fileno(), 10_000)
+        assert b"3/3" in seen

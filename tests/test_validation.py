@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from apt_jax import validation
 from apt_jax.config import SLO
 from apt_jax.errors import ConfigError, InvalidRequestError
 from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
-from apt_jax.validation import RequestLimits, build_request
+from apt_jax.validation import RequestLimits, build_request, build_requests, unsupported
 
 LIMITS = RequestLimits(
     vocab_size=300,
@@ -54,6 +55,50 @@ def refused(field: str, **fields) -> str:
     assert "\n" not in message
     assert len(message) < 400
     return message
+
+
+def test_max_tokens_of_none_asks_for_what_is_left():
+    limits = dataclasses.replace(LIMITS, max_pool_tokens=None)
+    room = limits.max_model_len - 6
+    assert build("hello", limits=limits, params={"max_tokens": None}).params.max_tokens == room
+    assert build("hello", limits=limits, params=SamplingParams(max_tokens=None)).params.max_tokens == room  # type: ignore[arg-type]  # fmt: skip
+    small = dataclasses.replace(LIMITS, max_pool_tokens=20)
+    assert build("hello", limits=small, params={"max_tokens": None}).params.max_tokens == 14
+    refused("min_tokens", limits=small, params={"max_tokens": None, "min_tokens": 15})
+    assert build("hello", limits=small, params={"max_tokens": None, "min_tokens": 14})
+    long = "x" * (limits.max_model_len - 1)
+    refused("prompt", prompt=long, params={"max_tokens": None})
+    refused("max_tokens", prompt="x" * 19, limits=small, params={"max_tokens": None})
+
+
+def test_what_is_too_long_has_a_code():
+    for fields in (
+        {"prompt": "x" * 400},
+        {"prompt": None, "prompt_token_ids": [1] * 64},
+        {"prompt": "x" * 60, "params": {"max_tokens": 30}},
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            build(**fields)  # type: ignore[arg-type]
+        assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(InvalidRequestError) as caught:
+        build(params={"top_p": 2.0})
+    assert caught.value.code is None
+
+
+def test_deadlines_are_positive_and_a_day_at_most():
+    assert validation.check_deadline_ms(250) == 0.25
+    for value in (0, -1, math.nan, math.inf, 1e18, "5", True, None):
+        with pytest.raises(InvalidRequestError, match="deadline_ms"):
+            validation.check_deadline_ms(value)
+
+
+def test_the_answers_of_one_call_are_limited():
+    assert validation.check_sequences(1, 16) == 16
+    assert validation.check_sequences(4, 4) == 4
+    for num_prompts, n, field in ((1, 17, "n"), (1, 0, "n"), (9, 2, "n"), (17, 1, "prompt"), (1, 1.0, "n"), (1, True, "n")):  # fmt: skip
+        with pytest.raises(InvalidRequestError) as caught:
+            validation.check_sequences(num_prompts, n)
+        assert caught.value.field == field
 
 
 def test_a_request_is_complete_and_frozen():
@@ -206,7 +251,7 @@ NOT_NUMBERS = ["2", True, None, [1.0], b"1", np.bool_(True), 1j]
 NOT_FINITE = [math.nan, math.inf, -math.inf, np.float32("nan"), TINY, -TINY, 5e-324, HUGE]
 NOT_INTEGERS = ["2", True, [1], 1.5, 1.0, math.nan, np.float64(2.0)]
 BAD = {
-    "max_tokens": [0, -1, None, 2**63, HUGE, *NOT_INTEGERS],
+    "max_tokens": [0, -1, 2**31, 2**63, HUGE, *NOT_INTEGERS],
     "temperature": [-0.1, -0.0, 2.1, 0.001, *NOT_NUMBERS, *NOT_FINITE],
     "top_k": [-2, 2**31, HUGE, None, *NOT_INTEGERS],
     "top_p": [0.0, -0.0, -0.5, 1.1, *NOT_NUMBERS, *NOT_FINITE],
@@ -293,6 +338,41 @@ def test_values_that_mean_off_are_made_one():
 def test_R9_cross_field_checks_come_after_defaults():
     refused("min_tokens", params={"min_tokens": 17})
     assert build(params={"min_tokens": 17, "max_tokens": 17})
+    refused("min_tokens", params={"min_tokens": 43, "max_tokens": None})
+
+
+def test_R9_no_limit_means_what_fits_context_and_pool():
+    def most(prompt: str, **limits) -> int:
+        limits = dataclasses.replace(LIMITS, **limits)
+        return build(prompt, limits=limits, params={"max_tokens": None}).params.max_tokens
+
+    assert most("hello") == 48 - 6
+    assert most("hello", max_pool_tokens=None) == most("hello", max_pool_tokens=1000) == 64 - 6
+    assert build(params={"max_tokens": None, "min_tokens": 42}).params.min_tokens == 42
+    with pytest.raises(InvalidRequestError, match="can never fit the cache"):
+        most("x" * 50)
+
+
+def test_R6_n_outputs_are_n_requests():
+    def many(**fields):
+        return build_requests(LIMITS, ByteEncoder(), prompt="hello", arrival_s=1.5, **fields)
+
+    first, second, third = many(n=3, request_id="a", params={"seed": 2**63 - 2})
+    assert [r.request_id for r in (first, second, third)] == ["a", "a#1", "a#2"]
+    assert [r.params.seed for r in (first, second, third)] == [2**63 - 2, 2**63 - 1, 0]
+    assert second.prompt_token_ids is first.prompt_token_ids
+    assert [r.params.seed for r in many(n=2, fallback_seed=7)] == [7, 8]
+    for bad in (0, 17, -1, True, "2", 1.0, None, HUGE):
+        with pytest.raises(InvalidRequestError, match=r"^n: "):
+            many(n=bad)
+    refused("request_id", request_id="a#1")  # no client can name one of them
+
+
+def test_what_other_engines_take_is_refused_with_the_reason():
+    assert "not computed" in refused("prompt_logprobs", params={"prompt_logprobs": 1})
+    assert "never cut" in refused("truncate_prompt_tokens", params={"truncate_prompt_tokens": -1})
+    refused("structural_tag", params={"structured_outputs": {"structural_tag": "{}"}})
+    assert str(unsupported("mm_inputs")).startswith("mm_inputs: the model takes text alone")
 
 
 def test_R14_an_unknown_parameter_names_the_nearest():
