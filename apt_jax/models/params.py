@@ -115,6 +115,8 @@ class ModelParams:
     @property
     def dtype(self) -> Any:
         """Of activations, and of weights that are not quantised."""
+        if not isinstance(self.embed, QuantizedMatrix):
+            return self.embed.dtype
         norm = self.layers[0].attn_norm or self.layers[0].attn_out_norm
         assert norm is not None
         return norm.scale.dtype
