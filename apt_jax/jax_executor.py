@@ -39,7 +39,7 @@ from apt_jax import sampling
 from apt_jax.config import CacheConfig, HiddenMode, ModelConfig, Quantization
 from apt_jax.errors import ConfigError
 from apt_jax.executor import NO_TOKEN, MaskedStepHandle, StepBatch, StepHandle, StepResult
-from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, logits
+from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, greedy_tokens, logits
 from apt_jax.models.params import ModelParams, fuse_products
 from apt_jax.models.quantize import quantize_params
 from apt_jax.pallas import AttentionOps, attention_ops
@@ -452,6 +452,10 @@ class JaxExecutor:
         variant: str,
     ) -> tuple[Array, Array, tuple[Array, Array, Array] | None]:
         parts = _sample_layout(rows).unpack(ints)
+        if variant == "greedy":
+            tokens, finite = greedy_tokens(params, hidden[:rows], self.config, self._ops)
+            last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
+            return last_tokens, jnp.stack([tokens, finite.astype(jnp.int32)]), None
         raw = logits(params, hidden[:rows], self.config, self._ops.dense)
         scores = raw
         if penalties is not None:
@@ -462,28 +466,25 @@ class JaxExecutor:
         unmasked = scores
         if masks is not None:
             scores = sampling.allow(scores, masks)
-        if variant == "greedy":
-            tokens, finite = sampling.greedy(scores)
-        else:
-            settings = sampling.SamplingRows(
-                temperature=_as_float(parts["temperature"]),
-                top_k=parts["top_k"],
-                top_p=_as_float(parts["top_p"]),
-                min_p=_as_float(parts["min_p"]),
-                seed=jax.lax.bitcast_convert_type(parts["seed"], jnp.uint32),
-                position=parts["position"],
+        settings = sampling.SamplingRows(
+            temperature=_as_float(parts["temperature"]),
+            top_k=parts["top_k"],
+            top_p=_as_float(parts["top_p"]),
+            min_p=_as_float(parts["min_p"]),
+            seed=jax.lax.bitcast_convert_type(parts["seed"], jnp.uint32),
+            position=parts["position"],
+        )
+        draw = functools.partial(sampling.sample, borders=self._borders(variant))
+        if variant == "masked" and self._ops.branches:  # most of them are greedy
+            tokens, finite = jax.lax.cond(
+                jnp.any(settings.temperature > 0.0),
+                draw,
+                lambda scores, _: sampling.greedy(scores),
+                scores,
+                settings,
             )
-            draw = functools.partial(sampling.sample, borders=self._borders(variant))
-            if variant == "masked" and self._ops.branches:  # most of them are greedy
-                tokens, finite = jax.lax.cond(
-                    jnp.any(settings.temperature > 0.0),
-                    draw,
-                    lambda scores, _: sampling.greedy(scores),
-                    scores,
-                    settings,
-                )
-            else:
-                tokens, finite = draw(scores, settings)
+        else:
+            tokens, finite = draw(scores, settings)
         last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
         if masks is not None:
             model_is_finite = sampling.is_trusted(unmasked)

@@ -22,9 +22,13 @@
 
 #include "xla/ffi/api/ffi.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#define APT_AMX 1
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define APT_PAIRS 1  // dot products of pairs of bfloat16
 #include <immintrin.h>
+#endif
+
+#if defined(APT_PAIRS) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#define APT_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -181,6 +185,45 @@ void parallel_for(ffi::ThreadPool& pool, int64_t n, const F& f) {
   }
 }
 
+// The greatest of a row's scores so far, and the first place where it is.
+struct Best {
+  float score = -INFINITY;
+  int32_t index = 0;
+  bool has_nan = false;
+
+  void add(const Best& later) {
+    if (later.score > score) score = later.score, index = later.index;
+    has_nan |= later.has_nan;
+  }
+};
+
+Best best_of(const float* scores, int64_t count, int64_t first) {
+  Best best;
+  best.index = static_cast<int32_t>(first);
+  const int64_t even = count / kLanes * kLanes;
+  if (even) {
+    Vec top = splat(-INFINITY);
+    IntVec place{}, nan{};
+    for (int64_t i = 0; i < even; i += kLanes) {
+      const Vec v = load(scores + i);
+      const IntVec more = v > top;
+      top = more ? v : top;
+      place = more ? IntVec{} + static_cast<int32_t>(i) : place;
+      nan |= v != v;
+    }
+    for (int i = 0; i < kLanes; ++i) {
+      const int32_t at = static_cast<int32_t>(first) + place[i] + i;
+      if (top[i] > best.score || (top[i] == best.score && at < best.index)) best.score = top[i], best.index = at;
+      best.has_nan |= nan[i] != 0;
+    }
+  }
+  for (int64_t i = even; i < count; ++i) {
+    if (scores[i] > best.score) best.score = scores[i], best.index = static_cast<int32_t>(first + i);
+    best.has_nan |= scores[i] != scores[i];
+  }
+  return best;
+}
+
 // Memory that a thread keeps for its next call: fresh memory of this size costs a page fault every 4 KiB. One for each `slot`.
 template <typename T, int slot>
 T* scratch(int64_t n) {
@@ -198,7 +241,7 @@ T* scratch(int64_t n) {
   return static_cast<T*>(memory.get());
 }
 
-enum Slots { kPacked, kMade, kWide, kQueries, kWeights };
+enum Slots { kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest };
 
 // ---- AMX
 
@@ -349,9 +392,10 @@ constexpr int64_t kTaskRows = 256, kTaskOutputs = 128;
 // w has twice as many rows, and what comes out is activate(x w_gate) * (x w_up).
 // A task's outputs are made in a buffer: written where they belong at once, the 16 of every row would fall into the same few
 // sets of the cache, and as bfloat16 would fill half a line.
-template <int OA, int TB, bool kGated, typename W, typename Out>
+// `take(row, first, values, count)` is given them: outputs [first, first + count) of a row.
+template <typename Out, int OA, int TB, bool kGated, typename W, typename Take>
 void dense_amx(ffi::ThreadPool& pool, const uint32_t* packed, int64_t rows, const W* w, const float* scales, int64_t outputs,
-               int64_t width, Out* out, Activation activation) {
+               int64_t width, Activation activation, const Take& take) {
   constexpr int kBlocks = kGated ? OA / 2 : OA;
   const int64_t steps = width / 32, ranges = (outputs + kTaskOutputs - 1) / kTaskOutputs;
   parallel_for(pool, (rows + kTaskRows - 1) / kTaskRows * ranges, [&](int64_t task) {
@@ -399,14 +443,13 @@ void dense_amx(ffi::ThreadPool& pool, const uint32_t* packed, int64_t rows, cons
           }
       }
     }
-    for (int64_t r = first_row; r < last_row; ++r)
-      std::copy_n(made + (r - first_row) * kTaskOutputs, end - begin, out + r * outputs + begin);
+    for (int64_t r = first_row; r < last_row; ++r) take(r, begin, made + (r - first_row) * kTaskOutputs, end - begin);
   });
 }
 
-template <bool kGated, typename W, typename Out>
+template <typename Out, bool kGated, typename W, typename Take>
 void dense_amx(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const W* w, const float* scales, int64_t outputs,
-               int64_t width, Out* out, Activation activation) {
+               int64_t width, Activation activation, const Take& take) {
   const int64_t tiles = (rows + 15) / 16, padded = tiles > 1 ? (tiles + 1) / 2 * 2 : tiles, steps = width / 32;
   auto* packed = scratch<uint32_t, kPacked>(padded * steps * 256);
   constexpr int64_t kTogether = 4;
@@ -416,9 +459,9 @@ void dense_amx(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const W* w, c
       pack_rows(x + t * 16 * width, std::clamp<int64_t>(rows - t * 16, 0, 16), width, width, packed + t * steps * 256);
   });
   if (tiles == 1)
-    dense_amx<4, 1, kGated>(pool, packed, rows, w, scales, outputs, width, out, activation);
+    dense_amx<Out, 4, 1, kGated>(pool, packed, rows, w, scales, outputs, width, activation, take);
   else
-    dense_amx<2, 2, kGated>(pool, packed, rows, w, scales, outputs, width, out, activation);
+    dense_amx<Out, 2, 2, kGated>(pool, packed, rows, w, scales, outputs, width, activation, take);
 }
 
 #endif  // APT_AMX
@@ -478,23 +521,9 @@ void dense_vector(ffi::ThreadPool& pool, const X* x, int64_t rows, const W* w, c
   });
 }
 
-// x (T, I), w (O, I) of the same type, or int8 with scales (O,), else (0,).
-ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scale,
-                 ffi::ResultBuffer<ffi::F32> out) {
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = w.dimensions()[0];
-  const float* scales = scale.element_count() ? scale.typed_data() : nullptr;
-  if (rows == 0 || outputs == 0) return ffi::Error::Success();
-  const auto run = [&](auto* in, auto* weights) {
-#ifdef APT_AMX
-    if constexpr (std::is_same_v<decltype(in), const Bf16*>)
-      if (width % 32 == 0 && outputs >= 16 && has_tiles()) {
-        dense_amx<false>(pool, in, rows, weights, scales, outputs, width, out->typed_data(), kNone);
-        return ffi::Error::Success();
-      }
-#endif
-    dense_vector(pool, in, rows, weights, scales, outputs, width, out->typed_data());
-    return ffi::Error::Success();
-  };
+// Calls run(x, w) with pointers of their types: the same, or int8 weights.
+template <typename Run>
+ffi::Error of_types(ffi::AnyBuffer& x, ffi::AnyBuffer& w, const Run& run) {
   const auto* narrow = static_cast<const Bf16*>(x.untyped_data());
   const auto* wide = static_cast<const float*>(x.untyped_data());
   const auto* bytes = static_cast<const int8_t*>(w.untyped_data());
@@ -505,16 +534,77 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
   return ffi::Error::InvalidArgument("dense: these dtypes are not offered");
 }
 
+// x (T, I), w (O, I) of the same type, or int8 with scales (O,), else (0,).
+ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scale,
+                 ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = w.dimensions()[0];
+  const float* scales = scale.element_count() ? scale.typed_data() : nullptr;
+  if (rows == 0 || outputs == 0) return ffi::Error::Success();
+  float* result = out->typed_data();
+  return of_types(x, w, [&](auto* in, auto* weights) {
+#ifdef APT_AMX
+    if constexpr (std::is_same_v<decltype(in), const Bf16*>)
+      if (width % 32 == 0 && outputs >= 16 && has_tiles()) {
+        dense_amx<float, false>(pool, in, rows, weights, scales, outputs, width, kNone,
+                                [=](int64_t row, int64_t first, const float* values, int64_t count) {
+                                  std::copy_n(values, count, result + row * outputs + first);
+                                });
+        return ffi::Error::Success();
+      }
+#endif
+    dense_vector(pool, in, rows, weights, scales, outputs, width, result);
+    return ffi::Error::Success();
+  });
+}
+
+// The greatest of each row's products: its place in `tokens` (T,), and in `trusted` (T,) whether it is finite and no product NaN.
+ffi::Error dense_argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scale,
+                        ffi::ResultBuffer<ffi::S32> tokens, ffi::ResultBuffer<ffi::PRED> trusted) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = w.dimensions()[0];
+  const float* scales = scale.element_count() ? scale.typed_data() : nullptr;
+  const auto keep = [&](int64_t row, const Best& best) {
+    tokens->typed_data()[row] = best.index;
+    trusted->typed_data()[row] = !best.has_nan && std::isfinite(best.score);
+  };
+  return of_types(x, w, [&](auto* in, auto* weights) {
+#ifdef APT_AMX
+    if constexpr (std::is_same_v<decltype(in), const Bf16*>)
+      if (width % 32 == 0 && outputs >= 16 && has_tiles()) {
+        const int64_t ranges = (outputs + kTaskOutputs - 1) / kTaskOutputs;
+        Best* found = scratch<Best, kBest>(rows * ranges);
+        dense_amx<float, false>(pool, in, rows, weights, scales, outputs, width, kNone,
+                                [=](int64_t row, int64_t first, const float* values, int64_t count) {
+                                  found[row * ranges + first / kTaskOutputs] = best_of(values, count, first);
+                                });
+        for (int64_t row = 0; row < rows; ++row) {
+          Best best = found[row * ranges];
+          for (int64_t i = 1; i < ranges; ++i) best.add(found[row * ranges + i]);
+          keep(row, best);
+        }
+        return ffi::Error::Success();
+      }
+#endif
+    float* scores = scratch<float, kScores>(rows * outputs);
+    dense_vector(pool, in, rows, weights, scales, outputs, width, scores);
+    parallel_for(pool, rows, [&](int64_t row) { keep(row, best_of(scores + row * outputs, outputs, 0)); });
+    return ffi::Error::Success();
+  });
+}
+
 ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scale,
                  ffi::ResultBuffer<ffi::BF16> out, int64_t activation) {
 #ifdef APT_AMX
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = w.dimensions()[0] / 2;
   const float* scales = scale.element_count() ? scale.typed_data() : nullptr;
+  auto* result = static_cast<Bf16*>(out->untyped_data());
   if (width % 32 == 0 && outputs >= 16 && has_tiles()) {
     const auto run = [&](auto* weights) {
       if (rows)
-        dense_amx<true>(pool, static_cast<const Bf16*>(x.untyped_data()), rows, weights, scales, outputs, width,
-                        static_cast<Bf16*>(out->untyped_data()), static_cast<Activation>(activation));
+        dense_amx<Bf16, true>(pool, static_cast<const Bf16*>(x.untyped_data()), rows, weights, scales, outputs, width,
+                              static_cast<Activation>(activation),
+                              [=](int64_t row, int64_t first, const Bf16* values, int64_t count) {
+                                std::copy_n(values, count, result + row * outputs + first);
+                              });
       return ffi::Error::Success();
     };
     if (w.element_type() == ffi::BF16) return run(static_cast<const Bf16*>(w.untyped_data()));
@@ -587,11 +677,8 @@ struct Flash {
   float m = -INFINITY, l = 0;
 };
 
-// Scores of one query head against `count` keys, by the rules, as weights of the values relative to the running maximum.
-// Returns what the accumulator must be scaled by.
-float weigh(Flash& state, const float* q, const float* keys, int count, int64_t padded, const Rules& rules, float slope,
-            const int32_t* positions, int64_t last, float* weights) {
-  Vec highest = splat(-INFINITY);
+// Scores of one query head against `count` keys.
+void score(const float* q, const float* keys, int count, int64_t padded, float* scores) {
   for (int t = 0; t < count; t += kLanes) {
     Vec partial[kLanes];
     for (int i = 0; i < kLanes; ++i) {
@@ -605,7 +692,16 @@ float weigh(Flash& state, const float* q, const float* keys, int count, int64_t 
       if (k < padded) odd += load(q + k) * load(key + k);
       partial[i] = even + odd;
     }
-    Vec s = sums(partial);
+    store(scores + t, sums(partial));
+  }
+}
+
+// Scores of one query head, by the rules, to weights of the values relative to the running maximum, in place. Returns what the
+// accumulator must be scaled by.
+float weigh(Flash& state, int count, const Rules& rules, float slope, const int32_t* positions, int64_t last, float* weights) {
+  Vec highest = splat(-INFINITY);
+  for (int t = 0; t < count; t += kLanes) {
+    Vec s = load(weights + t);
     if (rules.softcap != 0) {
       const float cap = rules.softcap;
       for (int i = 0; i < kLanes; ++i) s[i] = cap * std::tanh(s[i] / cap);
@@ -682,18 +778,178 @@ struct Cache {
   }
 };
 
-// One query at position `end` - 1 over the positions before `end`, of heads that share key heads, `group` to each: q (heads, H)
-// scaled, out (heads, H).
+// What a thread attends to next, to be fetched early; nullptr: not known.
+template <typename T>
+struct Following {
+  const Cache<T>* cache = nullptr;
+  Seen seen{};
+};
+
+#ifdef APT_PAIRS
+
+inline __m512i words(const void* p) { return _mm512_loadu_si512(p); }
+
+inline __m512bh pairs(__m512i v) {
+  __m512bh out;
+  std::memcpy(&out, &v, sizeof out);
+  return out;
+}
+
+// Scores of G query heads against `count` keys, a multiple of 16 of them, while the keys from `ahead` on are fetched.
+template <int G>
+void score_pairs(const Bf16* q, const Bf16* const* keys, const Bf16* const* ahead, int64_t lane, int count, int64_t width,
+                 float* scores) {
+  for (int t = 0; t < count; t += kLanes) {
+    Vec partial[G][kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const Bf16* key = keys[t + i] + lane;
+      __m512 products[G];
+      for (int g = 0; g < G; ++g) products[g] = _mm512_setzero_ps();
+      for (int64_t k = 0; k < width; k += 32) {
+        const __m512bh of_key = pairs(words(key + k));
+        _mm_prefetch(reinterpret_cast<const char*>(ahead[t + i] + lane + k), _MM_HINT_T0);
+        for (int g = 0; g < G; ++g) products[g] = _mm512_dpbf16_ps(products[g], of_key, pairs(words(q + g * width + k)));
+      }
+      for (int g = 0; g < G; ++g) std::memcpy(&partial[g][i], &products[g], sizeof(Vec));
+    }
+    for (int g = 0; g < G; ++g) store(scores + g * kTile + t, sums(partial[g]));
+  }
+}
+
+// acc[g] = acc[g] * scales[g] + sum over t of weights[g][t] * values[t], for L times 32 lanes of G heads and an even `count`. Of
+// 32 lanes, the accumulator holds those that the instruction for interleaving takes first before the others.
+template <int G, int L>
+void add_pairs(const uint32_t* weights, const float* scales, const Bf16* const* values, const Bf16* const* ahead, int64_t lane,
+               int count, int64_t width, float* acc) {
+  __m512 sums[G][2 * L];
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < 2 * L; ++i)
+      sums[g][i] = _mm512_mul_ps(_mm512_loadu_ps(acc + g * width + i * kLanes), _mm512_set1_ps(scales[g]));
+  for (int t = 0; t < count; t += 2) {
+    const Bf16 *first = values[t] + lane, *second = values[t + 1] + lane;
+    for (int i = 0; i < L; ++i) {
+      const __m512i a = words(first + 32 * i), b = words(second + 32 * i);
+      const __m512bh low = pairs(_mm512_unpacklo_epi16(a, b)), high = pairs(_mm512_unpackhi_epi16(a, b));
+      _mm_prefetch(reinterpret_cast<const char*>(ahead[t] + lane + 32 * i), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(ahead[t + 1] + lane + 32 * i), _MM_HINT_T0);
+      for (int g = 0; g < G; ++g) {
+        const __m512bh both = pairs(_mm512_set1_epi32(static_cast<int32_t>(weights[g * (kTile / 2) + t / 2])));
+        sums[g][2 * i] = _mm512_dpbf16_ps(sums[g][2 * i], low, both);
+        sums[g][2 * i + 1] = _mm512_dpbf16_ps(sums[g][2 * i + 1], high, both);
+      }
+    }
+  }
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < 2 * L; ++i) _mm512_storeu_ps(acc + g * width + i * kLanes, sums[g][i]);
+}
+
+// `attend` in dot products of pairs; `width` is a multiple of 32. Weights are rounded to bfloat16.
+template <typename Out>
+void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
+                  int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, Following<Bf16> following) {
+  constexpr int kHeads = 4;  // of one key head at a time
+  const int64_t heads = key_heads * group;
+  float* acc = scratch<float, kWide>(heads * width);
+  std::fill_n(acc, heads * width, 0.0f);
+  std::vector<Flash> states(heads);
+  struct Taken {
+    const Bf16 *keys[kTile], *values[kTile];
+    int32_t positions[kTile];
+    int count;
+  } tiles[2];
+  const auto take = [](Taken& to, const Cache<Bf16>& from, Seen& at, int64_t before) {
+    to.count = from.next(at, before, to.keys, to.values, to.positions);
+    for (int i = to.count; to.count && i < kTile; ++i) to.keys[i] = to.keys[i - 1], to.values[i] = to.values[i - 1];
+  };
+  alignas(64) float weights[kHeads * kTile];
+  alignas(64) uint32_t narrow[kHeads * kTile / 2];
+  take(tiles[0], cache, seen, end);
+  for (int turn = 0; tiles[turn].count; turn = 1 - turn) {
+    const Taken& now = tiles[turn];
+    Taken& next = tiles[1 - turn];
+    take(next, cache, seen, end);
+    // What comes next, in this row or the following one, is fetched while this is worked on.
+    Taken of_following;
+    of_following.count = 0;
+    if (!next.count && following.cache) take(of_following, *following.cache, following.seen, following.seen.length);
+    const Taken& fetched = next.count ? next : of_following.count ? of_following : now;
+    const Bf16 *const *keys_ahead = fetched.keys, *const *values_ahead = fetched.values;
+    const int count = now.count, padded = static_cast<int>(round_up(count, kLanes));
+    for (int i = padded; i < fetched.count; ++i)
+      for (int64_t e = first_key_head * width; e < (first_key_head + key_heads) * width; e += 32) {
+        _mm_prefetch(reinterpret_cast<const char*>(keys_ahead[i] + e), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(values_ahead[i] + e), _MM_HINT_T0);
+      }
+    for (int64_t k = 0; k < key_heads; ++k) {
+      const int64_t lane = (first_key_head + k) * width;
+      for (int64_t g = 0; g < group; g += kHeads) {
+        const int64_t head = k * group + g;
+        const int mine = static_cast<int>(std::min<int64_t>(kHeads, group - g));
+        const Bf16* queries = q + head * width;
+        if (mine == 4) score_pairs<4>(queries, now.keys, keys_ahead, lane, padded, width, weights);
+        if (mine == 3) score_pairs<3>(queries, now.keys, keys_ahead, lane, padded, width, weights);
+        if (mine == 2) score_pairs<2>(queries, now.keys, keys_ahead, lane, padded, width, weights);
+        if (mine == 1) score_pairs<1>(queries, now.keys, keys_ahead, lane, padded, width, weights);
+        float scales[kHeads];
+        for (int j = 0; j < mine; ++j) {
+          float* row = weights + j * kTile;
+          for (int t = 0; t < padded; t += kLanes) store(row + t, load(row + t) * scale);
+          const float slope = rules.slopes ? rules.slopes[first_key_head * group + head + j] : 0;
+          scales[j] = weigh(states[head + j], count, rules, slope, now.positions, end - 1, row);
+          for (int t = 0; t < padded; t += kLanes) {
+            const __m256bh half = _mm512_cvtneps_pbh(_mm512_load_ps(row + t));
+            std::memcpy(narrow + (j * kTile + t) / 2, &half, sizeof half);
+          }
+        }
+        const int even = (count + 1) / 2 * 2;
+        for (int64_t i = 0; i < width;) {
+          float* to = acc + head * width + i;
+          const auto add = [&](auto lanes) {
+            constexpr int L = decltype(lanes)::value;
+            if (mine == 4) add_pairs<4, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
+            if (mine == 3) add_pairs<3, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
+            if (mine == 2) add_pairs<2, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
+            if (mine == 1) add_pairs<1, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
+            i += 32 * L;
+          };
+          if (width - i >= 64)
+            add(std::integral_constant<int, 2>{});
+          else
+            add(std::integral_constant<int, 1>{});
+        }
+      }
+    }
+  }
+  for (int64_t h = 0; h < heads; ++h) {
+    const float inverse = states[h].l > 0 ? 1.0f / states[h].l : states[h].l;  // NaN stays
+    for (int64_t i = 0; i < width; ++i) {
+      const int64_t place = i % 8 / 4 * 16 + i % 32 / 8 * 4 + i % 4;
+      from_float(acc[h * width + i / 32 * 32 + place] * inverse, out[h * width + i]);
+    }
+  }
+}
+
+#endif  // APT_PAIRS
+
+// One query at position `end` - 1 over the positions before `end`, of heads that share key heads, `group` to each: q (heads, H),
+// out (heads, H).
 template <typename T, typename Out>
-void attend(const float* q, const Cache<T>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
-            int64_t key_heads, int64_t group, int64_t width, Out* out) {
+void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
+            int64_t key_heads, int64_t group, int64_t width, Out* out, const Following<T>& following = {}) {
+  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+#ifdef APT_PAIRS
+  if constexpr (std::is_same_v<T, Bf16>)
+    if (width % 32 == 0)
+      return attend_pairs(q, cache, seen, end, rules, first_key_head, key_heads, group, width, scale, out, following);
+#endif
   const int64_t padded = round_up(width, kLanes), heads = key_heads * group;
   float* wide = scratch<float, kWide>(kTile * padded);
   float* queries = scratch<float, kQueries>(heads * 2 * padded + group * (kTile + 1));
   float *acc = queries + heads * padded, *weights = acc + heads * padded, *scales = weights + group * kTile;
   std::fill_n(queries, heads * 2 * padded, 0.0f);
   std::vector<Flash> states(heads);
-  for (int64_t h = 0; h < heads; ++h) std::copy_n(q + h * width, width, queries + h * padded);
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t i = 0; i < width; ++i) queries[h * padded + i] = to_float(q[h * width + i]) * scale;
   int32_t positions[kTile];
   const T *keys[kTile], *values[kTile], *mine[kTile];
   for (int count; (count = cache.next(seen, end, keys, values, positions));) {
@@ -704,8 +960,8 @@ void attend(const float* q, const Cache<T>& cache, Seen seen, int64_t end, const
       for (int64_t g = 0; g < group; ++g) {
         const int64_t h = k * group + g;
         const float slope = rules.slopes ? rules.slopes[first_key_head * group + h] : 0;
-        scales[g] = weigh(states[h], &queries[h * padded], wide, count, padded, rules, slope, positions, end - 1,
-                          &weights[g * kTile]);
+        score(&queries[h * padded], wide, count, padded, &weights[g * kTile]);
+        scales[g] = weigh(states[h], count, rules, slope, positions, end - 1, &weights[g * kTile]);
       }
       for (int i = 0; i < count; ++i) mine[i] = values[i] + lane;
       widen(mine, count, width, padded, wide);
@@ -733,7 +989,7 @@ void attend(const float* q, const Cache<T>& cache, Seen seen, int64_t end, const
 }
 
 template <typename T>
-void decode_kv_rows(ffi::ThreadPool& threads, const float* q, ffi::AnyBuffer& pool, ffi::Buffer<ffi::S32>& tables,
+void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, ffi::Buffer<ffi::S32>& tables,
                     ffi::Buffer<ffi::S32>& lens, const int32_t* rows, ffi::Buffer<ffi::S32>& ranges, const Rules& rules,
                     int64_t block_size, ffi::Buffer<ffi::F32>::Dimensions shape, float* out) {
   const int64_t batch = shape[0], heads = shape[1], width = shape[2];
@@ -747,34 +1003,51 @@ void decode_kv_rows(ffi::ThreadPool& threads, const float* q, ffi::AnyBuffer& po
   const int64_t per_part = key_heads / parts;
   auto* elements = static_cast<const T*>(pool.untyped_data());
   std::fill_n(out, batch * heads * width, 0.0f);
-  parallel_for(threads, live * parts, [&](int64_t task) {
-    const int64_t row = rows[0] + task / parts, first = task % parts * per_part;
+  struct Row {
+    Cache<T> cache;
+    Seen seen;
+  };
+  const auto row_of = [&](int64_t row) {
     const int64_t length = lens.typed_data()[row];
-    if (length <= 0) return;
     const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
     const int64_t start = rules.window ? std::max<int64_t>(0, length - rules.window) : 0;
     Seen seen{own, block_size, length, start};
     if (!own) seen.entry = start / block_size;
     seen.own = length;
-    const int64_t offset = (row * heads + first * group) * width;
-    const Cache<T> cache{elements, tables.typed_data() + row * 2 * table_len, table_len, block_elements, lanes, nullptr, nullptr};
-    attend(q + offset, cache, seen, length, rules, first, per_part, group, width, out + offset);
+    return Row{{elements, tables.typed_data() + row * 2 * table_len, table_len, block_elements, lanes, nullptr, nullptr}, seen};
+  };
+  const int64_t together = parts == 1 ? std::clamp<int64_t>(live / (4 * threads.num_threads()), 1, 8) : 1;
+  parallel_for(threads, (live + together - 1) / together * parts, [&](int64_t task) {
+    const int64_t from = rows[0] + task / parts * together, to = std::min<int64_t>(rows[1], from + together);
+    const int64_t first = task % parts * per_part;
+    Row mine = row_of(from);
+    for (int64_t row = from; row < to; ++row) {
+      const Row after = row_of(std::min(row + 1, to - 1));
+      const int64_t offset = (row * heads + first * group) * width;
+      if (mine.seen.length > 0)
+        attend(q + offset, mine.cache, mine.seen, mine.seen.length, rules, first, per_part, group, width, out + offset,
+               row + 1 < to ? Following<T>{&after.cache, after.seen} : Following<T>{});
+      mine = after;
+    }
   });
 }
 
-ffi::Error decode_kv(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
+ffi::Error decode_kv(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
                      ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
                      ffi::Buffer<ffi::F32> slopes, ffi::ResultBuffer<ffi::F32> out, int64_t block_size, float softcap,
                      int64_t window) {
   const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
   const auto run = [&](auto zero) {
-    decode_kv_rows<decltype(zero)>(threads, q.typed_data(), pool, tables, lens, rows.typed_data(), ranges, rules, block_size,
-                                   q.dimensions(), out->typed_data());
+    using T = decltype(zero);
+    decode_kv_rows<T>(threads, static_cast<const T*>(q.untyped_data()), pool, tables, lens, rows.typed_data(), ranges, rules,
+                      block_size, q.dimensions(), out->typed_data());
     return ffi::Error::Success();
   };
-  if (pool.element_type() == ffi::F32) return run(float{});
-  if (pool.element_type() == ffi::BF16) return run(Bf16{});
-  return ffi::Error::InvalidArgument("decode_kv: float32 or bfloat16");
+  if (q.element_type() == pool.element_type()) {
+    if (pool.element_type() == ffi::F32) return run(float{});
+    if (pool.element_type() == ffi::BF16) return run(Bf16{});
+  }
+  return ffi::Error::InvalidArgument("decode_kv: float32 or bfloat16, queries and pool alike");
 }
 
 // ---- attention on tiles: prefill, and decode rows over layer inputs
@@ -1092,14 +1365,11 @@ ffi::Error prefill(ffi::ThreadPool threads, ffi::Buffer<ffi::BF16> q, ffi::Buffe
                             own_values + offset * lanes};
     const int64_t at = ((offset + first) * heads + head * group) * width;
     if (count <= kFew) {
-      std::vector<float> wide(group * width);
       for (int64_t j = 0; j < count; ++j) {
-        const Bf16* from = queries + at + j * heads * width;
-        for (int64_t e = 0; e < group * width; ++e) wide[e] = to_float(from[e]) * scale;
         Seen of_query = seen;
         of_query.first = window ? std::max<int64_t>(0, prefix + first + j + 1 - window) : 0;
-        attend(wide.data(), cache, of_query, prefix + first + j + 1, rules, head, 1, group, width,
-               result + at + j * heads * width);
+        const int64_t from = at + j * heads * width;
+        attend(queries + from, cache, of_query, prefix + first + j + 1, rules, head, 1, group, width, result + from);
       }
       return;
     }
@@ -1123,6 +1393,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_dense, dense,
                                   .Arg<ffi::Buffer<ffi::F32>>()  // scales (O,), or (0,)
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_dense_argmax, dense_argmax,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()         // x (T, I)
+                                  .Arg<ffi::AnyBuffer>()         // w (O, I)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // scales (O,), or (0,)
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::PRED>>());
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_gated, gated,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -1135,8 +1414,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_gated, gated,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_kv, decode_kv,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // q (B, N, H), scaled
-                                  .Arg<ffi::AnyBuffer>()         // pool (P, C * E)
+                                  .Arg<ffi::AnyBuffer>()         // q (B, N, H)
+                                  .Arg<ffi::AnyBuffer>()         // pool (P, C * E), of the same type
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, 2, J)
                                   .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,)
                                   .Arg<ffi::Buffer<ffi::S32>>()  // rows (2,)

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
+from apt_jax import sampling
 from apt_jax.pallas import xla
 from apt_jax.pallas.reference import ScoreRules
 
@@ -28,6 +29,20 @@ def dense(
         return xla.dense(x, w, scale)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
     return jax.ffi.ffi_call("apt_dense", out)(x, w, _or_empty(scale))
+
+
+def dense_argmax(
+    x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None = None
+) -> tuple[Int32[Array, " T"], Bool[Array, " T"]]:
+    """`sampling.greedy(dense(x, w, scale))`; the products are not written."""
+    if scale is None:
+        x = x.astype(w.dtype)
+    if x.shape[0] > _MAX_ROWS.get(x.dtype, 0):
+        return sampling.greedy(xla.dense(x, w, scale))
+    rows = (x.shape[0],)
+    out = (jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.bool_))
+    tokens, trusted = jax.ffi.ffi_call("apt_dense_argmax", out)(x, w, _or_empty(scale))
+    return tokens, trusted
 
 
 def _or_empty(a: Array | None) -> Array:
@@ -69,7 +84,7 @@ def decode_kv(
         )  # fmt: skip
     first, last = rows or (jnp.int32(0), jnp.int32(q.shape[0]))
     return jax.ffi.ffi_call("apt_decode_kv", jax.ShapeDtypeStruct(q.shape, jnp.float32))(
-        q.astype(jnp.float32) * jnp.float32(q.shape[2] ** -0.5),
+        q.astype(pool.dtype),
         pool,
         tables,
         lens,

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
+from apt_jax import sampling
 from apt_jax.config import HiddenMode, ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams, NormParams, QuantizedMatrix
 from apt_jax.pallas import AttentionOps
@@ -89,8 +90,13 @@ def _dense(
     product: _Product,
 ) -> Float[Array, "T O"]:
     """`x @ w.T + b` in float32, by the platform's product."""
-    out = product(x, *((w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)))
+    out = product(x, *_weights(w))
     return out if b is None else out + b.astype(jnp.float32)[None, :]
+
+
+def _weights(w: Array | QuantizedMatrix) -> tuple[Array, ...]:
+    """Arguments of the products: a matrix, or integers and their scales."""
+    return (w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)
 
 
 def _norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[Array, "T D"]:
@@ -505,12 +511,30 @@ def logits(
     product: _Product = dense,
 ) -> Float[Array, "B V"]:
     """Scores over the vocabulary, float32."""
-    if params.project_out is not None:
-        hidden = _dense(hidden, params.project_out, None, product).astype(hidden.dtype)
-    head = params.embed if params.head is None else params.head
+    hidden, head = _before_head(params, hidden, product)
     scores = _dense(hidden, head, params.head_bias, product)
     cap = config.logits_softcap
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-__all__ = ["DecoderBatch", "StepOptions", "decoder_step", "embed", "logits", "score_rules"]
+def greedy_tokens(
+    params: ModelParams, hidden: Float[Array, "B D"], config: ModelConfig, ops: AttentionOps
+) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
+    """`sampling.greedy` of `logits`, which are not written where the platform can do without."""
+    plain = params.head_bias is None and config.logits_softcap is None
+    if ops.dense_argmax is None or not plain:
+        return sampling.greedy(logits(params, hidden, config, ops.dense))
+    hidden, head = _before_head(params, hidden, ops.dense)
+    return ops.dense_argmax(hidden, *_weights(head))
+
+
+def _before_head(
+    params: ModelParams, hidden: Float[Array, "B D"], product: _Product
+) -> tuple[Array, Any]:
+    """What the head is multiplied with, and its matrix."""
+    if params.project_out is not None:
+        hidden = _dense(hidden, params.project_out, None, product).astype(hidden.dtype)
+    return hidden, params.embed if params.head is None else params.head
+
+
+__all__ = ["DecoderBatch", "StepOptions", "decoder_step", "embed", "greedy_tokens", "logits", "score_rules"]  # fmt: skip

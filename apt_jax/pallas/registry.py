@@ -38,6 +38,9 @@ class AttentionOps:
     prefill: Callable[..., Any]
     dense: Callable[..., Array] = xla.dense
     """Products of rows with weights, `xla.dense`."""
+    dense_argmax: Callable[..., tuple[Array, Array]] | None = None
+    """Rows, weights and their scales, if they are int8, to what `sampling.greedy` gives for their products; None where there
+    is none."""
     gated: Callable[[Array, Array, Array | None, str], Array] | None = None
     """The first half of a gated feed-forward in one: rows (T, I), gate and up (2 F, I), their scales if they are int8, and the
     name of the activation, to (T, F) in the dtype of the rows; None where there is none."""
@@ -74,6 +77,7 @@ def _cpu(chip: str | None) -> AttentionOps:
         name="cpu",
         decode_kv=ops.decode_kv,
         dense=ops.dense,
+        dense_argmax=ops.dense_argmax,
         decode_absorbed=ops.decode_absorbed if build.has_tiles() else xla.decode_absorbed,
         prefill=ops.prefill if build.has_tiles() else xla.prefill,
         gated=ops.gated if build.has_tiles() else None,
