@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from apt_jax import sampling
 from apt_jax.config import CacheConfig, HiddenMode, ModelConfig, Quantization
+from apt_jax.cpu.tiles import tile_params
 from apt_jax.errors import ConfigError
 from apt_jax.executor import NO_TOKEN, MaskedStepHandle, StepBatch, StepHandle, StepResult
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, greedy_tokens, logits
@@ -329,12 +330,15 @@ class JaxExecutor:
         self.platform = self._device.platform
         params = fuse_products(params, keep=hidden) if self.platform == "cpu" else params
         self.params = params if quantization is None else quantize_params(params, keep=hidden)
+        del params
         self._ops = _attention_ops(
             self.platform, attention, _chip(self._device), _extras(config, self.hidden_mode, hidden)
         )
+        if self._ops.tiles and self.params.dtype == jnp.bfloat16:
+            self.params = tile_params(self.params, keep=hidden)
         self.attention_name, self.rows_per_tile = self._ops.name, self._ops.rows_per_tile
         self.mixed = not self._ops.branches if mixed is None else mixed
-        self._pool_dtype = pool_dtype(params.dtype, self.platform)
+        self._pool_dtype = pool_dtype(self.params.dtype, self.platform)
         kv_len = -(-max_model_len // cache.block_size) * self.kinds_offered[KV]
         hidden_len = -(-max_model_len // self.hidden_block_size) * hidden
         self._table_len = max(kv_len, hidden_len)

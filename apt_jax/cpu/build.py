@@ -27,7 +27,14 @@ from apt_jax.cache_dir import private_dir
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cc")
-_TARGETS = ("apt_dense", "apt_dense_argmax", "apt_gated", "apt_decode_kv", "apt_decode_absorbed", "apt_prefill")
+_TARGETS = (
+    "apt_dense",
+    "apt_dense_argmax",
+    "apt_gated",
+    "apt_decode_kv",
+    "apt_decode_absorbed",
+    "apt_prefill",
+)
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")  # fmt: skip
 _LIMIT_S = 300
 

@@ -224,6 +224,8 @@ Best best_of(const float* scores, int64_t count, int64_t first) {
   return best;
 }
 
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
 // Memory that a thread keeps for its next call: fresh memory of this size costs a page fault every 4 KiB. One for each `slot`.
 template <typename T, int slot>
 T* scratch(int64_t n) {
@@ -271,6 +273,9 @@ struct Tiles {
   ~Tiles() { _tile_release(); }
 };
 
+// The first `count` lanes, at most all.
+inline __mmask16 lanes_of(int64_t count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
+
 inline void transpose(const float* in, __m512 (&out)[16]) {
   __m512 a[16];
   for (int i = 0; i < 16; ++i) out[i] = _mm512_loadu_ps(in + 16 * i);
@@ -310,48 +315,81 @@ void pack_rows(const Bf16* x, int64_t rows, int64_t width, int64_t stride, uint3
   }
 }
 
-// Products of OA * 16 outputs with TB * 16 rows; OA * TB = 4 accumulators, as the latency of a product is that of four.
-// Meanwhile the weights from `ahead` on, 16 rows of `row_bytes` each, are fetched.
-template <int OA, int TB>
-void dense_tiles(const Bf16* const* w, int64_t stride, const uint32_t* x, int64_t steps, const char* const* ahead,
-                 int64_t row_bytes, float (*out)[256]) {
+constexpr int64_t kTileElements = 512;  // of bfloat16 in a tile, of int8 in half of one
+
+// A matrix as right-hand tiles: of 16 outputs after 16 others, of 32 inputs after 32 others, 16 pairs of inputs times 16
+// outputs. `halves` matrices of `blocks` times 16 outputs lie behind one another.
+template <typename W>
+struct TiledWeights {
+  const W* values;
+  const float* scales;  // of outputs, or nullptr
+  int64_t outputs, blocks, steps;
+
+  const W* tiles(int64_t block, int half) const { return values + (half * blocks + block) * steps * kTileElements; }
+};
+
+// Rows of x as left-hand tiles, zeros where there are no more rows or inputs.
+void tile_rows(const Bf16* x, int64_t rows, int64_t width, int64_t steps, Bf16* out) {
+  for (int64_t s = 0; s < steps; ++s) {
+    const int64_t count = std::min<int64_t>(32, width - s * 32);
+    for (int64_t i = 0; i < 16; ++i, out += 32) {
+      if (i < rows && count == 32) {
+        std::memcpy(out, x + i * width + s * 32, 64);
+      } else {
+        std::memset(out, 0, 64);
+        if (i < rows) std::memcpy(out, x + i * width + s * 32, count * 2);
+      }
+    }
+  }
+}
+
+// Products of TB tiles of rows with OB * 16 outputs; OB * TB = 4 accumulators, as the latency of a product is that of four. The
+// sums of tile t with outputs o go to out[t * OB + o], rows `stride` bytes apart. Meanwhile weights some tiles ahead are fetched:
+// of these outputs, behind their last tile of those from `ahead` on.
+template <int OB, int TB>
+inline void multiply_tiles(const Bf16* x, const Bf16* const* w, int64_t steps, const Bf16* const* ahead, float* const* out,
+                           int64_t stride) {
+  constexpr int64_t kDistance = 4;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  const size_t bytes = stride * sizeof(Bf16);
-  const int64_t step_bytes = row_bytes * 16 / steps;
   for (int64_t k = 0; k < steps; ++k) {
-    auto rows = [&](int t) { return x + (t * steps + k) * 256; };
     if (ahead)
-      for (int i = 0; i < OA; ++i)
-        for (int64_t b = k * step_bytes; b < (k + 1) * step_bytes; b += 64) _mm_prefetch(ahead[i] + b, _MM_HINT_T0);
-    if constexpr (OA == 4) {
+      for (int o = 0; o < OB; ++o) {
+        const int64_t later = k + kDistance;
+        const Bf16* at = later < steps ? w[o] + later * kTileElements : ahead[o] + std::min(later - steps, steps - 1) * kTileElements;
+        for (int b = 0; b < kTileElements; b += 32) _mm_prefetch(reinterpret_cast<const char*>(at + b), _MM_HINT_T0);
+      }
+    const auto weights = [&](int o) { return w[o] + k * kTileElements; };
+    const auto rows = [&](int t) { return x + (t * steps + k) * kTileElements; };
+    if constexpr (OB == 4) {
+      static_assert(TB == 1);
       _tile_loadd(4, rows(0), 64);
-      _tile_loadd(5, w[0] + 32 * k, bytes);
-      _tile_dpbf16ps(0, 5, 4);
-      _tile_loadd(6, w[1] + 32 * k, bytes);
-      _tile_dpbf16ps(1, 6, 4);
-      _tile_loadd(5, w[2] + 32 * k, bytes);
-      _tile_dpbf16ps(2, 5, 4);
-      _tile_loadd(6, w[3] + 32 * k, bytes);
-      _tile_dpbf16ps(3, 6, 4);
+      _tile_loadd(5, weights(0), 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, weights(1), 64);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, weights(2), 64);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, weights(3), 64);
+      _tile_dpbf16ps(3, 4, 5);
     } else {
-      static_assert(OA == 2 && TB == 2);
-      _tile_loadd(4, w[0] + 32 * k, bytes);
-      _tile_loadd(5, w[1] + 32 * k, bytes);
-      _tile_loadd(6, rows(0), 64);
-      _tile_loadd(7, rows(1), 64);
+      static_assert(OB == 2 && TB == 2);
+      _tile_loadd(4, rows(0), 64);
+      _tile_loadd(6, weights(0), 64);
       _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, weights(1), 64);
       _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, rows(1), 64);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  _tile_stored(0, out[0], 64);
-  _tile_stored(1, out[1], 64);
-  _tile_stored(2, out[2], 64);
-  _tile_stored(3, out[3], 64);
+  _tile_stored(0, out[0], stride);
+  _tile_stored(1, out[1], stride);
+  _tile_stored(2, out[2], stride);
+  _tile_stored(3, out[3], stride);
 }
 
 enum Activation : int64_t { kNone, kSilu, kGeluTanh };
@@ -365,8 +403,6 @@ inline __m512 activate(__m512 gate, Activation activation) {
   return gate;
 }
 
-inline void store_lanes(float* to, __mmask16 mask, __m512 v) { _mm512_mask_storeu_ps(to, mask, v); }
-
 inline void store_lanes(Bf16* to, __mmask16 mask, __m512 v) {
   __m256bh half = _mm512_cvtneps_pbh(v);
   __m256i bits;
@@ -377,6 +413,7 @@ inline void store_lanes(Bf16* to, __mmask16 mask, __m512 v) {
 // Integers are exact in bfloat16.
 const Bf16* widen(const int8_t* w, int64_t count, Bf16* out) {
   for (int64_t i = 0; i < count; i += 32) {
+    _mm_prefetch(reinterpret_cast<const char*>(w + i + 8192), _MM_HINT_T0);
     const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + i)));
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(words)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(words, 1)));
@@ -386,82 +423,150 @@ const Bf16* widen(const int8_t* w, int64_t count, Bf16* out) {
   return out;
 }
 
-constexpr int64_t kTaskRows = 256, kTaskOutputs = 128;
+// Copies part of a row of a result; past the cache where the result would not fit in it.
+struct Rows {
+  char* out;
+  int64_t row_bytes;
+  bool past_cache;
 
-// Products of `rows` packed rows with `outputs` rows of w, times `scales` of them where there are any, OA blocks of 16 and TB tiles of rows at a time. With an activation,
-// w has twice as many rows, and what comes out is activate(x w_gate) * (x w_up).
+  Rows(void* to, int64_t rows, int64_t row_size)
+      : out(static_cast<char*>(to)),
+        row_bytes(row_size),
+        past_cache(rows * row_size > (1 << 20) && reinterpret_cast<uintptr_t>(to) % 64 == 0 && row_size % 64 == 0) {}
+
+  template <typename T>
+  void put(int64_t row, int64_t first, const T* values, int64_t count) const {
+    char* to = out + row * row_bytes + first * sizeof(T);
+    const int64_t bytes = count * sizeof(T);
+    const char* from = reinterpret_cast<const char*>(values);
+    if (bytes % 64 || (past_cache && reinterpret_cast<uintptr_t>(to) % 64)) {
+      std::memcpy(to, from, bytes);
+      return;
+    }
+    for (int64_t i = 0; i < bytes; i += 64) {
+      const __m512i v = _mm512_loadu_si512(from + i);
+      if (past_cache)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), v);
+      else
+        _mm512_storeu_si512(to + i, v);
+    }
+  }
+};
+
+constexpr int64_t kTaskBytes = 1 << 20;  // of tiled rows that a task goes through for every few outputs: they stay in the cache
+constexpr int64_t kTaskOutputs = 64, kFewestOutputs = 32;
+
+// Products of `rows` rows, tiled, OB blocks of 16 outputs and TB tiles of rows at a time. With an activation there are two
+// matrices, and what comes out is activate(x w_gate) * (x w_up).
 // A task's outputs are made in a buffer: written where they belong at once, the 16 of every row would fall into the same few
-// sets of the cache, and as bfloat16 would fill half a line.
-// `take(row, first, values, count)` is given them: outputs [first, first + count) of a row.
-template <typename Out, int OA, int TB, bool kGated, typename W, typename Take>
-void dense_amx(ffi::ThreadPool& pool, const uint32_t* packed, int64_t rows, const W* w, const float* scales, int64_t outputs,
-               int64_t width, Activation activation, const Take& take) {
-  constexpr int kBlocks = kGated ? OA / 2 : OA;
-  const int64_t steps = width / 32, ranges = (outputs + kTaskOutputs - 1) / kTaskOutputs;
-  parallel_for(pool, (rows + kTaskRows - 1) / kTaskRows * ranges, [&](int64_t task) {
+// sets of the cache. `take(row, first, values, count)` is given them: outputs [first, first + count) of a row, where first is a
+// multiple of kFewestOutputs.
+template <typename Out, int OB, int TB, bool kGated, typename W, typename Take>
+void dense_tiled(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const TiledWeights<W>& w, Activation activation,
+                 const Take& take) {
+  constexpr int kBlocks = kGated ? OB / 2 : OB;
+  const int64_t steps = w.steps, tile_bytes = steps * kTileElements * sizeof(Bf16);
+  const int64_t row_tasks = (rows / 16 * tile_bytes + kTaskBytes) / kTaskBytes;
+  const int64_t task_rows = round_up((rows + row_tasks - 1) / row_tasks, TB * 16);
+  int64_t per_task = kTaskOutputs;
+  const int64_t fewest = std::max<int64_t>(kFewestOutputs, kBlocks * 16);
+  while (per_task > fewest && row_tasks * ((w.outputs + per_task - 1) / per_task) < 8 * pool.num_threads()) per_task /= 2;
+  const int64_t ranges = (w.outputs + per_task - 1) / per_task;
+  parallel_for(pool, row_tasks * ranges, [&](int64_t task) {
     Tiles tiles;
+    const int64_t begin = task % ranges * per_task, end = std::min(w.outputs, begin + per_task);
+    const int64_t first_row = task / ranges * task_rows, last_row = std::min(rows, first_row + task_rows);
+    const int64_t made_rows = round_up(last_row - first_row, TB * 16);
+    auto* made = scratch<Out, kMade>(made_rows * kTaskOutputs);
     alignas(64) float result[4][256];
-    const int64_t begin = task % ranges * kTaskOutputs, end = std::min(outputs, begin + kTaskOutputs);
-    const int64_t first_row = task / ranges * kTaskRows, last_row = std::min(rows, first_row + kTaskRows);
-    auto* made = scratch<Out, kMade>((last_row - first_row) * kTaskOutputs);
     for (int64_t first = begin; first < end; first += kBlocks * 16) {
-      const Bf16* starts[OA];
-      const char* ahead[OA];
-      int64_t w_rows[OA];
-      for (int i = 0; i < OA; ++i) {
-        const int64_t block = kGated ? i / 2 : i, from = first + block * 16, half = kGated && i % 2 ? outputs : 0;
-        w_rows[i] = half + std::min(from, outputs - 16);
-        ahead[i] = reinterpret_cast<const char*>(w + (half + std::min(from + kBlocks * 16, outputs - 16)) * width);
-        if constexpr (std::is_same_v<W, Bf16>)
-          starts[i] = w + w_rows[i] * width;
-        else
-          starts[i] = widen(w + w_rows[i] * width, 16 * width, scratch<Bf16, kWeights>(OA * 16 * width) + i * 16 * width);
+      const Bf16 *starts[OB], *ahead[OB];
+      int64_t block[OB];
+      for (int i = 0; i < OB; ++i) {
+        const int64_t mine = first / 16 + (kGated ? i / 2 : i);
+        const int half = kGated ? i % 2 : 0;
+        block[i] = std::min(mine, w.blocks - 1);
+        const W* values = w.tiles(block[i], half);
+        if constexpr (std::is_same_v<W, Bf16>) {
+          starts[i] = values;
+          ahead[i] = w.tiles(std::min(mine + kBlocks, w.blocks - 1), half);
+        } else {
+          const int64_t count = steps * kTileElements;
+          starts[i] = widen(values, count, scratch<Bf16, kWeights>(OB * count) + i * count);
+        }
       }
+      const bool reads_ahead = std::is_same_v<W, Bf16>;
       for (int64_t row = first_row; row < last_row; row += TB * 16) {
-        dense_tiles<OA, TB>(starts, width, packed + row / 16 * steps * 256, steps, row == first_row ? ahead : nullptr,
-                            width * sizeof(W), result);
-        for (int i = 0; i < kBlocks && first + i * 16 < end; ++i)
-          for (int j = 0; j < TB; ++j) {
-            float* tile = result[(kGated ? 2 * i : i) * TB + j];
-            if (scales)
-              for (int half = 0; half < (kGated ? 2 : 1); ++half)
-                for (int r = 0; r < 16; ++r) {
-                  float* at = tile + half * TB * 256 + r * 16;
-                  store(at, load(at) * scales[w_rows[kGated ? 2 * i + half : i] + r]);
-                }
-            if constexpr (kGated)
-              for (int r = 0; r < 256; r += 16)
-                _mm512_store_ps(tile + r, _mm512_mul_ps(activate(_mm512_load_ps(tile + r), activation),
-                                                        _mm512_load_ps(tile + TB * 256 + r)));
-            __m512 columns[16];
-            transpose(tile, columns);
-            const int64_t start = std::min(first + i * 16, outputs - 16), skip = std::max<int64_t>(0, begin - start);
-            const __mmask16 mask = static_cast<__mmask16>(0xffff << skip);
-            Out* to = made + (row + j * 16 - first_row) * kTaskOutputs + (start - begin);
-            const int64_t count = std::min<int64_t>(16, last_row - row - j * 16);
-            for (int64_t r = 0; r < count; ++r) store_lanes(to + r * kTaskOutputs, mask, columns[r]);
-          }
+        float* out[4];
+        int64_t stride = 64;
+        if constexpr (kGated) {
+          for (int i = 0; i < 4; ++i) out[i] = result[i];
+        } else {
+          stride = kTaskOutputs * sizeof(float);
+          for (int t = 0; t < TB; ++t)
+            for (int i = 0; i < OB; ++i) out[t * OB + i] = made + (row - first_row + t * 16) * kTaskOutputs + first - begin + i * 16;
+        }
+        multiply_tiles<OB, TB>(x + row / 16 * steps * kTileElements, starts, steps,
+                               reads_ahead && row == first_row ? ahead : nullptr, out, stride);
+        if constexpr (kGated) {
+          for (int t = 0; t < TB; ++t)
+            for (int i = 0; i < kBlocks && first + i * 16 < end; ++i) {
+              const float *gate = result[t * OB + 2 * i], *up = result[t * OB + 2 * i + 1];
+              __m512 scales[2] = {_mm512_set1_ps(1), _mm512_set1_ps(1)};
+              if (w.scales)
+                for (int half = 0; half < 2; ++half)
+                  scales[half] = _mm512_maskz_loadu_ps(lanes_of(w.outputs - first - i * 16), w.scales + half * w.outputs + first + i * 16);
+              Out* to = made + (row - first_row + t * 16) * kTaskOutputs + first - begin + i * 16;
+              for (int r = 0; r < 16; ++r) {
+                const __m512 g = activate(_mm512_mul_ps(_mm512_load_ps(gate + r * 16), scales[0]), activation);
+                store_lanes(to + r * kTaskOutputs, 0xffff, _mm512_mul_ps(g, _mm512_mul_ps(_mm512_load_ps(up + r * 16), scales[1])));
+              }
+            }
+        }
       }
+      if constexpr (!kGated)
+        if (w.scales)
+          for (int64_t i = first; i < std::min(end, first + kBlocks * 16); i += 16) {
+            const __m512 scales = _mm512_maskz_loadu_ps(lanes_of(w.outputs - i), w.scales + i);
+            for (int64_t r = 0; r < last_row - first_row; ++r) {
+              float* at = made + r * kTaskOutputs + i - begin;
+              _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), scales));
+            }
+          }
     }
     for (int64_t r = first_row; r < last_row; ++r) take(r, begin, made + (r - first_row) * kTaskOutputs, end - begin);
+    _mm_sfence();
   });
 }
 
 template <typename Out, bool kGated, typename W, typename Take>
-void dense_amx(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const W* w, const float* scales, int64_t outputs,
-               int64_t width, Activation activation, const Take& take) {
-  const int64_t tiles = (rows + 15) / 16, padded = tiles > 1 ? (tiles + 1) / 2 * 2 : tiles, steps = width / 32;
-  auto* packed = scratch<uint32_t, kPacked>(padded * steps * 256);
+void dense_tiled(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, int64_t width, const TiledWeights<W>& w,
+                 Activation activation, const Take& take) {
+  const int64_t tiles = (rows + 15) / 16, padded = tiles > 1 ? (tiles + 1) / 2 * 2 : tiles, elements = w.steps * kTileElements;
+  auto* tiled = scratch<Bf16, kPacked>(padded * elements);
   constexpr int64_t kTogether = 4;
   parallel_for(pool, (padded + kTogether - 1) / kTogether, [&](int64_t i) {
-    const int64_t first = i * kTogether, last = std::min(padded, first + kTogether);
-    for (int64_t t = first; t < last; ++t)
-      pack_rows(x + t * 16 * width, std::clamp<int64_t>(rows - t * 16, 0, 16), width, width, packed + t * steps * 256);
+    for (int64_t t = i * kTogether; t < std::min(padded, (i + 1) * kTogether); ++t)
+      tile_rows(x + t * 16 * width, std::clamp<int64_t>(rows - t * 16, 0, 16), width, w.steps, tiled + t * elements);
   });
   if (tiles == 1)
-    dense_amx<Out, 4, 1, kGated>(pool, packed, rows, w, scales, outputs, width, activation, take);
+    dense_tiled<Out, 4, 1, kGated>(pool, tiled, rows, w, activation, take);
   else
-    dense_amx<Out, 2, 2, kGated>(pool, packed, rows, w, scales, outputs, width, activation, take);
+    dense_tiled<Out, 2, 2, kGated>(pool, tiled, rows, w, activation, take);
+}
+
+// Calls run(weights) with a matrix, or several of `outputs` behind one another, as tiles (blocks, steps, 16, 16, 2).
+template <typename Run>
+ffi::Error with_tiled(ffi::AnyBuffer& w, const float* scales, int64_t outputs, int64_t halves, const Run& run) {
+  const int64_t blocks = w.dimensions()[0] / halves, steps = w.dimensions()[1];
+  if (!has_tiles()) return ffi::Error::InvalidArgument("dense: tiled weights need AMX");
+  if (w.element_type() == ffi::BF16)
+    run(TiledWeights<Bf16>{static_cast<const Bf16*>(w.untyped_data()), scales, outputs, blocks, steps});
+  else if (w.element_type() == ffi::S8)
+    run(TiledWeights<int8_t>{static_cast<const int8_t*>(w.untyped_data()), scales, outputs, blocks, steps});
+  else
+    return ffi::Error::InvalidArgument("dense: tiled weights of bfloat16 or int8");
+  return ffi::Error::Success();
 }
 
 #endif  // APT_AMX
@@ -534,56 +639,58 @@ ffi::Error of_types(ffi::AnyBuffer& x, ffi::AnyBuffer& w, const Run& run) {
   return ffi::Error::InvalidArgument("dense: these dtypes are not offered");
 }
 
-// x (T, I), w (O, I) of the same type, or int8 with scales (O,), else (0,).
+bool is_tiled(const ffi::AnyBuffer& w) { return w.dimensions().size() == 5; }
+
+// x (T, I), w (O, I) of the same type, or int8 with scales (O,), else (0,); or w as tiles.
 ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scale,
                  ffi::ResultBuffer<ffi::F32> out) {
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = w.dimensions()[0];
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = out->dimensions()[1];
   const float* scales = scale.element_count() ? scale.typed_data() : nullptr;
   if (rows == 0 || outputs == 0) return ffi::Error::Success();
-  float* result = out->typed_data();
-  return of_types(x, w, [&](auto* in, auto* weights) {
 #ifdef APT_AMX
-    if constexpr (std::is_same_v<decltype(in), const Bf16*>)
-      if (width % 32 == 0 && outputs >= 16 && has_tiles()) {
-        dense_amx<float, false>(pool, in, rows, weights, scales, outputs, width, kNone,
-                                [=](int64_t row, int64_t first, const float* values, int64_t count) {
-                                  std::copy_n(values, count, result + row * outputs + first);
-                                });
-        return ffi::Error::Success();
-      }
+  const Rows result(out->untyped_data(), rows, outputs * sizeof(float));
+  if (is_tiled(w))
+    return with_tiled(w, scales, outputs, 1, [&](const auto& tiled) {
+      dense_tiled<float, false>(pool, static_cast<const Bf16*>(x.untyped_data()), rows, width, tiled, kNone,
+                                [=](auto... part) { result.put(part...); });
+    });
 #endif
-    dense_vector(pool, in, rows, weights, scales, outputs, width, result);
+  if (is_tiled(w)) return ffi::Error::InvalidArgument("dense: tiled weights need AMX");
+  return of_types(x, w, [&](auto* in, auto* weights) {
+    dense_vector(pool, in, rows, weights, scales, outputs, width, out->typed_data());
     return ffi::Error::Success();
   });
 }
 
 // The greatest of each row's products: its place in `tokens` (T,), and in `trusted` (T,) whether it is finite and no product NaN.
 ffi::Error dense_argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scale,
-                        ffi::ResultBuffer<ffi::S32> tokens, ffi::ResultBuffer<ffi::PRED> trusted) {
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = w.dimensions()[0];
+                        ffi::ResultBuffer<ffi::S32> tokens, ffi::ResultBuffer<ffi::PRED> trusted, int64_t outputs) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
   const float* scales = scale.element_count() ? scale.typed_data() : nullptr;
   const auto keep = [&](int64_t row, const Best& best) {
     tokens->typed_data()[row] = best.index;
     trusted->typed_data()[row] = !best.has_nan && std::isfinite(best.score);
   };
-  return of_types(x, w, [&](auto* in, auto* weights) {
+  if (rows == 0) return ffi::Error::Success();
 #ifdef APT_AMX
-    if constexpr (std::is_same_v<decltype(in), const Bf16*>)
-      if (width % 32 == 0 && outputs >= 16 && has_tiles()) {
-        const int64_t ranges = (outputs + kTaskOutputs - 1) / kTaskOutputs;
-        Best* found = scratch<Best, kBest>(rows * ranges);
-        dense_amx<float, false>(pool, in, rows, weights, scales, outputs, width, kNone,
+  if (is_tiled(w))
+    return with_tiled(w, scales, outputs, 1, [&](const auto& tiled) {
+      const int64_t ranges = (outputs + kFewestOutputs - 1) / kFewestOutputs;
+      Best* found = scratch<Best, kBest>(rows * ranges);
+      std::fill_n(found, rows * ranges, Best{});
+      dense_tiled<float, false>(pool, static_cast<const Bf16*>(x.untyped_data()), rows, width, tiled, kNone,
                                 [=](int64_t row, int64_t first, const float* values, int64_t count) {
-                                  found[row * ranges + first / kTaskOutputs] = best_of(values, count, first);
+                                  found[row * ranges + first / kFewestOutputs] = best_of(values, count, first);
                                 });
-        for (int64_t row = 0; row < rows; ++row) {
-          Best best = found[row * ranges];
-          for (int64_t i = 1; i < ranges; ++i) best.add(found[row * ranges + i]);
-          keep(row, best);
-        }
-        return ffi::Error::Success();
+      for (int64_t row = 0; row < rows; ++row) {
+        Best best = found[row * ranges];
+        for (int64_t i = 1; i < ranges; ++i) best.add(found[row * ranges + i]);
+        keep(row, best);
       }
+    });
 #endif
+  if (is_tiled(w)) return ffi::Error::InvalidArgument("dense: tiled weights need AMX");
+  return of_types(x, w, [&](auto* in, auto* weights) {
     float* scores = scratch<float, kScores>(rows * outputs);
     dense_vector(pool, in, rows, weights, scales, outputs, width, scores);
     parallel_for(pool, rows, [&](int64_t row) { keep(row, best_of(scores + row * outputs, outputs, 0)); });
@@ -591,29 +698,23 @@ ffi::Error dense_argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w
   });
 }
 
+// x (T, I), gate and up as tiles behind one another, scales (2 F,) or (0,), to (T, F).
 ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scale,
                  ffi::ResultBuffer<ffi::BF16> out, int64_t activation) {
 #ifdef APT_AMX
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = w.dimensions()[0] / 2;
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], outputs = out->dimensions()[1];
   const float* scales = scale.element_count() ? scale.typed_data() : nullptr;
-  auto* result = static_cast<Bf16*>(out->untyped_data());
-  if (width % 32 == 0 && outputs >= 16 && has_tiles()) {
-    const auto run = [&](auto* weights) {
-      if (rows)
-        dense_amx<Bf16, true>(pool, static_cast<const Bf16*>(x.untyped_data()), rows, weights, scales, outputs, width,
-                              static_cast<Activation>(activation),
-                              [=](int64_t row, int64_t first, const Bf16* values, int64_t count) {
-                                std::copy_n(values, count, result + row * outputs + first);
-                              });
-      return ffi::Error::Success();
-    };
-    if (w.element_type() == ffi::BF16) return run(static_cast<const Bf16*>(w.untyped_data()));
-    if (w.element_type() == ffi::S8) return run(static_cast<const int8_t*>(w.untyped_data()));
-  }
+  const Rows result(out->untyped_data(), rows, outputs * sizeof(Bf16));
+  if (rows == 0) return ffi::Error::Success();
+  return with_tiled(w, scales, outputs, 2, [&](const auto& tiled) {
+    dense_tiled<Bf16, true>(pool, static_cast<const Bf16*>(x.untyped_data()), rows, width, tiled,
+                            static_cast<Activation>(activation),
+                            [=](auto... part) { result.put(part...); });
+  });
 #else
   (void)pool, (void)x, (void)w, (void)scale, (void)out, (void)activation;
+  return ffi::Error::InvalidArgument("gated: needs AMX tiles");
 #endif
-  return ffi::Error::InvalidArgument("gated: bfloat16 on AMX tiles, bfloat16 or int8 weights");
 }
 
 // ---- decode attention
@@ -657,8 +758,6 @@ struct Seen {
     return count;
   }
 };
-
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // `count` rows of `width` elements as float32, `padded` apart, zeros behind.
 template <typename T>
@@ -1234,7 +1333,7 @@ void attend_tiles(const QueryTile* tiles, int64_t count, int64_t width, const Ca
       for (int64_t t = 0; t < lane_tiles; ++t) {
         const int64_t lanes = std::clamp<int64_t>(width - t * 16, 0, 16);
         const float* row = out + c * out_floats + t * 256 + i * 16;
-        store_lanes(tiles[c].out[i] + t * 16, static_cast<__mmask16>((1u << lanes) - 1),
+        store_lanes(tiles[c].out[i] + t * 16, lanes_of(lanes),
                     _mm512_mul_ps(_mm512_loadu_ps(row), _mm512_set1_ps(inverse)));
       }
     }
@@ -1389,7 +1488,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_dense, dense,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()         // x (T, I)
-                                  .Arg<ffi::AnyBuffer>()         // w (O, I)
+                                  .Arg<ffi::AnyBuffer>()         // w (O, I), or tiles
                                   .Arg<ffi::Buffer<ffi::F32>>()  // scales (O,), or (0,)
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
@@ -1397,16 +1496,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_dense_argmax, dense_argmax,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()         // x (T, I)
-                                  .Arg<ffi::AnyBuffer>()         // w (O, I)
+                                  .Arg<ffi::AnyBuffer>()         // w (O, I), or tiles
                                   .Arg<ffi::Buffer<ffi::F32>>()  // scales (O,), or (0,)
                                   .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::PRED>>());
+                                  .Ret<ffi::Buffer<ffi::PRED>>()
+                                  .Attr<int64_t>("outputs"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_gated, gated,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()  // x (T, I)
-                                  .Arg<ffi::AnyBuffer>()          // gate, then up (2 F, I)
+                                  .Arg<ffi::AnyBuffer>()          // tiles of gate, then of up
                                   .Arg<ffi::Buffer<ffi::F32>>()   // scales (2 F,), or (0,)
                                   .Ret<ffi::Buffer<ffi::BF16>>()
                                   .Attr<int64_t>("activation"));

@@ -12,37 +12,51 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax import sampling
+from apt_jax.models.params import QuantizedMatrix, TiledMatrix
 from apt_jax.pallas import xla
 from apt_jax.pallas.reference import ScoreRules
 
-_MAX_ROWS = {jnp.dtype(jnp.bfloat16): 1 << 30, jnp.dtype(jnp.float32): 16}
-"""Rows of a product up to which ours is the faster one, as measured on two cores with AMX."""
+_MAX_ROWS = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float32): 16}
+"""Rows of a product in vector registers up to which ours is the faster one, as measured on two cores."""
 
 
 def dense(
-    x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None = None
+    x: Float[Array, "T I"], w: Array | TiledMatrix, scale: Float[Array, " O"] | None = None
 ) -> Float[Array, "T O"]:
-    """See `xla.dense`."""
-    if scale is None:
-        x = x.astype(w.dtype)
-    if x.shape[0] > _MAX_ROWS.get(x.dtype, 0):
+    """See `xla.dense`. A `TiledMatrix` is multiplied with on matrix tiles, in bfloat16."""
+    x, arguments = _product(x, w, scale)
+    if arguments is None:
+        assert not isinstance(w, TiledMatrix)
         return xla.dense(x, w, scale)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("apt_dense", out)(x, w, _or_empty(scale))
+    return jax.ffi.ffi_call("apt_dense", out)(x, *arguments)
 
 
 def dense_argmax(
-    x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None = None
+    x: Float[Array, "T I"], w: Array | TiledMatrix, scale: Float[Array, " O"] | None = None
 ) -> tuple[Int32[Array, " T"], Bool[Array, " T"]]:
     """`sampling.greedy(dense(x, w, scale))`; the products are not written."""
+    x, arguments = _product(x, w, scale)
+    if arguments is None:
+        return sampling.greedy(dense(x, w, scale))
+    rows = (x.shape[0],)
+    out = (jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.bool_))
+    call = jax.ffi.ffi_call("apt_dense_argmax", out)
+    tokens, trusted = call(x, *arguments, outputs=np.int64(w.shape[0]))
+    return tokens, trusted
+
+
+def _product(
+    x: Array, w: Array | TiledMatrix, scale: Array | None
+) -> tuple[Array, tuple[Array, Array] | None]:
+    """Rows in the dtype of the product, and the other arguments of ours; None where XLA's is the faster one."""
+    if isinstance(w, TiledMatrix):
+        return x.astype(jnp.bfloat16), (w.values, _or_empty(w.scale))
     if scale is None:
         x = x.astype(w.dtype)
     if x.shape[0] > _MAX_ROWS.get(x.dtype, 0):
-        return sampling.greedy(xla.dense(x, w, scale))
-    rows = (x.shape[0],)
-    out = (jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.bool_))
-    tokens, trusted = jax.ffi.ffi_call("apt_dense_argmax", out)(x, w, _or_empty(scale))
-    return tokens, trusted
+        return x, None
+    return x, (w, _or_empty(scale))
 
 
 def _or_empty(a: Array | None) -> Array:
@@ -52,17 +66,15 @@ def _or_empty(a: Array | None) -> Array:
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 
 
-def gated(
-    x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None, activation: str
-) -> Float[Array, "T F"]:
-    """`activate(x @ gate.T) * (x @ up.T)`, gate and up the halves of `w` (2 F, I), in the dtype of `x`. Needs matrix tiles."""
+def gated(x: Float[Array, "T I"], w: Any, activation: str) -> Float[Array, "T F"]:
+    """`activate(x @ gate.T) * (x @ up.T)`, gate and up the halves of `w` (2 F, I), in the dtype of `x`."""
     width = w.shape[0] // 2
-    fits = x.shape[1] % 32 == 0 and width >= 16 and activation in _ACTIVATIONS
-    if fits and x.dtype == jnp.bfloat16 and w.dtype in (jnp.bfloat16, jnp.int8):
-        out = jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)
+    if isinstance(w, TiledMatrix) and width % 16 == 0 and activation in _ACTIVATIONS:
+        out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.bfloat16)
         code = np.int64(_ACTIVATIONS[activation])
-        return jax.ffi.ffi_call("apt_gated", out)(x, w, _or_empty(scale), activation=code)
-    both = dense(x, w, scale)
+        call = jax.ffi.ffi_call("apt_gated", out)
+        return call(x.astype(jnp.bfloat16), w.values, _or_empty(w.scale), activation=code)
+    both = dense(x, *((w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)))
     return (xla.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
 
 

@@ -17,6 +17,7 @@ are float32. Layers are unrolled with one pool array each: a scan over stacked p
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,8 @@ from jaxtyping import Bool, Float, Int32
 
 from apt_jax import sampling
 from apt_jax.config import HiddenMode, ModelConfig
-from apt_jax.models.params import LayerParams, ModelParams, NormParams, QuantizedMatrix
+from apt_jax.cpu import tiles
+from apt_jax.models.params import LayerParams, ModelParams, NormParams, QuantizedMatrix, TiledMatrix
 from apt_jax.pallas import AttentionOps
 from apt_jax.pallas.reference import KeyNorm, ScoreRules, rms_norm_heads, turn
 from apt_jax.pallas.xla import activate, dense, dot
@@ -85,7 +87,7 @@ _Product = Callable[..., Array]
 
 def _dense(
     x: Float[Array, "T I"],
-    w: Float[Array, "O I"] | QuantizedMatrix,
+    w: Float[Array, "O I"] | QuantizedMatrix | TiledMatrix,
     b: Float[Array, " O"] | None,
     product: _Product,
 ) -> Float[Array, "T O"]:
@@ -94,9 +96,16 @@ def _dense(
     return out if b is None else out + b.astype(jnp.float32)[None, :]
 
 
-def _weights(w: Array | QuantizedMatrix) -> tuple[Array, ...]:
+def _weights(w: Array | QuantizedMatrix | TiledMatrix) -> tuple[Any, ...]:
     """Arguments of the products: a matrix, or integers and their scales."""
     return (w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)
+
+
+def _flat(w: Any, inputs_from: int) -> Any:
+    """A matrix as (outputs, inputs); axes from `inputs_from` on are inputs. Those that are no arrays are so already."""
+    if isinstance(w, QuantizedMatrix | TiledMatrix):
+        return w
+    return w.reshape(math.prod(w.shape[:inputs_from]), -1)
 
 
 def _norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[Array, "T D"]:
@@ -155,9 +164,8 @@ class _Attention:
 
         def project(w: Any, b: Array | None) -> Array:
             bias = None if b is None else b.reshape(-1)
-            if not isinstance(w, QuantizedMatrix):
-                w = w.reshape(-1, w.shape[-1])
-            return _dense(x, w, bias, self.options.ops.dense)
+            inputs_from = len(w.shape) - 1
+            return _dense(x, _flat(w, inputs_from), bias, self.options.ops.dense)
 
         if p.wqkv is not None and not (q_alone and p.wq is not None):
             out = project(p.wqkv, p.bqkv)
@@ -402,9 +410,7 @@ def _feed_forward(
         gate = activate(_dense(x, p.w_gate, p.b_gate, ops.dense), config.activation)
         up = gate * _dense(x, p.w_up, p.b_up, ops.dense)
     elif ops.gated is not None and p.b_gate_up is None:
-        w = p.w_gate_up
-        weights = (w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w, None)
-        up = ops.gated(x, *weights, config.activation)
+        up = ops.gated(x, p.w_gate_up, config.activation)
     else:
         both = _dense(x, p.w_gate_up, p.b_gate_up, ops.dense)
         up = activate(both[:, : config.ffn_size], config.activation) * both[:, config.ffn_size :]
@@ -429,9 +435,13 @@ def embed(
 ) -> Float[Array, "T D"]:
     """What the first layer works on, float32."""
     h = params.embed
-    if isinstance(h, QuantizedMatrix):
-        scale = h.scale[token_ids].astype(jnp.float32)[:, None]
-        h = (h.values[token_ids].astype(jnp.float32) * scale).astype(params.dtype)
+    if isinstance(h, QuantizedMatrix | TiledMatrix):
+        rows = (
+            h.values[token_ids] if isinstance(h, QuantizedMatrix) else tiles.rows_of(h, token_ids)
+        )
+        if h.scale is not None:
+            rows = rows.astype(jnp.float32) * h.scale[token_ids].astype(jnp.float32)[:, None]
+        h = rows.astype(params.dtype)
     else:
         h = h[token_ids]
     if params.project_in is not None:
@@ -488,8 +498,7 @@ def decoder_step(
             x = (h if post else normed(h, p.attn_norm)).astype(dtype)
             out, pool = attention(x, pools[i])
             new_pools.append(pool)
-            wo = p.wo if isinstance(p.wo, QuantizedMatrix) else p.wo.reshape(p.wo.shape[0], -1)
-            out = _dense(out, wo, p.bo, product)
+            out = _dense(out, _flat(p.wo, 1), p.bo, product)
             out = normed(out, p.attn_out_norm)
             before, h = h, h + out
             if post:

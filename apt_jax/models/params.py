@@ -45,6 +45,20 @@ class QuantizedMatrix:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TiledMatrix:
+    """A matrix laid out for matrix tiles of CPUs; see `apt_jax.cpu.tiles`."""
+
+    values: Any
+    """(O / 16, I / 32, 16, 16, 2), padded with zeros: of 16 outputs and 32 inputs each pair of inputs of every output; bfloat16,
+    or int8"""
+    scale: Any
+    """(O,) float32 of int8, else None"""
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    """(O, I)"""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerParams:
     """One transformer layer. What the model does not have is None."""
 
@@ -94,7 +108,7 @@ class LayerParams:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelParams:
     """A whole model. `D'` is the width of the token embeddings (D unless the model projects them). Matrices may be
-    `QuantizedMatrix`, flattened to (outputs, inputs)."""
+    `QuantizedMatrix` or `TiledMatrix`, flattened to (outputs, inputs)."""
 
     embed: Any
     """(V, D')"""
@@ -115,7 +129,7 @@ class ModelParams:
     @property
     def dtype(self) -> Any:
         """Of activations, and of weights that are not quantised."""
-        if not isinstance(self.embed, QuantizedMatrix):
+        if hasattr(self.embed, "dtype"):
             return self.embed.dtype
         norm = self.layers[0].attn_norm or self.layers[0].attn_out_norm
         assert norm is not None
@@ -257,3 +271,53 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
         )  # fmt: skip
 
     return dataclasses.replace(params, layers=tuple(fused(layer) for layer in params.layers))
+
+
+def map_matrices(
+    params: ModelParams, change: Callable[[Any], Any], *, keep: Callable[[Any], Any] | None = None
+) -> ModelParams:
+    """With every matrix that rows are multiplied with, and the token embeddings, changed; they come flattened to (outputs,
+    inputs).
+
+    Args:
+        params: whole, or as `fuse_products` leaves them.
+        keep: what to do with wk and wv instead, in their own shape: attention over layer inputs absorbs or reprojects with
+            them by themselves.
+    """
+
+    def matrix(w: Any) -> Any:
+        if w is None or not hasattr(w, "ndim"):
+            return None if w is None else change(w)
+        return change(w.reshape(-1, w.shape[-1]))
+
+    def by_output(w: Any) -> Any:
+        return matrix(w.reshape(w.shape[0], -1) if hasattr(w, "ndim") else w)
+
+    def kept(w: Any) -> Any:
+        if keep is None or w is None:
+            return matrix(w)
+        return keep(w)
+
+    layers = [
+        dataclasses.replace(
+            layer,
+            wq=matrix(layer.wq),
+            wk=kept(layer.wk),
+            wv=kept(layer.wv),
+            wqkv=matrix(layer.wqkv),
+            wo=by_output(layer.wo),
+            w_gate=matrix(layer.w_gate),
+            w_up=matrix(layer.w_up),
+            w_gate_up=matrix(layer.w_gate_up),
+            w_down=matrix(layer.w_down),
+        )
+        for layer in params.layers
+    ]
+    return dataclasses.replace(
+        params,
+        embed=matrix(params.embed),
+        project_in=matrix(params.project_in),
+        project_out=matrix(params.project_out),
+        head=matrix(params.head),
+        layers=tuple(layers),
+    )

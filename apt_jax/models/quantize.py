@@ -4,7 +4,6 @@ Activations, norms, biases, position tables and the cache stay as they are. Scal
 largest weight of an output is 127.5 steps). Products take the integers as they are and scale the results.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax import Array
 from jaxtyping import Float
 
 from apt_jax.errors import ConfigError
-from apt_jax.models.params import ModelParams, QuantizedMatrix
+from apt_jax.models.params import ModelParams, QuantizedMatrix, map_matrices
 
 
 @jax.jit
@@ -45,37 +44,7 @@ def quantize_params(params: ModelParams, *, keep: bool) -> ModelParams:
     except ImportError:
         raise ConfigError("quantization='int8' needs qwix: pip install apt-jax[int8] (--quantization)") from None  # fmt: skip
 
-    def matrix(w: Any) -> Any:
-        return None if w is None else _quantize(w.reshape(-1, w.shape[-1]))
-
-    def by_output(w: Any) -> Any:
-        return None if w is None else _quantize(w.reshape(w.shape[0], -1))
-
     def effective(w: Any) -> Any:
-        return None if w is None else dequantize(matrix(w), w.dtype).reshape(w.shape)
+        return dequantize(_quantize(w.reshape(-1, w.shape[-1])), w.dtype).reshape(w.shape)
 
-    layers = []
-    for layer in params.layers:
-        key_value = effective if keep else matrix
-        layers.append(
-            dataclasses.replace(
-                layer,
-                wq=matrix(layer.wq),
-                wk=key_value(layer.wk),
-                wv=key_value(layer.wv),
-                wqkv=matrix(layer.wqkv),
-                wo=by_output(layer.wo),
-                w_gate=matrix(layer.w_gate),
-                w_up=matrix(layer.w_up),
-                w_gate_up=matrix(layer.w_gate_up),
-                w_down=matrix(layer.w_down),
-            )
-        )
-    return dataclasses.replace(
-        params,
-        embed=matrix(params.embed),
-        project_in=matrix(params.project_in),
-        project_out=matrix(params.project_out),
-        head=matrix(params.head),
-        layers=tuple(layers),
-    )
+    return map_matrices(params, _quantize, keep=effective if keep else None)

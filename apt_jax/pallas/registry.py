@@ -39,11 +39,13 @@ class AttentionOps:
     dense: Callable[..., Array] = xla.dense
     """Products of rows with weights, `xla.dense`."""
     dense_argmax: Callable[..., tuple[Array, Array]] | None = None
-    """Rows, weights and their scales, if they are int8, to what `sampling.greedy` gives for their products; None where there
+    """Arguments of `dense` to what `sampling.greedy` gives for their products; None where there
     is none."""
-    gated: Callable[[Array, Array, Array | None, str], Array] | None = None
-    """The first half of a gated feed-forward in one: rows (T, I), gate and up (2 F, I), their scales if they are int8, and the
-    name of the activation, to (T, F) in the dtype of the rows; None where there is none."""
+    gated: Callable[[Array, Any, str], Array] | None = None
+    """The first half of a gated feed-forward in one: rows (T, I), gate and up as one matrix (2 F, I), and the name of the
+    activation, to (T, F) in the dtype of the rows; None where there is none."""
+    tiles: bool = False
+    """Products of bfloat16 rows want their weights as `cpu.tiles.tile_params` lays them out."""
     rows_per_tile: int
     """Decode rows that attend together, reading up to the longest of their contexts."""
     extras: frozenset[str]
@@ -81,6 +83,7 @@ def _cpu(chip: str | None) -> AttentionOps:
         decode_absorbed=ops.decode_absorbed if build.has_tiles() else xla.decode_absorbed,
         prefill=ops.prefill if build.has_tiles() else xla.prefill,
         gated=ops.gated if build.has_tiles() else None,
+        tiles=build.has_tiles(),
         rows_per_tile=1,
     )
 
