@@ -31,6 +31,8 @@ _TARGETS = (
     "apt_dense",
     "apt_dense_argmax",
     "apt_gated",
+    "apt_add_norm",
+    "apt_split_qkv",
     "apt_decode_kv",
     "apt_decode_absorbed",
     "apt_prefill",

@@ -12,7 +12,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax import sampling
-from apt_jax.models.params import QuantizedMatrix, TiledMatrix
+from apt_jax.config import ModelConfig
+from apt_jax.models.params import NormParams, QuantizedMatrix, TiledMatrix
 from apt_jax.pallas import xla
 from apt_jax.pallas.reference import ScoreRules
 
@@ -76,6 +77,48 @@ def gated(x: Float[Array, "T I"], w: Any, activation: str) -> Float[Array, "T F"
         return call(x.astype(jnp.bfloat16), w.values, _or_empty(w.scale), activation=code)
     both = dense(x, *((w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)))
     return (xla.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
+
+
+def add_norm(
+    h: Float[Array, "T D"],
+    delta: Float[Array, "T D"] | None,
+    norm: NormParams,
+    dtype: Any,
+    *,
+    eps: float,
+    offset: float,
+    layer: bool,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """`h + delta` in float32, and its norm in `dtype`."""
+    out = (jax.ShapeDtypeStruct(h.shape, jnp.float32), jax.ShapeDtypeStruct(h.shape, dtype))
+    total, x = jax.ffi.ffi_call("apt_add_norm", out)(
+        h,
+        jnp.zeros((0, 0), jnp.float32) if delta is None else delta,
+        norm.scale,
+        _or_empty(norm.bias),
+        eps=np.float32(eps),
+        offset=np.float32(offset),
+        layer=np.int64(layer),
+    )
+    return total, x
+
+
+def split_qkv(
+    sums: Float[Array, "T E"],
+    bias: Float[Array, " E"] | None,
+    turns: tuple[Array, Array] | None,
+    config: ModelConfig,
+    dtype: Any,
+) -> tuple[Float[Array, "T Q"], Float[Array, "T KH"], Float[Array, "T KH"]]:
+    """q, k and v, flat, in `dtype` from one product for the three; q and k turned, k and v with zeros for what is not finite."""
+    rows, keys = sums.shape[0], config.lane
+    queries = config.num_heads * config.head_dim
+    out = tuple(jax.ShapeDtypeStruct((rows, width), dtype) for width in (queries, keys, keys))
+    no_turns = jnp.zeros((0, 0), jnp.float32)
+    q, k, v = jax.ffi.ffi_call("apt_split_qkv", out)(
+        sums, _or_empty(bias), *(turns or (no_turns, no_turns)), head_dim=np.int64(config.head_dim)
+    )
+    return q, k, v
 
 
 def decode_kv(

@@ -157,7 +157,8 @@ class _Attention:
     def qkv(
         self, x: Array, turns: tuple[Array, Array] | None, *, q_alone: bool = False
     ) -> tuple[Array, Array, Array]:
-        """q (T, N * H), k and v (T, E) of tokens, in the dtype of x; `q_alone`: k and v are zeros."""
+        """q (T, N * H), k and v (T, E) of tokens, in the dtype of x; zeros for what of k and v is not finite. `q_alone`: k and v
+        are zeros."""
         p, config = self.params, self.config
         lanes, q_width = config.lane, config.num_heads * config.head_dim
         nothing = jnp.zeros((x.shape[0], lanes), x.dtype)
@@ -168,6 +169,9 @@ class _Attention:
             return _dense(x, _flat(w, inputs_from), bias, self.options.ops.dense)
 
         if p.wqkv is not None and not (q_alone and p.wq is not None):
+            split = self.options.ops.split_qkv
+            if split is not None and self._turns_alone and x.dtype in (jnp.float32, jnp.bfloat16):
+                return split(project(p.wqkv, None), p.bqkv, turns, config, x.dtype)
             out = project(p.wqkv, p.bqkv)
             q, k, v = out[:, :q_width], out[:, q_width : q_width + lanes], out[:, q_width + lanes :]
         elif q_alone:
@@ -178,7 +182,16 @@ class _Attention:
             q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
         q = self._positioned(q, p.q_norm, turns, of_queries=True)
         k = k if q_alone else self._positioned(k, p.k_norm, turns, of_queries=False)
-        return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype)
+        return q.astype(x.dtype), _finite(k.astype(x.dtype)), _finite(v.astype(x.dtype))
+
+    @property
+    def _turns_alone(self) -> bool:
+        """Whether nothing but bias and rotation, if any, lies between the product for q, k and v and attention."""
+        config, p = self.config, self.params
+        plain = config.scale * config.head_dim**0.5 == 1.0 and config.clip_qkv is None
+        if config.rope is not None and config.rope.attention_factor != 1.0:
+            return False
+        return plain and p.q_norm is None and p.k_norm is None
 
     def _positioned(
         self,
@@ -254,9 +267,9 @@ class _Attention:
         """The pool with the cache of all tokens in it."""
         batch, (kv_rows, hidden_rows) = self.batch, self.options.kinds
         lanes = self.config.lane
-        # What others may read stays finite by construction: 0 * NaN = NaN, so a NaN would pass the mask of a neighbour in
-        # the same tile, or of a recycled block's next owner. The row that made it still fails, through its own residual.
-        k, v = _finite(k), _finite(v)
+        # What others may read stays finite by construction, as k and v are: 0 * NaN = NaN, so a NaN would pass the mask of a
+        # neighbour in the same tile, or of a recycled block's next owner. The row that made it still fails, through its own
+        # residual.
         apart = hidden_rows and x.shape[1] != lanes
         if apart:
             pool = self._write_inputs(pool, _finite(x))
@@ -319,7 +332,6 @@ class _Attention:
             parts.append(self.qkv(x[b:], turns(b, t)))
         q, k, v = (jnp.concatenate(pieces) for pieces in zip(*parts, strict=True))
         q = q.reshape(t, -1, head_dim)
-        k, v = _finite(k), _finite(v)
         pool = self.write(pool, x, k, v)
 
         outs = []
@@ -487,30 +499,44 @@ def decoder_step(
     def normed(h: Array, norm: NormParams | None) -> Array:
         return h if norm is None else _norm(h, norm, config)
 
+    add_norm = options.ops.add_norm if dtype in (jnp.float32, jnp.bfloat16) else None
+
+    def added(h: Array, delta: Array | None, norm: NormParams | None) -> tuple[Array, Array]:
+        """The residual stream with `delta` in it, and its norm as an input of products."""
+        if add_norm is not None and norm is not None:
+            return add_norm(
+                h, delta, norm, dtype, eps=config.norm_eps, offset=config.norm_offset, layer=config.norm == "layer"
+            )  # fmt: skip
+        h = h if delta is None else h + delta
+        return h, normed(h, norm).astype(dtype)
+
     post = config.norm_placement == "post"
     new_pools: list[Any] = []
+    delta = None  # of the last feed-forward, not in h yet
     for i, p in enumerate(params.layers):
         attention = _Attention(
             params=p, config=config, options=options, batch=batch, turns=turns,
             all_angles=all_angles, rules=score_rules(config, i),
         )  # fmt: skip
         with jax.named_scope(f"layer{i}/attention"):
-            x = (h if post else normed(h, p.attn_norm)).astype(dtype)
+            h, x = added(h, delta, None if post else p.attn_norm)
             out, pool = attention(x, pools[i])
             new_pools.append(pool)
-            out = _dense(out, _flat(p.wo, 1), p.bo, product)
-            out = normed(out, p.attn_out_norm)
-            before, h = h, h + out
-            if post:
-                h = normed(h, p.attn_norm)
+            out = normed(_dense(out, _flat(p.wo, 1), p.bo, product), p.attn_out_norm)
         with jax.named_scope(f"layer{i}/ffn"):
-            source = before if config.parallel else h
-            x = (h if post else normed(source, p.ffn_norm)).astype(dtype)
-            h = h + normed(_feed_forward(x, p, config, options.ops), p.ffn_out_norm)
             if post:
-                h = normed(h, p.ffn_norm)
-    h = normed(h, params.final_norm)
-    return tuple(new_pools), h.astype(dtype)
+                h = normed(h + out, p.attn_norm)
+                x = h.astype(dtype)
+            elif config.parallel:
+                _, x = added(h, None, p.ffn_norm)
+                h = h + out
+            else:
+                h, x = added(h, out, p.ffn_norm)
+            delta = normed(_feed_forward(x, p, config, options.ops), p.ffn_out_norm)
+            if post:
+                h, delta = normed(h + delta, p.ffn_norm), None
+    _, out = added(h, delta, params.final_norm)
+    return tuple(new_pools), out
 
 
 def logits(

@@ -44,6 +44,11 @@ class AttentionOps:
     gated: Callable[[Array, Any, str], Array] | None = None
     """The first half of a gated feed-forward in one: rows (T, I), gate and up as one matrix (2 F, I), and the name of the
     activation, to (T, F) in the dtype of the rows; None where there is none."""
+    add_norm: Callable[..., tuple[Array, Array]] | None = None
+    """The residual stream and what is added to it, or None, to their sum and its norm: `cpu.ops.add_norm`; None where there is
+    none, like the next."""
+    split_qkv: Callable[..., tuple[Array, Array, Array]] | None = None
+    """One product for q, k and v to the three: `cpu.ops.split_qkv`."""
     tiles: bool = False
     """Products of bfloat16 rows want their weights as `cpu.tiles.tile_params` lays them out."""
     rows_per_tile: int
@@ -82,6 +87,8 @@ def _cpu(chip: str | None) -> AttentionOps:
         dense_argmax=ops.dense_argmax,
         decode_absorbed=ops.decode_absorbed if build.has_tiles() else xla.decode_absorbed,
         prefill=ops.prefill if build.has_tiles() else xla.prefill,
+        add_norm=ops.add_norm,
+        split_qkv=ops.split_qkv,
         gated=ops.gated if build.has_tiles() else None,
         tiles=build.has_tiles(),
         rows_per_tile=1,
