@@ -1,8 +1,8 @@
 // Kernels for CPUs, called by XLA through its foreign function interface; `ops.py` wraps them.
 //
 // XLA's own code for CPUs repacks weights at every product and copies blocks out of the pool before it attends to them.
-// These read every weight and every cached element once, where it lies:
-//   dense      few rows times a matrix, in bfloat16 on AMX tiles where the CPU has them, else in vector registers
+// These read every weight and every cached element once:
+//   dense      rows times a matrix, in bfloat16 on AMX tiles where the CPU has them, else in vector registers
 //   decode_kv  one query a row over the keys and values of the block pool
 //   prefill    chunks of prompts over their cached prefix and themselves, bfloat16 on AMX tiles alone
 // Sums and softmax are float32. What a row gives depends on that row alone, not on how many others there are.

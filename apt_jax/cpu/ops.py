@@ -67,7 +67,9 @@ def _or_empty(a: Array | None) -> Array:
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 
 
-def gated(x: Float[Array, "T I"], w: Any, activation: str) -> Float[Array, "T F"]:
+def gated(
+    x: Float[Array, "T I"], w: Array | QuantizedMatrix | TiledMatrix, activation: str
+) -> Float[Array, "T F"]:
     """`activate(x @ gate.T) * (x @ up.T)`, gate and up the halves of `w` (2 F, I), in the dtype of `x`."""
     width = w.shape[0] // 2
     if isinstance(w, TiledMatrix) and width % 16 == 0 and activation in _ACTIVATIONS:
@@ -75,7 +77,7 @@ def gated(x: Float[Array, "T I"], w: Any, activation: str) -> Float[Array, "T F"
         code = np.int64(_ACTIVATIONS[activation])
         call = jax.ffi.ffi_call("apt_gated", out)
         return call(x.astype(jnp.bfloat16), w.values, _or_empty(w.scale), activation=code)
-    both = dense(x, *((w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)))
+    both = dense(x, w.values, w.scale) if isinstance(w, QuantizedMatrix) else dense(x, w)
     return (xla.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
 
 
