@@ -24,7 +24,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from apt_jax.engine import EngineStats, StepOutput
-from apt_jax.errors import AptJaxError, EngineDeadError
+from apt_jax.errors import AptJaxError, EngineDeadError, QueueFullError
 from apt_jax.llm import EngineParts, OutputDelta, RequestState
 from apt_jax.request import EngineRequest, RequestOutput
 from apt_jax.watch import Iteration, SchedulerWatch
@@ -183,10 +183,12 @@ class AsyncEngine:
         self.parts = parts
         self._observer = observer
         self._engine = parts.engine
+        self._max_queue_s = parts.config.scheduler.max_queue_s
         self._work = threading.Condition()
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._streams: dict[EngineRequest, RequestStream] = {}
         self._deadlines: dict[EngineRequest, float] = {}
+        self._young: dict[EngineRequest, RequestStream] = {}  # that may still have waited too long
         self._woken: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
         self._watches: list[SchedulerWatch] = []
         self._iterations_unread = False  # something to read for those who watch
@@ -373,6 +375,7 @@ class AsyncEngine:
             stream = self._streams[request]
             self._fail(stream, TimeoutError("the deadline has passed"))
             self._drop(stream)
+        self._give_up_waiting(now_s)
         if engine.has_work:
             outputs = engine.step()
             if engine.dead_reason is not None:
@@ -448,6 +451,23 @@ class AsyncEngine:
         self._streams[request] = stream
         if stream.deadline_s is not None:
             self._deadlines[request] = stream.deadline_s
+        if self._max_queue_s is not None:
+            self._young[request] = stream
+
+    def _give_up_waiting(self, now_s: float) -> None:
+        """End requests that have waited for `max_queue_s` and never begun; they came in order."""
+        limit_s = self._max_queue_s
+        while limit_s is not None and self._young:
+            request, stream = next(iter(self._young.items()))
+            if now_s - request.arrival_s < limit_s:
+                return
+            del self._young[request]
+            if self._engine.has_begun(request.request_id):
+                continue
+            message = f"the request has waited for {limit_s:g} s (--max-queue-s)"
+            self._observe(lambda observer, request=request: observer.refused(request))
+            self._fail(stream, QueueFullError(message, limit_s))
+            self._drop(stream)
 
     def _drop(self, stream: RequestStream) -> None:
         """End the stream's own request, if it is alive; never another one of the same id."""
@@ -459,6 +479,7 @@ class AsyncEngine:
     def _forget(self, stream: RequestStream) -> None:
         self._streams.pop(stream.request, None)
         self._deadlines.pop(stream.request, None)
+        self._young.pop(stream.request, None)
 
     def _fail(self, stream: RequestStream, error: BaseException) -> None:
         stream._fail(error)

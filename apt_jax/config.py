@@ -335,6 +335,10 @@ class SchedulerConfig:
     """Waiting requests beyond which new ones are refused."""
     max_num_queued_tokens: int | None = None
     """Prompt tokens of waiting requests beyond which new ones are refused; None: no limit of its own."""
+    max_queue_s: float | None = None
+    """Seconds after which a request that has not begun is given up; None: it waits as long as its client does."""
+    slo_admission: Literal["off", "warn", "on"] = "off"
+    """What to do with requests whose TTFT objective cannot be met by the cost model: nothing, a warning, or a refusal."""
     default_slo: SLO = SLO()
     """Objectives of requests that bring none."""
     overlap: bool = True
@@ -361,6 +365,15 @@ class SchedulerConfig:
         _require(
             n is None or n >= 1,
             f"max_num_queued_tokens={n} must be at least 1 (--max-num-queued-tokens)",
+        )
+        t = self.max_queue_s
+        _require(
+            t is None or 0.0 < t < float("inf"),
+            f"max_queue_s={t} must be positive (--max-queue-s)",
+        )
+        _require(
+            self.slo_admission in ("off", "warn", "on"),
+            f"slo_admission={self.slo_admission!r} must be 'off', 'warn' or 'on' (--slo-admission)",
         )
 
 

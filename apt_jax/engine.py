@@ -54,6 +54,7 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.admission import Admission, Queue
 from apt_jax.cache import NO_SEAT, CacheIntegrityError, CacheKind, HybridCache
 from apt_jax.clock import Clock
 from apt_jax.config import CacheConfig, SchedulerConfig
@@ -214,6 +215,7 @@ class EngineStats:
     finished: dict[str, int]
     """Ended requests by reason."""
     num_refused: int
+    num_doubtful: int
     prompt_tokens: int
     """Prompt tokens of requests that have delivered a token."""
     generation_tokens: int
@@ -270,6 +272,8 @@ class _Live:
     digests: tuple[list[bytes], ...]
     """By kind, of the full groups of its known tokens, as far as they were needed; kinds whose groups are equally long
     share a list."""
+    expected_ttft_s: float | None = None
+    """As admission thought; None: it had nothing to wait for, or no objective."""
     num_found: int = 0
     """Groups that it did not compute itself, since it was last scheduled."""
     is_proven: bool = False
@@ -458,7 +462,11 @@ class Engine:
         self._schedule_times_s = Distribution(_SCHEDULE_S)
         self._dispatch_s = _Ring()
         self._mask_s = _Ring()
-        self._finish_times_s: collections.deque[float] = collections.deque(maxlen=32)
+        # Of several batches: the requests of one may end together.
+        self._finish_times_s: collections.deque[float] = collections.deque(
+            maxlen=4 * scheduler_config.max_num_seqs
+        )
+        self.admission = Admission(scheduler_config)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -473,7 +481,7 @@ class Engine:
         """
         self._raise_if_dead()
         try:
-            pinned = self._check_admission(request)
+            pinned, expected_ttft_s = self._check_admission(request)
         except (InvalidRequestError, QueueFullError):
             self._num_refused += 1
             raise
@@ -505,6 +513,7 @@ class Engine:
             metrics=RequestMetrics(arrival_s=request.arrival_s, slo=request.slo),
             constraint=constraint,
             root=self._root_of(request),
+            expected_ttft_s=expected_ttft_s,
             digests=self._no_digests(),
         )
         self._next_rank += 1
@@ -1191,6 +1200,9 @@ class Engine:
         live.tokens[live.num_known] = token
         live.num_known += 1
         live.metrics.token_times_s.append(now_s)
+        if live.expected_ttft_s is not None:
+            self.admission.learn(live.expected_ttft_s, now_s - live.metrics.arrival_s, now_s)
+            live.expected_ttft_s = None
         self._generation_tokens += 1
         if count == 1:
             self._prompt_tokens += live.prompt_len
@@ -1251,9 +1263,11 @@ class Engine:
             self._await_hits(self._live(row))
 
     def _root_of(self, request: EngineRequest) -> bytes:
-        """Where the digests of a request's prefixes begin: requests find what began at the same place. A salt of the
-        request's tenant, if there were one, would go in here, never anything that the request itself says."""
-        return root_digest(self._salt) if self._hits is not None else b""
+        """Where the digests of a request's prefixes begin: requests of a tenant find what its others left, and nothing of
+        anybody else's, whose prompts the time to a first token would otherwise tell (CVE-2025-46570)."""
+        if self._hits is None:
+            return b""
+        return root_digest(self._salt, (request.tenant or "").encode())
 
     def _no_digests(self) -> tuple[list[bytes], ...]:
         """Empty lists by kind, see `_Live.digests`."""
@@ -1415,8 +1429,9 @@ class Engine:
 
     # --- admission -------------------------------------------------------------------------------------------------
 
-    def _check_admission(self, request: EngineRequest) -> int:
-        """Refuse what cannot be served; returns the only kind that can hold the request, `NO_KIND` where any can.
+    def _check_admission(self, request: EngineRequest) -> tuple[int, float | None]:
+        """Refuse what cannot be served; returns the only kind that can hold the request, `NO_KIND` where any can, and what
+        `Admission.check` does.
 
         The check is on prompt + `max_tokens`: a request that fits a pool of its own always ends, since the policy can
         give it the whole pool. A kind that could hold only a part of it must never be chosen, or it would run until
@@ -1441,30 +1456,51 @@ class Engine:
                 "max_tokens",
                 f"prompt and output of up to {total} tokens take {least} cache blocks of {self.cache.block_sizes[self._offered[0]]} tokens, the pool has {pool}",
             )
-        waiting = np.flatnonzero(self._status == _WAITING)
-        limit = self._config.max_num_queued_reqs
-        if waiting.size >= limit:
-            raise QueueFullError(
-                f"{waiting.size} requests are waiting (--max-num-queued-reqs {limit})",
-                self._retry_after_s(),
-            )
-        token_limit = self._config.max_num_queued_tokens
-        if token_limit is not None:
-            queued = int(self.table.prompt_len[waiting].sum())
-            # An empty queue takes any request: one longer than the limit could otherwise never be served.
-            if queued and queued + prompt_len > token_limit:
-                raise QueueFullError(
-                    f"{queued} prompt tokens are waiting (--max-num-queued-tokens {token_limit})",
-                    self._retry_after_s(),
-                )
-        return fitting[0] if len(fitting) < len(self._offered) else NO_KIND
+        expected_ttft_s = self.admission.check(
+            prompt_len=prompt_len,
+            own_tokens=prompt_len,
+            ttft_s=request.slo.ttft_s,
+            tenant=request.tenant,
+            queue=self._queue_before(request, min(self.cache.blocks_needed(prompt_len, k) for k in fitting)),
+            costs=self.costs,
+            now_s=self.clock.now_s(),
+        )  # fmt: skip
+        return fitting[0] if len(fitting) < len(self._offered) else NO_KIND, expected_ttft_s
 
-    def _retry_after_s(self) -> float:
-        """When about one more request will have ended, from the last few."""
-        times = self._finish_times_s
-        if len(times) < 2:
-            return 1.0
-        return min(max((times[-1] - times[0]) / (len(times) - 1), 0.1), 30.0)
+    def _queue_before(self, request: EngineRequest, blocks: int) -> Queue:
+        """What stands before a new request that needs `blocks` for its prompt."""
+        waiting = np.flatnonzero(self._status == _WAITING)
+        # Best-effort requests come behind those with objectives.
+        before = waiting if request.slo_class == "be" else waiting[~self.table.best_effort[waiting]]
+        uncached = (self.table.num_tokens - self.table.hit_tokens.max(axis=1))[before]
+        kind = self._offered[-1]  # the smallest
+        groups = -(-self.table.num_tokens[before] // self.cache.block_sizes[kind])
+        needed = int(groups.sum()) * self.cache.blocks_per_group[kind] + blocks
+        tenant, num_of_tenant = request.tenant, 0
+        if tenant is not None:
+            num_of_tenant = sum(self._live(int(row)).request.tenant == tenant for row in waiting)
+        times, per_s = self._finish_times_s, 0.0
+        # Up to now, so that a rate of long ago counts for little.
+        if len(times) > 1 and self.clock.now_s() > times[0]:
+            per_s = len(times) / (self.clock.now_s() - times[0])
+        num_running = int(np.count_nonzero(self._status == _RUNNING))
+        held = self.cache.pool.num_blocks - self.cache.num_free
+        return Queue(
+            num_waiting=int(waiting.size),
+            waiting_tokens=int(self.table.prompt_len[waiting].sum()),
+            num_of_tenant=num_of_tenant,
+            uncached_tokens=int(uncached.sum()),
+            uncached_requests=int(before.size),
+            missing_blocks=max(needed - self.cache.num_free, 0),
+            missing_seats=max(int(before.size) + 1 + num_running - self._config.max_num_seqs, 0),
+            blocks_per_s=per_s * held / num_running if num_running else 0.0,
+            requests_per_s=per_s,
+        )
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a live request has ever been scheduled; True also for one that is not alive."""
+        live = self._by_id.get(request_id)
+        return live is None or live.metrics.first_scheduled_s is not None
 
     # --- telling who watches ---------------------------------------------------------------------------------------
 
@@ -1553,6 +1589,7 @@ class Engine:
             prefix_cache_hits=self._prefix_cache_hits,
             finished=dict(self._finished),
             num_refused=self._num_refused,
+            num_doubtful=self.admission.num_doubtful,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             deferred_rows=self._deferred_rows,

@@ -58,10 +58,10 @@ class UnknownRequestError(AptJaxError, KeyError):
 
 
 class QueueFullError(AptJaxError):
-    """The waiting queue is at its limit; nothing was allocated for the request.
+    """There is too much to do for the request to wait (`apt_jax.admission`), or it has waited too long.
 
     Attributes:
-        retry_after_s: an estimate of when a place may be free, in seconds.
+        retry_after_s: an estimate of when it would be let in, in seconds.
     """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:

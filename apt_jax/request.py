@@ -145,6 +145,8 @@ class EngineRequest:
     slo_class: Literal["rt", "be"] = "rt"
     grammar: Grammar | None = None
     """Compiled from `params.structured_outputs`."""
+    tenant: str | None = None
+    """Who asks, by API key; never what the request says of itself. Tenants share neither queue places nor cached prefixes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -118,6 +118,7 @@ def build_request(
     arrival_s: float,
     fallback_seed: int = 0,
     grammars: GrammarSource | None = None,
+    tenant: str | None = None,
 ) -> EngineRequest:
     """Check raw input and make the request that the engine takes.
 
@@ -135,6 +136,7 @@ def build_request(
         arrival_s: on the engine's clock.
         fallback_seed: seed of a request that brings none.
         grammars: for structured outputs, which may take it two seconds; None: they are refused.
+        tenant: see `EngineRequest`; from the caller, not from input.
 
     Raises:
         InvalidRequestError: one line; `.field` names the input.
@@ -167,6 +169,7 @@ def build_request(
         arrival_s=arrival_s,
         slo_class=checked_class,
         grammar=grammar,
+        tenant=tenant,
     )
 
 

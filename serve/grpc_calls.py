@@ -24,6 +24,7 @@ from apt_jax.async_engine import AsyncEngine, EngineClosedError, StreamGroup
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError, UnknownRequestError
 from apt_jax.llm import EngineParts, OutputDelta
 from apt_jax.request import EngineRequest
+from serve.keys import ApiKeys
 from serve.status import (
     RequestFailedError,
     SlowReaderError,
@@ -100,9 +101,11 @@ class Calls:
 
     Args:
         write_stall_s: a client that has not read for this long loses its requests.
+        keys: which tell whose call it is; None: nobody's in particular.
     """
 
-    def __init__(self, write_stall_s: float) -> None:
+    def __init__(self, write_stall_s: float, keys: ApiKeys | None = None) -> None:
+        self._keys = keys
         self._write_stall_s = write_stall_s
         self._engine: AsyncEngine | None = None
         self._served_since_s = 0.0
@@ -155,7 +158,7 @@ class Calls:
         try:
             engine = self.engine()
             deadline_s = _deadline_s(engine, exchange, context)
-            requests = await self._build(engine.parts, exchange)
+            requests = await self._build(engine.parts, exchange, context)
             request_id = requests[0].request_id
             if request_id in self._live:
                 raise DuplicateRequestError(request_id)
@@ -239,8 +242,13 @@ class Calls:
         if self._live.get(call_id, (None,))[0] is requests[0]:
             del self._live[call_id]
 
-    async def _build(self, parts: EngineParts, exchange: Exchange) -> list[EngineRequest]:
+    async def _build(
+        self, parts: EngineParts, exchange: Exchange, context: grpc.aio.ServicerContext
+    ) -> list[EngineRequest]:
         fields = exchange.fields(parts)
+        if self._keys is not None:
+            given = dict(metadata_of(context)).get("authorization")
+            fields["tenant"] = self._keys.tenant_of(given)
         fields["arrival_s"] = parts.clock.now_s()
         build = functools.partial(parts.build_requests, **fields)
         params: Mapping[str, Any] = fields["params"]

@@ -189,7 +189,7 @@ class GrpcServer:
         self.config = config
         self.port = 0
         """The bound port, after `start`."""
-        self._calls = Calls(config.write_stall_s)
+        self._calls = Calls(config.write_stall_s, config.keys)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._server: grpc.aio.Server | None = None
         self._engine: AsyncEngine | None = None

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = (b"/health", b"/ready")
 """What needs no key; exactly so."""
+_TENANT = "aptjax.tenant"
+"""Of a call's scope: whose key came with it."""
 
 _LONG_PROMPT_CHARS = 4096
 """Longer prompts are tokenised in a thread, so that the event loop goes on."""
@@ -220,13 +222,15 @@ class HttpApp:
         if config.keys is None or scope["raw_path"] in OPEN_PATHS:
             return
         given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1 or not config.keys.accepts(given[0]):
+        tenant = config.keys.tenant_of(given[0]) if len(given) == 1 else None
+        if tenant is None:
             raise RefusedError(
                 401,
                 "invalid_api_key",
                 "no valid API key; send 'authorization: Bearer KEY'",
                 {"www-authenticate": "Bearer"},
             )
+        scope[_TENANT] = tenant
 
     def _ready_engine(self) -> AsyncEngine:
         if self._draining:
@@ -327,7 +331,8 @@ class HttpApp:
         body = await self._parsed(data)
 
         def read() -> Call:
-            return openai_api.read_call(engine.parts, kind, body, headers, arrival_s)
+            tenant = request.scope.get(_TENANT)
+            return openai_api.read_call(engine.parts, kind, body, headers, arrival_s, tenant)
 
         if not openai_api.is_slow(kind, body, _LONG_PROMPT_CHARS):
             return read()

@@ -74,16 +74,20 @@ class ApiKeys:
 
     def accepts(self, authorization: str | bytes | None) -> bool:
         """Whether the header is ``Bearer`` and a key; takes the same time for every key and for none of them."""
+        return self.tenant_of(authorization) is not None
+
+    def tenant_of(self, authorization: str | bytes | None) -> str | None:
+        """A name for whose key it is, which tells nothing of the key; None: it is none of ours. As `accepts`."""
         if authorization is None:
-            return False
+            return None
         raw = authorization.encode("utf-8", "replace") if isinstance(authorization, str) else authorization  # fmt: skip
         scheme, _, key = raw.partition(b" ")
         if scheme.lower() != b"bearer":
-            return False
+            return None
         digest, found = _digest(key.strip()), False
         for known in self._digests:
             found |= hmac.compare_digest(digest, known)
-        return found
+        return hashlib.sha256(b"tenant" + digest).hexdigest()[:12] if found else None
 
 
 def _digest(key: bytes) -> bytes:

@@ -167,7 +167,12 @@ def is_formed(body: Body) -> bool:
 
 
 def read_call(
-    parts: EngineParts, kind: Kind, body: Body, headers: Mapping[str, str], arrival_s: float
+    parts: EngineParts,
+    kind: Kind,
+    body: Body,
+    headers: Mapping[str, str],
+    arrival_s: float,
+    tenant: str | None = None,
 ) -> Call:
     """Check a body and make the requests that it asks for.
 
@@ -177,6 +182,7 @@ def read_call(
         body: from `parse_json`.
         headers: of the call, lower case.
         arrival_s: on the engine's clock.
+        tenant: whose key came with the call.
 
     Raises:
         InvalidRequestError: one line; `.field` names a field of the body or a header.
@@ -194,6 +200,7 @@ def read_call(
     fields = {
         "params": _sampling_fields(kind, body),
         "arrival_s": arrival_s,
+        "tenant": tenant,
         **_objectives(body, headers),
     }
     base_id = body.get("request_id")

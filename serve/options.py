@@ -196,6 +196,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="waiting prompt tokens beyond which new requests are refused; without it no limit",
     )
+    group.add_argument(
+        "--max-queue-s",
+        type=positive(float),
+        metavar="S",
+        help="seconds after which a request that has not begun is given up; without it it waits",
+    )
+    group.add_argument(
+        "--slo-admission",
+        choices=("off", "warn", "on"),
+        default=scheduler.slo_admission,
+        help="requests whose TTFT objective is out of reach by the cost model: let in, with a warning, or refused at once",
+    )
     group = parser.add_argument_group("objectives of requests that bring none")
     group.add_argument(
         "--default-slo-ttft-ms",
@@ -303,6 +315,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_num_queued_reqs=args.max_num_queued_reqs,
             max_num_queued_tokens=args.max_num_queued_tokens,
+            max_queue_s=args.max_queue_s,
+            slo_admission=args.slo_admission,
             default_slo=SLO(
                 ttft_s=seconds(args.default_slo_ttft_ms), tbt_s=seconds(args.default_slo_tbt_ms)
             ),

@@ -213,6 +213,7 @@ class _Scrape(Collector):
             ("vllm:prefix_cache_hits", "Those of them whose cache was there.", stats.prefix_cache_hits),
             ("aptjax:recomputed_tokens", "Positions computed again after preemptions and failures.", stats.recomputed_tokens),
             ("aptjax:requests_refused", "Requests that the engine did not take: queue full, too large, id in use.", stats.num_refused),
+            ("aptjax:requests_doubtful", "Requests let in although their TTFT objective looked out of reach.", stats.num_doubtful),
         ):  # fmt: skip
             yield self._counter(name, text, [((), value)])
         ends = [((reason,), stats.finished.get(reason, 0)) for reason in _REASONS]

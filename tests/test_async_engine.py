@@ -307,6 +307,25 @@ def test_requests_beyond_the_queue_limit_are_refused_with_a_hint():
     run(scenario, max_num_seqs=1, max_num_queued_reqs=2)
 
 
+def test_what_has_waited_too_long_is_given_up():
+    async def scenario(engine):
+        executor_of(engine.parts).gate.clear()
+        first, second = request(engine, "a"), request(engine, "b")
+        running = engine.submit(first)
+        await asyncio.sleep(0.05)
+        waiting = engine.submit(second)
+        await asyncio.sleep(0.3)
+        executor_of(engine.parts).gate.set()
+        with pytest.raises(QueueFullError, match=r"waited for 0.2 s \(--max-queue-s\)") as caught:
+            await anext(waiting)
+        assert caught.value.retry_after_s > 0
+        got = [token async for output in running for token in output.token_ids]
+        assert got == expected_tokens(first)  # older than that too, but it has begun
+        assert len(await collect(engine, request(engine, "c"))) == 8
+
+    run(scenario, max_num_seqs=1, max_queue_s=0.2)
+
+
 # --- errors --------------------------------------------------------------------------------------------------------
 
 

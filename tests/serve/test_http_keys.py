@@ -13,6 +13,7 @@ import pytest
 import trustme
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from http_serving import http_serving
+from toy_serving import executor_of
 
 from apt_jax.errors import ConfigError
 from serve.client import AsyncAptClient
@@ -109,6 +110,52 @@ def test_the_official_client_sends_the_key():
         assert [m.id for m in (await client.models.list()).data] == ["toy"]
 
     run(scenario, app={"keys": ApiKeys([KEY])})
+
+
+def test_P17_keys_share_neither_queue_nor_cached_prefixes():
+    prompt = "the same long beginning of a prompt, asked by two"
+
+    async def scenario(served):
+        first, second = (served.openai.with_options(api_key=key) for key in (KEY, OTHER))
+
+        async def ask(client, text=prompt, tokens=2):
+            return await client.completions.create(model="toy", prompt=text, max_tokens=tokens)
+
+        async def found(client):
+            usage = (await ask(client)).usage
+            return usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+
+        await ask(first)
+        assert await found(first) > 0
+        assert await found(second) == 0
+        assert await found(second) > 0
+
+        executor_of(served.parts).step_s = 0.02
+        flood = [asyncio.create_task(ask(first, f"{i}", 200)) for i in range(24)]
+        # One runs; of 18 places the key gets those that leave it an eighth as many free.
+        await served.until(lambda: sum(t.done() for t in flood) == 24 - 1 - 16)
+        errors: list[Any] = [t.exception() for t in flood if t.done()]
+        assert all(e.status_code == 429 and "its share" in str(e) for e in errors)
+        assert all(float(e.response.headers["retry-after"]) > 0 for e in errors)
+        others = asyncio.create_task(ask(second, "b"))
+        asked = served.grpc_server.port
+        third = AsyncAptClient(f"127.0.0.1:{asked}", api_key=KEY)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await drained(third.generate("hello", max_tokens=2))
+        assert caught.value.code() is Code.RESOURCE_EXHAUSTED
+        assert "its share" in str(caught.value.details())
+        await third.close()
+        for task in flood:
+            task.cancel()
+        assert (await others).choices
+
+    run(
+        scenario,
+        app={"keys": ApiKeys([KEY, OTHER])},
+        grpc={"keys": ApiKeys([KEY, OTHER])},
+        max_num_seqs=1,
+        max_num_queued_reqs=18,
+    )
 
 
 async def code_of(awaitable) -> Code:
