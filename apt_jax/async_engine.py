@@ -19,7 +19,10 @@ import collections
 import concurrent.futures
 import functools
 import logging
+import sys
 import threading
+import time
+import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -177,9 +180,17 @@ class AsyncEngine:
     Args:
         parts: the engine and what belongs to it, from `apt_jax.llm.build_engine`; from now on it is this object's.
         observer: is told of every request that ends.
+        step_timeout_s: an iteration that takes longer will never end: every request fails with `EngineDeadError`, and
+            `wait_ended` returns. The thread cannot be ended; end the process. None: wait for ever.
     """
 
-    def __init__(self, parts: EngineParts, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        observer: Observer | None = None,
+        *,
+        step_timeout_s: float | None = None,
+    ) -> None:
         self.parts = parts
         self._observer = observer
         self._engine = parts.engine
@@ -196,8 +207,12 @@ class AsyncEngine:
         self._drain_until_s = 0.0
         self._end_error: EngineDeadError | None = None
         self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._busy_since_s: float | None = None  # the iteration in progress, if any
         self._thread = threading.Thread(target=self._run, name="apt-jax-engine", daemon=True)
         self._thread.start()
+        if step_timeout_s is not None:
+            args = (step_timeout_s,)
+            threading.Thread(target=self._watch_over, args=args, name="apt-jax-watchdog", daemon=True).start()  # fmt: skip
 
     # --- for users -----------------------------------------------------------------------------------------------
 
@@ -355,16 +370,47 @@ class AsyncEngine:
         except BaseException as caught:
             logger.critical("the engine loop ends: %s", type(caught).__name__, exc_info=caught)
             error = EngineDeadError("the engine has ended: internal error")
-        self._end_all(error)
+        if not self._end.done():
+            self._end_all(error)
+
+    def _watch_over(self, step_timeout_s: float) -> None:
+        """The watchdog's thread."""
+        pause_s = min(step_timeout_s / 4, 0.5)
+        while not self._end.done():
+            time.sleep(pause_s)
+            since_s = self._busy_since_s
+            if since_s is not None and time.monotonic() - since_s > step_timeout_s:
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                where = "".join(traceback.format_stack(frame)) if frame is not None else "nowhere"
+                logger.critical(
+                    "a step has not ended for %g s; it is at\n%s", step_timeout_s, where
+                )
+                self._abandon(f"a step has not ended for {step_timeout_s:g} s (--step-timeout)")
+
+    def _abandon(self, reason: str) -> None:
+        """End everything but the loop thread, which does not come back, and leave the engine alone, which it may be in."""
+        error = EngineDeadError(f"the engine has ended: {reason}")
+        with self._work:
+            if self._end_error is not None:
+                return
+            self._end_error = error
+        streams = list(self._streams.values())
+        for held in (self._streams, self._deadlines, self._young):
+            held.clear()
+        for stream in streams:
+            self._fail(stream, error)
+        self._finish_ending(error)
 
     def _iterate(self) -> bool:
         """One turn of the loop; False when it is over."""
         engine = self._engine
+        self._busy_since_s = None
         with self._work:
             while not (self._inbox or engine.has_work or self._closing):
                 self._work.wait()
             commands, self._inbox = self._inbox, collections.deque()
             closing, drain_until_s = self._closing, self._drain_until_s
+        self._busy_since_s = time.monotonic()
         for command in commands:
             command()
         now_s = self.parts.clock.now_s()
@@ -378,6 +424,8 @@ class AsyncEngine:
         self._give_up_waiting(now_s)
         if engine.has_work:
             outputs = engine.step()
+            if self._end.done():
+                return False  # given up by the watchdog
             if engine.dead_reason is not None:
                 return False  # `_end_all` tells every stream
             for output in outputs:
@@ -503,6 +551,9 @@ class AsyncEngine:
             self._fail(stream, error)
             self._drop(stream)
         self._settle()
+        self._finish_ending(error)
+
+    def _finish_ending(self, error: EngineDeadError) -> None:
         self._empty_inbox()
         for watch in self._watches:
             watch._fail(error)

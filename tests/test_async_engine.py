@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 import threading
+import time
 
 import pytest
 from toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
@@ -324,6 +325,36 @@ def test_what_has_waited_too_long_is_given_up():
         assert len(await collect(engine, request(engine, "c"))) == 8
 
     run(scenario, max_num_seqs=1, max_queue_s=0.2)
+
+
+def test_a_step_that_never_ends_ends_the_engine(caplog):
+    async def scenario():
+        engine = AsyncEngine(toy_parts(), step_timeout_s=0.3)
+        executor = executor_of(engine.parts)
+        assert len(await collect(engine, request(engine, "fine"))) == 8
+        await asyncio.sleep(0.5)  # nothing to do is no step
+        executor.gate.clear()
+        streams = [engine.submit(request(engine, f"r{i}")) for i in range(3)]
+        start_s = time.monotonic()
+        reason = await asyncio.wait_for(engine.wait_ended(), 5)
+        assert time.monotonic() - start_s < 2
+        assert reason == engine.dead_reason
+        assert "a step has not ended for 0.3 s (--step-timeout)" in str(reason)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="has not ended"):
+                async for _ in stream:
+                    pass
+        with pytest.raises(EngineDeadError):
+            engine.submit(request(engine, "late"))
+        assert engine.num_open == 0
+        await engine.stats()  # does not wait for the step
+        executor.gate.set()  # it ends after all: nobody hears of it
+        engine._thread.join(5)
+        assert not engine._thread.is_alive()
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+    assert "gate.wait" in caplog.text  # where it was
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

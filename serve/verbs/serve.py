@@ -34,6 +34,9 @@ from serve.tls import Tls
 
 logger = logging.getLogger(__name__)
 
+ENGINE_LOST = 1
+"""Exit code where the engine has ended by itself."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
@@ -77,6 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         default=30.0,
         help="time that open requests have to end after SIGTERM, seconds",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=options.positive(float),
+        metavar="S",
+        default=60.0,
+        help="seconds after which a step that has not ended is a fault: the server tells its clients and exits with 1",
     )
     group.add_argument(
         "--insecure-open",
@@ -139,11 +149,15 @@ def run(args: argparse.Namespace) -> int:
             shutdown_timeout_s=args.shutdown_timeout,
             build=lambda: _build(config, args.calibration_time),
             reload=lambda: _reload(args, keys, tls),
+            step_timeout_s=args.step_timeout,
         )
     )
     sys.stdout.flush()
     if code is None:  # stopped while the model was loading: that thread cannot be ended otherwise
         os._exit(0)
+    if code == ENGINE_LOST:  # likewise a step that does not end
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 
@@ -210,6 +224,7 @@ async def serve(
     shutdown_timeout_s: float,
     build: Callable[[], EngineParts],
     reload: Callable[[], None] = lambda: None,
+    step_timeout_s: float | None = None,
 ) -> int | None:
     """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
 
@@ -220,6 +235,7 @@ async def serve(
         shutdown_timeout_s: time that open requests have after the first signal.
         build: makes the engine, in a thread.
         reload: called at SIGHUP.
+        step_timeout_s: see `AsyncEngine`.
 
     Raises:
         CommandError: a port is in use.
@@ -243,7 +259,7 @@ async def serve(
             return None
         parts = building.result()
         metrics = ServerMetrics(parts)
-        engine = AsyncEngine(parts, metrics)
+        engine = AsyncEngine(parts, metrics, step_timeout_s=step_timeout_s)
         await server.serve(engine, metrics)
         _say(
             f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, compiled in {parts.warm_up_s:.1f} s, "
@@ -255,7 +271,7 @@ async def serve(
             await server.engine_lost()
             logger.critical("%s", ended.result())
             await server.stop(0)
-            return 1
+            return ENGINE_LOST
         _say(f"stopping: {server.num_open} open requests have {shutdown_timeout_s:g} s to end")
         stopping = asyncio.create_task(server.stop(shutdown_timeout_s))
         hurry = asyncio.create_task(signals.second.wait())
