@@ -17,6 +17,7 @@ Only the loop thread touches the engine. Other threads may hand it a function to
 import asyncio
 import collections
 import concurrent.futures
+import copy
 import functools
 import logging
 import sys
@@ -26,6 +27,7 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
 
+from apt_jax.decisions import DecisionLog, RequestDecisions
 from apt_jax.engine import EngineStats, StepOutput
 from apt_jax.errors import AptJaxError, EngineDeadError, QueueFullError
 from apt_jax.llm import EngineParts, OutputDelta, RequestState
@@ -182,6 +184,7 @@ class AsyncEngine:
         observer: is told of every request that ends.
         step_timeout_s: an iteration that takes longer will never end: every request fails with `EngineDeadError`, and
             `wait_ended` returns. The thread cannot be ended; end the process. None: wait for ever.
+        decision_log: requests for which `decisions` is kept; 0: none.
     """
 
     def __init__(
@@ -190,6 +193,7 @@ class AsyncEngine:
         observer: Observer | None = None,
         *,
         step_timeout_s: float | None = None,
+        decision_log: int = 1024,
     ) -> None:
         self.parts = parts
         self._observer = observer
@@ -207,6 +211,14 @@ class AsyncEngine:
         self._drain_until_s = 0.0
         self._end_error: EngineDeadError | None = None
         self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._log: DecisionLog | None = None
+        if decision_log:
+            self._log = DecisionLog(
+                decision_log,
+                max_num_seqs=parts.config.scheduler.max_num_seqs,
+                blocks_needed=parts.engine.least_blocks,
+            )
+            self._engine.on_iteration = self._push_iteration
         self._busy_since_s: float | None = None  # the iteration in progress, if any
         self._thread = threading.Thread(target=self._run, name="apt-jax-engine", daemon=True)
         self._thread.start()
@@ -272,6 +284,11 @@ class AsyncEngine:
         watch = SchedulerWatch(capacity, leave)
         self.call(lambda: self._watch(watch))
         return watch
+
+    async def decisions(self, request_id: str) -> RequestDecisions | None:
+        """What became of the last request of this id and why; None: it is not, or no longer, known."""
+        log = self._log
+        return None if log is None else await asyncio.wrap_future(self.call(lambda: copy.deepcopy(log.of(request_id))))  # fmt: skip
 
     async def stats(self) -> EngineStats:
         """The engine's counters and gauges between two steps."""
@@ -445,6 +462,9 @@ class AsyncEngine:
             return
         if delta.finished:
             self._observe(lambda observer: observer.ended(delta))
+            if self._log is not None:
+                reason = delta.finish_reason or "error"
+                self._log.end(output.request.request_id, reason, self.parts.clock.now_s())
         if stream is None:
             return  # cancelled
         if delta.finished:
@@ -462,11 +482,13 @@ class AsyncEngine:
 
     def _unwatch(self, watch: SchedulerWatch) -> None:
         self._watches = [other for other in self._watches if other is not watch]
-        if not self._watches:
+        if not self._watches and self._log is None:
             self._engine.on_iteration = None
 
     def _push_iteration(self, iteration: Iteration) -> None:
-        self._iterations_unread = True
+        if self._log is not None:
+            self._log.note(iteration)
+        self._iterations_unread = bool(self._watches)
         for watch in self._watches:
             watch._push(iteration)
 
@@ -497,6 +519,8 @@ class AsyncEngine:
             self._fail(stream, AptJaxError("the request could not be added"))
             return
         self._streams[request] = stream
+        if self._log is not None:
+            self._log.begin(request)
         if stream.deadline_s is not None:
             self._deadlines[request] = stream.deadline_s
         if self._max_queue_s is not None:

@@ -1497,6 +1497,10 @@ class Engine:
             requests_per_s=per_s,
         )
 
+    def least_blocks(self, num_tokens: int) -> int:
+        """Blocks of so many positions in the kind on offer that takes fewest."""
+        return min(self.cache.blocks_needed(num_tokens, kind) for kind in self._offered)
+
     def has_begun(self, request_id: str) -> bool:
         """Whether a live request has ever been scheduled; True also for one that is not alive."""
         live = self._by_id.get(request_id)

@@ -170,6 +170,9 @@ class HttpApp:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/models", _safely(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", _safely(self._model), methods=["GET"]),
+                Route(
+                    "/v1/requests/{request_id}/decisions", _safely(self._decisions), methods=["GET"]
+                ),
                 Route("/tokenize", _safely(self._tokenize), methods=["POST"]),
                 Route("/detokenize", _safely(self._detokenize), methods=["POST"]),
                 Route("/health", _safely(self._health), methods=["GET"]),
@@ -404,6 +407,17 @@ class HttpApp:
         parts = self._ready_engine().parts
         body = await self._parsed(await self._read(request))
         return _json(await self._in_thread(lambda: openai_api.detokenize(parts, body)))
+
+    async def _decisions(self, request: Request) -> Response:
+        """What became of a request and why; to whoever's key it came with."""
+        given = request.path_params["request_id"]
+        request_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        found = await self._ready_engine().decisions(request_id)
+        if found is None or found.tenant != request.scope.get(_TENANT):
+            raise RefusedError(
+                404, "request_not_found", f"no request {given[:140]!r} is remembered here"
+            )
+        return _json(found.as_json())
 
     # --- for operators ---------------------------------------------------------------------------------------------
 

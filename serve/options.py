@@ -99,6 +99,13 @@ def not_negative(text: str) -> float:
     return value
 
 
+def natural(text: str) -> int:
+    """An argparse type: an integer of at least 0."""
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no integer of at least 0")
+    return int(text)
+
+
 def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """MODEL; not required: the bundled one."""
     parser.add_argument(

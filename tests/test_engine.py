@@ -1,7 +1,9 @@
+import collections
 import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from random_policy import Chaos, RandomPolicy
 from apt_jax.cache import CacheIntegrityError
 from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.decisions import DecisionLog
 from apt_jax.engine import STALL_LIMIT, Engine, StepOutput
 from apt_jax.errors import (
     ConfigError,
@@ -22,6 +25,7 @@ from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
 from apt_jax.grammar import GrammarError
 from apt_jax.hash_executor import Fault, FaultKind, HashExecutor, reference_tokens
 from apt_jax.request import EngineRequest, Grammar, SamplingParams
+from apt_jax.sched import make_policy
 from apt_jax.sched.view import HIDDEN, KV, KindSpec, Plan, Policy, SchedulerView
 
 VOCAB_SIZE = 1000
@@ -1121,3 +1125,101 @@ class TestStructuredOutput:
         with pytest.raises(InvalidRequestError, match="structured_outputs"):
             h.add(grammar=Residues())
         assert not h.engine.has_work
+
+
+# --- the log of decisions ------------------------------------------------------------------------------------------
+
+
+def logged(h: Harness, num_requests: int = 100) -> DecisionLog:
+    log = DecisionLog(num_requests, max_num_seqs=8, blocks_needed=h.engine.least_blocks)
+    h.engine.on_iteration = log.note
+    return log
+
+
+def run_all(h: Harness, log: DecisionLog, *shapes: tuple[int, int]) -> list[str]:
+    names = []
+    for prompt_len, max_tokens in shapes:
+        names.append(h.add(prompt_len=prompt_len, max_tokens=max_tokens))
+        log.begin(h.requests[names[-1]])
+    h.drain()
+    return names
+
+
+def events(log: DecisionLog, name: str) -> list[dict[str, Any]]:
+    found = log.of(name)
+    assert found is not None
+    return found.as_json()["events"]
+
+
+def fcfs() -> Any:
+    return make_policy(config=SchedulerConfig(policy="fcfs"))
+
+
+def test_a_request_alone_has_its_steps_in_order():
+    h = Harness(policy=fcfs(), budget=16)
+    log = logged(h)
+    (name,) = run_all(h, log, (40, 6))
+    prefill, decode = events(log, name)
+    assert prefill["event"] == "prefill"
+    assert prefill["tokens"] == 40
+    assert prefill["steps"] == 3
+    assert decode["event"] == "decode"
+    assert decode["tokens"] == decode["steps"] == 5
+    assert 0 <= prefill["at_ms"] < prefill["until_ms"] <= decode["until_ms"]
+
+
+def test_every_token_and_preemption_of_a_crowd_is_there_and_waits_have_reasons():
+    h = Harness(num_blocks=24, offered=BOTH)
+    log = logged(h)
+    names = run_all(h, log, *[(17, 20)] * 12)
+    seen = collections.Counter()
+    for name in names:
+        found = events(log, name)
+        metrics = h.last[name].metrics
+        by = collections.Counter(e["event"] for e in found)
+        seen += by
+        assert by["preempted"] == metrics.num_preemptions
+        assert by["switched"] == metrics.num_kind_switches
+        computed = sum(e["tokens"] for e in found if e["event"] in ("prefill", "decode"))
+        lost = sum(e["tokens"] for e in found if e["event"] == "preempted")
+        cached = sum(
+            e.get("cached", 0) for e in found if e["event"] == "prefill" and e["steps"] == 1
+        )
+        assert computed <= 17 + 19 + lost
+        assert computed + cached + lost >= 17 + 19
+        for e in found:
+            if e["event"] == "waited":
+                reasons = e["for_blocks"] + e["for_seats"] + e["behind_others"]
+                assert 0 < reasons <= e["iterations"]
+    assert seen["preempted"]
+    assert seen["waited"]
+    assert seen["switched"]
+    waits = [e for name in names for e in events(log, name) if e["event"] == "waited"]
+    assert sum(e["for_blocks"] for e in waits) > 0
+
+
+def test_who_waits_for_a_seat_is_told_so():
+    h = Harness(policy=fcfs(), num_blocks=512)
+    log = logged(h)
+    names = run_all(h, log, *[(5, 20)] * 10)
+    for name in names[8:]:
+        (waited,) = [e for e in events(log, name) if e["event"] == "waited"]
+        assert waited["for_seats"] >= 19
+        assert waited["for_blocks"] == 0
+        assert waited["at_ms"] == 0
+        assert waited["until_ms"] >= 19_000
+
+
+def test_old_requests_and_the_middle_of_long_stories_are_forgotten():
+    h = Harness(policy=fcfs())
+    log = logged(h, num_requests=2)
+    names = run_all(h, log, (5, 3), (5, 3), (5, 3))
+    assert log.of(names[0]) is None
+    found = log.of(names[2])
+    assert found is not None
+    for i in range(200):
+        log.end(names[2], f"again {i}", 1.0)
+    assert len(found.events) == 128
+    assert found.num_dropped == len(events(log, names[2])) + found.num_dropped - 128
+    assert found.events[0].event in ("prefill", "waited")
+    assert found.events[-1].details["reason"] == "again 199"

@@ -138,9 +138,9 @@ def test_watched_or_not_the_decisions_are_numbered():
 # --- watching from an event loop -----------------------------------------------------------------------------------
 
 
-def scenario(body, **toy) -> None:
+def scenario(body, *, decision_log: int = 1024, **toy) -> None:
     async def whole() -> None:
-        engine = AsyncEngine(toy_parts(**toy))
+        engine = AsyncEngine(toy_parts(**toy), decision_log=decision_log)
         try:
             await asyncio.wait_for(body(engine), 60)
         finally:
@@ -196,7 +196,7 @@ def test_nothing_is_noted_when_the_last_watcher_has_left():
         await generate(engine, 2)
         assert engine.parts.engine.on_iteration is None
 
-    scenario(body)
+    scenario(body, decision_log=0)
 
 
 def test_the_end_of_the_engine_is_the_end_of_the_watch():

@@ -82,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time that open requests have to end after SIGTERM, seconds",
     )
     group.add_argument(
+        "--decision-log",
+        type=options.natural,
+        metavar="N",
+        default=1024,
+        help="requests of which is kept why they waited, ran or lost their cache (GET /v1/requests/ID/decisions); 0: none",
+    )
+    group.add_argument(
         "--step-timeout",
         type=options.positive(float),
         metavar="S",
@@ -150,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
             build=lambda: _build(config, args.calibration_time),
             reload=lambda: _reload(args, keys, tls),
             step_timeout_s=args.step_timeout,
+            decision_log=args.decision_log,
         )
     )
     sys.stdout.flush()
@@ -225,6 +233,7 @@ async def serve(
     build: Callable[[], EngineParts],
     reload: Callable[[], None] = lambda: None,
     step_timeout_s: float | None = None,
+    decision_log: int = 1024,
 ) -> int | None:
     """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
 
@@ -235,7 +244,7 @@ async def serve(
         shutdown_timeout_s: time that open requests have after the first signal.
         build: makes the engine, in a thread.
         reload: called at SIGHUP.
-        step_timeout_s: see `AsyncEngine`.
+        step_timeout_s, decision_log: see `AsyncEngine`.
 
     Raises:
         CommandError: a port is in use.
@@ -259,7 +268,9 @@ async def serve(
             return None
         parts = building.result()
         metrics = ServerMetrics(parts)
-        engine = AsyncEngine(parts, metrics, step_timeout_s=step_timeout_s)
+        engine = AsyncEngine(
+            parts, metrics, step_timeout_s=step_timeout_s, decision_log=decision_log
+        )
         await server.serve(engine, metrics)
         _say(
             f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, compiled in {parts.warm_up_s:.1f} s, "

@@ -158,6 +158,25 @@ def test_P17_keys_share_neither_queue_nor_cached_prefixes():
     )
 
 
+def test_what_became_of_a_request_is_told_to_whoever_sent_it():
+    async def scenario(served):
+        mine, theirs = ({"authorization": f"Bearer {k}"} for k in (KEY, OTHER))
+        body = {"prompt": "hello", "max_tokens": 5, "temperature": 0.0, "ignore_eos": True}
+        answer = (await served.post("/v1/completions", body, headers=mine)).json()
+        path = f"/v1/requests/{answer['id']}/decisions"
+        told = (await served.http.get(path, headers=mine)).json()
+        assert [e["event"] for e in told["events"]] == ["prefill", "decode", "ended"]
+        assert told["events"][0]["tokens"] == answer["usage"]["prompt_tokens"]
+        assert told["events"][-1]["reason"] == "length"
+        for headers, where in ((theirs, path), (mine, "/v1/requests/none/decisions")):
+            refused = await served.http.get(where, headers=headers)
+            assert refused.status_code == 404
+            assert "is remembered here" in refused.json()["error"]["message"]
+        assert (await served.http.get(path)).status_code == 401
+
+    run(scenario, app={"keys": ApiKeys([KEY, OTHER])})
+
+
 async def code_of(awaitable) -> Code:
     try:
         await awaitable
