@@ -325,6 +325,11 @@ class AsyncEngine:
         return len(self._streams)
 
     @property
+    def num_watches(self) -> int:
+        """Watchers of the scheduler."""
+        return len(self._watches)
+
+    @property
     def dead_reason(self) -> str | None:
         """Why the engine ended by itself; None while it lives and after a shutdown."""
         error = self._end_error
