@@ -1,7 +1,10 @@
 """What /metrics says equals what was served."""
 
 import asyncio
+import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -9,6 +12,7 @@ import pytest
 from http_serving import HttpServed, http_serving
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+import serve
 from serve.prometheus import INTER_TOKEN_S, LATENCY_S, TTFT_S, token_buckets
 
 LABELS = {"model_name": "toy", "engine": "0"}
@@ -217,5 +221,32 @@ def test_how_good_the_cost_model_is_is_told_where_there_is_one():
         now = await scrape(served)
         errors = [now.value("aptjax:cost_model_error_ratio", phase=p) for p in ("prefill", "decode")]  # fmt: skip
         assert errors == pytest.approx([0.04, 0.05])
+
+    run(scenario)
+
+
+def test_the_grafana_board_asks_for_what_there_is():
+    board = json.loads(Path(serve.__file__).with_name("dashboard").joinpath("grafana.json").read_text())  # fmt: skip
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(expressions) > 20
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+
+    async def scenario(served):
+        await served.ask(max_tokens=3, slo={"ttft_ms": 1e4})
+        samples = (await scrape(served)).samples
+        for expression in expressions:
+            found = re.findall(r"(\w+:\w+)\{([^}]*)\}", expression)
+            assert found, expression
+            grouped = {
+                label.strip()
+                for by in re.findall(r"by \(([^)]*)\)", expression)
+                for label in by.split(",")
+            }
+            for name, selector in found:
+                wanted = dict(re.findall(r'(\w+)="([^"]*)"', selector))
+                series = [dict(labels) for sample, labels in samples if sample == name]
+                assert any(wanted.items() <= labels.items() for labels in series), (name, wanted)
+                assert all(grouped <= labels.keys() for labels in series), (name, grouped)
 
     run(scenario)
