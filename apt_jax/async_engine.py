@@ -219,6 +219,7 @@ class AsyncEngine:
                 blocks_needed=parts.engine.least_blocks,
             )
             self._engine.on_iteration = self._push_iteration
+        self._abandoned = False
         self._busy_since_s: float | None = None  # the iteration in progress, if any
         self._thread = threading.Thread(target=self._run, name="apt-jax-engine", daemon=True)
         self._thread.start()
@@ -392,29 +393,35 @@ class AsyncEngine:
         except BaseException as caught:
             logger.critical("the engine loop ends: %s", type(caught).__name__, exc_info=caught)
             error = EngineDeadError("the engine has ended: internal error")
-        if not self._end.done():
+        if not self._abandoned:
             self._end_all(error)
 
     def _watch_over(self, step_timeout_s: float) -> None:
         """The watchdog's thread."""
         pause_s = min(step_timeout_s / 4, 0.5)
+        seen_s, spent_s, last_s = None, 0.0, time.monotonic()
         while not self._end.done():
             time.sleep(pause_s)
-            since_s = self._busy_since_s
-            if since_s is not None and time.monotonic() - since_s > step_timeout_s:
+            now_s, since_s = time.monotonic(), self._busy_since_s
+            # A process that was stopped as a whole has not been at work meanwhile.
+            spent_s = 0.0 if since_s != seen_s else spent_s + min(now_s - last_s, 2 * pause_s)
+            seen_s, last_s = since_s, now_s
+            if since_s is not None and spent_s > step_timeout_s:
                 frame = sys._current_frames().get(self._thread.ident or 0)
                 where = "".join(traceback.format_stack(frame)) if frame is not None else "nowhere"
                 logger.critical(
                     "a step has not ended for %g s; it is at\n%s", step_timeout_s, where
                 )
-                self._abandon(f"a step has not ended for {step_timeout_s:g} s (--step-timeout)")
+                self._abandon(since_s, f"a step has not ended for {step_timeout_s:g} s (--step-timeout)")  # fmt: skip
 
-    def _abandon(self, reason: str) -> None:
-        """End everything but the loop thread, which does not come back, and leave the engine alone, which it may be in."""
+    def _abandon(self, since_s: float, reason: str) -> None:
+        """End everything but the loop thread, which does not come back, and leave the engine alone, which it may be in; unless
+        the step has ended just now."""
         error = EngineDeadError(f"the engine has ended: {reason}")
         with self._work:
-            if self._end_error is not None:
+            if self._end.done() or self._busy_since_s != since_s:
                 return
+            self._abandoned = True
             self._end_error = error
         streams = list(self._streams.values())
         for held in (self._streams, self._deadlines, self._young):
@@ -445,15 +452,24 @@ class AsyncEngine:
             self._drop(stream)
         self._give_up_waiting(now_s)
         if engine.has_work:
-            outputs = engine.step()
-            if self._end.done():
-                return False  # given up by the watchdog
+            outputs = self._step()
+            if outputs is None:
+                return False
             if engine.dead_reason is not None:
                 return False  # `_end_all` tells every stream
             for output in outputs:
                 self._deliver(output)
         self._wake()
         return True
+
+    def _step(self) -> list[StepOutput] | None:
+        """One step of the engine; None: it took so long that the watchdog has ended everything."""
+        outputs = self._engine.step()
+        with self._work:
+            if self._abandoned:
+                return None
+            self._busy_since_s = time.monotonic()
+        return outputs
 
     def _deliver(self, output: StepOutput) -> None:
         stream = self._streams.get(output.request)
@@ -525,7 +541,7 @@ class AsyncEngine:
             return
         self._streams[request] = stream
         if self._log is not None:
-            self._log.begin(request)
+            self._log.begin(request, self._engine.num_decisions)
         if stream.deadline_s is not None:
             self._deadlines[request] = stream.deadline_s
         if self._max_queue_s is not None:
@@ -542,7 +558,6 @@ class AsyncEngine:
             if self._engine.has_begun(request.request_id):
                 continue
             message = f"the request has waited for {limit_s:g} s (--max-queue-s)"
-            self._observe(lambda observer, request=request: observer.refused(request))
             self._fail(stream, QueueFullError(message, limit_s))
             self._drop(stream)
 
@@ -550,7 +565,8 @@ class AsyncEngine:
         """End the stream's own request, if it is alive; never another one of the same id."""
         if self._streams.get(stream.request) is stream:
             self._forget(stream)
-            self._engine.abort(stream.request.request_id)
+            if self._engine.is_live(stream.request):
+                self._engine.abort(stream.request.request_id)
             self._fail(stream, _cancelled())
 
     def _forget(self, stream: RequestStream) -> None:
@@ -579,8 +595,11 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             self._fail(stream, error)
             self._drop(stream)
+        self._busy_since_s = time.monotonic()
         self._settle()
-        self._finish_ending(error)
+        if not self._abandoned:
+            self._busy_since_s = None
+            self._finish_ending(error)
 
     def _finish_ending(self, error: EngineDeadError) -> None:
         self._empty_inbox()
@@ -602,7 +621,10 @@ class AsyncEngine:
         """Fetch the step in flight and the last outputs, so that the blocks of all requests are free."""
         try:
             while self._engine.has_work and self._engine.dead_reason is None:
-                for output in self._engine.step():
+                outputs = self._step()
+                if outputs is None:
+                    return
+                for output in outputs:
                     self._deliver(output)
         except Exception as error:
             logger.error("the engine did not settle", exc_info=error)

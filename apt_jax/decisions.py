@@ -13,7 +13,7 @@ from apt_jax.request import EngineRequest
 from apt_jax.watch import Iteration
 
 _MOST_EVENTS = 128
-_NUM_STATES = 4096
+_NUM_STATES = 512
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -21,7 +21,8 @@ class Event:
     """One thing that happened, or several of the same kind."""
 
     event: str
-    """"waited", "prefill", "decode", "preempted", "switched", "deferred" (it should have run, and no block was there), "ended"."""
+    """"waited", "prefill", "decode", "preempted", "switched", "deferred" (it should have run, and no block was there), "lost" (the
+    step failed), "ended"."""
     at_ms: float
     until_ms: float
     details: dict[str, Any]
@@ -38,8 +39,11 @@ class RequestDecisions:
     events: "collections.deque[Event]"
     num_dropped: int = 0
     """Events that are not kept, between the first one and the others."""
-    waits_since: int | None = 0
+    begun_at: int
+    """The first iteration that may have to do with it."""
+    waits_since: int | None
     """The first iteration in which it did not run; None: it runs."""
+    ended: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """What can be shown to whoever sent the request."""
@@ -82,14 +86,13 @@ class DecisionLog:
             maxlen=_NUM_STATES
         )
         """Number, free blocks and running requests of the last iterations."""
-        self._next = 0
 
     def of(self, request_id: str) -> RequestDecisions | None:
         """The last request of this id, if it is remembered."""
         return self._requests.get(request_id)
 
-    def begin(self, request: EngineRequest) -> None:
-        """A request was let in."""
+    def begin(self, request: EngineRequest, number: int) -> None:
+        """A request was let in; `number` is that of the next iteration."""
         self._requests.pop(request.request_id, None)
         self._requests[request.request_id] = RequestDecisions(
             request_id=request.request_id,
@@ -97,7 +100,8 @@ class DecisionLog:
             arrival_s=request.arrival_s,
             prompt_len=int(request.prompt_token_ids.size),
             events=collections.deque(),
-            waits_since=self._next,
+            begun_at=number,
+            waits_since=number,
         )
         if len(self._requests) > self._num_requests:
             self._requests.popitem(last=False)
@@ -107,12 +111,20 @@ class DecisionLog:
         request = self._requests.get(request_id)
         if request is not None:
             self._add(request, "ended", now_s, reason=reason)
+            request.ended = True
+
+    def _in(self, iteration: Iteration, request_id: str) -> RequestDecisions | None:
+        """The request that an iteration speaks of: not a later one of its id, nor one that has ended while its step ran."""
+        request = self._requests.get(request_id)
+        if request is None or request.ended or iteration.number < request.begun_at:
+            return None
+        return request
 
     def note(self, iteration: Iteration) -> None:
         """A decision whose step is over."""
         at_s = iteration.at_s
         for row in iteration.preempted:
-            request = self._requests.get(row.request_id)
+            request = self._in(iteration, row.request_id)
             if request is not None:
                 self._add(
                     request, "preempted", at_s, tokens=row.num_tokens, kind=row.kind,
@@ -120,17 +132,21 @@ class DecisionLog:
                 )  # fmt: skip
                 request.waits_since = iteration.number
         for switch in iteration.switched:
-            request = self._requests.get(switch.request_id)
+            request = self._in(iteration, switch.request_id)
             if request is not None:
                 self._add(request, "switched", at_s, old=switch.old, new=switch.new)
         for request_id in iteration.deferred:
-            request = self._requests.get(request_id)
+            request = self._in(iteration, request_id)
             if request is not None:
                 self._add(request, "deferred", at_s, iteration=iteration.number)
         until_s = at_s + (iteration.step_s or 0.0)
         for row in iteration.scheduled:
-            request = self._requests.get(row.request_id)
+            request = self._in(iteration, row.request_id)
             if request is None:
+                continue
+            if iteration.failed:
+                self._add(request, "lost", at_s, iteration=iteration.number)
+                request.waits_since = iteration.number + 1
                 continue
             if request.waits_since is not None:
                 self._add_wait(request, iteration)
@@ -139,11 +155,10 @@ class DecisionLog:
             else:
                 self._extend(request, "prefill", at_s, until_s, tokens=row.num_tokens, kind=row.kind, cached=row.start)  # fmt: skip
         self._states.append((iteration.number, iteration.free_blocks, iteration.num_running))
-        self._next = iteration.number + 1
 
     def _add_wait(self, request: RequestDecisions, iteration: Iteration) -> None:
         """Until now, and what it waited for: after each decision that passed it over there were too few free blocks for it, no
-        seat, or others went first."""
+        seat, or others went first. Of the last iterations."""
         since, request.waits_since = request.waits_since, None
         iterations = iteration.number - (since or 0)
         if iterations <= 0:

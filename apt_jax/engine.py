@@ -45,7 +45,9 @@ that contradicts itself (`CacheIntegrityError`) ends it at once: better than ser
 
 import collections
 import dataclasses
+import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -1315,7 +1317,8 @@ class Engine:
             self.table.note_length(live.num_known - live.prompt_len)
         self.table.remove(row)
         self._announce_end(live, reason, stop_reason, error, new_token_ids or [], logprobs)
-        self._finish_times_s.append(self.clock.now_s())
+        if live.metrics.first_scheduled_s is not None:  # it gives back seat and blocks
+            self._finish_times_s.append(self.clock.now_s())
 
     def _announce_end(
         self,
@@ -1458,7 +1461,7 @@ class Engine:
             )
         expected_ttft_s = self.admission.check(
             prompt_len=prompt_len,
-            own_tokens=prompt_len,
+            own_tokens=prompt_len - self._num_cached(request),
             ttft_s=request.slo.ttft_s,
             tenant=request.tenant,
             queue=self._queue_before(request, min(self.cache.blocks_needed(prompt_len, k) for k in fitting)),
@@ -1466,6 +1469,21 @@ class Engine:
             now_s=self.clock.now_s(),
         )  # fmt: skip
         return fitting[0] if len(fitting) < len(self._offered) else NO_KIND, expected_ttft_s
+
+    def _num_cached(self, request: EngineRequest) -> int:
+        """Prompt tokens that a new request would find cached; 0 where admission does not ask for it."""
+        asks = self._config.slo_admission != "off" and math.isfinite(request.slo.ttft_s)
+        prefixes = self.cache.prefixes
+        if not asks or prefixes is None:
+            return 0
+        root, most = self._root_of(request), 0
+        for kind in self._offered:
+            size = self.cache.block_sizes[kind]
+            digests: list[bytes] = []
+            extend_digests(digests, root, request.prompt_token_ids, size)
+            found = itertools.takewhile(lambda d, k=kind: prefixes.find(k, d) is not None, digests)
+            most = max(most, size * sum(1 for _ in found))
+        return min(most, int(request.prompt_token_ids.size) - 1)
 
     def _queue_before(self, request: EngineRequest, blocks: int) -> Queue:
         """What stands before a new request that needs `blocks` for its prompt."""
@@ -1500,6 +1518,16 @@ class Engine:
     def least_blocks(self, num_tokens: int) -> int:
         """Blocks of so many positions in the kind on offer that takes fewest."""
         return min(self.cache.blocks_needed(num_tokens, kind) for kind in self._offered)
+
+    @property
+    def num_decisions(self) -> int:
+        """The number of the next `Iteration`."""
+        return self._num_decisions
+
+    def is_live(self, request: EngineRequest) -> bool:
+        """Whether this very request, not another one of its id, is alive."""
+        live = self._by_id.get(request.request_id)
+        return live is not None and live.request is request
 
     def has_begun(self, request_id: str) -> bool:
         """Whether a live request has ever been scheduled; True also for one that is not alive."""

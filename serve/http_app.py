@@ -411,8 +411,10 @@ class HttpApp:
     async def _decisions(self, request: Request) -> Response:
         """What became of a request and why; to whoever's key it came with."""
         given = request.path_params["request_id"]
-        request_id = given.removeprefix("chatcmpl-").removeprefix("cmpl-")
-        found = await self._ready_engine().decisions(request_id)
+        bare = given.removeprefix("chatcmpl-" if given.startswith("chatcmpl-") else "cmpl-")
+        engine, found = self._ready_engine(), None
+        for request_id in (given, bare, f"{bare}-0"):  # the first of several prompts
+            found = found or await engine.decisions(request_id)
         if found is None or found.tenant != request.scope.get(_TENANT):
             raise RefusedError(
                 404, "request_not_found", f"no request {given[:140]!r} is remembered here"

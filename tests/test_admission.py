@@ -217,6 +217,36 @@ def overload(slo_admission: str, rate: float, *, seconds: float = 120.0) -> dict
     }
 
 
+def test_what_is_cached_of_a_prompt_takes_no_time():
+    clock = VirtualClock()
+    executor = HashExecutor(
+        num_blocks=256, block_size=4, max_num_seqs=4, vocab_size=97, clock=clock
+    )
+    config = SchedulerConfig(policy="fcfs", max_num_seqs=4, max_num_batched_tokens=64, slo_admission="on")  # fmt: skip
+    kinds = (KindSpec(name="kv", blocks_per_group=2), KindSpec(name="hidden", blocks_per_group=1))
+    engine = Engine(
+        executor, make_policy(config=config), clock, kinds, config, CacheConfig(block_size=4),
+        costs=COSTS, vocab_size=97,
+    )  # fmt: skip
+    ids = np.random.default_rng(0).integers(0, 97, 101).astype(np.int32)
+
+    def ask(name: str, ttft_s: float) -> None:
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
+        slo = SLO(ttft_s=ttft_s)
+        engine.add_request(
+            EngineRequest(request_id=name, prompt=None, prompt_token_ids=ids, params=params, slo=slo, arrival_s=clock.now_s())
+        )  # fmt: skip
+        while engine.has_work:
+            engine.step()
+
+    with pytest.raises(InvalidRequestError, match="101 prompt tokens"):
+        ask("first", 0.05)
+    ask("warm", math.inf)
+    ask("second", 0.05)
+    with pytest.raises(InvalidRequestError, match="1 prompt tokens"):
+        ask("third", 0.001)
+
+
 def test_under_ten_times_overload_those_let_in_keep_their_objective():
     # What the machine can do at most, about: 1 / (72 tokens and 16 decode rows of a full batch).
     fits = overload("on", 4.0)

@@ -327,6 +327,23 @@ def test_what_has_waited_too_long_is_given_up():
     run(scenario, max_num_seqs=1, max_queue_s=0.2)
 
 
+def test_a_step_that_never_ends_does_not_hold_up_shutdown():
+    async def scenario():
+        engine = AsyncEngine(toy_parts(), step_timeout_s=0.3)
+        executor_of(engine.parts).gate.clear()
+        stream = engine.submit(request(engine))
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(engine.shutdown(0.05), 5)
+        assert "has not ended" in str(engine.dead_reason)
+        with pytest.raises(EngineDeadError):
+            await anext(stream)
+        executor_of(engine.parts).gate.set()
+        engine._thread.join(5)
+        assert not engine._thread.is_alive()
+
+    asyncio.run(scenario())
+
+
 def test_a_step_that_never_ends_ends_the_engine(caplog):
     async def scenario():
         engine = AsyncEngine(toy_parts(), step_timeout_s=0.3)

@@ -20,7 +20,7 @@ from apt_jax.models.params import NormParams, QuantizedMatrix, TiledMatrix
 from apt_jax.pallas import attention_ops, reference, registry, xla
 
 # Rows, width, outputs: whole tiles; one row; all that is odd; outputs that end in a tile, in a task; rows of two tasks.
-SHAPES = [(16, 64, 128), (1, 576, 960), (3, 37, 50), (33, 96, 130), (70, 32, 17), (300, 64, 272), (5, 64, 7), (0, 32, 32)]  # fmt: skip
+SHAPES = [(16, 64, 128), (1, 576, 960), (3, 37, 50), (33, 96, 130), (70, 32, 17), (300, 64, 272), (5, 64, 7), (256, 11008, 34), (0, 32, 32)]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

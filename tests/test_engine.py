@@ -1140,7 +1140,7 @@ def run_all(h: Harness, log: DecisionLog, *shapes: tuple[int, int]) -> list[str]
     names = []
     for prompt_len, max_tokens in shapes:
         names.append(h.add(prompt_len=prompt_len, max_tokens=max_tokens))
-        log.begin(h.requests[names[-1]])
+        log.begin(h.requests[names[-1]], h.engine.num_decisions)
     h.drain()
     return names
 
@@ -1223,3 +1223,20 @@ def test_old_requests_and_the_middle_of_long_stories_are_forgotten():
     assert found.num_dropped == len(events(log, names[2])) + found.num_dropped - 128
     assert found.events[0].event in ("prefill", "waited")
     assert found.events[-1].details["reason"] == "again 199"
+
+
+def test_steps_of_an_id_that_was_used_before_are_not_told_of_the_new_request():
+    h = Harness(policy=fcfs())
+    log = logged(h)
+    first = h.add(max_tokens=20)
+    log.begin(h.requests[first], h.engine.num_decisions)
+    for _ in range(3):
+        h.step()
+    h.engine.abort(first)
+    log.end(first, "abort", h.clock.now_s())
+    told = events(log, first)
+    second = h.add(name="other", max_tokens=4)
+    log.begin(dataclasses.replace(h.requests[second], request_id=first), h.engine.num_decisions)
+    h.step()  # the step in flight belonged to the first one
+    assert events(log, first) == []
+    assert told[-1]["event"] == "ended"

@@ -477,8 +477,9 @@ void dense_tiled(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const Tiled
                  const Take& take) {
   constexpr int kBlocks = kGated ? OB / 2 : OB;
   const int64_t steps = w.steps, tile_bytes = steps * kTileElements * sizeof(Bf16);
-  const int64_t row_tasks = (rows / 16 * tile_bytes + kTaskBytes) / kTaskBytes;
-  const int64_t task_rows = round_up((rows + row_tasks - 1) / row_tasks, TB * 16);
+  const int64_t parts = (rows / 16 * tile_bytes + kTaskBytes) / kTaskBytes;
+  const int64_t task_rows = round_up((rows + parts - 1) / parts, TB * 16);
+  const int64_t row_tasks = (rows + task_rows - 1) / task_rows;
   int64_t per_task = kTaskOutputs;
   const int64_t fewest = std::max<int64_t>(kFewestOutputs, kBlocks * 16);
   while (per_task > fewest && row_tasks * ((w.outputs + per_task - 1) / per_task) < 8 * pool.num_threads()) per_task /= 2;

@@ -290,8 +290,10 @@ async def serve(
         if not stopping.done():
             await server.stop(0)
             await stopping
-            return 128 + signals.last
+            return 128 + signals.last if engine.dead_reason is None else ENGINE_LOST
         hurry.cancel()
+        if engine.dead_reason is not None:
+            return ENGINE_LOST
         _say("stopped")
         return 0
     finally:
