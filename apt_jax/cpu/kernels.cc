@@ -1172,8 +1172,7 @@ void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t en
 // out (heads, H).
 template <typename T, typename Out>
 void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
-            int64_t key_heads, int64_t group, int64_t width, Out* out, const Following<T>& following = {}) {
-  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+            int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, const Following<T>& following = {}) {
 #ifdef APT_PAIRS
   if constexpr (std::is_same_v<T, Bf16>)
     if (width % 32 == 0)
@@ -1253,6 +1252,7 @@ void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, 
     seen.own = length;
     return Row{{elements, tables.typed_data() + row * 2 * table_len, table_len, block_elements, lanes, nullptr, nullptr}, seen};
   };
+  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
   const int64_t together = parts == 1 ? std::clamp<int64_t>(live / (4 * threads.num_threads()), 1, 8) : 1;
   parallel_for(threads, (live + together - 1) / together * parts, [&](int64_t task) {
     const int64_t from = rows[0] + task / parts * together, to = std::min<int64_t>(rows[1], from + together);
@@ -1262,7 +1262,7 @@ void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, 
       const Row after = row_of(std::min(row + 1, to - 1));
       const int64_t offset = (row * heads + first * group) * width;
       if (mine.seen.length > 0)
-        attend(q + offset, mine.cache, mine.seen, mine.seen.length, rules, first, per_part, group, width, out + offset,
+        attend(q + offset, mine.cache, mine.seen, mine.seen.length, rules, first, per_part, group, width, scale, out + offset,
                row + 1 < to ? Following<T>{&after.cache, after.seen} : Following<T>{});
       mine = after;
     }
@@ -1506,6 +1506,35 @@ void prefill_tiles(const Bf16* q, Bf16* out, int64_t count, int64_t first, int64
 #endif  // APT_AMX
 
 // One query a row over cached layer inputs, absorbed: q (B, N, D), the scale in it, to sums of layer inputs (B, N, D).
+ffi::Error decode_absorbed_wide(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> pool,
+                                ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows,
+                                ffi::Buffer<ffi::S32> ranges, ffi::Buffer<ffi::F32> slopes, ffi::ResultBuffer<ffi::F32> out,
+                                int64_t block_size, float softcap, int64_t window) {
+  const int64_t heads = q.dimensions()[1], width = q.dimensions()[2];
+  float* result = out->typed_data();
+  std::memset(result, 0, out->size_bytes());
+  const int64_t first_row = rows.typed_data()[0], live = std::max<int64_t>(rows.typed_data()[1] - first_row, 0);
+  // Heads of a task: all of them, unless rows are fewer than threads.
+  const int64_t parts = live < 2 * threads.num_threads() ? std::min<int64_t>(heads, 2 * threads.num_threads()) : 1;
+  const int64_t per_part = (heads + parts - 1) / parts;
+  parallel_for(threads, live * parts, [&](int64_t task) {
+    const int64_t row = first_row + task / parts, first = task % parts * per_part, length = lens.typed_data()[row];
+    if (length <= 0 || first >= heads) return;
+    const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
+    const int64_t start = window ? std::max<int64_t>(0, length - window) : 0, at = (row * heads + first) * width;
+    Seen seen{own, block_size, length, start};
+    if (!own) seen.entry = start / block_size;
+    seen.own = length;
+    const Cache<float> cache{pool.typed_data(), tables.typed_data() + row * tables.dimensions()[1],
+                             0,  // values are where keys are
+                             pool.dimensions()[1], width, nullptr, nullptr};
+    const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() + first : nullptr};
+    attend(q.typed_data() + at, cache, seen, length, rules, 0, 1, std::min(per_part, heads - first), width, 1.0f, result + at);
+  });
+  return ffi::Error::Success();
+}
+
+// The same on matrix tiles.
 ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> pool,
                            ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows,
                            ffi::Buffer<ffi::S32> ranges, ffi::Buffer<ffi::F32> slopes, ffi::ResultBuffer<ffi::BF16> out,
@@ -1606,7 +1635,7 @@ ffi::Error prefill(ffi::ThreadPool threads, ffi::Buffer<ffi::BF16> q, ffi::Buffe
         Seen of_query = seen;
         of_query.first = window ? std::max<int64_t>(0, prefix + first + j + 1 - window) : 0;
         const int64_t from = at + j * heads * width;
-        attend(queries + from, cache, of_query, prefix + first + j + 1, rules, head, 1, group, width, result + from);
+        attend(queries + from, cache, of_query, prefix + first + j + 1, rules, head, 1, group, width, scale, result + from);
       }
       return;
     }
@@ -1680,6 +1709,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_kv, decode_kv,
                                   .Arg<ffi::AnyBuffer>()         // q (B, N, H)
                                   .Arg<ffi::AnyBuffer>()         // pool (P, C * E), of the same type
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, 2, J)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // rows (2,)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot ranges (B, J, 2), or (0, 0, 2)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // slopes (N,), or (0,)
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("block_size")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_absorbed_wide, decode_absorbed_wide,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // q (B, N, D), scaled
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // pool (P, C * E)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, J)
                                   .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,)
                                   .Arg<ffi::Buffer<ffi::S32>>()  // rows (2,)
                                   .Arg<ffi::Buffer<ffi::S32>>()  // slot ranges (B, J, 2), or (0, 0, 2)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int32
 
 from apt_jax import sampling
 from apt_jax.config import ModelConfig
+from apt_jax.cpu import build
 from apt_jax.models.params import NormParams, QuantizedMatrix, TiledMatrix
 from apt_jax.pallas import xla
 from apt_jax.pallas.reference import ScoreRules
@@ -162,14 +163,17 @@ def decode_absorbed(
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     rules: ScoreRules | None = None,
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_absorbed`. Ours for bfloat16, on matrix tiles; XLA's else."""
-    if pool.dtype != jnp.bfloat16:
+    """See `reference.decode_absorbed`. Ours for float32, and for bfloat16 on matrix tiles; XLA's else."""
+    targets = {jnp.dtype(jnp.float32): "apt_decode_absorbed_wide"}
+    if build.has_tiles():
+        targets[jnp.dtype(jnp.bfloat16)] = "apt_decode_absorbed"
+    if pool.dtype not in targets:
         return xla.decode_absorbed(
             q_absorbed, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
         )  # fmt: skip
     first, last = rows or (jnp.int32(0), jnp.int32(q_absorbed.shape[0]))
     out = jax.ShapeDtypeStruct(q_absorbed.shape, pool.dtype)
-    return jax.ffi.ffi_call("apt_decode_absorbed", out)(
+    return jax.ffi.ffi_call(targets[pool.dtype], out)(
         q_absorbed.astype(pool.dtype),
         pool,
         tables,

@@ -85,7 +85,7 @@ def _cpu(chip: str | None) -> AttentionOps:
         decode_kv=ops.decode_kv,
         dense=ops.dense,
         dense_argmax=ops.dense_argmax,
-        decode_absorbed=ops.decode_absorbed if build.has_tiles() else xla.decode_absorbed,
+        decode_absorbed=ops.decode_absorbed,
         prefill=ops.prefill if build.has_tiles() else xla.prefill,
         add_norm=ops.add_norm,
         split_qkv=ops.split_qkv,
