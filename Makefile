@@ -3,10 +3,12 @@
 #   make demo        serve the bundled model under load and show what the hybrid cache gains
 #   make test        the test suite, without what takes minutes
 #   make test-slow   the rest of it
+#   make fuzz        made requests at every door: 20,000 gRPC messages, 8,000 HTTP requests, 1,200 at all doors at once
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
 #   make lint types  format, lint and type checks
-#   make check       test, reference, gate, lint and types
+#   make audit       ask for known faults of the locked packages, or say that nobody could be asked
+#   make check       test, reference, gate, lint, types and audit
 #   make lock        resolve the dependencies anew
 #   make clean       remove the environments
 #
@@ -38,7 +40,7 @@ PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python
 PIP := -m pip --disable-pip-version-check --no-input
 EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
 
-.PHONY: demo test test-slow reference gate lint types check lock clean
+.PHONY: demo test test-slow fuzz reference gate lint types audit check lock clean
 
 demo: .venv/.ready
 	.venv/bin/apt-jax demo
@@ -48,6 +50,10 @@ test: .venv/.ready
 
 test-slow: .venv/.ready
 	.venv/bin/python -m pytest -q -m slow --timeout 1800
+
+fuzz: .venv/.ready
+	APT_JAX_FUZZ=full .venv/bin/python -m pytest -q -s --timeout 7200 \
+	  tests/serve/test_grpc_fuzz.py tests/serve/test_http_fuzz.py tests/serve/test_doors_agree.py
 
 reference: .venv-ref/.ready
 	.venv-ref/bin/python -m pytest -q -n 2 --dist loadfile tests/reference
@@ -63,7 +69,12 @@ lint: .venv/.ready-dev
 types: .venv/.ready-dev
 	.venv/bin/pyright --project pyproject.toml --pythonpath .venv/bin/python
 
-check: lint types gate test reference
+# What runs on other platforms and on GPUs and TPUs is asked for too.
+audit: .venv/.ready-dev
+	.venv/bin/uv $(EXPORT) --all-extras --group dev -o .venv/requirements-all.txt
+	.venv/bin/python .ci/audit.py .venv/requirements-all.txt
+
+check: lint types audit gate test reference
 
 lock:
 	$(or $(wildcard .venv/bin/uv),uv) lock --upgrade
@@ -76,7 +87,7 @@ clean:
 .venv/.ready: pyproject.toml uv.lock Makefile
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python $(PIP) install -qq uv==$(UV_VERSION)
-	.venv/bin/uv $(EXPORT) --extra serve --extra orbax --extra hub --extra int8 --extra structured --extra train --extra demo --group test -o .venv/requirements.txt
+	.venv/bin/uv $(EXPORT) --extra serve --extra orbax --extra hub --extra int8 --extra structured --extra train --extra demo --extra otel --group test -o .venv/requirements.txt
 	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements.txt
 	.venv/bin/python $(PIP) install -qq --no-deps -e .
 	touch $@
