@@ -248,6 +248,7 @@ def _key(executor: JaxExecutor) -> str:
         ],
         "platform": executor.platform,
         "device": jax.devices()[0].device_kind,
+        "devices": executor.num_devices,
         "cores": os.cpu_count(),
         "jax": jax.__version__,
     }
@@ -332,7 +333,7 @@ def describe(model: CostModel, executor: JaxExecutor, model_name: str) -> Hardwa
     return Hardware(
         name=device.lower().replace(" ", "-"),
         model=model_name,
-        num_devices=1,
+        num_devices=executor.num_devices,
         max_model_len=executor.max_model_len,
         block_size=executor.block_size,
         num_blocks=executor.num_blocks,

@@ -382,12 +382,12 @@ class ParallelConfig:
     """Devices of one replica."""
 
     tensor_parallel_size: int = 1
-    """Devices that share every layer (-tp). More than one is not available in this version."""
+    """Devices that share every layer (-tp)."""
 
     def __post_init__(self) -> None:
         _require(
-            self.tensor_parallel_size == 1,
-            f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is available in this version (-tp)",
+            1 <= self.tensor_parallel_size <= 1024,
+            f"tensor_parallel_size={self.tensor_parallel_size} must lie in [1, 1024] (-tp)",
         )
 
 
@@ -439,3 +439,7 @@ class EngineConfig:
             f"max_model_len={self.max_model_len} must be at least 2 (--max-model-len)",
         )
         _require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32) (--seed)")
+        _require(
+            self.quantization is None or self.parallel.tensor_parallel_size == 1,
+            f"quantization={self.quantization!r} runs on one device; leave out -tp or --quantization",
+        )

@@ -80,6 +80,12 @@ class StepResult:
     """(n, k)"""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether something failed for want of memory: the host's, or the device's in JAX's words."""
+    is_the_devices = isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
+    return is_the_devices or isinstance(error, MemoryError)
+
+
 class StepHandle(Protocol):
     """A dispatched step."""
 

@@ -40,6 +40,7 @@ class FaultKind(enum.Enum):
     """What can go wrong with a step."""
 
     RAISE_BEFORE = "execute raises, nothing was written"
+    OUT_OF_MEMORY = "likewise, for want of memory"
     RAISE_AFTER = "execute raises, everything was written"
     RAISE_IN_SAMPLE = "sample raises, where the step has masks"
     RAISE_IN_RESULT = "result raises"
@@ -263,9 +264,10 @@ class HashExecutor:
         fault = self.fault(batch) if self.fault is not None else None
         self.num_steps += 1
         self.steps_since_reset += 1
-        if fault is not None and fault.kind is FaultKind.RAISE_BEFORE:
+        if fault is not None and fault.kind in (FaultKind.RAISE_BEFORE, FaultKind.OUT_OF_MEMORY):
             self._broken = True
-            raise RuntimeError("planted: before the step wrote anything")
+            failed = MemoryError if fault.kind is FaultKind.OUT_OF_MEMORY else RuntimeError
+            raise failed("planted: before the step wrote anything")
         token_ids = self._write(batch)
         if fault is not None and fault.kind is FaultKind.RAISE_AFTER:
             self._broken = True

@@ -19,11 +19,15 @@ and rebound in the statement that calls the program. The host crosses to the dev
 step travel as one vector, cut up by static offsets on the device. Sampled tokens are fed into the next step on the
 device, so the next step can be dispatched before the host has seen them. Masks come late: forward is dispatched without
 them, sampling when they are there (`MaskedStepHandle`).
+
+Over several devices every program is one `jax.shard_map`: weights and pools are cut (`apt_jax.parallel`), everything else is
+the same on all of them.
 """
 
 import concurrent.futures
 import dataclasses
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -33,17 +37,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from apt_jax import sampling
+from apt_jax import parallel, sampling
 from apt_jax.config import CacheConfig, HiddenMode, ModelConfig, Quantization
 from apt_jax.cpu.tiles import tile_params
 from apt_jax.errors import ConfigError
-from apt_jax.executor import NO_TOKEN, MaskedStepHandle, StepBatch, StepHandle, StepResult
+from apt_jax.executor import (
+    NO_TOKEN,
+    MaskedStepHandle,
+    StepBatch,
+    StepHandle,
+    StepResult,
+    is_out_of_memory,
+)
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, greedy_tokens, logits
-from apt_jax.models.params import ModelParams, fuse_products
+from apt_jax.models.loader import free_memory_bytes
+from apt_jax.models.params import ModelParams, by_layers, fuse_products
 from apt_jax.models.quantize import quantize_params
-from apt_jax.pallas import AttentionOps, attention_ops
+from apt_jax.pallas import AttentionOps, attention_ops, over_devices
 from apt_jax.pallas.xla import ROWS_PER_TILE
 from apt_jax.request import SamplingParams
 from apt_jax.sched.view import HIDDEN, KV
@@ -258,37 +272,22 @@ def _attention_ops(
     return attention_ops(platform, "xla", chip)
 
 
-def _offers_hidden(config: ModelConfig, cache: CacheConfig) -> bool:
-    """Whether requests may have the hidden kind. Raises ConfigError where they may have no other and not that either."""
-    if cache.mode != "hidden":
-        return cache.mode == "hybrid" and config.offers_hybrid
-    if config.hidden_refusal is not None:
-        raise ConfigError(
-            f"cache='hidden' is not offered for this model: {config.hidden_refusal}; use --cache kv"
-        )
-    inputs = config.hidden_block_size(cache.block_size)
-    if 2 * inputs <= cache.block_size:
-        raise ConfigError(
-            f"cache='hidden' saves nothing at block_size={cache.block_size}: such a block holds {inputs} of this model's "
-            "layer inputs; use a larger --block-size or --cache kv"
-        )
-    return True
-
-
 class JaxExecutor:
-    """Implements `apt_jax.executor.Executor` on one device.
+    """Implements `apt_jax.executor.Executor` on one device, or on several as one.
 
     Args:
-        params: weights on the device, all of one dtype; activations and cache take it.
+        params: weights on the device, or anywhere with a `mesh`, all of one dtype; activations and cache take it.
         cache: block size, pool size, which kinds may occur, and how hidden rows attend.
         max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step; they fix the buckets.
         mixed: also compile steps in which decode rows and prompt chunks have their own attention paths; without it a
             step with any chunk computes all its rows as chunks. None: where decode attention is a kernel of its own.
         attention: implementation, or its name for `apt_jax.pallas.attention_ops`; None: the platform's default.
         quantization: "int8": see `models.quantize`; None: weights as they are.
+        mesh: of the devices that share the model, from `parallel.tensor_mesh`; None: one.
 
     Raises:
-        ConfigError: the cache mode does not suit the model, or there is no such implementation of attention.
+        ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for the
+            pool, or the model cannot be cut for so many devices.
     """
 
     def __init__(
@@ -303,7 +302,13 @@ class JaxExecutor:
         mixed: bool | None = None,
         attention: str | AttentionOps | None = None,
         quantization: Quantization = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        mesh = None if mesh is None or mesh.size == 1 else mesh
+        self.num_devices = 1 if mesh is None else mesh.size
+        parallel.check_size(config, self.num_devices)
+        if quantization is not None and mesh is not None:
+            raise ConfigError(f"quantization={quantization!r} runs on one device; leave out -tp or --quantization")  # fmt: skip
         if max_model_len > MAX_MODEL_LEN:
             raise ConfigError(
                 f"max_model_len={max_model_len} is more than this version serves; give at most {MAX_MODEL_LEN} (--max-model-len)"
@@ -311,7 +316,11 @@ class JaxExecutor:
         windows = tuple(
             w if w is not None and w < max_model_len else None for w in config.layer_windows
         )  # one that no context outgrows is none
-        config = dataclasses.replace(config, layer_windows=windows if any(windows) else ())
+        loaded = dataclasses.replace(config, layer_windows=windows if any(windows) else ())
+        config = parallel.with_repeated_heads(loaded, self.num_devices)
+        self._own = parallel.own_config(config, self.num_devices)
+        self._tensor = None if mesh is None else parallel.TensorParallel(mesh.size, config)
+        self._mesh = mesh
         self.config, self.cache_config, self.quantization = config, cache, quantization
         self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
@@ -319,23 +328,38 @@ class JaxExecutor:
             raise ConfigError(
                 f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions (--max-model-len)"
             )
-        hidden = _offers_hidden(config, cache)
+        hidden = parallel.offers_hidden(config, cache, self.num_devices)
         self.kinds_offered = (cache.mode != "hidden", hidden)
         self.hidden_block_size = (
             config.hidden_block_size(cache.block_size) if hidden else cache.block_size
         )
         absorbs = hidden and cache.hidden_attention != "reproject"
         self.hidden_mode: HiddenMode | None = config.hidden_mode if absorbs else None
-        self._device = next(iter(params.embed.devices()))
+        self._device = mesh.devices.flat[0] if mesh else next(iter(params.embed.devices()))
         self.platform = self._device.platform
-        params = fuse_products(params, keep=hidden) if self.platform == "cpu" else params
-        self.params = params if quantization is None else quantize_params(params, keep=hidden)
-        del params
-        self._ops = _attention_ops(
-            self.platform, attention, _chip(self._device), _extras(config, self.hidden_mode, hidden)
-        )
-        if self._ops.tiles and self.params.dtype == jnp.bfloat16:
-            self.params = tile_params(self.params, keep=hidden)
+        if mesh is not None and self.platform == "cpu":
+            # Devices that a CPU plays are for tests; kernels there own all of its threads.
+            attention = attention or "xla"
+            if attention == "cpu":
+                raise ConfigError("the kernels for CPUs run on one device; leave out -tp or --attention-backend cpu")  # fmt: skip
+        # Over several devices hidden rows are not the kernels'.
+        extras = _extras(config, self.hidden_mode, hidden and mesh is None)
+        self._ops = _attention_ops(self.platform, attention, _chip(self._device), extras)
+        if mesh is not None:
+            self._ops = over_devices(self._ops)
+        tiles = self._ops.tiles and params.dtype == jnp.bfloat16
+
+        def prepared(params: ModelParams) -> ModelParams:
+            if self.platform == "cpu":
+                params = fuse_products(params, keep=hidden)
+            if quantization is not None:
+                params = quantize_params(params, keep=hidden)
+            return tile_params(params, keep=hidden) if tiles else params
+
+        if mesh is None:
+            self.params, self._specs = by_layers(params, prepared), None
+        else:
+            self.params, self._specs = parallel.shard_params(params, loaded, mesh, absorbs=self.hidden_mode == "absorb")  # fmt: skip
         self.attention_name, self.rows_per_tile = self._ops.name, self._ops.rows_per_tile
         self.mixed = not self._ops.branches if mixed is None else mixed
         self._pool_dtype = pool_dtype(self.params.dtype, self.platform)
@@ -350,22 +374,49 @@ class JaxExecutor:
             min(_MIN_PREFILL_BUCKET, max_num_batched_tokens), max_num_batched_tokens
         )
         self.num_blocks = cache.num_blocks_override or self._blocks_from_memory()
-        shape = ("num_decode", "num_prefill", "kinds")
-        self._forward_jit = jax.jit(
-            self._forward, static_argnames=shape, donate_argnames=("pools",)
+        pools, alike = P(None, parallel.AXIS), P()
+        program = self._program
+        self._forward_jit = program(self._forward, donate=("pools",), results=(pools, alike))
+        self._decode_jit = program(
+            self._decode, donate=("pools", "last_tokens"), results=(pools, alike, alike)
         )
-        self._decode_jit = jax.jit(
-            self._decode,
-            static_argnames=("num_decode", "kinds", "variant"),
-            donate_argnames=("pools", "last_tokens"),
-        )
-        self._sample_jit = jax.jit(
-            self._sample, static_argnames=("rows", "variant"), donate_argnames=("last_tokens",)
-        )
-        self._copy_jit = jax.jit(_copy_blocks, donate_argnames=("pools",))
+        self._sample_jit = program(self._sample, donate=("last_tokens",), results=alike)
+        self._copy_jit = program(_copy_blocks, donate=("pools",), results=(pools,))
         self.copy_buckets = sorted({min(8, 2 * max_num_seqs), 2 * max_num_seqs})
         self._compiled_at_warm_up = 0
-        self.reset()
+        self._pools: tuple[Array, ...] = ()
+        free = self._free_bytes()
+        try:
+            self.reset()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise self._no_room(self.num_blocks, free) from error
+            raise
+
+    def _program(
+        self, function: Callable[..., Any], *, donate: tuple[str, ...], results: Any
+    ) -> Any:
+        """`function` compiled for the devices; its keyword-only arguments are static.
+
+        Args:
+            results: how what it returns is cut over several devices, as a prefix of its tree.
+        """
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        static = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        if self._mesh is None:
+            return jax.jit(function, static_argnames=static, donate_argnames=donate)
+        cut = {"params": self._specs, "pools": P(None, parallel.AXIS)}
+        in_specs = tuple(cut.get(name, P()) for name in names)
+
+        def on_all(*args: Any, **fixed: Any) -> Any:
+            own = functools.partial(function, **fixed)
+            return jax.shard_map(
+                own, mesh=self._mesh, in_specs=in_specs, out_specs=results, check_vma=False
+            )(*args)
+
+        donated = tuple(names.index(name) for name in donate)
+        return jax.jit(on_all, static_argnames=static, donate_argnums=donated)
 
     @property
     def absorbs(self) -> bool:
@@ -374,7 +425,7 @@ class JaxExecutor:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers and devices."""
         return (
             self.config.num_layers
             * self.block_size
@@ -382,18 +433,34 @@ class JaxExecutor:
             * jnp.dtype(self._pool_dtype).itemsize
         )
 
+    def _free_bytes(self) -> int:
+        """Of the device, the host's where the device has none of its own or does not tell."""
+        free = free_memory_bytes(self._device)
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
+
     def _blocks_from_memory(self) -> int:
-        halves = 2 if self.kinds_offered[0] else 1
-        wanted = self.max_num_seqs * self._blocks_per_seq
-        stats = self._device.memory_stats() if self.platform != "cpu" else None
-        if stats and "bytes_limit" in stats:
-            free = stats["bytes_limit"] - stats["bytes_in_use"]
-            return max(
-                halves, int(free * self.cache_config.device_memory_utilization) // self.block_bytes
-            )
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        budget = min(int(free * self.cache_config.device_memory_utilization), MAX_CPU_POOL_BYTES)
-        return max(halves, min(wanted, budget // self.block_bytes))
+        """As many as there is memory for; where it is the host's, no more than all seats can fill."""
+        free = self._free_bytes()
+        budget = int(free * self.cache_config.device_memory_utilization)
+        if self.platform != "cpu":
+            budget *= self.num_devices
+        if self.platform == "cpu" or free_memory_bytes(self._device) is None:
+            wanted = self.max_num_seqs * self._blocks_per_seq
+            budget = min(budget, MAX_CPU_POOL_BYTES, wanted * self.block_bytes)
+        blocks, least = budget // self.block_bytes, 2 if self.kinds_offered[KV] else 1
+        if blocks < least:
+            raise self._no_room(least, free)
+        return blocks
+
+    def _no_room(self, num_blocks: int, free: int) -> ConfigError:
+        shares = (
+            1 if self.platform == "cpu" else self.num_devices
+        )  # devices that a CPU plays share its memory
+        needed = (num_blocks + 1) * self.block_bytes // shares
+        return ConfigError(
+            f"the cache pool of {num_blocks} blocks takes {needed:,} bytes, but {free:,} bytes of memory are free; "
+            "lower --num-blocks-override, --block-size or --device-memory-utilization, or choose a smaller model, --dtype or --quantization"
+        )
 
     # ---- device programs
 
@@ -405,6 +472,7 @@ class JaxExecutor:
             hidden_mode=self.hidden_mode,
             kinds=kinds,
             ops=self._ops,
+            tensor=self._tensor,
         )
 
     def _layout(self, num_decode: int, num_prefill: int) -> _Layout:
@@ -439,7 +507,7 @@ class JaxExecutor:
             **parts, num_kv_rows=counts[0], num_decode_rows=counts[1], num_prefill_rows=counts[2]
         )
         pools, hidden = decoder_step(
-            params, pools, batch, self.config, self._options(num_decode, kinds)
+            params, pools, batch, self._own, self._options(num_decode, kinds)
         )
         return pools, hidden.at[sample_rows].get(mode="fill", fill_value=0)
 
@@ -457,10 +525,12 @@ class JaxExecutor:
     ) -> tuple[Array, Array, tuple[Array, Array, Array] | None]:
         parts = _sample_layout(rows).unpack(ints)
         if variant == "greedy":
-            tokens, finite = greedy_tokens(params, hidden[:rows], self.config, self._ops)
+            tokens, finite = greedy_tokens(
+                params, hidden[:rows], self._own, self._ops, self._tensor
+            )
             last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
             return last_tokens, jnp.stack([tokens, finite.astype(jnp.int32)]), None
-        raw = logits(params, hidden[:rows], self.config, self._ops.dense)
+        raw = logits(params, hidden[:rows], self._own, self._ops.dense, self._tensor)
         scores = raw
         if penalties is not None:
             extra = _penalty_layout(rows, self.max_model_len).unpack(penalties)
@@ -529,12 +599,18 @@ class JaxExecutor:
 
     def reset(self) -> None:
         """Make the pool and the last-token memory anew; all cache is lost."""
+        for pool in self._pools:
+            pool.delete()  # a step that failed early has not taken it, and there is no room for two
         shape = (self.num_blocks + 1, self.block_size * self.config.lane)
-        zeros = functools.partial(jnp.zeros, device=self._device)
-        self._pools: tuple[Array, ...] = tuple(
-            zeros(shape, self._pool_dtype) for _ in range(self.config.num_layers)
+        where = self._placed(P(None, parallel.AXIS))
+        self._pools = tuple(
+            jnp.zeros(shape, self._pool_dtype, device=where) for _ in range(self.config.num_layers)
         )
-        self._last_tokens = zeros(self.max_num_seqs, jnp.int32)
+        self._last_tokens = jnp.zeros(self.max_num_seqs, jnp.int32, device=self._placed(P()))
+
+    def _placed(self, spec: P) -> Any:
+        """The device, or how something is cut over all of them."""
+        return self._device if self._mesh is None else NamedSharding(self._mesh, spec)
 
     @property
     def compilations(self) -> int:
@@ -629,6 +705,12 @@ class JaxExecutor:
                 progress(done, total)
         self._compiled_at_warm_up = self._num_programs()
 
+    def compiled_decode_step(self) -> str:
+        """The program of a step of as many decode rows as there can be, as the compiler left it."""
+        kinds = self._mixtures()[-1]
+        call = self._empty_forward_call(self.decode_buckets[-1], 0, kinds)
+        return call.program.lower(*call.args, **call.static).compile().as_text()
+
     def _empty_forward_call(
         self, num_decode: int, num_prefill: int, kinds: tuple[bool, bool]
     ) -> "_Call":
@@ -639,7 +721,7 @@ class JaxExecutor:
         _, ints = self._empty_sample(rows)
         # Placed as a forward program's result is: another placement would be another program.
         shape = (self.decode_buckets[-1], self.config.hidden_size)
-        hidden = jnp.zeros(shape, self.params.dtype, device=self._device)
+        hidden = jnp.zeros(shape, self.params.dtype, device=self._placed(P()))
         size = _penalty_layout(rows, self.max_model_len).size
         penalties = np.zeros(size, np.int32) if variant.endswith("full") else None
         masks = self._no_masks(rows) if variant.startswith("masked") else None

@@ -5,13 +5,16 @@ loaded), policy, engine. `OutputAssembler` turns the engine's news into text, `R
 """
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import logging
+import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -32,8 +35,8 @@ from apt_jax.config import (
     SchedulerConfig,
 )
 from apt_jax.engine import Engine, StepOutput, TokenLogprobs
-from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from apt_jax.executor import Executor
+from apt_jax.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
+from apt_jax.executor import Executor, is_out_of_memory
 from apt_jax.grammar import GrammarCompiler, MaskFiller
 from apt_jax.request import (
     CompletionOutput,
@@ -471,34 +474,49 @@ def build_engine(
         ConfigError: the configuration does not suit the model or the machine.
     """
     # JAX takes a second to import; who only validates or simulates need not wait for it.
+    from apt_jax import parallel
     from apt_jax.calibrate import calibration_path, load_calibration, load_or_calibrate
     from apt_jax.jax_executor import JaxExecutor
-    from apt_jax.models import load_model
+    from apt_jax.models import load_model, read_model_config, resolve_model
 
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
     started = time.monotonic()
     use_compile_cache()
-    loaded = load_model(config)
+    smaller = "choose a smaller model, a 16-bit --dtype or --quantization"
+    size = config.parallel.tensor_parallel_size
+    if size > 1:  # before there is anything to load
+        fields = resolve_model(config.model, allow_preset=config.load_format == "dummy").fields
+        parallel.check_size(read_model_config(fields, config.max_model_len)[1], size)
+    mesh = None if size == 1 else parallel.tensor_mesh(size)
+    sharding = None if mesh is None else functools.partial(parallel.leaf_sharding, mesh)
+    with _room_for("the weights", smaller):
+        loaded = load_model(config, sharding)
     tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
     template = None if tokenizer is None else _find_template(config, tokenizer)
-    executor = JaxExecutor(
-        loaded.params,
-        loaded.config,
-        cache=config.cache,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=config.max_model_len or loaded.config.max_position,
-        attention=config.attention_backend,
-        quantization=config.quantization,
-    )
+    with _room_for("the weights as they are used", smaller):
+        executor = JaxExecutor(
+            loaded.params,
+            loaded.config,
+            cache=config.cache,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=config.max_model_len or loaded.config.max_position,
+            attention=config.attention_backend,
+            quantization=config.quantization,
+            mesh=mesh,
+        )
     loaded_s = time.monotonic()
-    if warm_up:
-        executor.warm_up(_stage(progress, "compiling"))
-    warm_s = time.monotonic()
-    if calibrate:
-        cost_model = load_or_calibrate(executor, calibration_s, _stage(progress, "calibrating"))
-    else:
-        cost_model = load_calibration(calibration_path(executor))
+    with _room_for(
+        "the largest steps beside weights and cache",
+        "lower --device-memory-utilization, --num-blocks-override, --max-num-batched-tokens or --max-num-seqs",
+    ):
+        if warm_up:
+            executor.warm_up(_stage(progress, "compiling"))
+        warm_s = time.monotonic()
+        if calibrate:
+            cost_model = load_or_calibrate(executor, calibration_s, _stage(progress, "calibrating"))
+        else:
+            cost_model = load_calibration(calibration_path(executor))
     return make_parts(
         config,
         executor,
@@ -518,6 +536,23 @@ def build_engine(
         warm_up_s=warm_s - loaded_s,
         calibration_s=time.monotonic() - warm_s,
     )
+
+
+@contextlib.contextmanager
+def _room_for(what: str, advice: str) -> Iterator[None]:
+    """Want of memory within is a `ConfigError` of one line: how much was asked for, how much there is, and what to change."""
+    from apt_jax.models.loader import free_memory_bytes
+
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        asked = re.search(r"(\d+) ?bytes", str(error))
+        needed = "" if asked is None else f" ({int(asked[1]):,} bytes were asked for)"
+        free = free_memory_bytes()
+        there = "" if free is None else f"; {free:,} bytes are free"
+        raise ConfigError(f"no memory for {what}{needed}{there}: {advice}") from error
 
 
 def use_compile_cache() -> bool:
@@ -651,7 +686,7 @@ class LLM:
         scheduling_policy: a name from `apt_jax.sched.POLICIES`.
         hidden_attention: how attention over a hidden cache is computed.
         dtype: of weights, activations and cache.
-        tensor_parallel_size: devices; 1 in this version.
+        tensor_parallel_size: devices that share the model.
         max_num_seqs: most requests in one step.
         num_blocks_override: size of the cache pool in blocks; None: from the memory at hand.
         seed: of dummy weights, and of sampled requests that bring no seed of their own.

@@ -124,7 +124,7 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("mode", "ops", "seats"), [("hybrid", None, 8), ("kv", GRAPHS, 2)])
-def test_serving_after_warm_up_compiles_nothing(
+def test_Q8_serving_after_warm_up_compiles_nothing(
     mode: CacheMode, ops: AttentionOps | None, seats: int
 ) -> None:
     executor = make_executor(mode, mixed=True, ops=ops, max_num_seqs=seats)

@@ -35,7 +35,6 @@ _TARGETS = (
     "apt_split_qkv",
     "apt_decode_kv",
     "apt_decode_absorbed",
-    "apt_decode_absorbed_wide",
     "apt_prefill",
 )
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")  # fmt: skip

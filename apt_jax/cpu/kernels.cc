@@ -35,6 +35,9 @@
 
 namespace ffi = xla::ffi;
 
+// Whether products of bfloat16 use matrix tiles here.
+extern "C" int apt_has_tiles();
+
 namespace {
 
 constexpr int kLanes = 16;
@@ -897,6 +900,18 @@ struct Seen {
   }
 };
 
+// The first position that a query at position `end` - 1 sees.
+inline int64_t first_seen(int64_t window, int64_t end) { return window ? std::max<int64_t>(0, end - window) : 0; }
+
+// Positions [first, length) of a row's blocks; `ranges` (B, J, 2), or (0, 0, 2).
+Seen seen_of(ffi::Buffer<ffi::S32>& ranges, int64_t row, int64_t block_size, int64_t length, int64_t first) {
+  const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
+  Seen seen{own, block_size, length, first};
+  if (!own) seen.entry = std::min(first, length) / block_size;
+  seen.own = length;
+  return seen;
+}
+
 // `count` rows of `width` elements as float32, `padded` apart, zeros behind.
 template <typename T>
 void widen(const T* const* rows, int count, int64_t width, int64_t padded, float* out) {
@@ -1172,7 +1187,7 @@ void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t en
 // out (heads, H).
 template <typename T, typename Out>
 void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
-            int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, const Following<T>& following = {}) {
+            int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, [[maybe_unused]] const Following<T>& following = {}) {
 #ifdef APT_PAIRS
   if constexpr (std::is_same_v<T, Bf16>)
     if (width % 32 == 0)
@@ -1245,12 +1260,8 @@ void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, 
   };
   const auto row_of = [&](int64_t row) {
     const int64_t length = lens.typed_data()[row];
-    const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
-    const int64_t start = rules.window ? std::max<int64_t>(0, length - rules.window) : 0;
-    Seen seen{own, block_size, length, start};
-    if (!own) seen.entry = start / block_size;
-    seen.own = length;
-    return Row{{elements, tables.typed_data() + row * 2 * table_len, table_len, block_elements, lanes, nullptr, nullptr}, seen};
+    return Row{{elements, tables.typed_data() + row * 2 * table_len, table_len, block_elements, lanes, nullptr, nullptr},
+               seen_of(ranges, row, block_size, length, first_seen(rules.window, length))};
   };
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
   const int64_t together = parts == 1 ? std::clamp<int64_t>(live / (4 * threads.num_threads()), 1, 8) : 1;
@@ -1271,20 +1282,17 @@ void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, 
 
 ffi::Error decode_kv(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
                      ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
-                     ffi::Buffer<ffi::F32> slopes, ffi::ResultBuffer<ffi::F32> out, int64_t block_size, float softcap,
+                     ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, int64_t block_size, float softcap,
                      int64_t window) {
   const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    decode_kv_rows<T>(threads, static_cast<const T*>(q.untyped_data()), pool, tables, lens, rows.typed_data(), ranges, rules,
-                      block_size, q.dimensions(), out->typed_data());
+  if (q.element_type() != pool.element_type() || out->element_type() != ffi::F32)
+    return ffi::Error::InvalidArgument("decode_kv: queries of the pool's type to float32");
+  return of_type(q, [&](auto* queries) {
+    using T = std::remove_pointer_t<decltype(queries)>;
+    decode_kv_rows<T>(threads, queries, pool, tables, lens, rows.typed_data(), ranges, rules, block_size, q.dimensions(),
+                      static_cast<float*>(out->untyped_data()));
     return ffi::Error::Success();
-  };
-  if (q.element_type() == pool.element_type()) {
-    if (pool.element_type() == ffi::F32) return run(float{});
-    if (pool.element_type() == ffi::BF16) return run(Bf16{});
-  }
-  return ffi::Error::InvalidArgument("decode_kv: float32 or bfloat16, queries and pool alike");
+  });
 }
 
 // ---- attention on tiles: prefill, and decode rows over layer inputs
@@ -1505,89 +1513,77 @@ void prefill_tiles(const Bf16* q, Bf16* out, int64_t count, int64_t first, int64
 
 #endif  // APT_AMX
 
-// One query a row over cached layer inputs, absorbed: q (B, N, D), the scale in it, to sums of layer inputs (B, N, D).
-ffi::Error decode_absorbed_wide(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> pool,
-                                ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows,
-                                ffi::Buffer<ffi::S32> ranges, ffi::Buffer<ffi::F32> slopes, ffi::ResultBuffer<ffi::F32> out,
-                                int64_t block_size, float softcap, int64_t window) {
-  const int64_t heads = q.dimensions()[1], width = q.dimensions()[2];
-  float* result = out->typed_data();
-  std::memset(result, 0, out->size_bytes());
-  const int64_t first_row = rows.typed_data()[0], live = std::max<int64_t>(rows.typed_data()[1] - first_row, 0);
-  // Heads of a task: all of them, unless rows are fewer than threads.
-  const int64_t parts = live < 2 * threads.num_threads() ? std::min<int64_t>(heads, 2 * threads.num_threads()) : 1;
-  const int64_t per_part = (heads + parts - 1) / parts;
-  parallel_for(threads, live * parts, [&](int64_t task) {
-    const int64_t row = first_row + task / parts, first = task % parts * per_part, length = lens.typed_data()[row];
-    if (length <= 0 || first >= heads) return;
-    const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
-    const int64_t start = window ? std::max<int64_t>(0, length - window) : 0, at = (row * heads + first) * width;
-    Seen seen{own, block_size, length, start};
-    if (!own) seen.entry = start / block_size;
-    seen.own = length;
-    const Cache<float> cache{pool.typed_data(), tables.typed_data() + row * tables.dimensions()[1],
-                             0,  // values are where keys are
-                             pool.dimensions()[1], width, nullptr, nullptr};
-    const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() + first : nullptr};
-    attend(q.typed_data() + at, cache, seen, length, rules, 0, 1, std::min(per_part, heads - first), width, 1.0f, result + at);
-  });
-  return ffi::Error::Success();
+// A row's cached layer inputs, which are keys and values at once.
+template <typename T>
+Cache<T> inputs_of(ffi::AnyBuffer& pool, ffi::Buffer<ffi::S32>& tables, int64_t row, int64_t width) {
+  return {static_cast<const T*>(pool.untyped_data()),
+          tables.typed_data() + row * tables.dimensions()[1],
+          0,  // values are where keys are
+          pool.dimensions()[1],
+          width,
+          nullptr,
+          nullptr};
 }
 
-// The same on matrix tiles.
-ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> pool,
-                           ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows,
-                           ffi::Buffer<ffi::S32> ranges, ffi::Buffer<ffi::F32> slopes, ffi::ResultBuffer<ffi::BF16> out,
-                           int64_t block_size, float softcap, int64_t window) {
+// Some query heads of a row, from head `first` on, at the end of what it sees: q and out (count, D).
+void absorb(const float* q, const Cache<float>& cache, const Seen& seen, const Rules& rules, int64_t first, int64_t count,
+            int64_t width, float* out) {
+  const Rules mine{rules.softcap, rules.window, rules.slopes ? rules.slopes + first : nullptr};
+  attend(q, cache, seen, seen.length, mine, 0, 1, count, width, 1.0f, out);
+}
+
+void absorb(const Bf16* q, const Cache<Bf16>& cache, const Seen& seen, const Rules& rules, int64_t first, int64_t count,
+            int64_t width, Bf16* out) {
 #ifdef APT_AMX
+  std::vector<QueryTile> tiles;
+  for (int64_t h = 0; h < count; h += 16) {
+    QueryTile tile{};
+    for (int64_t i = 0; i < 16; ++i) {
+      tile.positions[i] = static_cast<int32_t>(seen.length - 1);
+      if (h + i >= count) continue;
+      tile.slopes[i] = rules.slopes ? rules.slopes[first + h + i] : 0;
+      tile.q[i] = q + (h + i) * width;
+      tile.out[i] = out + (h + i) * width;
+    }
+    tile.first = tile.last = static_cast<int32_t>(seen.length - 1);
+    tiles.push_back(tile);
+  }
+  Tiles registers;
+  attend_tiles(tiles.data(), static_cast<int64_t>(tiles.size()), width, cache, seen, seen.length, rules, 0, true, 1.0f);
+#else
+  (void)q, (void)cache, (void)seen, (void)rules, (void)first, (void)count, (void)width, (void)out;
+#endif
+}
+
+// One query a row over cached layer inputs, absorbed: q (B, N, D), the scale in it, to sums of layer inputs (B, N, D). All of one
+// type: float32, or bfloat16 on matrix tiles.
+ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
+                           ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
+                           ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, int64_t block_size, float softcap,
+                           int64_t window) {
   const int64_t heads = q.dimensions()[1], width = q.dimensions()[2];
   const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
-  if (!has_tiles()) return ffi::Error::InvalidArgument("decode_absorbed: needs AMX tiles");
-  auto* queries = static_cast<const Bf16*>(q.untyped_data());
-  auto* result = static_cast<Bf16*>(out->untyped_data());
-  std::memset(result, 0, out->size_bytes());
+  if (q.element_type() != pool.element_type() || q.element_type() != out->element_type())
+    return ffi::Error::InvalidArgument("decode_absorbed: one type for all");
+  if (q.element_type() == ffi::BF16 && !apt_has_tiles()) return ffi::Error::InvalidArgument("decode_absorbed: needs AMX tiles");
+  std::memset(out->untyped_data(), 0, out->size_bytes());
   const int64_t first_row = rows.typed_data()[0], live = std::max<int64_t>(rows.typed_data()[1] - first_row, 0);
-  // Heads of a task: all of them, unless rows are fewer than threads.
-  const int64_t head_tiles = (heads + 15) / 16, parts = live < 2 * threads.num_threads() ? head_tiles : 1;
-  const int64_t per_part = (head_tiles + parts - 1) / parts * 16;
-  parallel_for(threads, live * parts, [&](int64_t task) {
-    const int64_t row = first_row + task / parts, first_head = task % parts * per_part;
-    const int64_t length = lens.typed_data()[row];
-    if (length <= 0) return;
-    std::vector<QueryTile> tiles;
-    for (int64_t h = first_head; h < std::min(heads, first_head + per_part); h += 16) {
-      QueryTile tile{};
-      for (int64_t i = 0; i < 16; ++i) {
-        tile.positions[i] = static_cast<int32_t>(length - 1);
-        if (h + i >= heads) continue;
-        tile.slopes[i] = rules.slopes ? rules.slopes[h + i] : 0;
-        tile.q[i] = queries + (row * heads + h + i) * width;
-        tile.out[i] = result + (row * heads + h + i) * width;
-      }
-      tile.first = tile.last = static_cast<int32_t>(length - 1);
-      tiles.push_back(tile);
-    }
-    const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
-    const int64_t start = window ? std::max<int64_t>(0, length - window) : 0;
-    Seen seen{own, block_size, length, start};
-    if (!own) seen.entry = start / block_size;
-    seen.own = length;
-    const Cache<Bf16> cache{static_cast<const Bf16*>(pool.untyped_data()),
-                            tables.typed_data() + row * tables.dimensions()[1],
-                            0,  // values are where keys are
-                            pool.dimensions()[1],
-                            width,
-                            nullptr,
-                            nullptr};
-    Tiles registers;
-    attend_tiles(tiles.data(), static_cast<int64_t>(tiles.size()), width, cache, seen, length, rules, 0, true, 1.0f);
+  // Heads of a task: all of them, unless rows are fewer than threads; whole tiles of them.
+  const int64_t unit = q.element_type() == ffi::BF16 ? 16 : 1, units = (heads + unit - 1) / unit;
+  const int64_t parts = live < 2 * threads.num_threads() ? std::min<int64_t>(units, 2 * threads.num_threads()) : 1;
+  const int64_t per_part = (units + parts - 1) / parts * unit;
+  return of_type(q, [&](auto* queries) {
+    using T = std::remove_pointer_t<decltype(queries)>;
+    parallel_for(threads, live * parts, [&](int64_t task) {
+      const int64_t row = first_row + task / parts, first = task % parts * per_part, length = lens.typed_data()[row];
+      if (length <= 0 || first >= heads) return;
+      const int64_t at = (row * heads + first) * width;
+      absorb(queries + at, inputs_of<T>(pool, tables, row, width),
+             seen_of(ranges, row, block_size, length, first_seen(window, length)), rules, first,
+             std::min(per_part, heads - first), width, static_cast<T*>(out->untyped_data()) + at);
+    });
+    return ffi::Error::Success();
   });
-  return ffi::Error::Success();
-#else
-  (void)threads, (void)q, (void)pool, (void)tables, (void)lens, (void)rows, (void)ranges, (void)slopes, (void)out;
-  (void)block_size, (void)softcap, (void)window;
-  return ffi::Error::InvalidArgument("decode_absorbed: needs AMX tiles");
-#endif
 }
 
 ffi::Error prefill(ffi::ThreadPool threads, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> k, ffi::Buffer<ffi::BF16> v,
@@ -1617,11 +1613,8 @@ ffi::Error prefill(ffi::ThreadPool threads, ffi::Buffer<ffi::BF16> q, ffi::Buffe
   parallel_for(threads, static_cast<int64_t>(tasks.size()), [&](int64_t i) {
     const auto [row, head, first] = tasks[i];
     const int64_t prefix = prefixes[row], count = std::min<int64_t>(kTaskQueries, lengths[row] - first);
-    const int64_t offset = offsets[row], start = window ? std::max<int64_t>(0, prefix + first + 1 - window) : 0;
-    const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
-    Seen seen{own, block_size, prefix, start};
-    if (!own) seen.entry = std::min(start, prefix) / block_size;
-    seen.own = prefix;
+    const int64_t offset = offsets[row];
+    const Seen seen = seen_of(ranges, row, block_size, prefix, first_seen(window, prefix + first + 1));
     const Cache<Bf16> cache{static_cast<const Bf16*>(pool.untyped_data()),
                             tables.typed_data() + row * 2 * table_len,
                             table_len,
@@ -1633,7 +1626,7 @@ ffi::Error prefill(ffi::ThreadPool threads, ffi::Buffer<ffi::BF16> q, ffi::Buffe
     if (count <= kFew) {
       for (int64_t j = 0; j < count; ++j) {
         Seen of_query = seen;
-        of_query.first = window ? std::max<int64_t>(0, prefix + first + j + 1 - window) : 0;
+        of_query.first = first_seen(window, prefix + first + j + 1);
         const int64_t from = at + j * heads * width;
         attend(queries + from, cache, of_query, prefix + first + j + 1, rules, head, 1, group, width, scale, result + from);
       }
@@ -1703,50 +1696,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_split_qkv, split_qkv,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("head_dim"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_kv, decode_kv,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // q (B, N, H)
-                                  .Arg<ffi::AnyBuffer>()         // pool (P, C * E), of the same type
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, 2, J)
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,)
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // rows (2,)
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot ranges (B, J, 2), or (0, 0, 2)
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // slopes (N,), or (0,)
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("block_size")
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("window"));
+auto decode_arguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()         // q (B, N, H), or (B, N, D) absorbed and scaled
+      .Arg<ffi::AnyBuffer>()         // pool (P, C * E), of the same type
+      .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, 2, J), or (B, J)
+      .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,)
+      .Arg<ffi::Buffer<ffi::S32>>()  // rows (2,)
+      .Arg<ffi::Buffer<ffi::S32>>()  // slot ranges (B, J, 2), or (0, 0, 2)
+      .Arg<ffi::Buffer<ffi::F32>>()  // slopes (N,), or (0,)
+      .Ret<ffi::AnyBuffer>()
+      .Attr<int64_t>("block_size")
+      .Attr<float>("softcap")
+      .Attr<int64_t>("window");
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_absorbed_wide, decode_absorbed_wide,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // q (B, N, D), scaled
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // pool (P, C * E)
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, J)
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,)
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // rows (2,)
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // slot ranges (B, J, 2), or (0, 0, 2)
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // slopes (N,), or (0,)
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("block_size")
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("window"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_absorbed, decode_absorbed,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::BF16>>()  // q (B, N, D), scaled
-                                  .Arg<ffi::Buffer<ffi::BF16>>()  // pool (P, C * E)
-                                  .Arg<ffi::Buffer<ffi::S32>>()   // tables (B, J)
-                                  .Arg<ffi::Buffer<ffi::S32>>()   // lens (B,)
-                                  .Arg<ffi::Buffer<ffi::S32>>()   // rows (2,)
-                                  .Arg<ffi::Buffer<ffi::S32>>()   // slot ranges (B, J, 2), or (0, 0, 2)
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // slopes (N,), or (0,)
-                                  .Ret<ffi::Buffer<ffi::BF16>>()
-                                  .Attr<int64_t>("block_size")
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("window"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_kv, decode_kv, decode_arguments());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_absorbed, decode_absorbed, decode_arguments());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_prefill, prefill,
                               ffi::Ffi::Bind()
@@ -1765,8 +1732,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_prefill, prefill,
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window"));
 
-// Whether products of bfloat16 use matrix tiles here.
-extern "C" int apt_has_tiles() {
+int apt_has_tiles() {
 #ifdef APT_AMX
   return has_tiles();
 #else

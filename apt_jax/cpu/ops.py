@@ -18,7 +18,8 @@ from apt_jax.models.params import NormParams, QuantizedMatrix, TiledMatrix
 from apt_jax.pallas import xla
 from apt_jax.pallas.reference import ScoreRules
 
-_MAX_ROWS = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float32): 16}
+_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+_MAX_ROWS = 16
 """Rows of a product in vector registers up to which ours is the faster one, as measured on two cores."""
 
 
@@ -56,7 +57,7 @@ def _product(
         return x.astype(jnp.bfloat16), (w.values, _or_empty(w.scale))
     if scale is None:
         x = x.astype(w.dtype)
-    if x.shape[0] > _MAX_ROWS.get(x.dtype, 0):
+    if x.dtype not in _DTYPES or x.shape[0] > _MAX_ROWS:
         return x, None
     return x, (w, _or_empty(scale))
 
@@ -136,20 +137,12 @@ def decode_kv(
     rules: ScoreRules | None = None,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
-    if pool.dtype not in _MAX_ROWS:
+    if pool.dtype not in _DTYPES:
         return xla.decode_kv(
             q, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
         )  # fmt: skip
-    first, last = rows or (jnp.int32(0), jnp.int32(q.shape[0]))
-    return jax.ffi.ffi_call("apt_decode_kv", jax.ShapeDtypeStruct(q.shape, jnp.float32))(
-        q.astype(pool.dtype),
-        pool,
-        tables,
-        lens,
-        jnp.stack([first, last]),
-        *_optional(slot_ranges, rules),
-        **_attributes(block_size, rules),
-    )
+    of_rows = (block_size, rows, slot_ranges, rules)
+    return _decode("apt_decode_kv", jnp.float32, q, pool, tables, lens, *of_rows)
 
 
 def decode_absorbed(
@@ -164,17 +157,29 @@ def decode_absorbed(
     rules: ScoreRules | None = None,
 ) -> Float[Array, "B N D"]:
     """See `reference.decode_absorbed`. Ours for float32, and for bfloat16 on matrix tiles; XLA's else."""
-    targets = {jnp.dtype(jnp.float32): "apt_decode_absorbed_wide"}
-    if build.has_tiles():
-        targets[jnp.dtype(jnp.bfloat16)] = "apt_decode_absorbed"
-    if pool.dtype not in targets:
+    if pool.dtype != jnp.float32 and not (pool.dtype == jnp.bfloat16 and build.has_tiles()):
         return xla.decode_absorbed(
             q_absorbed, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
         )  # fmt: skip
-    first, last = rows or (jnp.int32(0), jnp.int32(q_absorbed.shape[0]))
-    out = jax.ShapeDtypeStruct(q_absorbed.shape, pool.dtype)
-    return jax.ffi.ffi_call(targets[pool.dtype], out)(
-        q_absorbed.astype(pool.dtype),
+    of_rows = (block_size, rows, slot_ranges, rules)
+    return _decode("apt_decode_absorbed", pool.dtype, q_absorbed, pool, tables, lens, *of_rows)
+
+
+def _decode(
+    target: str,
+    dtype: Any,
+    q: Array,
+    pool: Array,
+    tables: Array,
+    lens: Array,
+    block_size: int,
+    rows: tuple[Array, Array] | None,
+    slot_ranges: Array | None,
+    rules: ScoreRules | None,
+) -> Array:
+    first, last = rows or (jnp.int32(0), jnp.int32(q.shape[0]))
+    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, dtype))(
+        q.astype(pool.dtype),
         pool,
         tables,
         lens,

@@ -33,6 +33,7 @@ from apt_jax.models.params import LayerParams, ModelParams, NormParams, Quantize
 from apt_jax.pallas import AttentionOps
 from apt_jax.pallas.reference import KeyNorm, ScoreRules, rms_norm_heads, turn
 from apt_jax.pallas.xla import activate, dense, dot
+from apt_jax.parallel import TensorParallel
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +80,9 @@ class StepOptions:
     """Whether KV and hidden rows can occur in the step."""
     ops: AttentionOps
     """`ops.branches` says whether what no row needs is branched around on the device."""
+    tensor: TensorParallel | None = None
+    """None: the device has the whole model. Else the step is one device's share of it, within `jax.shard_map`, and its
+    `ModelConfig` is `parallel.own_config`."""
 
 
 _Product = Callable[..., Array]
@@ -93,6 +97,19 @@ def _dense(
 ) -> Float[Array, "T O"]:
     """`x @ w.T + b` in float32, by the platform's product."""
     out = product(x, *_weights(w))
+    return out if b is None else out + b.astype(jnp.float32)[None, :]
+
+
+def _summed(
+    x: Float[Array, "T I"],
+    w: Any,
+    b: Float[Array, " O"] | None,
+    options: StepOptions,
+) -> Float[Array, "T O"]:
+    """`_dense` where the inputs are those of one device among several."""
+    if options.tensor is None:
+        return _dense(x, w, b, options.ops.dense)
+    out = options.tensor.sum(_dense(x, w, None, options.ops.dense))
     return out if b is None else out + b.astype(jnp.float32)[None, :]
 
 
@@ -126,7 +143,7 @@ def _finite(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Attention:
-    """What attention of one layer needs beside its input: the same for all layers but for `params` and `rules`."""
+    """What attention of one layer needs beside its input: the same for all layers but for `params` and the rules."""
 
     params: LayerParams
     config: ModelConfig
@@ -137,6 +154,8 @@ class _Attention:
     all_angles: Float[Array, "S HALF"] | None
     """Of every position, for keys computed from cached layer inputs."""
     rules: ScoreRules | None
+    whole_rules: ScoreRules | None
+    """`rules` of the heads of all devices."""
 
     @property
     def key_norm(self) -> KeyNorm | None:
@@ -207,7 +226,12 @@ class _Attention:
         if norm is None and turns is None:
             return a if factor == 1.0 else a * factor
         heads = a.reshape(a.shape[0], -1, config.head_dim)
-        if norm is not None:
+        tensor = self.options.tensor
+        if norm is not None and tensor is not None and config.qk_norm == "lane":
+            square = tensor.sum(jnp.sum(a * a, axis=1, keepdims=True)) / (a.shape[1] * tensor.size)
+            scaled = a * lax.rsqrt(square + config.norm_eps) * norm.astype(jnp.float32)[None]
+            heads = scaled.reshape(heads.shape)
+        elif norm is not None:
             heads = rms_norm_heads(heads, norm, config.norm_eps)
         if turns is not None:
             heads = turn(heads, *turns)
@@ -225,6 +249,10 @@ class _Attention:
             "rows": rows,
         } | self.extras
         tables, lens = batch.decode_tables[:, 0], batch.decode_lens
+        if options.tensor is not None:
+            if options.hidden_mode == "absorb":
+                return self._absorbed_by_input(q, pool, options.tensor)
+            common["tensor"] = options.tensor
         if options.hidden_mode is None:
             return options.ops.decode_reprojected(
                 q, pool, tables, lens, p.wk, p.bk, p.wv, p.bv, **common, **self.key_extras
@@ -243,12 +271,37 @@ class _Attention:
             z = options.ops.decode_v_absorbed(
                 scaled[:, :, :r], absorbed, pool, tables, lens, p.wk[:, :r], bias, **common, **self.key_extras
             )  # fmt: skip
-        out = _of_kv_heads(z, p.wv, (2, 2)).transpose(1, 0, 2).reshape(q.shape)
-        if p.bv is None:
+        return self._with_bias(_of_kv_heads(z, p.wv, (2, 2)).transpose(1, 0, 2).reshape(q.shape))
+
+    def _with_bias(self, out: Float[Array, "B N H"]) -> Array:
+        """What was absorbed of hidden rows, with the bias of their values."""
+        bv = self.params.bv
+        if bv is None:
             return out
-        mine = (jnp.arange(q.shape[0], dtype=jnp.int32) >= rows[0])[:, None, None]
-        bias = jnp.repeat(p.bv.astype(jnp.float32), q.shape[1] // p.bv.shape[0], axis=0)
+        index = jnp.arange(out.shape[0], dtype=jnp.int32)
+        mine = (index >= self.batch.num_kv_rows)[:, None, None]
+        bias = jnp.repeat(bv.astype(jnp.float32), out.shape[1] // bv.shape[0], axis=0)
         return out + jnp.where(mine, bias[None], 0.0)
+
+    def _absorbed_by_input(
+        self, q: Float[Array, "B N H"], pool: Array, tensor: TensorParallel
+    ) -> Float[Array, "B N H"]:
+        """Absorbed attention of this device's heads, where every device has some features of the layer inputs, and so a part of
+        the scores of all heads."""
+        p, batch = self.params, self.batch
+        every = tensor.gather(q * jnp.asarray(q.shape[2] ** -0.5, q.dtype), 1)
+        z = self.options.ops.decode_absorbed(
+            self._absorbed(every, p.wk_inputs),
+            pool,
+            batch.decode_tables[:, 0],
+            batch.decode_lens,
+            block_size=self.options.hidden_block_size,
+            rows=(batch.num_kv_rows, batch.num_decode_rows),
+            rules=self.whole_rules,
+            tensor=tensor,
+        )
+        out = _of_kv_heads(z, p.wv_inputs, (2, 2)).transpose(1, 0, 2)
+        return self._with_bias(tensor.scatter_sum(out.reshape(every.shape), 1))
 
     @property
     def _half(self) -> int:
@@ -266,6 +319,8 @@ class _Attention:
     def write(self, pool: Array, x: Array, k: Array, v: Array) -> Array:
         """The pool with the cache of all tokens in it."""
         batch, (kv_rows, hidden_rows) = self.batch, self.options.kinds
+        if self.options.tensor is not None and hidden_rows:
+            x = self.options.tensor.own(x, 1)
         lanes = self.config.lane
         # What others may read stays finite by construction, as k and v are: 0 * NaN = NaN, so a NaN would pass the mask of a
         # neighbour in the same tile, or of a recycled block's next owner. The row that made it still fails, through its own
@@ -367,6 +422,8 @@ class _Attention:
         if t > b:
             p = self.params
             more: dict[str, Any] = {}
+            if options.tensor is not None:
+                more["tensor"] = options.tensor
             if options.hidden_block_size != options.block_size or x.shape[1] != config.lane:
                 more["hidden_block_size"] = options.hidden_block_size
             out = options.ops.prefill(
@@ -412,10 +469,10 @@ def _of_kv_heads(
 
 
 def _feed_forward(
-    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, ops: AttentionOps
+    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, options: StepOptions
 ) -> Float[Array, "T D"]:
     """In the dtype of x between its two products; the result in float32."""
-    dtype = x.dtype
+    dtype, ops = x.dtype, options.ops
     if not config.gated:
         up = activate(_dense(x, p.w_up, p.b_up, ops.dense), config.activation)
     elif p.w_gate_up is None:
@@ -426,15 +483,19 @@ def _feed_forward(
     else:
         both = _dense(x, p.w_gate_up, p.b_gate_up, ops.dense)
         up = activate(both[:, : config.ffn_size], config.activation) * both[:, config.ffn_size :]
-    return _dense(up.astype(dtype), p.w_down, p.b_down, ops.dense)
+    return _summed(up.astype(dtype), p.w_down, p.b_down, options)
 
 
-def score_rules(config: ModelConfig, layer: int) -> ScoreRules | None:
-    """The rules of a layer's scores; None where there are none."""
+def score_rules(
+    config: ModelConfig, layer: int, tensor: TensorParallel | None = None
+) -> ScoreRules | None:
+    """The rules of a layer's scores, of the heads of one of several devices; None where there are none."""
     window = config.window(layer)
     if config.attention_softcap is None and not config.alibi_slopes and window is None:
         return None
     slopes = jnp.asarray(config.alibi_slopes, jnp.float32) if config.alibi_slopes else None
+    if slopes is not None and tensor is not None:
+        slopes = tensor.own(slopes, 0)
     return ScoreRules(softcap=config.attention_softcap, slopes=slopes, window=window)
 
 
@@ -444,10 +505,16 @@ def embed(
     positions: Int32[Array, " T"],
     config: ModelConfig,
     product: _Product = dense,
+    tensor: TensorParallel | None = None,
 ) -> Float[Array, "T D"]:
     """What the first layer works on, float32."""
     h = params.embed
-    if isinstance(h, QuantizedMatrix | TiledMatrix):
+    if tensor is not None:
+        index = token_ids - tensor.rank * h.shape[0]
+        mine = (index >= 0) & (index < h.shape[0])
+        rows = jnp.where(mine[:, None], h[jnp.where(mine, index, 0)], jnp.zeros((), h.dtype))
+        h = tensor.sum(rows)
+    elif isinstance(h, QuantizedMatrix | TiledMatrix):
         rows = (
             h.values[token_ids] if isinstance(h, QuantizedMatrix) else tiles.rows_of(h, token_ids)
         )
@@ -484,7 +551,7 @@ def decoder_step(
     """
     dtype, product = params.dtype, options.ops.dense
     with jax.named_scope("embed"):
-        h = embed(params, batch.token_ids, batch.positions, config, product)
+        h = embed(params, batch.token_ids, batch.positions, config, product, options.tensor)
     turns = all_angles = None
     if config.rope is not None:
         inv_freq = jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
@@ -513,16 +580,17 @@ def decoder_step(
     post = config.norm_placement == "post"
     new_pools: list[Any] = []
     delta = None  # of the last feed-forward, not in h yet
+    whole = config if options.tensor is None else options.tensor.config
     for i, p in enumerate(params.layers):
         attention = _Attention(
-            params=p, config=config, options=options, batch=batch, turns=turns,
-            all_angles=all_angles, rules=score_rules(config, i),
+            params=p, config=config, options=options, batch=batch, turns=turns, all_angles=all_angles,
+            rules=score_rules(whole, i, options.tensor), whole_rules=score_rules(whole, i),
         )  # fmt: skip
         with jax.named_scope(f"layer{i}/attention"):
             h, x = added(h, delta, None if post else p.attn_norm)
             out, pool = attention(x, pools[i])
             new_pools.append(pool)
-            out = normed(_dense(out, _flat(p.wo, 1), p.bo, product), p.attn_out_norm)
+            out = normed(_summed(out, _flat(p.wo, 1), p.bo, options), p.attn_out_norm)
         with jax.named_scope(f"layer{i}/ffn"):
             if post:
                 h = normed(h + out, p.attn_norm)
@@ -532,7 +600,7 @@ def decoder_step(
                 h = h + out
             else:
                 h, x = added(h, out, p.ffn_norm)
-            delta = normed(_feed_forward(x, p, config, options.ops), p.ffn_out_norm)
+            delta = normed(_feed_forward(x, p, config, options), p.ffn_out_norm)
             if post:
                 h, delta = normed(h + delta, p.ffn_norm), None
     _, out = added(h, delta, params.final_norm)
@@ -544,21 +612,28 @@ def logits(
     hidden: Float[Array, "B D"],
     config: ModelConfig,
     product: _Product = dense,
+    tensor: TensorParallel | None = None,
 ) -> Float[Array, "B V"]:
-    """Scores over the vocabulary, float32."""
+    """Scores over the vocabulary, float32; the whole of it on every device."""
     hidden, head = _before_head(params, hidden, product)
     scores = _dense(hidden, head, params.head_bias, product)
+    if tensor is not None:
+        scores = tensor.gather(scores, 1)[:, : tensor.config.vocab_size]
     cap = config.logits_softcap
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def greedy_tokens(
-    params: ModelParams, hidden: Float[Array, "B D"], config: ModelConfig, ops: AttentionOps
+    params: ModelParams,
+    hidden: Float[Array, "B D"],
+    config: ModelConfig,
+    ops: AttentionOps,
+    tensor: TensorParallel | None = None,
 ) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
     """`sampling.greedy` of `logits`, which are not written where the platform can do without."""
-    plain = params.head_bias is None and config.logits_softcap is None
+    plain = params.head_bias is None and config.logits_softcap is None and tensor is None
     if ops.dense_argmax is None or not plain:
-        return sampling.greedy(logits(params, hidden, config, ops.dense))
+        return sampling.greedy(logits(params, hidden, config, ops.dense, tensor))
     hidden, head = _before_head(params, hidden, ops.dense)
     return ops.dense_argmax(hidden, *_weights(head))
 

@@ -13,6 +13,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import itertools
 import logging
@@ -47,8 +48,8 @@ from apt_jax.models.params import ModelParams, abstract_params, dummy_params, pa
 ModelFormat = Literal["preset", "directory", "orbax", "gguf"]
 """What a name stands for; a directory holds config.json and safetensors or PyTorch files."""
 
-LeafSharding = Callable[[str], jax.sharding.Sharding | None]
-"""Where a leaf of the parameters (``layers.3.wq``) shall be; None: on the default device."""
+LeafSharding = Callable[[ModelConfig, str], jax.sharding.Sharding | None]
+"""Where a leaf of a model's parameters (``layers.3.wq``) shall be; None: on the default device."""
 
 _logger = logging.getLogger(__name__)
 
@@ -299,9 +300,9 @@ def _eos_token_ids(
     return ids
 
 
-def _free_memory_bytes() -> int | None:
-    """What the default device can still take, or None where it does not tell."""
-    device = jax.devices()[0]
+def free_memory_bytes(device: Any = None) -> int | None:
+    """What a device, by default the first one, can still take; None where it does not tell."""
+    device = jax.devices()[0] if device is None else device
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         limit = stats.get("bytes_limit")
@@ -315,12 +316,22 @@ def _free_memory_bytes() -> int | None:
         return None
 
 
-def _check_memory(config: ModelConfig, dtype: np.dtype[Any]) -> None:
-    needed, free = config.num_params * dtype.itemsize, _free_memory_bytes()
+def _check_memory(
+    config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None = None
+) -> None:
+    """Raises ModelLoadError where the weights of a device, or of all that the host plays, take more than is free."""
+    needed, free, share = config.num_params * dtype.itemsize, free_memory_bytes(), ""
+    if sharding is not None and jax.devices()[0].platform != "cpu":
+        needed, share = 0, " of each device"
+        leaves = jax.tree.leaves(abstract_params(config, dtype))
+        for name, leaf in zip(jax.tree.leaves(param_names(config)), leaves, strict=True):
+            where = sharding(config, name)
+            shape = leaf.shape if where is None else where.shard_shape(leaf.shape)
+            needed += math.prod(shape) * dtype.itemsize
     if free is not None and needed > free:
         raise ModelLoadError(
-            f"the weights take {needed / 2**30:.1f} GiB in {dtype.name}, but {free / 2**30:.1f} GiB of device memory are free; "
-            "choose a smaller model or a 16-bit --dtype"
+            f"the weights{share} take {needed / 2**30:.1f} GiB in {dtype.name}, but {free / 2**30:.1f} GiB of device memory are free; "
+            "choose a smaller model, a 16-bit --dtype or more devices (-tp)"
         )
 
 
@@ -504,7 +515,7 @@ def _load_params(
     sharding: LeafSharding | None = None,
 ) -> ModelParams:
     leaves, tied_head = _match(checkpoint, family, config, fields, path)
-    _check_memory(config, dtype)
+    _check_memory(config, dtype, sharding)
     if tied_head is not None:
         embed = next(leaf.stored for leaf in leaves if leaf.leaf == "embed")
         assert embed is not None
@@ -531,7 +542,7 @@ def _load_params(
         last: np.ndarray | None = None
         last_name: str | None = None
         for leaf in sorted(leaves, key=place):
-            where = None if sharding is None else sharding(leaf.leaf)
+            where = None if sharding is None else sharding(config, leaf.leaf)
             if leaf.stored is None:
                 arrays[leaf.leaf] = _put(np.full(leaf.shape, leaf.constant, dtype), where)
                 continue
@@ -591,8 +602,9 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
         )
     dtype, weights = np.dtype(jnp.dtype(config.dtype)), "random"
     if dummy:
-        _check_memory(model_config, dtype)
-        params = dummy_params(model_config, dtype, config.seed)
+        _check_memory(model_config, dtype, sharding)
+        place = None if sharding is None else functools.partial(sharding, model_config)
+        params = dummy_params(model_config, dtype, config.seed, place)
     else:
         assert path is not None
         with open_weights(resolved, config.load_format) as checkpoint:

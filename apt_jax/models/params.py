@@ -102,6 +102,9 @@ class LayerParams:
     w_gate_up: Any = None
     """(2F, D): w_gate and w_up as one matrix, in their place"""
     b_gate_up: Any = None
+    wk_inputs: Any = None
+    """(K, H, D): wk again, cut by input for absorbed attention over several devices; see `apt_jax.parallel`."""
+    wv_inputs: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -215,7 +218,12 @@ def param_names(config: ModelConfig) -> ModelParams:
     return _build(config, lambda name, _shape, _axes: name)
 
 
-def dummy_params(config: ModelConfig, dtype: Any, seed: int) -> ModelParams:
+def dummy_params(
+    config: ModelConfig,
+    dtype: Any,
+    seed: int,
+    sharding: Callable[[str], jax.sharding.Sharding | None] | None = None,
+) -> ModelParams:
     """Random weights of the right shapes: normal, std 0.02; norms near one; biases not zero.
 
     Made leaf by leaf with NumPy on the host, so that the largest temporary is one leaf.
@@ -226,7 +234,11 @@ def dummy_params(config: ModelConfig, dtype: Any, seed: int) -> ModelParams:
         values = rng.standard_normal(shape, np.float32) * np.float32(0.02)
         if is_norm_scale(name):
             values += np.float32(1.0 - config.norm_offset)
-        return jnp.asarray(values).astype(dtype)
+        where = None if sharding is None else sharding(name)
+        if where is None:
+            return jnp.asarray(values).astype(dtype)
+        values = values.astype(dtype)
+        return jax.make_array_from_callback(shape, where, values.__getitem__).block_until_ready()
 
     return _build(config, leaf)
 
@@ -321,3 +333,15 @@ def map_matrices(
         head=matrix(params.head),
         layers=tuple(layers),
     )
+
+
+def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams]) -> ModelParams:
+    """`change(params)`, a layer at a time: what it makes and throws away again is a layer's, not a model's."""
+    nothing = dataclasses.replace(
+        params,
+        **{field.name: None for field in dataclasses.fields(params) if field.name != "layers"},
+        layers=(),
+    )
+    rest = change(dataclasses.replace(params, layers=()))
+    layers = [change(dataclasses.replace(nothing, layers=(layer,))).layers[0] for layer in params.layers]  # fmt: skip
+    return dataclasses.replace(rest, layers=tuple(layers))

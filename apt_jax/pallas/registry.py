@@ -141,6 +141,23 @@ def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
     )
 
 
+def over_devices(ops: AttentionOps) -> AttentionOps:
+    """The ops where layer inputs are spread over devices by feature: they take `tensor` (`xla.Shards`) wherever they read some.
+    Kernels know none such; rows of keys and values keep theirs."""
+
+    def prefill(*args: Any, with_hidden: bool, **kwargs: Any) -> Array:
+        op = xla.prefill if with_hidden else ops.prefill
+        return op(*args, with_hidden=with_hidden, **kwargs)
+
+    return dataclasses.replace(
+        ops,
+        decode_absorbed=xla.decode_absorbed,
+        decode_reprojected=xla.decode_reprojected,
+        decode_v_absorbed=xla.decode_v_absorbed,
+        prefill=prefill,
+    )
+
+
 _IMPLEMENTATIONS: dict[str, Callable[[str | None], AttentionOps]] = {
     "cpu": _cpu,
     "xla": _xla,

@@ -14,7 +14,7 @@ How it is made fast, as measured on a 2-core machine with AMX:
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ _MASKED = -1e30
 
 TOKENS_PER_TILE = 64
 """T of decode attention: fewer make the products slow, more waste work on short contexts."""
+TOKENS_PER_SUM = 512
+"""T where scores are summed over devices: each sum takes some time, however small."""
 ROWS_PER_TILE = 32
 """R of decode attention."""
 PREFILL_QUERY_TILE = 128
@@ -36,6 +38,25 @@ PREFILL_KEY_TILE = 128
 _Fetch = Callable[[Array, Array, Array], tuple[Array, Array]]
 """From G table entries of each of R rows (R, A, G), whether each of their T slots is the row's own (R, T) and its
 position (R, T), to the slots' keys and values (R, T, E). Values of slots that are not the row's own must be finite."""
+
+
+@runtime_checkable
+class Shards(Protocol):
+    """Devices that layer inputs are spread over by feature: `apt_jax.parallel.TensorParallel`."""
+
+    @property
+    def size(self) -> int:
+        """Their number."""
+        ...
+
+    def sum(self, x: Array) -> Array:
+        """The sum over them."""
+        ...
+
+    def gather(self, x: Array, axis: int) -> Array:
+        """The shares of all of them, one after another."""
+        ...
+
 
 _FlashState = tuple[Array, Array, Array]
 """Running maximum, denominator and accumulator of flash attention."""
@@ -115,16 +136,20 @@ def _decode(
     block_size: int,
     slot_ranges: Int32[Array, "B J 2"] | None,
     rules: ScoreRules | None = None,
+    partly: Shards | None = None,
 ) -> Float[Array, "B N W"]:
     """Flash attention of one query a row over the keys and values (R, T, E) that `fetch` gives.
 
     Only tiles that hold rows in the half-open range `rows` are visited; rows outside it give zeros.
+
+    Args:
+        partly: `q` and `fetch` have one device's features: its products are a part of the scores.
     """
     batch, num_heads, _ = q.shape
     r = min(batch, ROWS_PER_TILE)
     if batch % r:
         raise ValueError(f"{batch=} must be at most {ROWS_PER_TILE} or a multiple of it")
-    g = max(1, TOKENS_PER_TILE // block_size)
+    g = max(1, (TOKENS_PER_TILE if partly is None else TOKENS_PER_SUM) // block_size)
     t = g * block_size
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % g)))
     if slot_ranges is not None:
@@ -144,6 +169,8 @@ def _decode(
             ids = lax.dynamic_slice_in_dim(table_tile, j * g, g, axis=2)
             keys, values = fetch(ids, own, position)
             s = dot(q_tile, keys, (2, 2), ((0,), (0,)))
+            if partly is not None:
+                s = partly.sum(s)
             if rules is not None:
                 last = len_tile[:, None] - 1
                 s, seen = _ruled(s, (position - last)[:, None, :], rules, (1, -1, 1))
@@ -229,12 +256,18 @@ def _fetch_blocks(
     block_size: int,
     own: Bool[Array, "R T"] | None,
     width: int | None = None,
+    tensor: Shards | None = None,
 ) -> Float[Array, "R T E"]:
     """The slots of G blocks a row; where `own` is given, zeros for slots that are not the row's own.
 
     Args:
         width: of a slot, where `block_size` of them do not fill a block.
+        tensor: the devices that the features of a slot are spread over; `width` is that of all.
     """
+    if tensor is not None:
+        assert width is not None
+        share = _fetch_blocks(pool, ids, block_size, own, width // tensor.size)
+        return tensor.gather(share, 2)
     r, g = ids.shape
     blocks = pool[ids.reshape(-1)]
     if width is not None and block_size * width < pool.shape[1]:
@@ -288,8 +321,9 @@ def decode_absorbed(
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     rules: ScoreRules | None = None,
+    tensor: Shards | None = None,
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_absorbed`."""
+    """See `reference.decode_absorbed`. With `tensor`, D counts the features that this device has of queries, pool and result."""
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
         del position
@@ -307,6 +341,7 @@ def decode_absorbed(
         block_size,
         slot_ranges,
         rules,
+        tensor,
     )
 
 
@@ -345,13 +380,14 @@ def decode_reprojected(
     angles: Float[Array, "S HALF"] | None = None,
     key_norm: KeyNorm | None = None,
     rules: ScoreRules | None = None,
+    tensor: Shards | None = None,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_reprojected`."""
 
     num_kv_heads = wk.shape[0]
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-        x = _fetch_blocks(pool, ids[:, 0], block_size, own, wk.shape[2])
+        x = _fetch_blocks(pool, ids[:, 0], block_size, own, wk.shape[2], tensor)
         flat = x.reshape(-1, x.shape[2])
         turns = None if angles is None else angles[position.reshape(-1)]
         keys, values = project_kv(flat, wk, bk, turns, key_norm), project_kv(flat, wv, bv)
@@ -386,6 +422,7 @@ def decode_v_absorbed(
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     key_norm: KeyNorm | None = None,
     rules: ScoreRules | None = None,
+    tensor: Shards | None = None,
 ) -> Float[Array, "B N D"]:
     """See `reference.decode_v_absorbed`: one product with the keys [k_r | x] gives both parts of the scores."""
     num_kv_heads, _, width = wk_rotary.shape
@@ -394,7 +431,7 @@ def decode_v_absorbed(
         q = jnp.concatenate([q, q_absorbed.astype(pool.dtype)], axis=2)
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-        x = _fetch_blocks(pool, ids[:, 0], block_size, own, width)
+        x = _fetch_blocks(pool, ids[:, 0], block_size, own, width, tensor)
         turns = angles[position.reshape(-1)]
         keys = project_kv(x.reshape(-1, width), wk_rotary, bk_rotary, turns, key_norm)
         keys = keys.reshape(*x.shape[:2], -1)
@@ -437,6 +474,7 @@ def prefill(
     hidden_block_size: int | None = None,
     key_norm: KeyNorm | None = None,
     rules: ScoreRules | None = None,
+    tensor: Shards | None = None,
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than
     absorbing (crossover at H * N / (N - 1))."""
@@ -537,7 +575,7 @@ def prefill(
         def from_hidden(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
             assert wk is not None
             assert wv is not None
-            x = _fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2])[0]
+            x = _fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2], tensor)[0]
             turns = None if angles is None else angles[position[0]]
             return project_kv(x, wk, bk, turns, key_norm), project_kv(x, wv, bv)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from apt_jax.parallel import AXIS
 from benchmarks.gpu.compile_only import Chip
 
 _TARGETS = {
@@ -104,7 +105,7 @@ def make_mesh(chip: Chip, num_devices: int) -> Any:
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=_TARGETS[chip.arch], topology=f"1x1x{num_devices}"
     )
-    return topologies.make_mesh(topology, (num_devices,), ("x",))
+    return topologies.make_mesh(topology, (num_devices,), (AXIS,))
 
 
 @contextlib.contextmanager

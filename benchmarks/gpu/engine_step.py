@@ -1,23 +1,23 @@
-"""The engine's programs for the gate: a decode step from embedding to sampled tokens, on one GPU or with its heads over
+"""The engine's programs for the gate: a decode step from embedding to sampled tokens, on one GPU or cut over
 several, and a step of prompt chunks."""
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from apt_jax import jax_executor, sampling
+from apt_jax import jax_executor, parallel
 from apt_jax.config import CacheConfig, ModelConfig
 from apt_jax.jax_executor import JaxExecutor
-from apt_jax.models import PRESETS, decoder
-from apt_jax.models.decoder import DecoderBatch, StepOptions, logits
+from apt_jax.models import PRESETS
+from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, greedy_tokens
 from apt_jax.models.loader import read_model_config
-from apt_jax.models.params import ModelParams, NormParams, abstract_params, param_axes
-from apt_jax.pallas import AttentionOps
+from apt_jax.models.params import ModelParams, NormParams, abstract_params, param_names
+from apt_jax.pallas import AttentionOps, over_devices
 from benchmarks.gpu.compile_only import Chip
 from benchmarks.gpu.device_free import ProgramReport, compile_program, make_mesh
 
@@ -62,62 +62,23 @@ def _model(case: StepCase) -> ModelConfig:
     return config if case.num_layers is None else dataclasses.replace(config, num_layers=case.num_layers)  # fmt: skip
 
 
-def _sharded_layers(
-    params: ModelParams,
-    pools: tuple[Array, ...],
-    fields: dict[str, Array],
-    *,
-    config: ModelConfig,
-    options: StepOptions,
-    num_devices: int,
-) -> tuple[tuple[Array, ...], Array]:
-    """`decoder_step` on one device's heads, feed-forward columns and pool lanes: two all-reduces a layer."""
-    batch = DecoderBatch(**fields)
-    dtype = params.embed.dtype
-    # One device's share of heads and lanes: what attention is told.
-    mine = dataclasses.replace(
-        config,
-        num_heads=config.num_heads // num_devices,
-        num_kv_heads=config.num_kv_heads // num_devices,
-        ffn_size=config.ffn_size // num_devices,
-    )
-    h = decoder.embed(params, batch.token_ids, batch.positions, config)
-    new_pools = []
-    for p, pool in zip(params.layers, pools, strict=True):
-        assert p.attn_norm is not None
-        assert p.ffn_norm is not None
-        x = decoder._norm(h, p.attn_norm, config).astype(dtype)
-        attention = decoder._Attention(
-            params=p, config=mine, options=options, batch=batch, turns=None, all_angles=None, rules=None
-        )  # fmt: skip
-        out, pool = attention(x, pool)
-        new_pools.append(pool)
-        out = decoder._dense(out, p.wo.reshape(p.wo.shape[0], -1), None, options.ops.dense)
-        h = h + jax.lax.psum(out, "x") + p.bo.astype(jnp.float32)[None]
-        x = decoder._norm(h, p.ffn_norm, config).astype(dtype)
-        part = decoder._feed_forward(x, dataclasses.replace(p, b_down=None), mine, options.ops)
-        h = h + jax.lax.psum(part, "x") + p.b_down.astype(jnp.float32)[None]
-    assert params.final_norm is not None
-    return tuple(new_pools), decoder._norm(h, params.final_norm, config).astype(dtype)
-
-
 def compile_step(case: StepCase, chip: Chip, ops: AttentionOps) -> ProgramReport:
     """Compile a step without allocating weights or pools."""
     mesh = make_mesh(chip, case.num_devices)
     config = _model(case)
     dtype = jnp.dtype(case.dtype)
     pool_shape = (case.num_blocks, BLOCK_SIZE * config.lane)
-    params = abstract_params(config, dtype)
+    params, specs = _params(case, config)
     pools = tuple(jax.ShapeDtypeStruct(pool_shape, dtype) for _ in range(config.num_layers))
     if case.num_devices == 1:
         function, rest, donated = _engine_step(case, config, ops)
     else:
         function, rest, donated = _sharded_step(case, config, ops, mesh)
-    specs = _specs(config, case.num_devices > 1)
+    lanes = PartitionSpec(None, parallel.AXIS if case.num_devices > 1 else None)
     arguments = (
-        _placed(params, specs.params, mesh),
-        _placed(pools, (specs.pool,) * len(pools), mesh),
-        *(_placed(tree, jax.tree.map(lambda _: specs.replicated, tree), mesh) for tree in rest),
+        _placed(params, specs, mesh),
+        _placed(pools, (lanes,) * len(pools), mesh),
+        *(_placed(tree, jax.tree.map(lambda _: PartitionSpec(), tree), mesh) for tree in rest),
     )
     return compile_program(
         function,
@@ -169,21 +130,26 @@ def _engine_step(case: StepCase, config: ModelConfig, ops: AttentionOps) -> tupl
     return function, rest, (1, 2)
 
 
-class _Specs(NamedTuple):
-    params: Any
-    pool: PartitionSpec
-    replicated: PartitionSpec
-
-
-def _specs(config: ModelConfig, sharded: bool) -> _Specs:
-    """How weights and pools lie on the mesh: heads, feed-forward columns and lanes over `x`, the rest everywhere."""
-    split = {"heads", "kv_heads", "ffn"} if sharded else set()
-    params = jax.tree.map(
-        lambda axes: PartitionSpec(*("x" if axis in split else None for axis in axes)),
-        param_axes(config),
-        is_leaf=lambda axes: isinstance(axes, tuple) and all(isinstance(a, str) for a in axes),
+def _params(case: StepCase, config: ModelConfig) -> tuple[ModelParams, ModelParams]:
+    """Shapes of the weights, and how they are cut."""
+    params = abstract_params(config, jnp.dtype(case.dtype))
+    specs = jax.tree.map(
+        functools.partial(parallel.leaf_spec, config, case.num_devices), param_names(config)
     )
-    return _Specs(params, PartitionSpec(None, "x" if sharded else None), PartitionSpec())
+    if case.num_devices == 1 or not (case.kinds[1] and case.absorb):
+        return params, specs
+
+    def with_inputs(tree: ModelParams, *inputs: Any) -> ModelParams:
+        layers = [
+            dataclasses.replace(
+                p, **dict(zip(("wk_inputs", "wv_inputs"), inputs or (p.wk, p.wv), strict=True))
+            )
+            for p in tree.layers
+        ]
+        return dataclasses.replace(tree, layers=tuple(layers))
+
+    by_feature = PartitionSpec(None, None, parallel.AXIS)
+    return with_inputs(params), with_inputs(specs, by_feature, by_feature)
 
 
 def _placed(tree: Any, specs: Any, mesh: Any) -> Any:
@@ -199,7 +165,9 @@ def _placed(tree: Any, specs: Any, mesh: Any) -> Any:
 def _sharded_step(
     case: StepCase, config: ModelConfig, ops: AttentionOps, mesh: Any
 ) -> tuple[Any, Any, Any]:
-    """A step with the heads over several GPUs; as `_engine_step`."""
+    """A step over several GPUs, as `JaxExecutor` runs it; as `_engine_step`."""
+    tensor, ops = parallel.TensorParallel(case.num_devices, config), over_devices(ops)
+    own = parallel.own_config(config, case.num_devices)
     options = StepOptions(
         num_decode=case.num_rows,
         block_size=BLOCK_SIZE,
@@ -207,23 +175,22 @@ def _sharded_step(
         hidden_mode="absorb" if case.absorb else None,
         kinds=case.kinds,
         ops=ops,
-    )
-    specs = _specs(config, sharded=True)
-    forward = jax.shard_map(
-        functools.partial(
-            _sharded_layers, config=config, options=options, num_devices=case.num_devices
-        ),
-        mesh=mesh,
-        in_specs=(specs.params, specs.pool, specs.replicated),
-        out_specs=(specs.pool, specs.replicated),
-        check_vma=False,  # kernels do not say how their results vary over the mesh
+        tensor=tensor,
     )
 
     def step(params: ModelParams, pools: Any, fields: dict[str, Array]) -> Any:
-        pools, hidden = forward(params, pools, fields)
-        return pools, sampling.greedy(logits(params, hidden, config))
+        pools, hidden = decoder_step(params, pools, DecoderBatch(**fields), own, options)
+        return pools, greedy_tokens(params, hidden, own, ops, tensor)
 
-    return step, (_batch(case),), (1,)
+    alike, lanes = PartitionSpec(), PartitionSpec(None, parallel.AXIS)
+    sharded = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(_params(case, config)[1], lanes, alike),
+        out_specs=(lanes, alike),
+        check_vma=False,  # kernels do not say how their results vary over the mesh
+    )
+    return sharded, (_batch(case),), (1,)
 
 
 def _batch(case: StepCase) -> dict[str, Any]:

@@ -147,7 +147,12 @@ def step_cases() -> list[tuple[StepCase, str]]:
     cases = [
         StepCase(**common, kinds=kv),
         StepCase(**common, kinds=hidden),
-        StepCase(**common, kinds=kv, num_devices=4),
+        StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=kv, num_devices=4),
+        StepCase(
+            **common | {"model": "llama-3-70b", "num_layers": 16, "num_blocks": 16384},
+            kinds=kv,
+            num_devices=4,
+        ),
         StepCase(**short, kinds=both),
         StepCase(**short, kinds=hidden, absorb=False),
         StepCase(**short, kinds=kv, sampling="draw"),

@@ -8,6 +8,7 @@ from typing import Any
 from apt_jax import __version__
 from apt_jax.cache_dir import cache_dir
 from apt_jax.config import EngineConfig
+from apt_jax.errors import ConfigError
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.llm import LLM, EngineParts, build_engine
 from serve import options
@@ -30,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile, serve 32 short requests, and print host time an iteration",
     )
+    parser.add_argument(
+        "--memory-plan",
+        type=options.positive(float),
+        metavar="GIB",
+        help="print how MODEL is cut over -tp devices of so much memory each and what its cache has room for, and end; nothing is allocated, and the devices need not be there",
+    )
     options.add_json_argument(parser)
     options.add_engine_arguments(parser)
 
@@ -43,13 +50,19 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, names)
         return 0
     if args.target is not None:
-        with AptClient(args.target) as client:
+        with AptClient(args.target, **options.access(args)) as client:
             values = server_facts(client.stats())
         print_table(f"server {args.target}", values.items())
         write_json(args.json, {"server": values})
         return 0
-    sections = {"versions": versions(), "devices": devices()}
     config = options.engine_config(args)
+    if args.memory_plan is not None:
+        planned = memory_facts(config, int(args.memory_plan * 2**30))
+        for title, rows in planned.items():
+            print_table(title, rows.items())
+        write_json(args.json, planned)
+        return 0
+    sections = {"versions": versions(), "devices": devices()}
     bars = starting_bars()
     try:
         parts = build_engine(config, warm_up=args.stats, calibrate=False, progress=bars)
@@ -121,6 +134,44 @@ def model_facts(config: EngineConfig, parts: EngineParts) -> dict[str, Any]:
         if parts.chat_template is None
         else f"from {parts.chat_template.where}",
     }
+
+
+def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str, Any]]:
+    """What a model takes on each device, and how its parameters are cut."""
+    from apt_jax.models import read_model_config, resolve_model
+    from apt_jax.models.memory_plan import memory_plan
+
+    if config.quantization is not None:
+        raise ConfigError("--memory-plan plans weights as they are; leave out --quantization")
+    fields = resolve_model(config.model, allow_preset=True).fields
+    model = read_model_config(fields, config.max_model_len)[1]
+    devices = config.parallel.tensor_parallel_size
+    plan = memory_plan(
+        model,
+        config.dtype,
+        config.cache,
+        num_devices=devices,
+        device_bytes=device_bytes,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    gib = 2**30
+    each = {
+        "model": f"{config.model}, {model.num_params / 1e9:.1f} billion parameters, {config.dtype}",
+        "devices": devices,
+        "memory (GiB)": round(device_bytes / gib, 1),
+        "weights (GiB)": round(plan.weight_bytes / gib, 2),
+        "a step (GiB)": round(plan.step_bytes / gib, 2),
+        f"pool, {config.cache.device_memory_utilization:.0%} of the rest (GiB)": round(
+            plan.pool_bytes / gib, 2
+        ),
+        "blocks": plan.num_blocks,
+    } | {f"{kind}: pool (tokens)": count for kind, count in plan.tokens.items()}
+    cut = {
+        leaf.name: f"{' x '.join(map(str, leaf.shape))}  cut: {leaf.cut or '-'}  {leaf.device_bytes / 2**20:,.1f} MiB a device"
+        for leaf in plan.leaves
+    }
+    return {"each device": each, "parameters (*: every layer; MiB are of all layers)": cut}
 
 
 def cache_facts(parts: EngineParts) -> dict[str, Any]:

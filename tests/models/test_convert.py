@@ -192,7 +192,7 @@ from apt_jax.models import load_model
 assert len(jax.devices()) == 4
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
 
-def sharding(leaf):
+def sharding(config, leaf):
     if leaf == "embed":
         return NamedSharding(mesh, PartitionSpec(("a", "b"), None))
     if leaf.endswith(("wq", "wk", "wv")):

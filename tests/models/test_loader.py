@@ -245,7 +245,7 @@ def test_dummy_weights_need_the_configuration_only(tmp_path):
 
 def test_a_model_larger_than_the_memory_is_refused_before_allocation(monkeypatch):
     monkeypatch.setattr(loader, "dummy_params", lambda *_: pytest.fail("allocated"))
-    monkeypatch.setattr(loader, "_free_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(loader, "free_memory_bytes", lambda: 2**30)
     with pytest.raises(ModelLoadError, match=r"23\.9 GiB in bfloat16, but 1\.0 GiB"):
         load_model(EngineConfig(model="opt-13b", load_format="dummy", dtype="bfloat16"))
 

@@ -1,0 +1,114 @@
+"""What a model takes on each of several devices, from its configuration alone: nothing is allocated."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from apt_jax import parallel
+from apt_jax.config import CacheConfig, ModelConfig
+from apt_jax.errors import ConfigError
+from apt_jax.models.params import ModelParams, abstract_params, param_names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array of the parameters."""
+
+    name: str
+    """As in `params.param_names`; layers are alike, and the first stands for all."""
+    shape: tuple[int, ...]
+    """Of all devices together."""
+    cut: str
+    """By axis what it is cut by, such as ``tensor, -, -``."""
+    device_bytes: int
+    """On one device, of all layers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on one device."""
+
+    leaves: list[Leaf]
+    weight_bytes: int
+    pool_bytes: int
+    """`device_memory_utilization` of what the weights leave, in whole blocks."""
+    num_blocks: int
+    tokens: dict[str, int]
+    """Tokens that the pool holds if all are of one kind of cache."""
+    step_bytes: int
+    """What a step writes down beside: the scores over the vocabulary of every row, and the widest activations."""
+
+
+def memory_plan(
+    config: ModelConfig,
+    dtype: Any,
+    cache: CacheConfig,
+    *,
+    num_devices: int,
+    device_bytes: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> MemoryPlan:
+    """Plan a model on so many devices of so many bytes each.
+
+    Raises:
+        ConfigError: it cannot be cut for them, or does not fit.
+    """
+    parallel.check_size(config, num_devices)
+    config = parallel.with_repeated_heads(config, num_devices)
+    padded = -(-config.vocab_size // num_devices) * num_devices
+    config = dataclasses.replace(config, vocab_size=padded)
+    params = abstract_params(config, dtype)
+    hidden = parallel.offers_hidden(config, cache, num_devices)
+    absorbs = hidden and config.hidden_mode == "absorb" and cache.hidden_attention != "reproject"
+    leaves = _leaves(config, params, num_devices)
+    if absorbs and num_devices > 1:  # W_k and W_v again, cut by input
+        leaves += [
+            dataclasses.replace(leaf, name=f"{leaf.name}_inputs", cut=f"-, -, {parallel.AXIS}")
+            for leaf in leaves
+            if leaf.name in ("layers.*.wk", "layers.*.wv")
+        ]
+    weights = sum(leaf.device_bytes for leaf in leaves)
+    itemsize = jnp.dtype(dtype).itemsize
+    step = 4 * max_num_seqs * config.vocab_size
+    step += max_num_batched_tokens * (8 * config.hidden_size + 2 * itemsize * config.ffn_size // num_devices)  # fmt: skip
+    block = config.num_layers * cache.block_size * config.lane * itemsize // num_devices
+    free = device_bytes - weights - step
+    num_blocks = cache.num_blocks_override or int(max(0, free) * cache.device_memory_utilization) // block - 1  # fmt: skip
+    least = 1 if cache.mode == "hidden" else 2
+    if (num_blocks + 1) * block > free or num_blocks < least:
+        raise ConfigError(
+            f"the weights take {weights / 2**30:.1f} GiB on each of {num_devices} devices and a step {step / 2**30:.1f} GiB: "
+            f"{device_bytes / 2**30:.0f} GiB leave no room for {max(least, num_blocks)} blocks of cache; use more devices (-tp), a smaller "
+            "--dtype, --num-blocks-override or --max-num-batched-tokens"
+        )
+    tokens = {} if cache.mode == "hidden" else {"kv": num_blocks // 2 * cache.block_size}
+    if hidden:
+        tokens["hidden"] = num_blocks * config.hidden_block_size(cache.block_size)
+    return MemoryPlan(
+        leaves=leaves,
+        weight_bytes=weights,
+        pool_bytes=num_blocks * block,
+        num_blocks=num_blocks,
+        tokens=tokens,
+        step_bytes=step,
+    )
+
+
+def _leaves(config: ModelConfig, params: ModelParams, num_devices: int) -> list[Leaf]:
+    """The leaves of one layer for all, and those outside of layers."""
+    found: dict[str, Leaf] = {}
+    names = jax.tree.leaves(param_names(config))
+    for name, leaf in zip(names, jax.tree.leaves(params), strict=True):
+        spec = parallel.leaf_spec(config, num_devices, name)
+        shares = num_devices if parallel.AXIS in spec else 1
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize // shares
+        alike = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        if alike in found:
+            size += found[alike].device_bytes
+        cut = ", ".join(axis or "-" for axis in spec)
+        found[alike] = Leaf(name=alike, shape=leaf.shape, cut=cut, device_bytes=size)
+    return list(found.values())

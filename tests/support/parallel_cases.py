@@ -1,0 +1,131 @@
+"""Small models of every shape that matters to tensor parallelism, run on simulated devices: python parallel_cases.py CASE NUMBER_OF_DEVICES...
+
+A process of its own, because the number of simulated devices is fixed when JAX starts. Prints one JSON object: what each
+number of devices generated and how its pool is cut.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Many programs are compiled and each runs a few times.
+    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = quick
+
+import jax
+import numpy as np
+from generation import greedy
+
+from apt_jax import parallel
+from apt_jax.config import CacheConfig, ModelConfig, RopeConfig
+from apt_jax.jax_executor import JaxExecutor
+from apt_jax.models.params import dummy_params
+
+BASE: dict[str, Any] = {
+    "family": "test", "vocab_size": 97, "hidden_size": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8,
+    "ffn_size": 96, "max_position": 128, "tie_embeddings": False,
+}  # fmt: skip
+LLAMA = BASE | {
+    "activation": "silu", "gated": True, "norm": "rms", "norm_bias": False, "position": "rope", "qkv_bias": False, "out_bias": False,
+    "ffn_bias": False, "rope": RopeConfig(inv_freq=(1.0, 0.3, 0.1, 0.03)),
+}  # fmt: skip
+
+
+def _llama(**fields: Any) -> ModelConfig:
+    values: dict[str, Any] = LLAMA | fields
+    return ModelConfig(**values)
+
+
+def _base(**fields: Any) -> ModelConfig:
+    values: dict[str, Any] = BASE | fields
+    return ModelConfig(**values)
+
+
+_SLOPES = tuple(2.0**-i for i in range(1, 9))
+MODELS: dict[str, ModelConfig] = {
+    "opt": _base(),
+    "bloom": _base(position="alibi", alibi_slopes=_SLOPES, embedding_norm=True, head_bias=True),
+    "neox": _base(position="rope", rope=RopeConfig(inv_freq=(1.0, 0.1)), parallel=True),
+    "llama": _llama(),
+    "llama grouped": _llama(num_kv_heads=2),
+    "qwen3": _llama(qk_norm="head", qkv_bias=True),
+    "olmo2": _llama(qk_norm="lane", norm_placement="output"),
+    "olmo2 grouped": _llama(qk_norm="lane", norm_placement="output", num_kv_heads=2),
+    "gemma2": _llama(
+        norm_placement="sandwich", attention_softcap=2.0, logits_softcap=5.0, layer_windows=(7, None), head_dim=16
+    ),
+}  # fmt: skip
+CASES: dict[str, tuple[str, str, Any]] = {
+    # name: model, kind that requests get, attention over layer inputs
+    "opt, kv": ("opt", "kv", "auto"),
+    "opt, hidden, absorbed": ("opt", "hidden", "absorb"),
+    "opt, hidden, reprojected": ("opt", "hidden", "reproject"),
+    "opt, both": ("opt", "hybrid", "absorb"),
+    "llama, kv": ("llama", "kv", "auto"),
+    "llama, hidden, values absorbed": ("llama", "hidden", "absorb"),
+    "llama, hidden, reprojected": ("llama", "hidden", "reproject"),
+    "llama, both": ("llama", "hybrid", "absorb"),
+    "fewer key heads than devices": ("llama grouped", "kv", "auto"),
+    "alibi, kv": ("bloom", "kv", "auto"),
+    "alibi, hidden": ("bloom", "hidden", "absorb"),
+    "partly rotary, hidden": ("neox", "hidden", "absorb"),
+    "norm of each key, hidden": ("qwen3", "hidden", "absorb"),
+    "norm of all keys": ("olmo2", "kv", "auto"),
+    "norm of all keys, fewer than devices": ("olmo2 grouped", "kv", "auto"),
+    "caps and windows, hidden": ("gemma2", "hidden", "absorb"),
+}
+
+
+def make_executor(model: str, kind: str, attention: Any, size: int) -> JaxExecutor:
+    config = MODELS[model]
+    # Random tiny models say the same whatever was said before, unless their matrices are large.
+    params = dummy_params(config, "float32", 7)
+    layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)
+    params = dataclasses.replace(
+        params, embed=params.embed * 8, head=params.head * 20, layers=layers
+    )
+    cache = CacheConfig(
+        block_size=4,
+        num_blocks_override=120,
+        mode="hybrid" if kind == "hybrid" else kind,  # type: ignore[arg-type]
+        hidden_attention=attention,
+        enable_prefix_caching=False,
+    )
+    return JaxExecutor(
+        params,
+        config,
+        cache=cache,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_model_len=96,
+        attention="xla",
+        mesh=None if size == 1 else parallel.tensor_mesh(size),
+    )
+
+
+def run(case: str, sizes: list[int]) -> dict[str, Any]:
+    model, kind, attention = CASES[case]
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 97, n).tolist() for n in (1, 5, 53, 18)]
+    found: dict[str, Any] = {}
+    for size in sizes:
+        executor = make_executor(model, kind, attention, size)
+        tokens = greedy(executor, prompts, 12, kind, "forced preemptions")
+        pool = executor._pools[0]
+        found[str(size)] = {
+            "tokens": tokens,
+            "pool bytes": sorted(shard.data.nbytes for shard in pool.addressable_shards),
+            "collectives": parallel.collectives_of(executor.compiled_decode_step(), "layer1"),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    print(json.dumps(run(sys.argv[1], [int(size) for size in sys.argv[2:]])))
