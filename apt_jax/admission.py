@@ -10,21 +10,22 @@ Three bounds, checked when a request comes and before anything is allocated for 
   how much later than the model said nine in ten of the last requests were.
 
 A refusal says when to come back: when as much has been done as is too much.
+
+Who comes while a step runs need not wait for its end to be refused: `foresee` decides by an `Outlook`, what the engine published when
+the step began, and by what has come since. It only ever refuses; whoever it lets pass the engine judges.
 """
 
 import collections
 import dataclasses
 import logging
 import math
-from typing import Literal
+from collections.abc import Mapping
 
 from apt_jax.config import SchedulerConfig
 from apt_jax.errors import InvalidRequestError, QueueFullError
 from apt_jax.sched.view import StepCosts
 
 logger = logging.getLogger(__name__)
-
-SloAdmission = Literal["off", "warn", "on"]
 
 TENANT_SHARE = 8.0
 """Waiting requests of a tenant over free places of the queue."""
@@ -48,13 +49,53 @@ class Queue:
     uncached_requests: int
     """How many they are."""
     missing_blocks: int
-    """Blocks that they and the new one need beyond those that are free; not negative."""
+    """Blocks that they and the new one need beyond those that are free; negative: so many are left."""
     missing_seats: int
     """Seats of the batch likewise."""
     blocks_per_s: float
     """Blocks that ending requests give back, as lately; 0: not known."""
     requests_per_s: float
     """Requests that end, as lately; 0: not known."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """The queue while a step runs: nothing of it changes before the step has ended. For any thread."""
+
+    queues: tuple[Queue, Queue]
+    """What stands before a request with objectives, and before a best-effort one, which itself needs one seat and no blocks."""
+    of_tenants: Mapping[str | None, int]
+    """Waiting requests by tenant; those of nobody in particular may be missing."""
+    costs: StepCosts
+    margin_s: float
+    """See `Admission.margin_s`."""
+
+
+class Coming:
+    """Requests that have come since an `Outlook` was made; indexes are those of `Outlook.queues`."""
+
+    def __init__(self) -> None:
+        self.num = self.tokens = 0
+        self.num_before, self.tokens_before, self.blocks_before = [0, 0], [0, 0], [0, 0]
+        self.of_tenants: collections.Counter[str | None] = collections.Counter()
+
+    def add(
+        self,
+        *,
+        prompt_len: int,
+        own_tokens: int,
+        blocks: int,
+        best_effort: bool,
+        tenant: str | None,
+    ) -> None:
+        """One more; arguments as for `Admission.foresee`."""
+        self.num += 1
+        self.tokens += prompt_len
+        self.of_tenants[tenant] += 1
+        for before in (1,) if best_effort else (0, 1):
+            self.num_before[before] += 1
+            self.tokens_before[before] += own_tokens
+            self.blocks_before[before] += blocks
 
 
 class Admission:
@@ -101,16 +142,59 @@ class Admission:
         before_s = self._before_s(queue, costs)
         expected_s = alone_s
         if before_s:
-            expected_s += max(before_s + self._margin_s(now_s), 0.0)
+            expected_s += max(before_s + self.margin_s(now_s), 0.0)
         if expected_s > ttft_s:
             self._doubt(own_tokens, ttft_s, alone_s, expected_s, now_s)
         return before_s + alone_s if before_s else None
+
+    def foresee(
+        self,
+        outlook: Outlook,
+        coming: Coming,
+        *,
+        prompt_len: int,
+        own_tokens: int,
+        blocks: int,
+        ttft_s: float,
+        best_effort: bool,
+        tenant: str | None,
+    ) -> QueueFullError | None:
+        """Why a request that comes while a step runs would be refused; None: it would not be, or only the engine can tell. From any
+        thread.
+
+        Args:
+            prompt_len, own_tokens, ttft_s, tenant: as for `check`.
+            blocks: that its prompt needs.
+        """
+        queue, which = outlook.queues[best_effort], int(best_effort)
+        queue = dataclasses.replace(
+            queue,
+            num_waiting=queue.num_waiting + coming.num,
+            waiting_tokens=queue.waiting_tokens + coming.tokens,
+            num_of_tenant=outlook.of_tenants.get(tenant, 0) + coming.of_tenants[tenant],
+            uncached_tokens=queue.uncached_tokens + coming.tokens_before[which],
+            uncached_requests=queue.uncached_requests + coming.num_before[which],
+            missing_blocks=queue.missing_blocks + coming.blocks_before[which] + blocks,
+            missing_seats=queue.missing_seats + coming.num_before[which],
+        )
+        try:
+            self._check_counts(prompt_len, tenant, queue, outlook.costs)
+        except QueueFullError as error:
+            return error
+        before_s = self._before_s(queue, outlook.costs)
+        if self._config.slo_admission != "on" or not before_s:
+            return None
+        alone_s = self._prefill_s(own_tokens, 1, outlook.costs)
+        expected_s = alone_s + max(before_s + outlook.margin_s, 0.0)
+        if alone_s > ttft_s or expected_s <= ttft_s:  # out of reach for good: the engine says so
+            return None
+        return _out_of_reach_now(ttft_s, expected_s)
 
     def learn(self, expected_s: float, ttft_s: float, now_s: float) -> None:
         """How long it took in the end."""
         self._errors.append((now_s, ttft_s - expected_s))
 
-    def _margin_s(self, now_s: float) -> float:
+    def margin_s(self, now_s: float) -> float:
         """What to add to the model's word: batches end in bursts, policies put others first."""
         while self._errors and now_s - self._errors[0][0] > _FORGET_S:
             self._errors.popleft()
@@ -147,7 +231,7 @@ class Admission:
     def _doubt(
         self, own_tokens: int, ttft_s: float, alone_s: float, expected_s: float, now_s: float
     ) -> None:
-        asked = f"a first token within {1e3 * ttft_s:.0f} ms"
+        asked = _asked(ttft_s)
         if self._config.slo_admission == "warn":
             self.num_doubtful += 1
             if now_s - self._warned_s >= _WARN_EVERY_S:
@@ -161,18 +245,15 @@ class Admission:
                 f"{asked} is out of reach: {own_tokens} prompt tokens take about {1e3 * alone_s:.0f} ms alone (--slo-admission)",
             )
         else:
-            raise QueueFullError(
-                f"{asked} is out of reach now: about {1e3 * expected_s:.0f} ms are to be expected (--slo-admission)",
-                _bounded(expected_s - ttft_s),
-            )
+            raise _out_of_reach_now(ttft_s, expected_s)
 
     def _before_s(self, queue: Queue, costs: StepCosts) -> float:
         """When a new request's turn would come if those that wait went first, whole prompts at a time: the time of their prompts,
         or until there are memory and seats for all, whichever is last."""
         before_s = self._prefill_s(queue.uncached_tokens, queue.uncached_requests, costs)
-        if queue.missing_blocks and queue.blocks_per_s:
+        if queue.missing_blocks > 0 and queue.blocks_per_s:
             before_s = max(before_s, queue.missing_blocks / queue.blocks_per_s)
-        if queue.missing_seats and queue.requests_per_s:
+        if queue.missing_seats > 0 and queue.requests_per_s:
             before_s = max(before_s, queue.missing_seats / queue.requests_per_s)
         return before_s
 
@@ -191,6 +272,17 @@ class Admission:
             + num_tokens * costs.prefill_per_token_s
             + pairs * costs.prefill_per_pair_s
         )
+
+
+def _asked(ttft_s: float) -> str:
+    return f"a first token within {1e3 * ttft_s:.0f} ms"
+
+
+def _out_of_reach_now(ttft_s: float, expected_s: float) -> QueueFullError:
+    return QueueFullError(
+        f"{_asked(ttft_s)} is out of reach now: about {1e3 * expected_s:.0f} ms are to be expected (--slo-admission)",
+        _bounded(expected_s - ttft_s),
+    )
 
 
 def _over(count: float, per_s: float) -> float:

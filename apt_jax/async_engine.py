@@ -3,6 +3,8 @@
 1. `AsyncEngine.submit` puts a request into an inbox and returns a `RequestStream`; it never waits.
 2. The loop thread empties the inbox between steps: it adds requests, drops the cancelled ones, ends those whose
    deadline has passed, and runs one step. With nothing to do it sleeps on a condition.
+   A request that comes while a step runs and would only be refused after it is refused at once: by the `Outlook` that the loop thread
+   leaves when it has put the step together, after adding what has come until then.
 3. What a step delivers is merged into the streams, at most one unread delta each, and the event loops that read them
    are woken once a step. Whoever reads slowly gets more at a time, whoever never reads blocks nobody, and the memory of
    a stream is bounded by the request's `max_tokens`.
@@ -18,6 +20,7 @@ import asyncio
 import collections
 import concurrent.futures
 import copy
+import dataclasses
 import functools
 import logging
 import sys
@@ -25,18 +28,22 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from apt_jax.admission import Coming, Outlook
 from apt_jax.decisions import DecisionLog, RequestDecisions
 from apt_jax.engine import EngineStats, StepOutput
 from apt_jax.errors import AptJaxError, EngineDeadError, QueueFullError
 from apt_jax.llm import EngineParts, OutputDelta, RequestState
-from apt_jax.request import EngineRequest, RequestOutput
+from apt_jax.request import EngineRequest, RequestMetrics, RequestOutput
 from apt_jax.watch import Iteration, SchedulerWatch
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LONG_PROMPT = 8192
+"""Tokens; of longer ones nobody looks in an event loop what is cached: the engine judges them."""
 
 
 class Observer(Protocol):
@@ -84,6 +91,8 @@ class RequestStream:
         """The engine has nothing more to say about this request."""
         self._read_to_end = False
         self.cancelled = False
+        self.metrics: RequestMetrics | None = None
+        """Its times so far, from when the engine has taken the request."""
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -152,6 +161,8 @@ class StreamGroup:
         return self
 
     async def __anext__(self) -> tuple[int, OutputDelta]:
+        if len(self.streams) == 1:
+            return 0, await anext(self.streams[0])
         count = len(self.streams)
         while not all(stream._read_to_end for stream in self.streams):
             self._news.clear()
@@ -201,6 +212,10 @@ class AsyncEngine:
         self._max_queue_s = parts.config.scheduler.max_queue_s
         self._work = threading.Condition()
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._outlook: Outlook | None = None
+        """Of the step that runs; None between steps."""
+        self._coming = Coming()
+        """What the inbox holds."""
         self._streams: dict[EngineRequest, RequestStream] = {}
         self._deadlines: dict[EngineRequest, float] = {}
         self._young: dict[EngineRequest, RequestStream] = {}  # that may still have waited too long
@@ -219,6 +234,7 @@ class AsyncEngine:
                 blocks_needed=parts.engine.least_blocks,
             )
             self._engine.on_iteration = self._push_iteration
+        self._engine.on_plan = self._look_out
         self._abandoned = False
         self._busy_since_s: float | None = None  # the iteration in progress, if any
         self._thread = threading.Thread(target=self._run, name="apt-jax-engine", daemon=True)
@@ -291,6 +307,11 @@ class AsyncEngine:
         log = self._log
         return None if log is None else await asyncio.wrap_future(self.call(lambda: copy.deepcopy(log.of(request_id))))  # fmt: skip
 
+    @property
+    def decision_log(self) -> DecisionLog | None:
+        """For functions that `call` runs; None: none is kept."""
+        return self._log
+
     async def stats(self) -> EngineStats:
         """The engine's counters and gauges between two steps."""
         return await asyncio.wrap_future(self.call(self._engine.stats))
@@ -304,8 +325,10 @@ class AsyncEngine:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
 
         with self._work:
             if not self._end.done():
@@ -364,14 +387,41 @@ class AsyncEngine:
             self._work.notify()
 
     def _submit(self, streams: Sequence[RequestStream]) -> None:
+        asks_for = [self._asks_for(stream.request) for stream in streams]
         with self._work:
             if self._end_error is not None:
                 raise self._end_error
             if self._closing:
                 raise EngineClosedError("the engine is shutting down")
-            for stream in streams:
-                self._inbox.append(functools.partial(self._add, stream))
+            for stream, what in zip(streams, asks_for, strict=True):
+                self._inbox.append(self._entry(stream, what))
             self._work.notify()
+
+    def _entry(self, stream: RequestStream, asks_for: dict[str, Any]) -> Callable[[], None]:
+        """What to do with a new request; one that would be refused after the step that runs has its refusal already."""
+        request, outlook = stream.request, self._outlook
+        is_judged = outlook is not None and asks_for["prompt_len"] <= _LONG_PROMPT
+        # That an id is taken is the engine's to say: it is not to be tried again.
+        if is_judged and not self._engine.has(request.request_id):
+            assert outlook is not None
+            refusal = self._engine.admission.foresee(outlook, self._coming, ttft_s=request.slo.ttft_s, **asks_for)  # fmt: skip
+            if refusal is not None:
+                stream._fail(refusal)
+                return functools.partial(self._note_refused, request)
+        self._coming.add(**asks_for)
+        return _Add(self, stream)
+
+    def _asks_for(self, request: EngineRequest) -> dict[str, Any]:
+        prompt_len = own_tokens = int(request.prompt_token_ids.size)
+        if self._outlook is not None and prompt_len <= _LONG_PROMPT:
+            own_tokens -= self._engine.num_cached(request)
+        return {
+            "prompt_len": prompt_len,
+            "own_tokens": own_tokens,
+            "blocks": self._engine.least_blocks(prompt_len),
+            "best_effort": request.slo_class == "be",
+            "tenant": request.tenant,
+        }
 
     def _cancel(self, stream: RequestStream) -> None:
         with self._work:
@@ -384,17 +434,20 @@ class AsyncEngine:
         try:
             while self._iterate():
                 pass
-            reason = self._engine.dead_reason
-            error = (
-                EngineClosedError("the engine has been shut down")
-                if reason is None
-                else EngineDeadError(f"the engine has ended: {reason}")
-            )
+            if not self._abandoned:
+                reason = self._engine.dead_reason
+                self._end_all(
+                    EngineClosedError("the engine has been shut down")
+                    if reason is None
+                    else EngineDeadError(f"the engine has ended: {reason}")
+                )
         except BaseException as caught:
             logger.critical("the engine loop ends: %s", type(caught).__name__, exc_info=caught)
-            error = EngineDeadError("the engine has ended: internal error")
-        if not self._abandoned:
-            self._end_all(error)
+            with self._work:
+                if self._abandoned or self._end.done():  # the watchdog was quicker
+                    return
+                self._abandoned = True
+            self._give_up("internal error")
 
     def _watch_over(self, step_timeout_s: float) -> None:
         """The watchdog's thread."""
@@ -415,13 +468,17 @@ class AsyncEngine:
                 self._abandon(since_s, f"a step has not ended for {step_timeout_s:g} s (--step-timeout)")  # fmt: skip
 
     def _abandon(self, since_s: float, reason: str) -> None:
-        """End everything but the loop thread, which does not come back, and leave the engine alone, which it may be in; unless
-        the step has ended just now."""
-        error = EngineDeadError(f"the engine has ended: {reason}")
+        """End everything but the loop thread, which does not come back, unless the step has ended just now."""
         with self._work:
-            if self._end.done() or self._busy_since_s != since_s:
+            if self._end.done() or self._abandoned or self._busy_since_s != since_s:
                 return
             self._abandoned = True
+        self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        """Tell everybody and leave the engine alone: a step is still in it, or has left it who knows how."""
+        error = EngineDeadError(f"the engine has ended: {reason}")
+        with self._work:
             self._end_error = error
         streams = list(self._streams.values())
         for held in (self._streams, self._deadlines, self._young):
@@ -437,11 +494,10 @@ class AsyncEngine:
         with self._work:
             while not (self._inbox or engine.has_work or self._closing):
                 self._work.wait()
-            commands, self._inbox = self._inbox, collections.deque()
+            commands = self._emptied()
             closing, drain_until_s = self._closing, self._drain_until_s
         self._busy_since_s = time.monotonic()
-        for command in commands:
-            command()
+        self._obey(commands)
         now_s = self.parts.clock.now_s()
         if closing and (not engine.has_work or now_s >= drain_until_s):
             return False
@@ -462,10 +518,34 @@ class AsyncEngine:
         self._wake()
         return True
 
+    def _emptied(self) -> collections.deque[Callable[[], None]]:
+        """What the inbox held; under its lock."""
+        commands, self._inbox = self._inbox, collections.deque()
+        self._coming, self._outlook = Coming(), None
+        return commands
+
+    def _look_out(self) -> None:
+        """A step is about to run: add the requests that have come meanwhile, and tell those that come later how things stand. What was
+        asked of the engine between them keeps its place."""
+        while True:
+            with self._work:
+                if not (self._inbox and isinstance(self._inbox[0], _Add)):
+                    break
+                command = self._inbox.popleft()
+            command()
+        self._wake()  # those that were refused
+        outlook = self._engine.outlook()
+        with self._work:
+            self._outlook, self._coming = outlook, Coming()
+            for command in self._inbox:
+                if isinstance(command, _Add):
+                    self._coming.add(**self._asks_for(command.stream.request))
+
     def _step(self) -> list[StepOutput] | None:
         """One step of the engine; None: it took so long that the watchdog has ended everything."""
         outputs = self._engine.step()
         with self._work:
+            self._outlook = None  # what has ended leaves room
             if self._abandoned:
                 return None
             self._busy_since_s = time.monotonic()
@@ -485,7 +565,7 @@ class AsyncEngine:
             self._observe(lambda observer: observer.ended(delta))
             if self._log is not None:
                 reason = delta.finish_reason or "error"
-                self._log.end(output.request.request_id, reason, self.parts.clock.now_s())
+                self._log.end(output.request, reason, self.parts.clock.now_s())
         if stream is None:
             return  # cancelled
         if delta.finished:
@@ -539,6 +619,10 @@ class AsyncEngine:
             logger.error("a request could not be added", exc_info=error)
             self._fail(stream, AptJaxError("the request could not be added"))
             return
+        except BaseException:  # of everybody, and this one must hear it too
+            self._fail(stream, AptJaxError("the request could not be added"))
+            raise
+        stream.metrics = self._engine.metrics_of(request.request_id)
         self._streams[request] = stream
         if self._log is not None:
             self._log.begin(request, self._engine.num_decisions)
@@ -546,6 +630,10 @@ class AsyncEngine:
             self._deadlines[request] = stream.deadline_s
         if self._max_queue_s is not None:
             self._young[request] = stream
+
+    def _note_refused(self, request: EngineRequest) -> None:
+        self._engine.note_refused()
+        self._observe(lambda observer: observer.refused(request))
 
     def _give_up_waiting(self, now_s: float) -> None:
         """End requests that have waited for `max_queue_s` and never begun; they came in order."""
@@ -612,10 +700,23 @@ class AsyncEngine:
         self._wake()
 
     def _empty_inbox(self) -> None:
-        with self._work:
-            commands, self._inbox = self._inbox, collections.deque()
-        for command in commands:
-            command()
+        """At the end: whatever state the engine is in, nobody may wait for an answer for ever."""
+        while self._inbox:
+            with self._work:
+                commands = self._emptied()
+            try:
+                self._obey(commands)
+            except BaseException as error:
+                logger.error("the engine has ended, and %s", type(error).__name__, exc_info=error)
+
+    def _obey(self, commands: "collections.deque[Callable[[], None]]") -> None:
+        try:
+            while commands:
+                commands.popleft()()
+        except BaseException:
+            with self._work:  # those who sent the others are still to be told something
+                self._inbox.extendleft(reversed(commands))
+            raise
 
     def _settle(self) -> None:
         """Fetch the step in flight and the last outputs, so that the blocks of all requests are free."""
@@ -637,6 +738,17 @@ class AsyncEngine:
             tell(self._observer)
         except Exception as error:
             logger.error("the observer failed", exc_info=error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Add:
+    """Adds a request, in the loop thread."""
+
+    owner: AsyncEngine
+    stream: RequestStream
+
+    def __call__(self) -> None:
+        self.owner._add(self.stream)
 
 
 def _cancelled() -> AptJaxError:

@@ -32,13 +32,16 @@ Tool = Mapping[str, Any]
 """A function that the model may call, in OpenAI's form: ``{"type": "function", "function": {"name": ..., ...}}``."""
 
 _MAX_TEMPLATE_BYTES = 2**20
-_MAX_TOOLS = 128
+MAX_TOOLS = 128
 _MAX_TOOLS_CHARS = 2**18
 _MAX_DEPTH = 64
 _MAX_OUTPUT = 2**20
-_MAX_MESSAGES = 8192
+MAX_MESSAGES = 8192
 _WALL_S = 20.0  # the worker's own limit is CPU time: a busy machine is no reason to fail
-_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+MAX_NAME_CHARS = 256
+"""Of a message's `name` and `tool_call_id`."""
+ROLE_PATTERN = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
+_ROLE = re.compile(ROLE_PATTERN)
 _MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
 _TOOLS_WORD = re.compile(r"\btools\b")
 _NO_WORD = re.compile(r"[^A-Za-z0-9_. -]")
@@ -167,8 +170,8 @@ class ChatTemplate:
             InvalidRequestError: messages or tools are malformed, the template refuses them, or it would join parts of them to
                 special tokens.
         """
-        checked, checked_tools = _checked(messages), _checked_tools(tools)
-        if checked_tools and not self.takes_tools:
+        checked, functions = _checked(messages), checked_tools(tools)
+        if functions and not self.takes_tools:
             raise InvalidRequestError(
                 "tools", "the chat template of this model has no place for tools; leave them out"
             )
@@ -179,13 +182,13 @@ class ChatTemplate:
             return marks.setdefault(match[0], f"\ue000{nonce}.{len(marks)}\ue001")
 
         pattern = tokenizer.special_pattern
-        marked, marked_tools = checked, checked_tools
+        marked, marked_tools = checked, functions
         if pattern is not None:
             marked = _changed_messages(checked, lambda text: pattern.sub(take_out, text))
-            marked_tools = _changed(checked_tools, lambda text: pattern.sub(take_out, text))
+            marked_tools = _changed(functions, lambda text: pattern.sub(take_out, text))
         # The same conversation with nothing in it shows how many special tokens are the template's own. Names and words
         # of tools stay, since templates look at them, without the characters that special tokens are made of.
-        bare_tools = _changed(checked_tools, lambda text: _NO_WORD.sub("_", text))
+        bare_tools = _changed(functions, lambda text: _NO_WORD.sub("_", text))
         bare = _changed_messages(checked, lambda text: _NO_WORD.sub("_", text))
         for message, original in zip(bare, checked, strict=True):
             content = original["content"]
@@ -280,14 +283,18 @@ def _plain(field: str, value: Any, depth: int = 0) -> Any:
     raise InvalidRequestError(field, f"holds a {type(value).__name__} that JSON does not have")
 
 
-def _checked_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Descriptions of functions, None where there are none."""
+def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Descriptions of functions, None where there are none.
+
+    Raises:
+        InvalidRequestError: they are malformed.
+    """
     if tools is None:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise InvalidRequestError("tools", f"{type(tools).__name__} is not a list of tools")
-    if len(tools) > _MAX_TOOLS:
-        raise InvalidRequestError("tools", f"{len(tools)} tools; at most {_MAX_TOOLS}")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError("tools", f"{len(tools)} tools; at most {MAX_TOOLS}")
     checked = []
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -340,8 +347,8 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
 
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise refuse("must be a list of at least one message")
-    if len(messages) > _MAX_MESSAGES:
-        raise refuse(f"{len(messages)} messages; at most {_MAX_MESSAGES}")
+    if len(messages) > MAX_MESSAGES:
+        raise refuse(f"{len(messages)} messages; at most {MAX_MESSAGES}")
     checked = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -378,7 +385,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
         made: dict[str, Any] = {"role": role, "content": content}
         for name in ("name", "tool_call_id"):
             if name in given:
-                if not isinstance(given[name], str) or len(given[name]) > 256:
+                if not isinstance(given[name], str) or len(given[name]) > MAX_NAME_CHARS:
                     raise refuse(f"[{number}] has a {name} that is no short text")
                 made[name] = _plain("messages", given[name])
         if calls:

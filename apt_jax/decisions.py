@@ -6,7 +6,8 @@ each other are one event. All times are milliseconds since the request came.
 
 import collections
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection
 from typing import Any
 
 from apt_jax.request import EngineRequest
@@ -14,6 +15,7 @@ from apt_jax.watch import Iteration
 
 _MOST_EVENTS = 128
 _NUM_STATES = 512
+_MOST_LOOKED_AT = 2048
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -21,8 +23,8 @@ class Event:
     """One thing that happened, or several of the same kind."""
 
     event: str
-    """"waited", "prefill", "decode", "preempted", "switched", "deferred" (it should have run, and no block was there), "lost" (the
-    step failed), "ended"."""
+    """"waited", "prefill", "decode", "preempted", "switched", "deferred" (it should have run, and no block was there), "lost" (a
+    step failed and took its cache along), "ended"."""
     at_ms: float
     until_ms: float
     details: dict[str, Any]
@@ -62,6 +64,21 @@ class RequestDecisions:
             ],
         }
 
+    def summary(self) -> dict[str, Any]:
+        """Where it stands; times as `as_json` has them, `arrival_s` on the engine's clock."""
+        last = self.events[-1] if self.events else None
+        kinds = [e.details["kind"] for e in self.events if e.event in ("prefill", "decode")]
+        state = "waiting" if self.waits_since is not None else "running"
+        return {
+            "request_id": self.request_id,
+            "arrival_s": self.arrival_s,
+            "prompt_tokens": self.prompt_len,
+            "state": last.details["reason"] if last is not None and self.ended else state,
+            "ended_ms": round(last.at_ms, 3) if last is not None and self.ended else None,
+            "kind": kinds[-1] if kinds else None,
+            "preemptions": sum(e.event == "preempted" for e in self.events),
+        }
+
 
 class DecisionLog:
     """Of the last requests; for one thread.
@@ -91,6 +108,17 @@ class DecisionLog:
         """The last request of this id, if it is remembered."""
         return self._requests.get(request_id)
 
+    def last(
+        self, tenants: Collection[str | None], count: int
+    ) -> dict[str | None, list[RequestDecisions]]:
+        """The last requests of each of these tenants, at most `count`, newest first; of the last 2,048 of all."""
+        found: dict[str | None, list[RequestDecisions]] = {tenant: [] for tenant in tenants}
+        for request in itertools.islice(reversed(self._requests.values()), _MOST_LOOKED_AT):
+            theirs = found.get(request.tenant)
+            if theirs is not None and len(theirs) < count:
+                theirs.append(request)
+        return found
+
     def begin(self, request: EngineRequest, number: int) -> None:
         """A request was let in; `number` is that of the next iteration."""
         self._requests.pop(request.request_id, None)
@@ -106,10 +134,10 @@ class DecisionLog:
         if len(self._requests) > self._num_requests:
             self._requests.popitem(last=False)
 
-    def end(self, request_id: str, reason: str, now_s: float) -> None:
-        """It has ended."""
-        request = self._requests.get(request_id)
-        if request is not None:
+    def end(self, ended: EngineRequest, reason: str, now_s: float) -> None:
+        """It has ended; another one of its id may have begun since."""
+        request = self._requests.get(ended.request_id)
+        if request is not None and request.arrival_s == ended.arrival_s:
             self._add(request, "ended", now_s, reason=reason)
             request.ended = True
 
@@ -139,14 +167,15 @@ class DecisionLog:
             request = self._in(iteration, request_id)
             if request is not None:
                 self._add(request, "deferred", at_s, iteration=iteration.number)
+        if iteration.failed:
+            for request_id in dict.fromkeys(
+                (*iteration.lost, *(r.request_id for r in iteration.scheduled))
+            ):
+                self._lose(iteration, request_id)
         until_s = at_s + (iteration.step_s or 0.0)
-        for row in iteration.scheduled:
+        for row in () if iteration.failed else iteration.scheduled:
             request = self._in(iteration, row.request_id)
             if request is None:
-                continue
-            if iteration.failed:
-                self._add(request, "lost", at_s, iteration=iteration.number)
-                request.waits_since = iteration.number + 1
                 continue
             if request.waits_since is not None:
                 self._add_wait(request, iteration)
@@ -155,6 +184,15 @@ class DecisionLog:
             else:
                 self._extend(request, "prefill", at_s, until_s, tokens=row.num_tokens, kind=row.kind, cached=row.start)  # fmt: skip
         self._states.append((iteration.number, iteration.free_blocks, iteration.num_running))
+
+    def _lose(self, iteration: Iteration, request_id: str) -> None:
+        """Its cache is gone with a failed step; once, where the step behind that one is told as well."""
+        request = self._in(iteration, request_id)
+        if request is None:
+            return
+        if not request.events or request.events[-1].event != "lost":
+            self._add(request, "lost", iteration.at_s, iteration=iteration.number)
+        request.waits_since = iteration.number + 1
 
     def _add_wait(self, request: RequestDecisions, iteration: Iteration) -> None:
         """Until now, and what it waited for: after each decision that passed it over there were too few free blocks for it, no

@@ -39,8 +39,9 @@ to the next step. Four things follow:
 
 Failures. What can be blamed on one request (logits that are not finite, a token outside the vocabulary, its output
 processor, its grammar) ends that request alone. A step that raises has destroyed the pool: the executor is reset, every request
-that held cache waits again, and the loop goes on; a second failure within a minute ends the engine, visibly. Accounting
-that contradicts itself (`CacheIntegrityError`) ends it at once: better than serving one request another's memory.
+that held cache waits again, and the loop goes on; a second failure within a minute ends the engine, visibly. After a step
+for which there was no memory, steps are at most half as large for a while (`SQUEEZE_S`). Accounting that contradicts itself
+(`CacheIntegrityError`) ends the engine at once: better than serving one request another's memory.
 """
 
 import collections
@@ -51,12 +52,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.admission import Admission, Queue
+from apt_jax.admission import Admission, Outlook, Queue
 from apt_jax.cache import NO_SEAT, CacheIntegrityError, CacheKind, HybridCache
 from apt_jax.clock import Clock
 from apt_jax.config import CacheConfig, SchedulerConfig
@@ -76,6 +77,7 @@ from apt_jax.executor import (
     StepBatch,
     StepHandle,
     StepResult,
+    is_out_of_memory,
 )
 from apt_jax.grammar import GrammarError, fill_one_by_one
 from apt_jax.metrics import Distribution
@@ -104,6 +106,11 @@ logger = logging.getLogger(__name__)
 FAILURE_WINDOW_S = 60.0
 """A second failure of a step within this time ends the engine."""
 
+_LEAST_TOKENS = 16
+"""Of a step, however little memory there is: programs are not compiled for fewer, and prompts must go on."""
+SQUEEZE_S = 600.0
+"""How long steps are kept small after one for which there was no memory."""
+
 _NOT_FINITE = "numeric: the model's output for this request is not finite"
 _NOTHING_LEFT = "grammar: it allows no token that min_tokens, stop tokens and logit_bias leave"
 
@@ -112,6 +119,7 @@ STALL_LIMIT = 100
 
 _KIND_NAMES: tuple[CacheKindName, ...] = ("kv", "hidden")
 
+_COST_ERROR_EVERY, _NEW_COST_ERROR = 8, 1 / 32
 # Bounds of the distributions in `EngineStats`; tokens as vLLM has them.
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SCHEDULE_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 1.0)
@@ -246,6 +254,9 @@ class EngineStats:
     mask_p50_ms: float
     """Filling the masks of a step, over the last 4,096 steps with any; part of the host work."""
     mask_p99_ms: float
+    cost_errors: dict[str, float]
+    """Mean relative error of the times that `StepCosts` predicts, over about the last 32 of every eighth step, for "prefill" (steps
+    with chunks) and "decode"; empty without a cost model."""
 
     @property
     def used_blocks(self) -> int:
@@ -304,11 +315,15 @@ class _InFlight:
     requests: list[_Live]
     samples: NDArray[np.bool_]
     position: NDArray[np.int32]
+    num_tokens: int
     masked: NDArray[np.int64] | None = None
     """Rows that wait for masks before anything of the step is sampled."""
     kind: NDArray[np.int8]
     filled: list[_Filled]
     dispatched_s: float
+    predicted_s: float | None
+    """Its time by the cost model; None: this step is not looked at."""
+    has_chunks: bool
     iteration: Iteration | None
     """What `Engine.on_iteration` is told when it has ended; None: nobody watches, or it has been told."""
 
@@ -380,6 +395,12 @@ class Engine:
         self.output_processor = output_processor
         self.debug = debug
         self.max_num_seqs = min(scheduler_config.max_num_seqs, executor.max_num_seqs)
+        # Lower for a while after a step for which there was no memory.
+        self._most_rows, self._most_tokens = (
+            self.max_num_seqs,
+            scheduler_config.max_num_batched_tokens,
+        )
+        self._squeezed_until_s: float | None = None
         self.table = RequestTable()
         self.cache = HybridCache(
             num_blocks=executor.num_blocks,
@@ -400,6 +421,9 @@ class Engine:
         self.on_iteration: Callable[[Iteration], None] | None = None
         """Told of every decision, in order, when its step has ended; must be quick and must not raise."""
 
+        self.on_plan: Callable[[], None] | None = None
+        """Called when a step has been put together and is about to be run: requests may be added, and nothing else."""
+
         self._config = scheduler_config
         self._vocab_size = 2**31 if vocab_size is None else vocab_size
         self._mask_words = None if vocab_size is None else -(-vocab_size // 32)
@@ -415,6 +439,7 @@ class Engine:
         capacity = self.table.capacity
         self._status = np.zeros(capacity, np.int8)
         self._seat = np.full(capacity, NO_SEAT, np.int32)
+        self._tenant = np.zeros(capacity, np.int32)
         self._in_flight = np.zeros(
             capacity, np.int8
         )  # tokens of the row that the host has not seen
@@ -441,6 +466,7 @@ class Engine:
         self._noted: Iteration | None = (
             None  # the decision that is being carried out, if anybody watches
         )
+        self._preempted_between: list[PreemptedRow] = []  # by no decision; told with the next
         self._num_decisions = 0
         self._last_result_s = 0.0
 
@@ -464,11 +490,14 @@ class Engine:
         self._schedule_times_s = Distribution(_SCHEDULE_S)
         self._dispatch_s = _Ring()
         self._mask_s = _Ring()
+        self._cost_errors: dict[str, float] = {}
         # Of several batches: the requests of one may end together.
         self._finish_times_s: collections.deque[float] = collections.deque(
             maxlen=4 * scheduler_config.max_num_seqs
         )
         self.admission = Admission(scheduler_config)
+        self._tenants: dict[str | None, int] = {None: 0}
+        """Numbers of the tenants that there have been; bounded by the keys."""
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -518,6 +547,7 @@ class Engine:
             expected_ttft_s=expected_ttft_s,
             digests=self._no_digests(),
         )
+        self._tenant[row] = self._tenants.setdefault(request.tenant, len(self._tenants))
         self._next_rank += 1
         self._by_row[row] = live
         self._by_id[request.request_id] = live
@@ -599,6 +629,8 @@ class Engine:
         batch, rows = self._apply(plan)
         if noted is not None:
             self._note_applied(noted, batch, rows)
+        if self.on_plan is not None and batch is not None:
+            self.on_plan()
         prepared = self._timer()
         dispatched = self._execute(plan, batch, rows) if batch is not None else None
         launched = self._timer()
@@ -660,13 +692,15 @@ class Engine:
             block_size=self.cache.block_sizes[CacheKind.KV],
             hidden_block_size=self.cache.block_sizes[CacheKind.HIDDEN],
             kinds=self.kinds,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_num_seqs=self._most_rows,
+            max_num_batched_tokens=self._most_tokens,
             costs=self.costs,
         )
 
     def _schedule(self) -> Plan:
         started = self._timer()
+        if self._squeezed_until_s is not None and self.clock.now_s() >= self._squeezed_until_s:
+            self._unsqueeze()
         view = self.view()
         if not view.waiting.size and not view.running.size:
             return Plan.idle()
@@ -821,7 +855,7 @@ class Engine:
         ok &= (num_tokens >= 1) & (num_tokens <= left - table.hit_tokens[rows, kind])
         if plan.preempt.size:
             ok &= ~np.isin(rows, plan.preempt)
-        ok &= np.cumsum(num_tokens) <= self._config.max_num_batched_tokens
+        ok &= np.cumsum(num_tokens) <= self._most_tokens
         if np.unique(rows).size != rows.size:
             first = np.zeros(rows.size, np.bool_)
             first[np.unique(rows, return_index=True)[1]] = True
@@ -939,7 +973,7 @@ class Engine:
             if oldest is not None and result is not None:
                 self._commit(oldest, result)
             if oldest is None or result is not None:  # else `_fetch` has recovered already
-                self._recover(error, "a step failed")
+                self._recover(error, "a step failed", self._noted, batch.token_ids.size)
             if self._noted is not None:
                 self._tell(self._noted, None)
             return None
@@ -953,10 +987,13 @@ class Engine:
             requests=lives,
             samples=batch.samples,
             position=batch.position,
+            num_tokens=self.last_tokens_scheduled,
             masked=batch.masked,
             kind=batch.kind,
             filled=filled,
             dispatched_s=dispatched_s,
+            predicted_s=self._predicted_s(plan, batch),
+            has_chunks=plan.iteration != "decode",
             iteration=self._noted,
         )
 
@@ -996,8 +1033,8 @@ class Engine:
         except Exception as error:
             if self.debug and isinstance(error, AssertionError):
                 raise
+            self._recover(error, "a step failed", step.iteration, step.num_tokens)
             self._tell_step(step, None)
-            self._recover(error, "a step failed")
             return None
         return step
 
@@ -1070,13 +1107,28 @@ class Engine:
         except Exception as error:
             if self.debug and isinstance(error, AssertionError):
                 raise
+            pending, self._pending = self._pending, None
+            self._recover(error, "a step failed", step.iteration, step.num_tokens)
             self._tell_step(step, None)
-            self._recover(error, "a step failed")
+            if pending is not None:  # computed on the same pool, after the step that failed
+                self._tell_step(pending, None)
             return None
         now_s = self._timer()
-        self._tell_step(step, now_s - max(step.dispatched_s, self._last_result_s))
+        step_s = now_s - max(step.dispatched_s, self._last_result_s)
+        self._tell_step(step, step_s)
         self._last_result_s = now_s
+        if step.predicted_s is not None and step_s > 0:
+            phase = "prefill" if step.has_chunks else "decode"
+            error = abs(step.predicted_s - step_s) / step_s
+            before = self._cost_errors.get(phase, error)
+            self._cost_errors[phase] = before + _NEW_COST_ERROR * (error - before)
         return result
+
+    def _predicted_s(self, plan: Plan, batch: StepBatch) -> float | None:
+        """What the cost model says of every eighth step of a type, where there is one: it takes some hundredths of a millisecond."""
+        if self._iterations[plan.iteration] % _COST_ERROR_EVERY:
+            return None
+        return self.costs.step_s(batch.num_tokens, batch.start, batch.kind) or None
 
     # --- 4. commit -------------------------------------------------------------------------------------------------
 
@@ -1232,8 +1284,9 @@ class Engine:
 
     def _preempt(self, row: int) -> None:
         live = self._live(row)
-        if self._noted is not None:
-            self._noted.preempted.append(
+        if self.on_iteration is not None:
+            told = self._preempted_between if self._noted is None else self._noted.preempted
+            told.append(
                 PreemptedRow(
                     request_id=live.request.request_id,
                     num_tokens=int(self.table.num_cached[row]),
@@ -1248,7 +1301,9 @@ class Engine:
 
     def _release(self, row: int, status: int) -> None:
         """Take cache and seat from a running row."""
-        table = self.table
+        table, live = self.table, self._by_row[row]
+        if live is not None:
+            live.metrics.num_blocks = int(table.num_blocks[row] + table.num_shared[row])
         self.cache.release(int(table.rank[row]))
         self._computed_once[row] = max(self._computed_once[row], table.num_cached[row])
         self._num_filled[row] = 0
@@ -1347,15 +1402,26 @@ class Engine:
 
     # --- failures --------------------------------------------------------------------------------------------------
 
-    def _recover(self, error: Exception, what: str) -> None:
-        """A step failed and took the pool with it: reset the executor, and compute every holder of cache anew."""
+    def _recover(
+        self, error: Exception, what: str, iteration: Iteration | None, num_tokens: int
+    ) -> None:
+        """A step failed and took the pool with it: reset the executor, and compute every holder of cache anew.
+
+        Args:
+            error: what it raised.
+            what: the same in a few words of ours.
+            iteration: the step's, still to be told; None: nobody watches.
+            num_tokens: of the step.
+        """
         self._step_failures += 1
         logger.error("%s; the cache is rebuilt: %s", what, error, exc_info=error)
         if self._is_fatal(what):
             return
-        if self._pending is not None:
-            self._tell_step(self._pending, None)
-        self._pending = None  # computed on the same pool, after the step that failed
+        if is_out_of_memory(error):
+            self._squeeze(num_tokens)
+        if iteration is not None:
+            held = np.flatnonzero((self._status == _RUNNING) | (self._status == _ENDING))
+            iteration.lost = tuple(self._ids(held.astype(np.int32)))
         try:
             self.executor.reset()
         except Exception as reset_error:
@@ -1378,6 +1444,25 @@ class Engine:
             self.cache.clear_prefixes()
             for row in np.flatnonzero(self._status == _WAITING).tolist():
                 self._await_hits(self._live(row))
+
+    def _squeeze(self, num_tokens: int) -> None:
+        """There was no memory for a step of so many tokens: keep the next ones to half of it, as nobody runs just now."""
+        self._most_tokens = max(_LEAST_TOKENS, min(self._most_tokens, num_tokens) // 2)
+        self._most_rows = min(self._most_rows, self._most_tokens)
+        self._squeezed_until_s = self.clock.now_s() + SQUEEZE_S
+        logger.error(
+            "no memory for a step of %d tokens: for %.0f s steps have at most %d tokens and %d requests. If it happens again, "
+            "lower --max-num-batched-tokens, --max-num-seqs or --device-memory-utilization",
+            num_tokens,
+            SQUEEZE_S,
+            self._most_tokens,
+            self._most_rows,
+        )
+
+    def _unsqueeze(self) -> None:
+        self._squeezed_until_s = None
+        self._most_rows, self._most_tokens = self.max_num_seqs, self._config.max_num_batched_tokens
+        logger.warning("steps have up to %d tokens again", self._most_tokens)
 
     def _is_fatal(self, what: str) -> bool:
         """Note a failure; True where it is the second one within `FAILURE_WINDOW_S` and has ended the engine."""
@@ -1461,7 +1546,7 @@ class Engine:
             )
         expected_ttft_s = self.admission.check(
             prompt_len=prompt_len,
-            own_tokens=prompt_len - self._num_cached(request),
+            own_tokens=prompt_len - self.num_cached(request),
             ttft_s=request.slo.ttft_s,
             tenant=request.tenant,
             queue=self._queue_before(request, min(self.cache.blocks_needed(prompt_len, k) for k in fitting)),
@@ -1470,8 +1555,9 @@ class Engine:
         )  # fmt: skip
         return fitting[0] if len(fitting) < len(self._offered) else NO_KIND, expected_ttft_s
 
-    def _num_cached(self, request: EngineRequest) -> int:
-        """Prompt tokens that a new request would find cached; 0 where admission does not ask for it."""
+    def num_cached(self, request: EngineRequest) -> int:
+        """Prompt tokens that a new request would find cached; 0 where admission does not ask for it. For any thread: what is found
+        may be gone a moment later."""
         asks = self._config.slo_admission != "off" and math.isfinite(request.slo.ttft_s)
         prefixes = self.cache.prefixes
         if not asks or prefixes is None:
@@ -1488,15 +1574,43 @@ class Engine:
     def _queue_before(self, request: EngineRequest, blocks: int) -> Queue:
         """What stands before a new request that needs `blocks` for its prompt."""
         waiting = np.flatnonzero(self._status == _WAITING)
+        tenant, num_of_tenant = request.tenant, 0
+        if tenant is not None:
+            number = self._tenants.get(tenant, -1)
+            num_of_tenant = int(np.count_nonzero(self._tenant[waiting] == number))
         # Best-effort requests come behind those with objectives.
         before = waiting if request.slo_class == "be" else waiting[~self.table.best_effort[waiting]]
-        uncached = (self.table.num_tokens - self.table.hit_tokens.max(axis=1))[before]
+        return self._queue(waiting, before, blocks, num_of_tenant)
+
+    def note_refused(self) -> None:
+        """A request was refused for the engine, by its `outlook`."""
+        self._num_refused += 1
+
+    def outlook(self) -> Outlook:
+        """For requests that come while the step runs that has just been put together (`on_plan`)."""
+        waiting = np.flatnonzero(self._status == _WAITING)
+        with_objectives = waiting[~self.table.best_effort[waiting]]
+        queue = self._queue(waiting, with_objectives, 0, 0)
+        last = queue if with_objectives.size == waiting.size else self._queue(waiting, waiting, 0, 0)  # fmt: skip
+        return Outlook(
+            queues=(queue, last),
+            of_tenants=self._by_tenant(waiting),
+            costs=self.costs,
+            margin_s=self.admission.margin_s(self.clock.now_s()),
+        )
+
+    def _by_tenant(self, rows: NDArray[Any]) -> dict[str | None, int]:
+        if len(self._tenants) == 1:
+            return {}
+        counts = np.bincount(self._tenant[rows], minlength=len(self._tenants)).tolist()
+        return dict(zip(self._tenants, counts, strict=True))
+
+    def _queue(
+        self, waiting: NDArray[Any], before: NDArray[Any], blocks: int, num_of_tenant: int
+    ) -> Queue:
         kind = self._offered[-1]  # the smallest
         groups = -(-self.table.num_tokens[before] // self.cache.block_sizes[kind])
         needed = int(groups.sum()) * self.cache.blocks_per_group[kind] + blocks
-        tenant, num_of_tenant = request.tenant, 0
-        if tenant is not None:
-            num_of_tenant = sum(self._live(int(row)).request.tenant == tenant for row in waiting)
         times, per_s = self._finish_times_s, 0.0
         # Up to now, so that a rate of long ago counts for little.
         if len(times) > 1 and self.clock.now_s() > times[0]:
@@ -1507,10 +1621,10 @@ class Engine:
             num_waiting=int(waiting.size),
             waiting_tokens=int(self.table.prompt_len[waiting].sum()),
             num_of_tenant=num_of_tenant,
-            uncached_tokens=int(uncached.sum()),
+            uncached_tokens=self._uncached_tokens(before),
             uncached_requests=int(before.size),
-            missing_blocks=max(needed - self.cache.num_free, 0),
-            missing_seats=max(int(before.size) + 1 + num_running - self._config.max_num_seqs, 0),
+            missing_blocks=needed - self.cache.num_free,
+            missing_seats=int(before.size) + 1 + num_running - self._config.max_num_seqs,
             blocks_per_s=per_s * held / num_running if num_running else 0.0,
             requests_per_s=per_s,
         )
@@ -1518,6 +1632,11 @@ class Engine:
     def least_blocks(self, num_tokens: int) -> int:
         """Blocks of so many positions in the kind on offer that takes fewest."""
         return min(self.cache.blocks_needed(num_tokens, kind) for kind in self._offered)
+
+    def _uncached_tokens(self, rows: NDArray[Any]) -> int:
+        """Positions of waiting requests that would not be found cached; `rows` by number or as a mask."""
+        uncached = self.table.num_tokens[rows] - self.table.hit_tokens[rows].max(axis=1)
+        return int(uncached.sum())
 
     @property
     def num_decisions(self) -> int:
@@ -1529,6 +1648,14 @@ class Engine:
         live = self._by_id.get(request.request_id)
         return live is not None and live.request is request
 
+    def metrics_of(self, request_id: str) -> RequestMetrics:
+        """Of a live request; the object goes on changing until the request has ended. Raises KeyError: none has this id."""
+        return self._by_id[request_id].metrics
+
+    def has(self, request_id: str) -> bool:
+        """Whether a live request has this id. For any thread."""
+        return request_id in self._by_id
+
     def has_begun(self, request_id: str) -> bool:
         """Whether a live request has ever been scheduled; True also for one that is not alive."""
         live = self._by_id.get(request_id)
@@ -1538,7 +1665,8 @@ class Engine:
 
     def _note(self, plan: Plan, schedule_s: float) -> Iteration | None:
         """A decision that does something; None where nobody watches."""
-        if not plan.rows.size and not plan.preempt.size:
+        preempted, self._preempted_between = self._preempted_between, []
+        if not plan.rows.size and not plan.preempt.size and not preempted:
             return None
         number, self._num_decisions = self._num_decisions, self._num_decisions + 1
         if self.on_iteration is None:
@@ -1547,6 +1675,7 @@ class Engine:
             number=number,
             at_s=self.clock.now_s(),
             type=plan.iteration,
+            preempted=preempted,
             schedule_s=schedule_s,
         )
 
@@ -1601,9 +1730,7 @@ class Engine:
             num_running=int(kinds.size),
             num_ending=int(np.count_nonzero(status == _ENDING)),
             waiting_prompt_tokens=int(self.table.prompt_len[waiting].sum()),
-            waiting_uncached_tokens=int(
-                (self.table.num_tokens - self.table.hit_tokens.max(axis=1))[waiting].sum()
-            ),
+            waiting_uncached_tokens=self._uncached_tokens(waiting),
             total_blocks=self.cache.pool.num_blocks,
             free_blocks=self.cache.num_free,
             cached_blocks=self.cache.num_idle,
@@ -1638,6 +1765,7 @@ class Engine:
             dispatch_p50_ms=1e3 * self._dispatch_s.percentile(50),
             mask_p50_ms=1e3 * self._mask_s.percentile(50),
             mask_p99_ms=1e3 * self._mask_s.percentile(99),
+            cost_errors=dict(self._cost_errors),
         )
 
     def check_integrity(self) -> None:
@@ -1785,6 +1913,7 @@ class Engine:
 
         self._status = grown(self._status, _FREE)
         self._seat = grown(self._seat, NO_SEAT)
+        self._tenant = grown(self._tenant, 0)
         self._in_flight = grown(self._in_flight, 0)
         self._last_token = grown(self._last_token, 0)
         self._pinned = grown(self._pinned, NO_KIND)

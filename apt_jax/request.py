@@ -176,6 +176,8 @@ class RequestMetrics:
     """Prompt tokens that were not computed because their cache was there already, when it was first scheduled."""
     cache_kind: CacheKindName | None = None
     """The kind held last."""
+    num_blocks: int | None = None
+    """Blocks of its cache when it was last given back, those that it shared among them; None: it never was."""
     slo: SLO = SLO()  # noqa: RUF009 - frozen
 
     @property

@@ -21,19 +21,30 @@ from apt_jax.config import SLO
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import EngineRequest, Grammar, SamplingParams, StructuredOutputsParams
 
+MAX_INTEGER = 2**31 - 1
+"""Of counts, whatever the model."""
 MAX_REQUEST_ID_CHARS = 128
+REQUEST_ID_PATTERN = rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARS}}}"
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+MAX_BIAS = 100.0
+"""Of one entry of `logit_bias`, either way."""
+MAX_PENALTY = 2.0
+"""Presence and frequency, either way."""
+MAX_SEED = 2**63 - 1
 MAX_GRAMMAR_BYTES = 64 << 10
 """Of a schema, expression or grammar, and of all choices together."""
 MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 1024
+MAX_WHITESPACE_PATTERN_BYTES = 256
 MIN_TEMPERATURE = 0.01
 """Smallest temperature other than 0: below it scaled logits leave float32, and the result is greedy anyway."""
+MAX_TEMPERATURE = 2.0
 MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 2.0
 MIN_SLO_S = 1e-6
 MAX_SLO_S = 86_400.0
 MAX_DEADLINE_S = 86_400.0
@@ -43,9 +54,9 @@ MAX_SEQUENCES = 16
 TOO_LONG = "context_length_exceeded"
 """`InvalidRequestError.code` of prompts and outputs that are too long for the model or the cache."""
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_FLOAT32_TINY = float(np.finfo(np.float32).tiny)
-_INT32_MAX = 2**31 - 1
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+MIN_POSITIVE = float(np.finfo(np.float32).tiny)
+"""Numbers closer to 0 that are not 0 are refused: they would be 0 on the device."""
 _AS_MANY_AS_FIT = 2**31
 """Stands for a `max_tokens` of None until the length of the prompt is known; no request may ask for this many."""
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
@@ -193,7 +204,7 @@ def build_requests(
         dataclasses.replace(
             first,
             request_id=f"{first.request_id}#{i}",
-            params=dataclasses.replace(first.params, seed=(seed + i) % 2**63),
+            params=dataclasses.replace(first.params, seed=(seed + i) % (MAX_SEED + 1)),
         )
         for i in range(1, count)
     ]
@@ -339,7 +350,7 @@ def _number(field: str, value: object) -> float:
         raise InvalidRequestError(field, "the number is too large") from None
     if not math.isfinite(number):
         raise InvalidRequestError(field, f"{number} must be a finite number")
-    if number != 0.0 and abs(number) < _FLOAT32_TINY:
+    if number != 0.0 and abs(number) < MIN_POSITIVE:
         raise InvalidRequestError(
             field, f"{number!r} is too close to 0 for a 32-bit number; give 0 if that is meant"
         )
@@ -458,18 +469,19 @@ def _sampling_params(
 
     max_tokens = _AS_MANY_AS_FIT
     if params.max_tokens is not None:
-        max_tokens = _integer("max_tokens", params.max_tokens, 1, _INT32_MAX, "at least 1")
-    min_tokens = _integer("min_tokens", params.min_tokens, 0, _INT32_MAX, "at least 0")
+        max_tokens = _integer("max_tokens", params.max_tokens, 1, MAX_INTEGER, "at least 1")
+    min_tokens = _integer("min_tokens", params.min_tokens, 0, MAX_INTEGER, "at least 0")
     if min_tokens > max_tokens:
         raise InvalidRequestError(
             "min_tokens", f"{min_tokens} must not exceed max_tokens={max_tokens}"
         )
     temperature = _unsigned_number("temperature", params.temperature)
-    if temperature != 0.0 and not MIN_TEMPERATURE <= temperature <= 2.0:
+    if temperature != 0.0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise InvalidRequestError(
-            "temperature", f"{temperature} must be 0 (greedy) or lie in [{MIN_TEMPERATURE}, 2]"
+            "temperature",
+            f"{temperature} must be 0 (greedy) or lie in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE:g}]",
         )
-    top_k = _integer("top_k", params.top_k, -1, _INT32_MAX, "at least 1, or 0 for off")
+    top_k = _integer("top_k", params.top_k, -1, MAX_INTEGER, "at least 1, or 0 for off")
     top_p = _unsigned_number("top_p", params.top_p)
     if not 0.0 < top_p <= 1.0:
         raise InvalidRequestError("top_p", f"{top_p} must lie in (0, 1]; 1 is off")
@@ -477,10 +489,10 @@ def _sampling_params(
     if min_p > 1.0:
         raise InvalidRequestError("min_p", f"{min_p} must lie in [0, 1]; 0 is off")
     repetition = _unsigned_number("repetition_penalty", params.repetition_penalty)
-    if not MIN_REPETITION_PENALTY <= repetition <= 2.0:
+    if not MIN_REPETITION_PENALTY <= repetition <= MAX_REPETITION_PENALTY:
         raise InvalidRequestError(
             "repetition_penalty",
-            f"{repetition} must lie in [{MIN_REPETITION_PENALTY}, 2]; 1 is off",
+            f"{repetition} must lie in [{MIN_REPETITION_PENALTY}, {MAX_REPETITION_PENALTY:g}]; 1 is off",
         )
     seed = params.seed
     return SamplingParams(
@@ -489,7 +501,7 @@ def _sampling_params(
         top_k=top_k if 0 < top_k < limits.vocab_size else 0,  # -1 (vLLM's older "off") and all of V
         top_p=top_p,
         min_p=min_p,
-        seed=fallback_seed if seed is None else _integer("seed", seed, 0, 2**63 - 1),
+        seed=fallback_seed if seed is None else _integer("seed", seed, 0, MAX_SEED),
         repetition_penalty=repetition,
         presence_penalty=_penalty("presence_penalty", params.presence_penalty),
         frequency_penalty=_penalty("frequency_penalty", params.frequency_penalty),
@@ -513,8 +525,10 @@ def _sampling_params(
 
 def _penalty(field: str, value: object) -> float:
     number = _number(field, value)
-    if not -2.0 <= number <= 2.0:
-        raise InvalidRequestError(field, f"{number} must lie in [-2, 2]; 0 is off")
+    if not -MAX_PENALTY <= number <= MAX_PENALTY:
+        raise InvalidRequestError(
+            field, f"{number} must lie in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]; 0 is off"
+        )
     return number + 0.0  # -0.0 becomes 0.0
 
 
@@ -538,8 +552,10 @@ def _logit_bias(limits: RequestLimits, value: object) -> dict[int, float] | None
     checked: dict[int, float] = {}
     for token_id, bias in value.items():
         number = _number("logit_bias", bias)
-        if not -100.0 <= number <= 100.0:
-            raise InvalidRequestError("logit_bias", f"{number} must lie in [-100, 100]")
+        if not -MAX_BIAS <= number <= MAX_BIAS:
+            raise InvalidRequestError(
+                "logit_bias", f"{number} must lie in [-{MAX_BIAS:g}, {MAX_BIAS:g}]"
+            )
         checked[_token_id("logit_bias", token_id, limits.vocab_size)] = number
     return checked or None
 
@@ -616,7 +632,7 @@ def _structured_outputs(value: object) -> StructuredOutputsParams | None:
         "disable_any_whitespace": fixed,
         "whitespace_pattern": None
         if whitespace is None
-        else _bounded_text(f"{field}.whitespace_pattern", whitespace, 256),
+        else _bounded_text(f"{field}.whitespace_pattern", whitespace, MAX_WHITESPACE_PATTERN_BYTES),
     }
     name = f"{field}.{form}"
     match form:

@@ -74,6 +74,8 @@ class Iteration:
     """From the dispatch of the step, or from the end of the one before it if that is later, until its tokens were there. None: nothing ran."""
     failed: bool = False
     """The step raised, or was in flight when another one did; what it computed is lost."""
+    lost: tuple[str, ...] = ()
+    """Ids of requests whose cache, or last token, went with the step that raised, whether they took part in it or not."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -115,16 +117,21 @@ class SchedulerWatch:
     async def __anext__(self) -> WatchNews:
         while True:
             self._news.clear()
-            with self._lock:
-                news = WatchNews(num_dropped=self._num_dropped, iterations=list(self._unread))
-                self._unread.clear()
-                self._num_dropped = 0
-                error = self._error
+            error = self._error  # before the news: what came before the end is read first
+            news = self.take()
             if news.iterations:
                 return news
             if error is not None:
                 raise error
             await self._news.wait()
+
+    def take(self) -> WatchNews:
+        """What is unread now, without waiting; from any thread."""
+        with self._lock:
+            news = WatchNews(num_dropped=self._num_dropped, iterations=list(self._unread))
+            self._unread.clear()
+            self._num_dropped = 0
+        return news
 
     def close(self) -> None:
         """Watch no more; any number of times."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apt_jax.admission import TENANT_SHARE, Admission, Queue
+from apt_jax.admission import TENANT_SHARE, Admission, Coming, Outlook, Queue
 from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
@@ -50,6 +50,59 @@ def check(
     )
 
 
+class TestForesight:
+    """What is refused while a step runs would be refused after it."""
+
+    def test_it_refuses_nothing_that_the_check_lets_in(self):
+        rng = np.random.default_rng(0)
+        refused = 0
+        for _ in range(2000):
+            config = {
+                "max_num_queued_reqs": int(rng.integers(1, 20)),
+                "max_num_queued_tokens": int(rng.integers(1, 400)),
+                "slo_admission": "on",
+            }
+            queue = {
+                "num_waiting": int(rng.integers(0, 22)), "waiting_tokens": int(rng.integers(0, 400)),
+                "num_of_tenant": int(rng.integers(0, 20)), "uncached_tokens": int(rng.integers(0, 400)),
+                "uncached_requests": int(rng.integers(0, 20)), "missing_blocks": int(rng.integers(-20, 20)),
+                "missing_seats": int(rng.integers(-8, 8)), "blocks_per_s": float(rng.integers(0, 20)), "requests_per_s": float(rng.integers(0, 5)),
+            }  # fmt: skip
+            ttft_s, blocks, prompt_len = float(rng.uniform(0.05, 2)), int(rng.integers(0, 4)), int(rng.integers(1, 30))  # fmt: skip
+            before = {**queue, "missing_blocks": queue["missing_blocks"] - blocks}
+            one = Queue(**before)
+            outlook = Outlook(queues=(one, one), of_tenants={"a": queue["num_of_tenant"]}, costs=COSTS, margin_s=0.0)  # fmt: skip
+            error = Admission(SchedulerConfig(**config)).foresee(
+                outlook, Coming(), prompt_len=prompt_len, own_tokens=prompt_len, blocks=blocks, ttft_s=ttft_s, best_effort=False, tenant="a"
+            )  # fmt: skip
+            if error is None:
+                continue
+            refused += 1
+            with pytest.raises((QueueFullError, InvalidRequestError)):
+                check(config, ttft_s=ttft_s, tenant="a", prompt_len=prompt_len, **queue)
+        assert 200 < refused < 1900
+
+    def test_who_has_come_since_counts_as_waiting(self):
+        admission = Admission(SchedulerConfig(max_num_queued_reqs=16))
+        outlook = Outlook(queues=(EMPTY, EMPTY), of_tenants={}, costs=COSTS, margin_s=0.0)
+        coming = Coming()
+
+        def refused(tenant: str | None = None) -> bool:
+            return admission.foresee(
+                outlook, coming, prompt_len=5, own_tokens=5, blocks=1, ttft_s=math.inf, best_effort=False, tenant=tenant
+            ) is not None  # fmt: skip
+
+        taken = 0
+        while not refused("a"):
+            coming.add(prompt_len=5, own_tokens=5, blocks=1, best_effort=False, tenant="a")
+            taken += 1
+        assert taken == 15  # its share of the queue
+        assert not refused("b")
+        coming.add(prompt_len=5, own_tokens=5, blocks=1, best_effort=True, tenant=None)
+        assert refused("b")
+        assert coming.num_before == [15, 16]
+
+
 class TestCounts:
     def test_the_hint_is_when_a_place_is_free(self):
         check({"max_num_queued_reqs": 4}, num_waiting=3)
@@ -72,7 +125,7 @@ class TestCounts:
 
 
 class TestTenants:
-    def test_one_alone_gets_nearly_all_and_leaves_room(self):
+    def test_Q3_one_alone_gets_nearly_all_and_leaves_room(self):
         waiting = 909
         for num in range(waiting + 1):
             check({}, tenant="a", num_waiting=num, num_of_tenant=num)
@@ -82,7 +135,7 @@ class TestTenants:
         check({}, tenant="b", num_waiting=waiting, num_of_tenant=0)
 
     @pytest.mark.parametrize("count", [2, 5])
-    def test_those_who_ask_for_more_get_the_same(self, count):
+    def test_Q3_those_who_ask_for_more_get_the_same(self, count):
         held = dict.fromkeys((f"t{i}" for i in range(count)), 0)
         held["t0"] = 700  # came first; then all ask, and what waits is served in turn
         rng = np.random.default_rng(0)
@@ -247,7 +300,7 @@ def test_what_is_cached_of_a_prompt_takes_no_time():
         ask("third", 0.001)
 
 
-def test_under_ten_times_overload_those_let_in_keep_their_objective():
+def test_Q1_under_ten_times_overload_those_let_in_keep_their_objective():
     # What the machine can do at most, about: 1 / (72 tokens and 16 decode rows of a full batch).
     fits = overload("on", 4.0)
     assert fits["accepted"] > 0.99

@@ -103,6 +103,66 @@ def test_one_refused_request_of_a_group_ends_the_reading_and_cancel_the_rest():
     run(scenario, max_num_seqs=1, max_num_queued_reqs=2)
 
 
+def test_who_would_be_refused_after_a_step_is_refused_while_it_runs():
+    async def scenario(engine):
+        executor, held = executor_of(engine.parts), threading.Event()
+        execute = executor.execute
+
+        def hold(batch):
+            executor.gate.clear()
+            held.set()
+            return execute(batch)
+
+        executor.execute = hold
+        first = engine.submit(request(engine, params={"max_tokens": 4}))
+        await until(held.is_set)  # the step cannot end
+        streams = [engine.submit(request(engine, params={"max_tokens": 4})) for _ in range(6)]
+        for stream in streams[3:]:
+            with pytest.raises(QueueFullError, match="--max-num-queued-reqs 3"):
+                await asyncio.wait_for(anext(stream), 20)
+            assert stream.ended
+        assert not any(stream.ended for stream in streams[:3])
+        assert engine.num_open == 1  # the engine has not seen any of them
+        streams[0].cancel()
+        executor.execute = execute
+        executor.gate.set()
+        for stream in (first, *streams[1:3]):
+            tokens = [token async for delta in stream for token in delta.token_ids]
+            assert tokens == expected_tokens(stream.request)[-len(tokens) :]
+        assert (await engine.stats()).num_refused == 3
+
+    run(scenario, max_num_seqs=1, max_num_queued_reqs=3)
+
+
+def test_requests_that_come_while_a_step_is_put_together_are_added_before_it_runs():
+    async def scenario(engine):
+        executor, inner = executor_of(engine.parts), engine.parts.engine
+        late: list = []
+        look_out, loop = inner.on_plan, asyncio.get_running_loop()
+
+        async def send() -> None:
+            late.extend(engine.submit(request(engine)) for _ in range(3))
+
+        def during_plan() -> None:
+            if not late:
+                asyncio.run_coroutine_threadsafe(send(), loop).result(20)
+                executor.gate.clear()
+            look_out()
+
+        inner.on_plan = during_plan
+        first = engine.submit(request(engine))
+        await until(lambda: engine._outlook is not None)
+        assert engine.num_open == 3  # and the step has not ended
+        with pytest.raises(QueueFullError):
+            await asyncio.wait_for(anext(late[2]), 20)  # told at once, too
+        executor.gate.set()
+        for stream in (first, *late[:2]):
+            tokens = [token async for delta in stream for token in delta.token_ids]
+            assert tokens == expected_tokens(stream.request)
+
+    run(scenario, max_num_seqs=1, max_num_queued_reqs=2)
+
+
 def test_outputs_grow_and_end_once():
     async def scenario(engine):
         req = request(engine)
@@ -308,7 +368,7 @@ def test_requests_beyond_the_queue_limit_are_refused_with_a_hint():
     run(scenario, max_num_seqs=1, max_num_queued_reqs=2)
 
 
-def test_what_has_waited_too_long_is_given_up():
+def test_Q7_what_has_waited_too_long_is_given_up():
     async def scenario(engine):
         executor_of(engine.parts).gate.clear()
         first, second = request(engine, "a"), request(engine, "b")
@@ -344,7 +404,7 @@ def test_a_step_that_never_ends_does_not_hold_up_shutdown():
     asyncio.run(scenario())
 
 
-def test_a_step_that_never_ends_ends_the_engine(caplog):
+def test_E4_a_step_that_never_ends_ends_the_engine(caplog):
     async def scenario():
         engine = AsyncEngine(toy_parts(), step_timeout_s=0.3)
         executor = executor_of(engine.parts)
@@ -482,7 +542,7 @@ def test_refused_cancelled_and_served_requests_at_once_leave_nothing(seed):
     run(scenario, policy="apt", num_blocks=48, max_num_seqs=4, max_num_queued_reqs=6, step_s=0.001)
 
 
-def test_one_broken_request_ends_alone():
+def test_E7_one_broken_request_ends_alone():
     def fault(batch):
         # Row 0 of the batch is not finite once; whoever it is ends, the rest go on.
         fault.steps += 1
@@ -507,7 +567,7 @@ def test_one_broken_request_ends_alone():
     run(scenario, fault=fault, debug=False)
 
 
-def test_a_failing_assembler_ends_one_request():
+def test_E1_E5_a_failing_assembler_ends_one_request():
     async def scenario(engine):
         assembler = engine.parts.assembler
         good, bad = request(engine, "good"), request(engine, "bad")
@@ -550,7 +610,7 @@ def test_P9_engine_death_ends_every_stream_and_refuses_new_requests():
     run(scenario, fault=fault, debug=False)
 
 
-def test_an_error_of_the_loop_itself_is_seen_by_all():
+def test_E6_an_error_of_the_loop_itself_is_seen_by_all():
     async def scenario(engine):
         def broken():
             raise RuntimeError("planted")

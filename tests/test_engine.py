@@ -255,13 +255,58 @@ class TestEnds:
         h.assert_all_as_expected()
         assert len(h.tokens["r0"]) >= 5
 
-    def test_stop_before_length(self, overlap):
+    def test_E10_stop_before_length(self, overlap):
         h = Harness(overlap=overlap)
         stop = h.expected(h.add(max_tokens=3))[-1]
         h = Harness(overlap=overlap)
         h.add(max_tokens=3, stop_token_ids=(stop,))
         h.drain()
         assert h.last["r0"].finish_reason == "stop"
+
+    @pytest.mark.parametrize(
+        ("causes", "ends"),
+        [
+            ({"bad", "stop token", "stop string", "length"}, ("error", None)),
+            ({"raises", "stop string", "length"}, ("error", None)),
+            ({"stop token", "raises", "length"}, ("stop", "token")),
+            ({"stop token", "stop string", "length"}, ("stop", "token")),
+            ({"abort", "stop string", "length"}, ("abort", None)),
+            ({"stop string", "length"}, ("stop", "END")),
+            ({"length"}, ("length", None)),
+        ],
+        ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else None,
+    )
+    def test_E10_of_several_reasons_in_one_step_there_is_one(self, overlap, causes, ends):
+        """What is wrong, then a stop token, then what is seen of the text, then the length."""
+
+        class Processor:
+            def on_token(self, request, token_id):
+                if h.engine._by_id["r0"].num_known - 5 < 2:
+                    return None
+                if "abort" in causes:
+                    h.engine.abort("r0")
+                if "raises" in causes:
+                    raise RuntimeError
+                return "END" if "stop string" in causes else None
+
+        prompt = np.random.default_rng(0).integers(0, VOCAB_SIZE, 5)
+        token = reference_tokens(prompt, 3, vocab_size=VOCAB_SIZE)[2]
+        count = itertools.count()
+        h = Harness(
+            overlap=overlap,
+            processor=Processor(),
+            fault=lambda _: (
+                Fault(kind=FaultKind.NOT_FINITE) if "bad" in causes and next(count) == 2 else None
+            ),
+        )
+        h.add(max_tokens=3, stop_token_ids=(token,) if "stop token" in causes else ())
+        h.drain()
+        reason, stop = ends
+        assert (h.last["r0"].finish_reason, h.last["r0"].stop_reason) == (
+            reason,
+            token if stop == "token" else stop,
+        )
+        assert h.engine.stats().finished == {reason: 1}
 
     def test_stop_string_comes_from_the_processor(self, overlap):
         class Processor:
@@ -292,7 +337,7 @@ class TestEnds:
         h.drain()
         assert (seen, h.tokens["r0"]) == (expected[:2], expected)
 
-    def test_a_failing_processor_ends_one_request(self, overlap):
+    def test_E1_a_failing_processor_ends_one_request(self, overlap):
         class Processor:
             def on_token(self, request, token_id):
                 if request.request_id == "bad":
@@ -308,7 +353,7 @@ class TestEnds:
 
     @pytest.mark.parametrize("kind", [FaultKind.NOT_FINITE, FaultKind.BAD_TOKEN])
     @pytest.mark.parametrize("row", [1, 4])
-    def test_a_bad_row_ends_one_request(self, kind, row, overlap):
+    def test_E7_E8_a_bad_row_ends_one_request(self, kind, row, overlap):
         count = itertools.count()
         h = Harness(
             overlap=overlap, fault=lambda b: Fault(kind=kind, row=row) if next(count) == 2 else None
@@ -370,7 +415,7 @@ class TestAdmission:
     @pytest.mark.parametrize(
         ("offered", "most"), [((True, False), 32), (BOTH, 64), ((False, True), 64)]
     )
-    def test_what_cannot_fit_is_refused(self, offered, most):
+    def test_R3_what_cannot_fit_is_refused(self, offered, most):
         h = Harness(num_blocks=16, offered=offered)
         h.add(prompt_len=most - 3, max_tokens=3)
         with pytest.raises(InvalidRequestError, match="the pool has 16"):
@@ -378,7 +423,7 @@ class TestAdmission:
         h.drain()
         h.assert_all_as_expected()
 
-    def test_what_fits_one_kind_gets_no_other(self, overlap):
+    def test_R3_what_fits_one_kind_gets_no_other(self, overlap):
         h = Harness(
             num_blocks=16,
             policy=ScriptedPolicy(lambda view: plan_all(view, kind=KV)),
@@ -456,7 +501,7 @@ class TestOverlap:
         assert len(h.batches) == 2
         h.assert_all_as_expected()
 
-    def test_a_stop_token_drops_the_row_in_flight(self):
+    def test_E11_a_stop_token_drops_the_row_in_flight(self):
         h = Harness()
         expected = reference_tokens(
             np.random.default_rng(0).integers(0, VOCAB_SIZE, 5), 2, vocab_size=VOCAB_SIZE
@@ -467,7 +512,7 @@ class TestOverlap:
         assert len(h.batches) == 3
         assert h.engine.stats().dropped_rows == 1
 
-    def test_blocks_of_a_dropped_row_serve_the_next_request(self):
+    def test_E11_blocks_of_a_dropped_row_serve_the_next_request(self):
         h = Harness(num_blocks=4, max_num_seqs=1, offered=(True, False))
         expected = reference_tokens(
             np.random.default_rng(0).integers(0, VOCAB_SIZE, 4), 2, vocab_size=VOCAB_SIZE
@@ -592,7 +637,7 @@ class TestAbort:
         assert not h.engine.abort("r0")
         h.drain()
 
-    def test_from_within_the_processor(self, overlap):
+    def test_C12_from_within_the_processor(self, overlap):
         class Processor:
             engine: Engine
 
@@ -615,6 +660,56 @@ class TestAbort:
         ]
         assert h.tokens["r1"] == h.tokens["r2"] == []
         h.assert_all_as_expected(["r0", "r3"])
+
+
+@pytest.mark.parametrize("event", ["finish", "preempt", "switch"])
+def test_C12_abort_in_the_iteration_of_another_change(event, overlap):
+    """One end, and blocks are given back once."""
+
+    def plan(view: SchedulerView) -> Plan:
+        first = view.running[:1].tolist()
+        if event == "switch" and not switched and first and view.table.num_outputs[first[0]] == 3:
+            switched.append(True)
+            return plan_all(view, preempt=first)
+        return plan_all(view, kind=HIDDEN if switched else KV)
+
+    class Processor:
+        seen = 0
+
+        def on_token(self, request: EngineRequest, token_id: int) -> None:
+            self.seen += request.request_id == "victim"
+            if request.request_id == "victim" and self.seen == last:
+                if event == "preempt":
+                    h.engine.preempt("victim")
+                assert h.engine.abort("victim")
+                assert not h.engine.abort("victim")
+
+    switched: list[bool] = []
+    last = 6 if event == "finish" else 4
+    h = Harness(overlap=overlap, policy=ScriptedPolicy(plan), processor=Processor(), debug=False)
+    h.add(name="victim", max_tokens=6)
+    h.add(name="other", max_tokens=12)
+    h.drain()
+    assert h.last["victim"].finish_reason == "abort"
+    assert h.tokens["victim"] == h.expected("victim")[: last - 1]
+    h.assert_all_as_expected(["other"])
+    stats = h.engine.stats()
+    assert stats.finished == {"abort": 1, "length": 1}
+    assert sum(stats.kind_switches.values()) == (event == "switch")
+
+
+@pytest.mark.parametrize("name", ["sarathi", "fastgen", "apt-s"])
+def test_Q4_long_prompts_do_not_hold_up_what_decodes(name):
+    """Every step takes a second here, whatever is in it: a gap of two is one step that a row was left out of."""
+    h = Harness(policy=make_policy(name), num_blocks=4096, budget=32, block_size=16)
+    running = h.add(prompt_len=8, max_tokens=60)
+    h.step(3)
+    for _ in range(6):
+        h.add(prompt_len=400, max_tokens=2)
+    h.drain()
+    gaps = np.diff(h.last[running].metrics.token_times_s)
+    assert max(gaps) <= 2.0
+    h.assert_all_as_expected()
 
 
 def once(kind: FaultKind, *steps: int) -> Callable[[StepBatch], Fault | None]:
@@ -640,7 +735,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("kind", STEP_FAULTS)
     @pytest.mark.parametrize("at", [0, 1, 3])
-    def test_after_one_everything_is_recomputed(self, kind, at, overlap):
+    def test_E2_after_one_everything_is_recomputed(self, kind, at, overlap):
         h = Harness(overlap=overlap, fault=once(kind, at))
         for n in (3, 4, 5):
             h.add(prompt_len=n)
@@ -651,7 +746,7 @@ class TestFailures:
         assert stats.recomputed_tokens > 0 or at == 0
 
     @pytest.mark.parametrize("kind", STEP_FAULTS)
-    def test_a_second_within_a_minute_ends_the_engine(self, kind, overlap):
+    def test_E2_a_second_within_a_minute_ends_the_engine(self, kind, overlap):
         h = Harness(overlap=overlap, fault=once(kind, 2, 4))
         names = [h.add(max_tokens=20) for _ in range(3)]
         for _ in range(10):
@@ -665,7 +760,7 @@ class TestFailures:
                 call()
         assert not h.engine.abort(names[0])
 
-    def test_two_a_minute_apart_do_not(self):
+    def test_E2_two_a_minute_apart_do_not(self):
         h = Harness(fault=once(FaultKind.RAISE_AFTER, 2, 40))
         h.add(max_tokens=100)
         for _ in range(20):
@@ -674,7 +769,7 @@ class TestFailures:
         h.drain()
         h.assert_all_as_expected()
 
-    def test_an_executor_that_cannot_be_reset_ends_the_engine(self, overlap):
+    def test_E12_an_executor_that_cannot_be_reset_ends_the_engine(self, overlap):
         h = Harness(overlap=overlap, fault=once(FaultKind.RAISE_AFTER, 2))
 
         def reset():
@@ -707,7 +802,7 @@ class TestFailures:
         with pytest.raises(EngineDeadError, match="the policy failed, twice"):
             h.step(10)
 
-    def test_accounting_that_contradicts_itself_ends_the_engine(self):
+    def test_E3_accounting_that_contradicts_itself_ends_the_engine(self):
         h = Harness(debug=False)
         h.add(max_tokens=20)
         h.step(2)
@@ -717,7 +812,7 @@ class TestFailures:
         with pytest.raises(EngineDeadError, match="CacheIntegrityError"):
             h.engine.step()
 
-    def test_accounting_that_contradicts_itself_raises_in_debug(self):
+    def test_E3_accounting_that_contradicts_itself_raises_in_debug(self):
         h = Harness()
         h.add(max_tokens=20)
         h.step(2)
@@ -1218,7 +1313,7 @@ def test_old_requests_and_the_middle_of_long_stories_are_forgotten():
     found = log.of(names[2])
     assert found is not None
     for i in range(200):
-        log.end(names[2], f"again {i}", 1.0)
+        log.end(h.requests[names[2]], f"again {i}", 1.0)
     assert len(found.events) == 128
     assert found.num_dropped == len(events(log, names[2])) + found.num_dropped - 128
     assert found.events[0].event in ("prefill", "waited")
@@ -1233,10 +1328,12 @@ def test_steps_of_an_id_that_was_used_before_are_not_told_of_the_new_request():
     for _ in range(3):
         h.step()
     h.engine.abort(first)
-    log.end(first, "abort", h.clock.now_s())
+    log.end(h.requests[first], "abort", h.clock.now_s())
     told = events(log, first)
     second = h.add(name="other", max_tokens=4)
-    log.begin(dataclasses.replace(h.requests[second], request_id=first), h.engine.num_decisions)
+    again = dataclasses.replace(h.requests[second], request_id=first)
+    log.begin(again, h.engine.num_decisions)
+    log.end(h.requests[first], "abort", h.clock.now_s())  # told late
     h.step()  # the step in flight belonged to the first one
     assert events(log, first) == []
     assert told[-1]["event"] == "ended"

@@ -380,7 +380,7 @@ class TestEviction:
 
 class TestFaults:
     @pytest.mark.parametrize("kind", [FaultKind.NOT_FINITE, FaultKind.BAD_TOKEN])
-    def test_a_bad_row_is_never_found(self, kind, overlap):
+    def test_E7_a_bad_row_is_never_found(self, kind, overlap):
         count = itertools.count()
         served = Served(
             overlap=overlap, fault=lambda b: Fault(kind=kind) if next(count) == 0 else None

@@ -166,7 +166,7 @@ def streamed(tokenizer: Tokenizer, ids, skip: bool = True) -> list[str]:
 @BOTH
 @settings(max_examples=300)
 @given(data=st.data(), skip=st.booleans())
-def test_pieces_together_are_the_decoded_text_of_any_ids(tokenizer, data, skip):
+def test_E9_pieces_together_are_the_decoded_text_of_any_ids(tokenizer, data, skip):
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
     assert "".join(streamed(tokenizer, ids, skip)) == tokenizer.decode(
         ids, skip_special_tokens=skip
@@ -211,12 +211,12 @@ def test_pieces_together_are_the_decoded_text_whatever_the_decoder(name):
             assert "".join(streamed(tokenizer, ids, skip)) == whole
 
 
-def test_a_character_comes_with_its_last_byte():
+def test_E9_a_character_comes_with_its_last_byte():
     ids = [BYTE_LEVEL.backend.token_to_id(t) for t in ("ð", "Ł", "İ", "ī")]
     assert streamed(BYTE_LEVEL, ids) == ["", "", "", "🎉", ""]
 
 
-def test_bytes_that_never_became_a_character_are_flushed_as_replacement():
+def test_E9_bytes_that_never_became_a_character_are_flushed_as_replacement():
     ids = [BYTE_LEVEL.backend.token_to_id(t) for t in ("a", "ð", "Ł")]
     assert streamed(BYTE_LEVEL, ids) == ["a", "", "", "\ufffd"]
 

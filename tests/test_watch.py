@@ -229,3 +229,59 @@ def test_the_death_of_the_engine_is_told():
 
     fault.steps = 0
     scenario(body, fault=fault, debug=False)
+
+
+def test_what_is_unread_can_be_taken_without_waiting():
+    async def body(engine):
+        watch = engine.watch(capacity=3)
+        assert watch.take().iterations == []
+        await generate(engine, 8)
+        news = watch.take()
+        assert [i.number for i in news.iterations] == [5, 6, 7]
+        assert news.num_dropped == 5
+        assert watch.take().iterations == []
+        watch.close()
+
+    scenario(body, overlap=False)
+
+
+# --- what became of the last requests ------------------------------------------------------------------------------
+
+
+def test_where_the_last_requests_of_each_tenant_stand():
+    async def body(engine):
+        executor_of(engine.parts).step_s = 0.005
+        params = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+
+        def submit(name: str, tenant: str, **more):
+            return engine.submit(
+                engine.parts.build_request(
+                    prompt="hello", params={**params, **more}, request_id=name, tenant=tenant
+                )
+            )
+
+        for name, tenant in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("a3", "a")):
+            async for _ in submit(name, tenant):
+                pass
+        runs, waits = submit("a4", "a", max_tokens=100), submit("a5", "a")
+        await anext(runs)
+        log = engine.decision_log
+        assert log is not None
+        found = await asyncio.wrap_future(
+            engine.call(
+                lambda: {
+                    tenant: [one.summary() for one in last]
+                    for tenant, last in log.last({"a", "c"}, 4).items()
+                }
+            )
+        )
+        assert found["c"] == []
+        assert [one["request_id"] for one in found["a"]] == ["a5", "a4", "a3", "a2"]
+        assert [one["state"] for one in found["a"]] == ["waiting", "running", "length", "length"]
+        assert [one["ended_ms"] is None for one in found["a"]] == [True, True, False, False]
+        assert [one["kind"] for one in found["a"]] == [None, *["kv"] * 3]
+        assert all(one["prompt_tokens"] == 6 for one in found["a"])
+        runs.cancel()
+        waits.cancel()
+
+    scenario(body, max_num_seqs=1)

@@ -166,7 +166,7 @@ def test_seats_limit_admission():
     assert sorted(decided(world.schedule(AptPolicy()))) == [4, 5]
 
 
-def test_a_request_preempted_again_and_again_goes_first():
+def test_Q5_a_request_preempted_again_and_again_goes_first():
     world = World(num_blocks=8, mode="kv")
     for _ in range(2):
         world.add(15, 1)
@@ -304,7 +304,7 @@ def test_no_change_of_kind_with_unknown_costs_or_just_after_one():
     assert idle_hidden(1.0, COSTS, settled=31).preempt.size == 0
 
 
-def test_at_most_two_switches_in_64_tokens():
+def test_Q6_at_most_two_switches_in_64_tokens():
     world = World(num_blocks=1000, per_token_s=0.0, base_s=1.0, costs=COSTS)
     world.hold(world.add(15, 200), HIDDEN, num_outputs=60)
     set_pending(world, r0=9.0)

@@ -107,7 +107,7 @@ def serve_everything(name: str, decay: float, world: World) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("room", [1.0, 1.3, 4.0], ids=["smallest", "tight", "ample"])
-def test_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
+def test_Q5_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
     for seed in range(3 if name in VARIANTS else 12):
         rng = np.random.default_rng(seed)
         block_size = int(rng.choice([1, 2, 4, 16]))

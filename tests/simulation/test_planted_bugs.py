@@ -124,9 +124,9 @@ class NoRollback(Engine):
 class PlaceholderKept(Engine):
     """After a failed step the tokens in flight are still counted."""
 
-    def _recover(self, error, what):
+    def _recover(self, *args):
         kept = self._in_flight.copy()
-        super()._recover(error, what)
+        super()._recover(*args)
         self.table.num_tokens += kept
         self.table.num_outputs += kept
 

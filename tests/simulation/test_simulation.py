@@ -49,6 +49,7 @@ RARE_STATES = {
     "row deferred": 20,
     "step failure with >= 2 rows": 10,
     "step failure with a token in flight": 10,
+    "step failure: out_of_memory": 5,
     "step failure: partial": 5,
     "step failure: raise_after": 5,
     "step failure: raise_before": 5,

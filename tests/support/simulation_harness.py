@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable
 
 import numpy as np
+from faults import fail_allocations
 from random_policy import Chaos, PerturbedPolicy, RandomPolicy
 
 from apt_jax.clock import VirtualClock
@@ -321,7 +322,7 @@ class Simulation:
             self.note["step failure with >= 2 rows"] += batch.seats.size >= 2
             self.note["step failure with a token in flight"] += bool((batch.token_ids == -1).any())
             kinds = (
-                FaultKind.RAISE_BEFORE,
+                FaultKind.OUT_OF_MEMORY if self.num_step_faults % 2 else FaultKind.RAISE_BEFORE,
                 FaultKind.RAISE_AFTER,
                 FaultKind.RAISE_IN_RESULT,
                 FaultKind.PARTIAL,
@@ -342,8 +343,8 @@ class Simulation:
 
     def _instrument(self) -> None:
         """Count rare states where they arise, and make allocations fail."""
-        engine, pool, note = self.engine, self.engine.cache.pool, self.note
-        preempt, allocate = engine._preempt, pool.allocate
+        engine, note = self.engine, self.note
+        preempt = engine._preempt
         scenario = self.scenario
         calm = scenario.policy in REAL_POLICIES and not (
             scenario.p_preempt or scenario.p_allocation_failure or scenario.p_step_failure
@@ -365,11 +366,10 @@ class Simulation:
                 _expect(waits <= 16, f"preempted {waits} times without a new token")
             note["preempted 3 times"] += bool(table.num_preemptions[row] == 3)
 
-        def failing_allocate(num: int) -> np.ndarray | None:
-            if self.faults_on and self._fault_rng.random() < self.scenario.p_allocation_failure:
-                note["allocation failure of > 1 block"] += num > 1
-                return None
-            return allocate(num)
+        def allocation_fails(num: int) -> bool:
+            fails = self.faults_on and self._fault_rng.random() < self.scenario.p_allocation_failure
+            note["allocation failure of > 1 block"] += bool(fails and num > 1)
+            return fails
 
         def counting(name: str, function: Callable) -> Callable:
             def counted(*args):
@@ -393,7 +393,7 @@ class Simulation:
 
         self.executor.execute = noting_execute  # type: ignore[method-assign]
         engine._preempt = noting_preempt  # type: ignore[method-assign]
-        pool.allocate = failing_allocate  # type: ignore[method-assign]
+        fail_allocations(engine, allocation_fails)
 
     # --- the front end ---------------------------------------------------------------------------------------------
 
