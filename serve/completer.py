@@ -15,7 +15,7 @@ from apt_jax.errors import InvalidRequestError
 from apt_jax.llm import EngineParts, build_engine
 from serve import messages
 from serve.client import AsyncAptClient
-from serve.options import engine_config
+from serve.options import access, engine_config
 from serve.output import starting_bars
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
@@ -120,7 +120,7 @@ class RemoteCompleter:
 async def open_completer(args: Any) -> AsyncIterator[Completer]:
     """The completer that `--target` or the engine flags ask for."""
     if args.target is not None:
-        async with AsyncAptClient(args.target) as client:
+        async with AsyncAptClient(args.target, **access(args)) as client:
             yield RemoteCompleter(client)
         return
     quiet = getattr(args, "quiet", False)

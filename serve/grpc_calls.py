@@ -6,7 +6,7 @@ for all of them:
 1. Refuse while the server is starting or draining. Build the requests; nothing else reaches the engine.
 2. Submit them and write what they have until the last message. A client that does not read for too long loses its requests.
 3. However the RPC ends, `finally` and a done-callback end the requests: a cancellation that arrives during a write is not a
-   CancelledError in grpc.aio.
+   CancelledError in grpc.aio. Its `CallRecord` becomes a line of the log and, where that is asked for, a trace.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -24,13 +24,19 @@ from apt_jax.async_engine import AsyncEngine, EngineClosedError, StreamGroup
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError, UnknownRequestError
 from apt_jax.llm import EngineParts, OutputDelta
 from apt_jax.request import EngineRequest
+from serve.call_record import CallRecord
 from serve.keys import ApiKeys
+from serve.logs import CallLog, log_failure
 from serve.status import (
     RequestFailedError,
     SlowReaderError,
+    Status,
     reason_for_client,
     status_of,
 )
+
+if TYPE_CHECKING:  # it needs the extra `otel`
+    from serve.traces import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +45,7 @@ _LONG_PROMPT_CHARS = 4096
 _FORM_THREADS = 4
 """Requests with structured outputs are built in threads of their own: a new form is compiled, which may take seconds."""
 _NEWS_S = 1.0
-_NO_ID = "unnamed"
+_INTERNAL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
 
 T = TypeVar("T")
 
@@ -102,10 +108,18 @@ class Calls:
     Args:
         write_stall_s: a client that has not read for this long loses its requests.
         keys: which tell whose call it is; None: nobody's in particular.
+        tracer: None: no traces.
     """
 
-    def __init__(self, write_stall_s: float, keys: ApiKeys | None = None) -> None:
-        self._keys = keys
+    def __init__(
+        self,
+        write_stall_s: float,
+        keys: ApiKeys | None = None,
+        tracer: "Tracer | None" = None,
+    ) -> None:
+        self._keys, self._tracer = keys, tracer
+        self.log = CallLog(logger)
+        """A line for each call that has ended."""
         self._write_stall_s = write_stall_s
         self._engine: AsyncEngine | None = None
         self._served_since_s = 0.0
@@ -130,6 +144,7 @@ class Calls:
 
     def close(self) -> None:
         self._forms.shutdown(wait=False, cancel_futures=True)
+        self.log.close()
 
     @property
     def uptime_s(self) -> float:
@@ -148,26 +163,36 @@ class Calls:
             raise EngineClosedError("the server is starting: the model is not ready yet")
         return self._engine
 
-    async def generate(self, exchange: Exchange, context: grpc.aio.ServicerContext) -> None:
-        """Serve a Generate call to its end."""
-        request_id = _NO_ID
-        started_s = time.monotonic()
+    async def generate(
+        self, exchange: Exchange, context: grpc.aio.ServicerContext, service: str
+    ) -> None:
+        """Serve a Generate call to its end.
+
+        Args:
+            service: that it was made to.
+        """
+        metadata, engine, group = dict(metadata_of(context)), None, None
+        record = CallRecord(door="grpc", method=f"{service}/Generate")
+        record.comes_from(metadata)
+        if self._keys is not None:
+            record.tenant = self._keys.tenant_of(metadata.get("authorization"))
         self.last_arrival_s = time.time()
-        num_tokens, reason = 0, "error"
         self.num_open += 1
         try:
             engine = self.engine()
             deadline_s = _deadline_s(engine, exchange, context)
-            requests = await self._build(engine.parts, exchange, context)
-            request_id = requests[0].request_id
+            requests = await self._build(engine.parts, exchange, record.tenant)
+            request_id = record.request_id = requests[0].request_id
             if request_id in self._live:
                 raise DuplicateRequestError(request_id)
             group = engine.submit_all(requests, deadline_s=deadline_s)
             self._live[request_id] = tuple(requests)
-            context.add_done_callback(lambda _: group.cancel())  # type: ignore[arg-type]  # the stubs want a class
+            cancel = group.cancel
+            context.add_done_callback(lambda _: cancel())  # type: ignore[arg-type]  # the stubs want a class
+            reason = "error"
             try:
                 async for index, delta in group:
-                    num_tokens += len(delta.token_ids)
+                    record.num_output_tokens += len(delta.token_ids)
                     if delta.finish_reason == "error":
                         raise RequestFailedError(reason_for_client(delta.error))
                     if group.ended:  # before the client knows: it may use the id again
@@ -175,34 +200,33 @@ class Calls:
                     for message in exchange.messages(index, delta):
                         await self._write(context, message, group)
                     reason = delta.finish_reason or reason
+                record.serve(reason)
             finally:
                 group.cancel()
                 self._forget(request_id, requests)
         except asyncio.CancelledError:
-            reason = "cancelled"
+            record.leave("cancelled")
             raise
         except (
             _ClientGoneError
         ):  # or its deadline has passed, during a write: nobody hears a status any more
-            reason = "cancelled"
+            record.leave("cancelled")
             # The news of its leaving comes after the failed write; gRPC must have them before the handler returns, or
             # it tries to send a status and logs that it cannot. It then cancels this task.
             await asyncio.sleep(_NEWS_S)
         except Exception as error:
             if context.done():
-                reason = "cancelled"
+                record.leave("cancelled")
                 return
-            reason = status_of(error, request_id).code.name.lower()
-            await self.refuse(context, error, request_id)
+            status = status_of(error, record.request_id)
+            record.fail(error, status.code.name.lower(), internal=status.code in _INTERNAL)
+            await _end(context, status)
         finally:
             self.num_open -= 1
-            logger.info(
-                "request %s: %s, %d tokens, %.0f ms",
-                request_id,
-                reason,
-                num_tokens,
-                1e3 * (time.monotonic() - started_s),
-            )
+            record.close(engine, group)
+            self.log.write(record)
+            if self._tracer is not None:
+                self._tracer.send(record)
 
     def abort(self, call_ids: Iterable[str]) -> None:
         """End the requests of these calls; their streams end with the finish reason "abort".
@@ -224,18 +248,15 @@ class Calls:
     async def refuse(
         self, context: grpc.aio.ServicerContext, error: Exception, what: str
     ) -> NoReturn:
-        """End an RPC with the status that an error becomes.
+        """End an RPC that is no Generate call with the status that an error becomes.
 
         Args:
-            what: the request id or the method, for the log.
+            what: the method, for the log.
         """
         status = status_of(error, what)
         if status.code is grpc.StatusCode.INTERNAL:
-            known = isinstance(error, RequestFailedError)
-            logger.error("request %s failed", what, exc_info=None if known else error)
-        # Before the first message this goes out as trailers only: the client may then retry elsewhere.
-        await context.abort(status.code, status.message, status.trailers)
-        raise AssertionError("not reached: abort raises")
+            log_failure(logger, what, error)
+        await _end(context, status)
 
     def _forget(self, call_id: str, requests: list[EngineRequest]) -> None:
         """The id is free; it may have another owner already."""
@@ -243,12 +264,10 @@ class Calls:
             del self._live[call_id]
 
     async def _build(
-        self, parts: EngineParts, exchange: Exchange, context: grpc.aio.ServicerContext
+        self, parts: EngineParts, exchange: Exchange, tenant: str | None
     ) -> list[EngineRequest]:
         fields = exchange.fields(parts)
-        if self._keys is not None:
-            given = dict(metadata_of(context)).get("authorization")
-            fields["tenant"] = self._keys.tenant_of(given)
+        fields["tenant"] = tenant
         fields["arrival_s"] = parts.clock.now_s()
         build = functools.partial(parts.build_requests, **fields)
         params: Mapping[str, Any] = fields["params"]
@@ -285,6 +304,12 @@ class Calls:
             raise SlowReaderError(
                 f"the client did not read for {stall_s:.0f} s; read faster or ask for less"
             )
+
+
+async def _end(context: grpc.aio.ServicerContext, status: Status) -> NoReturn:
+    # Before the first message this goes out as trailers only: the client may then retry elsewhere.
+    await context.abort(status.code, status.message, status.trailers)
+    raise AssertionError("not reached: abort raises")
 
 
 def _deadline_s(

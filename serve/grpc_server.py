@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import socket
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -23,8 +24,12 @@ from serve import messages, vllm_grpc
 from serve.errors import PortInUseError
 from serve.grpc_calls import Calls, decoder, metadata_of, readable
 from serve.keys import ApiKeys, KeyInterceptor
+from serve.profiler import Profiler
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.tls import Tls
+
+if TYPE_CHECKING:  # it needs the extra `otel`
+    from serve.traces import Tracer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AptServe"].full_name
 # No health service of other engines is ever registered beside them: gateways ask for those first and would take us for them.
@@ -46,10 +51,10 @@ class ServerConfig:
     max_concurrent_rpcs: int = 1024 + 64 + 64
     """RPCs at once, and streams a connection; a proxy may bring all of them over one."""
     max_message_bytes: int = 4 << 20
-    keepalive_time_s: float = 20.0
+    keepalive_time_s: float = 1.5
     """A silent connection is probed after this time,"""
-    keepalive_timeout_s: float = 10.0
-    """and cut this much later: a peer that vanished holds its cache blocks no longer."""
+    keepalive_timeout_s: float = 2.5
+    """and cut this much later: a peer that vanished or was stopped holds its cache blocks no longer."""
     write_stall_s: float = 30.0
     """A client that has not read for this long loses its request."""
     reflection: bool = True
@@ -58,6 +63,10 @@ class ServerConfig:
     """None: no call needs one."""
     tls: Tls | None = None
     """None: plaintext."""
+    tracer: "Tracer | None" = None
+    """None: no traces."""
+    profiler: Profiler | None = None
+    """None: its methods are not offered."""
 
     def options(self) -> list[tuple[str, int]]:
         """gRPC channel arguments."""
@@ -111,7 +120,7 @@ class AptServe:
         self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext
     ) -> None:
         await self._calls.generate(
-            messages.GenerateExchange(request, metadata_of(context)), context
+            messages.GenerateExchange(request, metadata_of(context)), context, SERVICE
         )
 
     async def WatchScheduler(
@@ -189,7 +198,7 @@ class GrpcServer:
         self.config = config
         self.port = 0
         """The bound port, after `start`."""
-        self._calls = Calls(config.write_stall_s, config.keys)
+        self._calls = Calls(config.write_stall_s, config.keys, config.tracer)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._server: grpc.aio.Server | None = None
         self._engine: AsyncEngine | None = None
@@ -210,7 +219,9 @@ class GrpcServer:
         self._server = server = grpc.aio.server(
             options=config.options(),
             maximum_concurrent_rpcs=config.max_concurrent_rpcs,
-            interceptors=[] if config.keys is None else [KeyInterceptor(config.keys)],
+            interceptors=[]
+            if config.keys is None
+            else [KeyInterceptor(config.keys, self._calls.log)],
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
         _probe(config.host, config.port)
@@ -224,9 +235,8 @@ class GrpcServer:
             raise PortInUseError(
                 f"cannot listen on {host}:{config.port}; choose another address (--grpc-port, --host)"
             ) from None
-        server.add_generic_rpc_handlers(
-            (AptServe(self._calls).handler(), vllm_grpc.VllmEngine(self._calls).handler())
-        )
+        vllm = vllm_grpc.VllmEngine(self._calls, config.profiler)
+        server.add_generic_rpc_handlers((AptServe(self._calls).handler(), vllm.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if config.reflection:
             reflection.enable_server_reflection(

@@ -7,6 +7,7 @@
    it streams or not. A client that does not read is made to leave (`serve.http_protocol`).
 4. The status is sent with the first token, so that a call that is refused, or fails while it waits, has the right one. After
    it an error is an event of its own, and the stream ends without `[DONE]`.
+5. However a call ends, its `CallRecord` becomes a line of the log and, where that is asked for, a trace.
 """
 
 import asyncio
@@ -15,9 +16,9 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,18 +28,27 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from apt_jax.async_engine import AsyncEngine, EngineClosedError, StreamGroup
+from apt_jax.errors import QueueFullError
 from apt_jax.llm import OutputDelta
-from serve import openai_api
+from apt_jax.validation import RequestLimits
+from serve import dashboard_page, openai_api, openapi
+from serve.call_record import NO_ID, CallRecord
+from serve.dashboard_feed import DashboardFeed
 from serve.http_status import Failure, RefusedError, failure_of, json_bytes
 from serve.keys import ApiKeys
+from serve.logs import CallLog, log_failure
 from serve.openai_api import Answers, Call, Kind
+from serve.profiler import Profiler
 from serve.prometheus import ServerMetrics
 from serve.status import RequestFailedError, UnknownModelError, reason_for_client
 
+if TYPE_CHECKING:  # it needs the extra `otel`
+    from serve.traces import Tracer
+
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = (b"/health", b"/ready")
-"""What needs no key; exactly so."""
+OPEN_PATHS = (b"/health", b"/ready", *(path.encode() for path in dashboard_page.FILES))
+"""What needs no key; exactly so. Of the dashboard that is the page without any data."""
 _TENANT = "aptjax.tenant"
 """Of a call's scope: whose key came with it."""
 
@@ -50,7 +60,7 @@ _THREADS = 4
 _FORM_THREADS = 4
 """Calls with structured outputs are read in threads of their own: a new form is compiled, which may take seconds."""
 _SCRAPE_TIMEOUT_S = 10.0
-_NO_ID = "unnamed"
+_PATHS: dict[Kind, str] = {"completion": "/v1/completions", "chat": "/v1/chat/completions"}
 _CLOSE = {"connection": "close"}
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -71,6 +81,12 @@ class AppConfig:
     max_headers: int = 100
     keys: ApiKeys | None = None
     """None: no call needs one."""
+    tracer: "Tracer | None" = None
+    """None: no traces."""
+    profiler: Profiler | None = None
+    """None: there are no paths for it."""
+    dashboard: bool = True
+    """Whether there is one, at `/dashboard`."""
 
 
 class _Departure:
@@ -82,7 +98,7 @@ class _Departure:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._group: StreamGroup | None = None
+        self._end: Callable[[], None] | None = None
         self.happened = False
 
     async def __aenter__(self) -> "_Departure":
@@ -97,16 +113,16 @@ class _Departure:
     ) -> None:
         self._task.cancel()
 
-    def ends(self, group: StreamGroup) -> None:
-        """End these requests when it happens."""
-        self._group = group
+    def ends(self, end: Callable[[], None]) -> None:
+        """Call this when it happens."""
+        self._end = end
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.happened = True
-        if self._group is not None:
-            self._group.cancel()
+        if self._end is not None:
+            self._end()
 
 
 class _ClientGoneError(Exception):
@@ -135,15 +151,15 @@ class _Answer:
         await self.start(status, {**fixed, **(headers or {})})
         await self.body(data)
 
-    async def event(self, value: Any) -> None:
-        await self.body(b"data: " + json_bytes(value) + b"\n\n", more=True)
+    async def event(self, data: bytes) -> None:
+        await self.body(b"data: " + data + b"\n\n", more=True)
 
     async def fail(self, failure: Failure) -> None:
         """Say so in whatever way is left; after a stream has begun that is an event, and its end."""
         if not self.status:
             await self.json(failure.status, failure.body(), dict(failure.headers))
         else:
-            await self.event(failure.body())
+            await self.event(json_bytes(failure.body()))
             await self.body(b"")
 
 
@@ -164,6 +180,13 @@ class HttpApp:
         """Completions in progress."""
         self._threads = _pool(_THREADS, "apt-jax-http")
         self._forms = _pool(_FORM_THREADS, "apt-jax-http-forms")
+        self._log = CallLog(logger)
+        profiling = [] if config.profiler is None else _profiling(config.profiler)
+        self._dashboard = DashboardFeed()
+        dashboard = [
+            *(Route(path, _safely(self._page), methods=["GET"]) for path in dashboard_page.FILES),
+            Route("/dashboard/events", self._events, methods=["GET"]),
+        ]
         self._routes = Starlette(
             routes=[
                 Route("/v1/completions", self._completions, methods=["POST"]),
@@ -178,10 +201,14 @@ class HttpApp:
                 Route("/health", _safely(self._health), methods=["GET"]),
                 Route("/ready", _safely(self._ready), methods=["GET"]),
                 Route("/metrics", _safely(self._scrape), methods=["GET"]),
+                Route("/openapi.json", _safely(self._openapi), methods=["GET"]),
+                *profiling,
+                *(dashboard if config.dashboard else ()),
             ],
             exception_handlers={HTTPException: _of_starlette},
         )
         self._routes.router.redirect_slashes = False
+        self._describe()
 
     @property
     def paths(self) -> list[tuple[str, str]]:
@@ -192,14 +219,28 @@ class HttpApp:
     def use(self, engine: AsyncEngine, metrics: ServerMetrics | None) -> None:
         """Serve with a warm engine."""
         self._engine, self._metrics = engine, metrics
+        self._dashboard.use(engine, metrics)
+        parts = engine.parts
+        self._describe(parts.limits, (parts.model_name, parts.config.model))
+
+    def _describe(self, limits: RequestLimits | None = None, models: Sequence[str] = ()) -> None:
+        has_keys, profiles = self._config.keys is not None, self._config.profiler is not None
+        made = openapi.document(limits, models, has_keys=has_keys, profiles=profiles)
+        self._document = json_bytes(made)
 
     def drain(self) -> None:
         """Take no new calls."""
         self._draining = True
+        self._dashboard.drain()
+
+    async def end_views(self) -> None:
+        """End what goes on as long as somebody watches."""
+        await self._dashboard.close()
 
     def close(self) -> None:
         for pool in (self._threads, self._forms):
             pool.shutdown(wait=False, cancel_futures=True)
+        self._log.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -207,7 +248,11 @@ class HttpApp:
         try:
             self._admit(scope)
         except RefusedError as error:
-            await _Answer(send).fail(failure_of(error, _NO_ID))
+            record = CallRecord(door="http", method="any")
+            record.fail(error, str(error.status), error.code, internal=False)
+            record.close(None, None)
+            self._log.write(record)
+            await _Answer(send).fail(failure_of(error, NO_ID))
             return
         await self._routes(scope, receive, send)
 
@@ -224,8 +269,7 @@ class HttpApp:
             )
         if config.keys is None or scope["raw_path"] in OPEN_PATHS:
             return
-        given = [value for name, value in headers if name == b"authorization"]
-        tenant = config.keys.tenant_of(given[0]) if len(given) == 1 else None
+        tenant = _tenant_of(config.keys, scope)
         if tenant is None:
             raise RefusedError(
                 401,
@@ -252,8 +296,9 @@ class HttpApp:
 
     async def _generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
         request, answer, answers = Request(scope, receive), _Answer(send), None
-        request_id, reason = _NO_ID, "error"
-        started_s = time.monotonic()
+        engine = group = None
+        record = CallRecord(door="http", method=_PATHS[kind], tenant=scope.get(_TENANT))
+        record.comes_from(request.headers)
         departure = _Departure(request.receive)
         self.num_open += 1
         try:
@@ -263,35 +308,31 @@ class HttpApp:
                 call = await self._call(engine, kind, data, request)
                 if departure.happened:
                     raise _ClientGoneError
-                request_id = call.call_id
+                record.request_id = call.call_id
                 answers = Answers(engine.parts, call)
                 group = engine.submit_all(call.requests, deadline_s=call.deadline_s)
-                departure.ends(group)
+                departure.ends(group.cancel)
                 try:
-                    reason = await self._answer(answer, answers, call, group)
+                    record.serve(await self._answer(answer, answers, call, group))
                 finally:
                     group.cancel()
         except asyncio.CancelledError:
-            reason = "cancelled"
+            record.leave("cancelled")
             raise
         except Exception as error:
             if departure.happened or isinstance(error, ClientDisconnect | _ClientGoneError):
-                reason = "499"
+                record.leave("499")
                 return
-            failure = failure_of(error, request_id)
-            reason = str(failure.status)
-            if failure.status >= 500 and not isinstance(error, RequestFailedError | EngineClosedError):  # fmt: skip
-                logger.error("request %s failed", request_id, exc_info=error)
+            failure = failure_of(error, record.request_id)
+            record.fail(error, str(failure.status), failure.code, internal=failure.status >= 500)
             await answer.fail(failure)
         finally:
             self.num_open -= 1
-            logger.info(
-                "request %s: %s, %d tokens, %.0f ms",
-                request_id,
-                reason,
-                0 if answers is None else answers.num_tokens,
-                1e3 * (time.monotonic() - started_s),
-            )
+            record.num_output_tokens = 0 if answers is None else answers.num_tokens
+            record.close(engine, group)
+            self._log.write(record)
+            if self._config.tracer is not None:
+                self._config.tracer.send(record)
 
     async def _read(self, request: Request) -> bytes:
         """The body.
@@ -367,7 +408,7 @@ class HttpApp:
             if call.stream:
                 if not answer.status:
                     await answer.start(200, {**_STREAM_HEADERS, **headers})
-                await answer.event(answers.chunk(index, delta))
+                await answer.event(answers.event(index, delta))
             elif index in whole:
                 whole[index].merge(delta)
             else:
@@ -378,7 +419,7 @@ class HttpApp:
         else:
             last = answers.last_chunk()
             if last is not None:
-                await answer.event(last)
+                await answer.event(json_bytes(last))
             await answer.body(b"data: [DONE]\n\n")
         return ", ".join(sorted(reasons))
 
@@ -421,6 +462,38 @@ class HttpApp:
             )
         return _json(found.as_json())
 
+    # --- the dashboard -----------------------------------------------------------------------------------------------
+
+    async def _page(self, request: Request) -> Response:
+        return dashboard_page.file(request.scope["path"])
+
+    async def _events(self, request: Request) -> ASGIApp:
+        return self._view
+
+    async def _view(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Snapshots as events until the client leaves, its key is taken out of use, or the server stops."""
+        answer, keys = _Answer(send), self._config.keys
+        if scope["method"] == "HEAD":
+            await answer.start(200, _STREAM_HEADERS)
+            await answer.body(b"")
+            return
+        try:
+            viewer = self._dashboard.join(scope.get(_TENANT))
+        except QueueFullError as error:
+            await answer.fail(failure_of(error, NO_ID))
+            return
+        try:
+            async with _Departure(receive) as departure:
+                departure.ends(viewer.close)
+                await answer.start(200, _STREAM_HEADERS)
+                async for event in viewer:
+                    if keys is not None and _tenant_of(keys, scope) is None:
+                        break
+                    await answer.body(event, more=True)
+                await answer.body(b"")
+        finally:
+            viewer.close()
+
     # --- for operators ---------------------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Response:
@@ -434,6 +507,9 @@ class HttpApp:
         ready = engine is not None and engine.is_serving and not self._draining
         return Response(status_code=200 if ready else 503)
 
+    async def _openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
     async def _scrape(self, request: Request) -> Response:
         if self._engine is None or self._metrics is None:
             return Response(b"", media_type="text/plain; version=0.0.4")
@@ -444,6 +520,12 @@ class HttpApp:
         except TimeoutError:
             raise EngineClosedError("the engine does not answer") from None
         return Response(data, headers={"content-type": content_type})
+
+
+def _tenant_of(keys: ApiKeys, scope: Scope) -> str | None:
+    """Whose key the call has, if it has one."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    return keys.tenant_of(given[0]) if len(given) == 1 else None
 
 
 def _safely(
@@ -457,9 +539,9 @@ def _safely(
         except ClientDisconnect:
             return Response(status_code=499)  # nobody hears it
         except Exception as error:
-            failure = failure_of(error, _NO_ID)
+            failure = failure_of(error, NO_ID)
             if failure.status == 500:
-                logger.error("%s failed", request.url.path, exc_info=error)
+                log_failure(logger, method.__name__.strip("_"), error)
             return _failure(failure)
 
     return endpoint
@@ -483,7 +565,21 @@ async def _of_starlette(request: Request, error: Exception) -> Response:
     codes = {404: ("not_found", "there is nothing at this path"), 405: ("method_not_allowed", "this path does not take this method")}  # fmt: skip
     code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
     refused = RefusedError(error.status_code, code, message, error.headers)
-    return _failure(failure_of(refused, _NO_ID))
+    return _failure(failure_of(refused, NO_ID))
+
+
+def _profiling(profiler: Profiler) -> list[Route]:
+    async def start(request: Request) -> Response:
+        directory = await profiler.start()
+        return _json({"directory": str(directory), "ends_after_s": profiler.max_s})
+
+    async def stop(request: Request) -> Response:
+        return _json({"directory": str(await profiler.stop())})
+
+    return [
+        Route("/start_profile", _safely(start), methods=["POST"]),
+        Route("/stop_profile", _safely(stop), methods=["POST"]),
+    ]
 
 
 def _pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:

@@ -3,7 +3,8 @@
 * There are so many connections and no more.
 * The head of a request comes within some seconds, whether it comes slowly or not at all, and fits some kilobytes.
 * A client that takes nothing of its answer for some seconds loses the connection, and with it the request. What has been
-  written for it and not read is bounded: little in our buffer, little in the kernel's.
+  written for it and not read is bounded: little in our buffer, little in the kernel's. One on this machine is seen not to read
+  before they are full (`serve.stopped_readers`).
 * A peer that vanished without a word is found out by the kernel's probes.
 
 The time for the body of a request is the application's to watch (`serve.http_app`).
@@ -18,11 +19,13 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from serve.http_status import Failure, json_bytes
+from serve.http_status import RefusedError, failure_of, json_bytes
+from serve.stopped_readers import StoppedReaders
 
 logger = logging.getLogger(__name__)
 
-_BUFFER_BYTES = 64 << 10
+_BUFFER_BYTES = 32 << 10
+_STALL_TICK_S = 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class ConnectionLimits:
     """Of one request's head."""
     header_timeout_s: float = 10.0
     """For one request's head, from the connection or its first byte."""
-    write_stall_s: float = 5.0
+    write_stall_s: float = 2.5
     """A client that takes nothing of its answer for this long is cut off."""
     keepalive_time_s: int = 20
     """A silent connection is probed after this time, in whole seconds,"""
@@ -50,12 +53,16 @@ class BoundedProtocol(H11Protocol):
 
     Args:
         limits: of this server.
+        readers: sees who has stopped reading; shared by all connections.
         *args, **kwargs: uvicorn's.
     """
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, limits: ConnectionLimits, readers: StoppedReaders, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._readers = readers
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._received = False
@@ -74,6 +81,7 @@ class BoundedProtocol(H11Protocol):
         """See `asyncio.Protocol`."""
         self._head_timer = _cancelled(self._head_timer)
         self._write_timer = _cancelled(self._write_timer)
+        self._readers.forget(self)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -87,11 +95,29 @@ class BoundedProtocol(H11Protocol):
             self._head_timer = _cancelled(self._head_timer)
         elif self._head_timer is None and not self.transport.is_closing():
             self._await_head()
+        self._watch_reader()
+
+    def on_response_complete(self) -> None:
+        """See `H11Protocol`."""
+        self._readers.forget(self)
+        super().on_response_complete()
+        self._watch_reader()  # the next request may have come already
+
+    def eof_received(self) -> None:
+        """See `asyncio.Protocol`. The application learns of it now: the connection goes when all is written, which may be never."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self.flow.resume_writing()
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
         super().pause_writing()
-        self._watch_writes(self.transport.get_write_buffer_size())
+        now_s = self.loop.time()
+        self._write_timer = self.loop.call_later(
+            _STALL_TICK_S, self._check_writes, self.transport.get_write_buffer_size(), now_s
+        )
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -124,27 +150,34 @@ class BoundedProtocol(H11Protocol):
         else:
             self.transport.close()
 
-    def _watch_writes(self, unsent: int) -> None:
-        self._write_timer = self.loop.call_later(
-            self._limits.write_stall_s, self._check_writes, unsent
-        )
+    def _watch_reader(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._readers.watch(self, self.transport.get_extra_info("socket"), self._cut_off)
 
-    def _check_writes(self, unsent_before: int) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        if unsent < unsent_before:
-            self._watch_writes(unsent)
-            return
+    def _check_writes(self, least: int, since_s: float) -> None:
+        """`least` has been unsent since then."""
+        unsent, now_s = self.transport.get_write_buffer_size(), self.loop.time()
+        if unsent < least:
+            least, since_s = unsent, now_s
+        if now_s - since_s >= self._limits.write_stall_s:
+            self._cut_off()
+        else:
+            self._write_timer = self.loop.call_later(
+                _STALL_TICK_S, self._check_writes, least, since_s
+            )
+
+    def _cut_off(self) -> None:
         logger.info("a client took nothing for %g s and is cut off", self._limits.write_stall_s)
         self.transport.abort()
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Answer outside of any request, and close."""
-        failure = Failure(status=status, message=message, kind="invalid_request_error", code=code)
+        failure = failure_of(RefusedError(status, code, message, {"connection": "close"}), "")
         body = json_bytes(failure.body())
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
-            ("connection", "close"),
+            *failure.headers.items(),
         ]
         try:
             parts = [

@@ -24,6 +24,7 @@ from serve.errors import PortInUseError
 from serve.http_app import AppConfig, HttpApp
 from serve.http_protocol import BoundedProtocol, ConnectionLimits
 from serve.prometheus import ServerMetrics
+from serve.stopped_readers import StoppedReaders
 from serve.tls import Tls
 
 _BACKLOG = 1024
@@ -105,7 +106,10 @@ class HttpServer:
         config = self.config
         listener = _bound(config.host, config.port)
         self.port = listener.getsockname()[1]
-        protocol: Any = functools.partial(BoundedProtocol, limits=config.connections)
+        limits = config.connections
+        protocol: Any = functools.partial(
+            BoundedProtocol, limits=limits, readers=StoppedReaders(limits.write_stall_s)
+        )
         settings = uvicorn.Config(
             self.app,
             http=protocol,
@@ -119,7 +123,7 @@ class HttpServer:
             backlog=_BACKLOG,
             timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # any number is taken
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,  # type: ignore[arg-type]
-            h11_max_incomplete_event_size=config.connections.max_header_bytes,
+            h11_max_incomplete_event_size=limits.max_header_bytes,
             ssl_context_factory=None if config.tls is None else lambda *_: config.tls.context,  # type: ignore[union-attr]
         )
         self._uvicorn = server = _Uvicorn(settings)
@@ -144,6 +148,7 @@ class HttpServer:
         self.app.drain()
         if self._engine is not None:
             await self._engine.shutdown(drain_s)
+        await self.app.end_views()
         server, running = self._uvicorn, self._running
         if server is not None and running is not None:
             # Every answer has its end or its error: uvicorn gives them time to be sent.

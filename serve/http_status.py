@@ -17,7 +17,7 @@ from apt_jax.errors import (
     QueueFullError,
     UnknownRequestError,
 )
-from serve.status import RequestFailedError, UnknownModelError
+from serve.status import ProfilerStateError, RequestFailedError, UnknownModelError
 
 
 class RefusedError(Exception):
@@ -79,6 +79,8 @@ def failure_of(error: BaseException, request_id: str) -> Failure:
             return _final(404, str(error), "invalid_request_error", "model_not_found", "model")
         case UnknownRequestError():
             return _final(404, str(error), "invalid_request_error", "request_not_found")
+        case ProfilerStateError():  # not 409, which clients try again
+            return _final(400, str(error), "invalid_request_error", "profiler_state")
         case QueueFullError():
             return _later(429, str(error), "rate_limit_error", "queue_full", error.retry_after_s)
         case EngineDeadError():
@@ -120,8 +122,10 @@ def _later(status: int, message: str, kind: str, code: str, after_s: float) -> F
     )
 
 
+# Made once: `json.dumps` with options makes one a call, which for a token's chunk is a third of the time.
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
 def json_bytes(value: Any) -> bytes:
     """Compact JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
-        "utf-8", "replace"
-    )
+    return _encode(value).encode("utf-8", "replace")

@@ -15,6 +15,8 @@ from typing import Any
 import grpc
 
 from apt_jax.errors import ConfigError
+from serve.call_record import CallRecord
+from serve.logs import CallLog
 
 FLAG = "--api-key-file"
 
@@ -95,10 +97,15 @@ def _digest(key: bytes) -> bytes:
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Lets only calls with a key through, and those that ask whether the server is healthy."""
+    """Lets only calls with a key through, and those that ask whether the server is healthy.
 
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
+    Args:
+        keys: that are let in.
+        log: of the others.
+    """
+
+    def __init__(self, keys: ApiKeys, log: CallLog) -> None:
+        self._keys, self._log = keys, log
 
     async def intercept_service(
         self,
@@ -113,17 +120,22 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         if self._keys.accepts(metadata.get("authorization")):
             return handler
         if handler is None:
-            return grpc.unary_unary_rpc_method_handler(_refuse)
+            return grpc.unary_unary_rpc_method_handler(self._refusing("any"))
         make: Any = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
             (True, False): grpc.stream_unary_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[handler.request_streaming, handler.response_streaming]
-        return make(_refuse)
+        return make(self._refusing(handler_call_details.method.removeprefix("/")))
 
+    def _refusing(self, method: str) -> Any:
+        async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+            record = CallRecord(door="grpc", method=method, reason="unauthenticated", verdict="refused")  # fmt: skip
+            record.close(None, None)
+            self._log.write(record)
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, _REFUSED, (("grpc-retry-pushback-ms", "-1"),)
+            )
 
-async def _refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
-    await context.abort(
-        grpc.StatusCode.UNAUTHENTICATED, _REFUSED, (("grpc-retry-pushback-ms", "-1"),)
-    )
+        return refuse

@@ -134,6 +134,16 @@ def structured_outputs(fields: Mapping[str, Any]) -> pb.StructuredOutputs:
         ValueError, TypeError: a field or value that the message cannot hold.
     """
     given = {name: value for name, value in fields.items() if value is not None}
+    forms = [
+        f.name
+        for f in pb.StructuredOutputs.DESCRIPTOR.oneofs_by_name["form"].fields
+        if f.name in given
+    ]
+    if len(forms) > 1 and given.get("json_object") is False:
+        forms.remove("json_object")
+        del given["json_object"]
+    if len(forms) > 1:
+        raise ValueError(f"{' and '.join(forms)} given; the message has room for one")
     if not isinstance(given.get("json", ""), str):
         given["json"] = json.dumps(given["json"])
     if "choice" in given:

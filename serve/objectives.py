@@ -10,8 +10,10 @@ TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TBT_KEYS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 TIER_KEY = "service_tier"
 
-_TIERS = {"flex": "be", "priority": "rt", "auto": None, "default": None}
-_DECIMAL = re.compile(r"[0-9]{1,12}(\.[0-9]{1,12})?")
+TIERS = {"flex": "be", "priority": "rt", "auto": None, "default": None}
+DECIMAL_PATTERN = r"[0-9]{1,12}(\.[0-9]{1,12})?"
+"""Of milliseconds in headers."""
+_DECIMAL = re.compile(DECIMAL_PATTERN)
 
 Headers = Mapping[str, str | bytes]
 
@@ -44,7 +46,7 @@ def class_of_tier(tier: object) -> str | None:
     if tier is None:
         return None
     text = tier.decode("ascii", "replace") if isinstance(tier, bytes) else tier
-    if not isinstance(text, str) or text not in _TIERS:
+    if not isinstance(text, str) or text not in TIERS:
         shown = repr(text[:40]) if isinstance(text, str) else f"a {type(text).__name__}"
-        raise InvalidRequestError(TIER_KEY, f"{shown} must be one of {', '.join(sorted(_TIERS))}")
-    return _TIERS[text]
+        raise InvalidRequestError(TIER_KEY, f"{shown} must be one of {', '.join(sorted(TIERS))}")
+    return TIERS[text]

@@ -13,11 +13,15 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from apt_jax.chat import checked_tools
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError
 from apt_jax.llm import EngineParts, OutputDelta
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import EngineRequest, Logprob, RequestMetrics, SamplingParams
 from apt_jax.validation import (
+    MAX_INTEGER,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
     check_deadline_ms,
     check_flag,
     check_integer,
@@ -26,26 +30,28 @@ from apt_jax.validation import (
     check_text,
     check_token_ids,
 )
+from serve.http_status import json_bytes
 from serve.objectives import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
 from serve.status import UnknownModelError
 
 Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]
 
-MAX_TOP_LOGPROBS = 20
+MAX_DETOKENIZE = 2**20
+"""Token ids of one call of /detokenize."""
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have; as in vLLM."""
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
 # Sampling parameters that bodies hold under the names of `SamplingParams`.
-_PLAIN = tuple(
+PLAIN = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
     if field.name not in ("max_tokens", "logprobs", "logit_bias", "structured_outputs")
 )
 
 # Fields that would change the answer and are not supported, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
@@ -79,7 +85,7 @@ _HINTS = {
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), "use structured_outputs"),
     **dict.fromkeys(("functions", "function_call"), "use tools"),
 }  # fmt: skip
-_ADD_SPECIAL_TOKENS = {"completion": True, "chat": False}
+ADD_SPECIAL_TOKENS = {"completion": True, "chat": False}
 
 
 # --- bodies ----------------------------------------------------------------------------------------------------------
@@ -256,9 +262,9 @@ def _flag(body: Body, name: str, prefix: str = "") -> bool:
 
 
 def _refuse_unsupported(kind: Kind, body: Body) -> None:
-    for name in body.keys() & _UNSUPPORTED.keys():
+    for name in body.keys() & UNSUPPORTED.keys():
         value = body[name]
-        if value is None or any(value == v and type(value) is type(v) for v in _UNSUPPORTED[name]):
+        if value is None or any(value == v and type(value) is type(v) for v in UNSUPPORTED[name]):
             continue
         hint = f"; {_HINTS[name]}" if name in _HINTS else ""
         raise InvalidRequestError(name, f"is not supported{hint}")
@@ -266,7 +272,7 @@ def _refuse_unsupported(kind: Kind, body: Body) -> None:
         raise InvalidRequestError("echo", "is not supported for chats")
     add_special = body.get("add_special_tokens")
     if add_special is not None:
-        usual = _ADD_SPECIAL_TOKENS[kind]
+        usual = ADD_SPECIAL_TOKENS[kind]
         if check_flag("add_special_tokens", add_special) is not usual:
             shown = "true" if usual else "false"
             raise InvalidRequestError(
@@ -276,13 +282,13 @@ def _refuse_unsupported(kind: Kind, body: Body) -> None:
 
 def _check_best_of(body: Body, n: int) -> None:
     best_of = body.get("best_of")
-    if best_of is not None and check_integer("best_of", best_of, 0, 2**31) != n:
+    if best_of is not None and check_integer("best_of", best_of, 1, MAX_SEQUENCES) != n:
         raise InvalidRequestError("best_of", "is not supported beyond n; leave it out")
 
 
 def _sampling_fields(kind: Kind, body: Body) -> dict[str, Any]:
     """Fields of `SamplingParams`, raw."""
-    fields = {name: body[name] for name in _PLAIN if body.get(name) is not None}
+    fields = {name: body[name] for name in PLAIN if body.get(name) is not None}
     if body.get("logit_bias") is not None:
         fields["logit_bias"] = _logit_bias(body["logit_bias"])
     form = _form(body)
@@ -297,14 +303,14 @@ def _sampling_fields(kind: Kind, body: Body) -> dict[str, Any]:
         return fields
     newer = body.get("max_completion_tokens")
     if newer is not None and most is not None:
-        check_integer("max_tokens", most, 1, 2**31)
+        check_integer("max_tokens", most, 1, MAX_INTEGER)
     fields["max_tokens"] = most if newer is None else newer  # None: as many as fit
     top = body.get("top_logprobs")
     if _flag(body, "logprobs"):
         fields["logprobs"] = (
-            0 if top is None else check_integer("top_logprobs", top, 0, MAX_TOP_LOGPROBS)
+            0 if top is None else check_integer("top_logprobs", top, 0, MAX_LOGPROBS)
         )
-    elif top is not None and check_integer("top_logprobs", top, 0, MAX_TOP_LOGPROBS) > 0:
+    elif top is not None and check_integer("top_logprobs", top, 0, MAX_LOGPROBS) > 0:
         raise InvalidRequestError("top_logprobs", "goes with logprobs=true alone")
     return fields
 
@@ -348,10 +354,16 @@ def _form(body: Body) -> object | None:
     return form if wanted is None else wanted
 
 
+_SLO_PARTS = ("ttft_ms", "tbt_ms", "class", "deadline_ms")
+
+
 def _of_slo(body: Body, name: str, flat_name: str) -> object:
     """A part of `slo`, or the same beside it."""
-    slo = body.get("slo")
-    nested = None if slo is None else check_mapping("slo", slo).get(name)
+    slo = {} if body.get("slo") is None else check_mapping("slo", body["slo"])
+    unknown = next((part for part in slo if part not in _SLO_PARTS), None)
+    if unknown is not None:  # it is ours alone: nobody sends it for another server
+        raise InvalidRequestError("slo", f"{unknown[:80]!r} is none of {', '.join(_SLO_PARTS)}")
+    nested = slo.get(name)
     flat = body.get(flat_name)
     if nested is not None and flat is not None:
         raise InvalidRequestError(flat_name, f"stands in slo.{name} too; give it once")
@@ -375,8 +387,8 @@ def _prompts(parts: EngineParts, body: Body) -> list[dict[str, Any]]:
     """`prompt` or `prompt_token_ids` of each prompt, raw."""
     prompt = body.get("prompt")
     if isinstance(prompt, list):
-        if not prompt:
-            raise InvalidRequestError("prompt", "must not be empty")
+        if not prompt:  # validation says so, in its turn
+            return [{"prompt_token_ids": prompt}]
         if all(isinstance(item, str) for item in prompt):
             return [{"prompt": item} for item in prompt]
         if all(isinstance(item, list) for item in prompt):
@@ -400,7 +412,11 @@ def _tools(body: Body) -> Any:
     choice = body.get("tool_choice")
     if choice not in (None, "none", "auto"):
         raise InvalidRequestError("tool_choice", "must be 'auto' or 'none': calls come as text")
-    return None if choice == "none" else body.get("tools")
+    tools = body.get("tools")
+    if choice == "none":
+        checked_tools(tools)  # malformed ones are refused though nobody reads them
+        return None
+    return tools
 
 
 def _generation_prompt(body: Body) -> bool:
@@ -481,11 +497,29 @@ class Answers:
         """Characters of the token texts that `text_offset` has counted."""
         self._num_tokens = [0] * count
         self._num_cached = [0] * count
+        self._around: list[tuple[bytes, bytes] | None] = [None] * count
+        """Of each answer, what stands before and after the text in chunks that differ in nothing else."""
 
     @property
     def num_tokens(self) -> int:
         """Output tokens of all answers so far."""
         return sum(self._num_tokens)
+
+    def event(self, index: int, delta: OutputDelta) -> bytes:
+        """`chunk` as JSON. Chunks between the first and the last usually differ in their text alone: the rest is written once."""
+        call, begun = self._call, self._begun[index]
+        varies = call.token_ids or call.continuous_usage or delta.logprobs is not None
+        if varies or delta.finished or not begun:
+            return json_bytes(self.chunk(index, delta))
+        around, text = self._around[index], json_bytes(delta.text)
+        if around is not None:
+            self._count(index, delta)
+            return text.join(around)
+        whole = json_bytes(self.chunk(index, delta))
+        # No string of JSON can hold this: its quotes would be escaped.
+        before, key, rest = whole.partition(b'"content":' if self._is_chat else b'"text":')
+        self._around[index] = before + key, rest[len(text) :]
+        return whole
 
     def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any]:
         """The next piece of answer `index`."""
@@ -736,5 +770,5 @@ def detokenize(parts: EngineParts, body: Body) -> dict[str, Any]:
     check_model(parts, body)
     if parts.tokenizer is None:
         raise InvalidRequestError("tokens", "this model has no tokenizer")
-    ids = check_token_ids(parts.limits, "tokens", body.get("tokens"), 2**20)
+    ids = check_token_ids(parts.limits, "tokens", body.get("tokens"), MAX_DETOKENIZE)
     return {"prompt": parts.tokenizer.decode(ids, skip_special_tokens=False)}

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import grpc
+
 from apt_jax.config import (
     SLO,
     CacheConfig,
@@ -492,6 +494,52 @@ def add_target_argument(parser: argparse.ArgumentParser) -> None:
         metavar="grpc://HOST:PORT",
         help="ask a running server instead of loading a model here",
     )
+    add_access_arguments(parser)
+
+
+def add_access_arguments(parser: Any) -> None:
+    """Flags of what a server asks of its clients, for a parser or a group of it; `access` reads them."""
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="for servers that ask for a key: the first line of this file",
+    )
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="PEM file of the CAs that the server's certificate is held against; gRPC without it: no TLS",
+    )
+
+
+def access(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of our gRPC clients by `add_access_arguments`. Raises ConfigError: a file cannot be used."""
+    return {
+        "api_key": read_api_key(args.api_key_file),
+        "credentials": channel_credentials(args.tls_ca),
+    }
+
+
+def read_api_key(path: str | None) -> str | None:
+    """The first line of a file; None: no file. Raises ConfigError: there is none to be read."""
+    if path is None:
+        return None
+    try:
+        lines = Path(path).read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"{path}: cannot be read (--api-key-file)") from None
+    if not lines:
+        raise ConfigError(f"{path}: holds no key (--api-key-file)")
+    return lines[0]
+
+
+def channel_credentials(tls_ca: str | None) -> grpc.ChannelCredentials | None:
+    """For a gRPC channel; None: no TLS. Raises ConfigError: the file cannot be read."""
+    if tls_ca is None:
+        return None
+    try:
+        return grpc.ssl_channel_credentials(Path(tls_ca).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{tls_ca}: cannot be read ({error.strerror}) (--tls-ca)") from None
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

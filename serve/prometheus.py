@@ -44,7 +44,8 @@ LATENCY_S = (
 _REASONS = ("stop", "length", "abort", "error")
 _OBJECTIVES = ("ttft", "tbt", "all")
 _CLASSES = ("rt", "be")
-_LABELS = ("model_name", "engine")
+LABELS = ("model_name", "engine")
+"""Of every sample."""
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
@@ -126,13 +127,14 @@ class ServerMetrics:
                 counter = self._sums.attained if attained else self._sums.missed
                 counter[objective, request.slo_class] += 1
 
+    def read(self) -> Collector:
+        """All numbers of this moment; called in the engine's thread, used in any."""
+        return _Scrape(self._parts, self._parts.engine.stats(), self._sums.copy())
+
     async def scrape(self, engine: AsyncEngine, accept: str = "") -> tuple[bytes, str]:
         """The exposition and its content type, of the kind that the scraper accepts."""
-        stats, sums = await asyncio.wrap_future(
-            engine.call(lambda: (engine.parts.engine.stats(), self._sums.copy()))
-        )
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Scrape(self._parts, stats, sums))
+        registry.register(await asyncio.wrap_future(engine.call(self.read)))
         encode, content_type = choose_encoder(accept)
         return encode(registry), content_type
 
@@ -157,7 +159,7 @@ class _Scrape(Collector):
         values: Sequence[tuple[Sequence[str], float]],
         labels: Sequence[str] = (),
     ) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*_LABELS, *labels])
+        family = GaugeMetricFamily(name, text, labels=[*LABELS, *labels])
         for more, value in values:
             family.add_metric([*self._values, *more], value)
         return family
@@ -169,13 +171,13 @@ class _Scrape(Collector):
         values: Sequence[tuple[Sequence[str], float]],
         labels: Sequence[str] = (),
     ) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*_LABELS, *labels])
+        family = CounterMetricFamily(name, text, labels=[*LABELS, *labels])
         for more, value in values:
             family.add_metric([*self._values, *more], value)
         return family
 
     def _histogram(self, name: str, text: str, values: Distribution) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=list(_LABELS))
+        family = HistogramMetricFamily(name, text, labels=list(LABELS))
         buckets = [
             ("+Inf" if math.isinf(bound) else str(float(bound)), count)
             for bound, count in values.cumulative()
@@ -198,6 +200,9 @@ class _Scrape(Collector):
         yield self._gauge("vllm:cache_config_info", "The cache; num_gpu_blocks counts blocks of block_size tokens of its smallest kind.", [(tuple(facts.values()), 1)], tuple(facts))  # fmt: skip
         blocks = [((kind,), count) for kind, count in stats.blocks_by_kind.items()]
         yield self._gauge("aptjax:blocks", "Blocks of the pool: in use by kind, free ones with cached prefixes, other free ones.", [*blocks, (("cached",), stats.cached_blocks), (("free",), stats.free_blocks - stats.cached_blocks)], ("kind",))  # fmt: skip
+        served = [((phase,), error) for phase, error in sorted(stats.cost_errors.items())]
+        if served:
+            yield self._gauge("aptjax:cost_model_serving_error_ratio", "Mean relative error of the step times that the scheduler reckons with, over the last steps served.", served, ("phase",))  # fmt: skip
         model = parts.cost_model
         if model is not None:
             errors = [(("prefill",), model.prefill_quality.mean_relative_error), (("decode",), model.decode_quality.mean_relative_error)]  # fmt: skip

@@ -34,6 +34,10 @@ class NoTokenizerError(Exception):
     """Somebody asks for the tokenizer of a model that has none."""
 
 
+class ProfilerStateError(Exception):
+    """A profile is to begin while one is being taken, or to end while none is."""
+
+
 class RequestFailedError(Exception):
     """The engine ended this request for its own sake."""
 
@@ -70,7 +74,7 @@ def status_of(error: BaseException, request_id: str) -> Status:
             return _final(grpc.StatusCode.NOT_FOUND, str(error))
         case UnknownRequestError():
             return _final(grpc.StatusCode.NOT_FOUND, str(error))
-        case NoTokenizerError():
+        case NoTokenizerError() | ProfilerStateError():
             return _final(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         case QueueFullError():
             return _retry(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), error.retry_after_s)

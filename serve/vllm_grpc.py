@@ -10,7 +10,7 @@ The messages are those of the package smg-grpc-proto, and mean what they mean in
 * What the engine does not do is INVALID_ARGUMENT with the reason: prompt log probabilities, truncation, structural tags, inputs other than
   text, transfer of caches, ranks. `spaces_between_special_tokens` and `grammar_from_first_token` change nothing here.
 
-Embed, FlushCache, StartProfile, StopProfile and SubscribeKvEvents are UNIMPLEMENTED.
+Embed, FlushCache and SubscribeKvEvents are UNIMPLEMENTED; so are StartProfile and StopProfile without `--profiler-dir`.
 """
 
 import asyncio
@@ -28,12 +28,13 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 import apt_jax
 from apt_jax.engine import EngineStats
-from apt_jax.errors import EngineDeadError
+from apt_jax.errors import EngineDeadError, InvalidRequestError
 from apt_jax.llm import EngineParts, OutputDelta
 from apt_jax.request import Logprob
 from apt_jax.validation import unsupported
 from serve.grpc_calls import Calls, decoder, metadata_of, readable
 from serve.messages import Metadata, objectives
+from serve.profiler import Profiler
 from serve.status import NoTokenizerError
 from serve.tokenizer_bundle import tokenizer_bundle
 
@@ -198,10 +199,11 @@ class VllmEngine:
 
     Args:
         calls: shared with the other services of the port.
+        profiler: None: its methods are not offered.
     """
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
+    def __init__(self, calls: Calls, profiler: Profiler | None = None) -> None:
+        self._calls, self._profiler = calls, profiler
         self._rate = TokenRate()
         self._bundle: bytes | None = None
 
@@ -231,6 +233,10 @@ class VllmEngine:
         async def refused(request: bytes, context: grpc.aio.ServicerContext) -> None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, _NOT_OFFERED)
 
+        profiling = {
+            "StartProfile": unary("StartProfile", common.StartProfileRequest, self._start_profile),
+            "StopProfile": unary("StopProfile", common.StopProfileRequest, self._stop_profile),
+        }
         rest = pb.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -243,11 +249,14 @@ class VllmEngine:
                 "GetModelInfo": unary("GetModelInfo", pb.GetModelInfoRequest, self._model_info),
                 "GetServerInfo": unary("GetServerInfo", pb.GetServerInfoRequest, self._server_info),
                 "GetLoads": unary("GetLoads", pb.GetLoadsRequest, self._loads),
-            },
+            }
+            | (profiling if self._profiler is not None else {}),
         )
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> None:
-        await self._calls.generate(GenerateExchange(request, metadata_of(context)), context)
+        await self._calls.generate(
+            GenerateExchange(request, metadata_of(context)), context, SERVICE
+        )
 
     async def GetTokenizer(
         self, request: Any, context: grpc.aio.ServicerContext
@@ -280,6 +289,17 @@ class VllmEngine:
     async def _abort(self, request: Any) -> Message:
         self._calls.abort(request.request_ids)
         return pb.AbortResponse()
+
+    async def _start_profile(self, request: Any) -> Message:
+        assert self._profiler is not None
+        for field, _ in request.ListFields():
+            raise InvalidRequestError(field.name, "is not the client's to choose")
+        directory = await self._profiler.start()
+        return common.ProfileResponse(success=True, message=str(directory))
+
+    async def _stop_profile(self, request: Any) -> Message:
+        assert self._profiler is not None
+        return common.ProfileResponse(success=True, message=str(await self._profiler.stop()))
 
     async def _model_info(self, request: Any) -> Message:
         parts = self._calls.engine(even_draining=True).parts

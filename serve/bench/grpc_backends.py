@@ -2,7 +2,6 @@
 
 import uuid
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +13,7 @@ from serve.bench.backends import Backend, News, RequestFailed, Target, made_up_i
 from serve.bench.load import BenchRequest
 from serve.client import AsyncAptClient
 from serve.errors import CommandError
+from serve.options import channel_credentials
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 vllm: Any = vllm_engine_pb2  # generated without types that checkers can follow
@@ -24,7 +24,7 @@ async def open_grpc(name: str, target: Target) -> Backend:
     """See `serve.bench.backends.open_backend`."""
     try:
         client = AsyncAptClient(
-            target.address, api_key=target.api_key, credentials=_credentials(target)
+            target.address, api_key=target.api_key, credentials=channel_credentials(target.tls_ca)
         )
     except ValueError as error:
         raise ConfigError(f"{error} (--target)") from None
@@ -55,17 +55,6 @@ async def open_grpc(name: str, target: Target) -> Backend:
         backend = VllmBackend(client, stub, auth, target, vocab_size)
     backend.model, backend.max_model_len = served or "", max_len or None
     return backend
-
-
-def _credentials(target: Target) -> grpc.ChannelCredentials | None:
-    if target.tls_ca is None:
-        return None
-    try:
-        return grpc.ssl_channel_credentials(Path(target.tls_ca).read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"{target.tls_ca}: cannot be read ({error.strerror}) (--tls-ca)"
-        ) from None
 
 
 def _failed(error: grpc.aio.AioRpcError) -> RequestFailed:

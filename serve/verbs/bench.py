@@ -63,10 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", metavar="NAME", help="name of the served model; without it the server's"
     )
-    group.add_argument(
-        "--api-key-file", metavar="FILE", help="its first line is sent as Bearer key"
-    )
-    group.add_argument("--tls-ca", metavar="FILE", help="PEM file of the CAs that the server's certificate is held against; gRPC without it: no TLS")  # fmt: skip
+    options.add_access_arguments(group)
     group.add_argument("--timeout", type=positive(float), default=600.0, metavar="S",
                        help="seconds after which a request has failed")  # fmt: skip
     group = parser.add_argument_group("what is sent (one of trace, random lengths, prompts)")
@@ -222,21 +219,9 @@ def _backend(args: argparse.Namespace) -> tuple[str, Target]:
         ignore_eos=ignore_eos,
         temperature=args.temperature,
         vocab_size=args.vocab_size,
-        api_key=_key(args.api_key_file),
+        api_key=options.read_api_key(args.api_key_file),
         tls_ca=args.tls_ca,
     )
-
-
-def _key(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        lines = Path(path).read_text(encoding="ascii").split()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"{path}: cannot be read (--api-key-file)") from None
-    if not lines:
-        raise ConfigError(f"{path}: holds no key (--api-key-file)")
-    return lines[0]
 
 
 def _source(args: argparse.Namespace, max_model_len: int | None) -> load.Source:

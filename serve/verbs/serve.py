@@ -16,21 +16,26 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from apt_jax.async_engine import AsyncEngine
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.llm import DEFAULT_CALIBRATION_S, EngineParts, ProgressBars, build_engine
-from serve import options
+from serve import logs, options
 from serve.errors import CommandError, PortInUseError
 from serve.grpc_server import GrpcServer, ServerConfig
 from serve.http_app import AppConfig
 from serve.http_protocol import ConnectionLimits
 from serve.http_server import HttpConfig, HttpServer
 from serve.keys import FLAG, ApiKeys
+from serve.profiler import FLAG as PROFILER_FLAG
+from serve.profiler import Profiler
 from serve.prometheus import ServerMetrics
 from serve.tls import Tls
+
+if TYPE_CHECKING:  # it needs the extra `otel`
+    from serve.traces import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--http-host", metavar="HOST", help="address of HTTP to listen on; without it --host"
     )
     group.add_argument("--no-http", action="store_true", help="serve gRPC alone")
+    group.add_argument(
+        "--no-dashboard", action="store_true", help="HTTP without the page at /dashboard"
+    )
     group.add_argument(
         FLAG,
         metavar="FILE",
@@ -96,6 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds after which a step that has not ended is a fault: the server tells its clients and exits with 1",
     )
     group.add_argument(
+        "--client-timeout",
+        type=options.positive(float),
+        metavar="S",
+        default=4.0,
+        help="seconds after which a client that neither answers nor reads loses its requests, and they their cache",
+    )
+    group.add_argument(
         "--insecure-open",
         action="store_true",
         help="allow an address that other machines can reach, without encryption or keys",
@@ -106,19 +121,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="info",
         help="one line a request at info; never prompts or outputs",
     )
+    group.add_argument(
+        "--log-format", choices=logs.FORMATS, default="text", help="json: an object a line"
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry traces of requests there, over OTLP and HTTP (http://127.0.0.1:4318); needs the extra otel",
+    )
+    group.add_argument(
+        PROFILER_FLAG,
+        metavar="DIR",
+        help="take profiles of JAX into DIR when asked to (POST /start_profile, /stop_profile); without it nobody can ask",
+    )
     options.add_calibration_argument(parser, DEFAULT_CALIBRATION_S)
     options.add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.basicConfig(
-        level=logging.WARNING,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    for name in ("apt_jax", "serve"):
-        logging.getLogger(name).setLevel(args.log_level.upper())
-    logging.getLogger("uvicorn").setLevel("ERROR")  # it warns of every line that is no HTTP
+    logs.configure(args.log_format, args.log_level)
     http_host = args.http_host or args.host
     for flag, port in (("--grpc-port", args.grpc_port), ("--port", args.http_port)):
         if not 0 <= port < 65536:
@@ -132,14 +153,18 @@ def run(args: argparse.Namespace) -> int:
             f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
         )
     config = options.engine_config(args)
+    tracer = _tracer(args.otlp_traces_endpoint)
+    profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     _allow_many_files()
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
     http = HttpConfig(
         host=http_host,
         port=args.http_port,
         tls=tls,
-        connections=ConnectionLimits(max_connections=2 * most_open),
-        app=AppConfig(keys=keys),
+        connections=ConnectionLimits(
+            max_connections=2 * most_open, write_stall_s=0.625 * args.client_timeout
+        ),
+        app=AppConfig(keys=keys, tracer=tracer, profiler=profiler, dashboard=not args.no_dashboard),
     )
     code = asyncio.run(
         serve(
@@ -149,8 +174,12 @@ def run(args: argparse.Namespace) -> int:
                 port=args.grpc_port,
                 reflection=_is_loopback(args.host),
                 max_concurrent_rpcs=most_open,
+                keepalive_time_s=0.375 * args.client_timeout,
+                keepalive_timeout_s=0.625 * args.client_timeout,
                 keys=keys,
                 tls=tls,
+                tracer=tracer,
+                profiler=profiler,
             ),
             None if args.no_http else http,
             shutdown_timeout_s=args.shutdown_timeout,
@@ -167,6 +196,18 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _tracer(endpoint: str | None) -> "Tracer | None":
+    if endpoint is None:
+        return None
+    try:
+        from serve.traces import Tracer
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("opentelemetry"):
+            raise
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'apt-jax[otel]'") from None  # fmt: skip
+    return Tracer(endpoint)
 
 
 def _keys(args: argparse.Namespace) -> ApiKeys | None:
@@ -300,6 +341,10 @@ async def serve(
         stopped.cancel()
         signals.close()
         await server.stop(0)
+        if server_config.profiler is not None:
+            await server_config.profiler.close()
+        if server_config.tracer is not None:
+            await asyncio.to_thread(server_config.tracer.close)
 
 
 class _Doors:

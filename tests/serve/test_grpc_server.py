@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -325,7 +326,8 @@ def test_a_full_queue_is_resource_exhausted_with_a_hint(serve_toy):
     async def scenario(served):
         served.executor.gate.clear()
         tasks = [asyncio.create_task(collect(served, "x", max_tokens=3)) for _ in range(8)]
-        await served.until(lambda: served.server.num_open == 8)
+        # Those that come while a step runs are refused at once, the others wait for its end.
+        await served.until(lambda: served.server.num_open + sum(t.done() for t in tasks) == 8)
         await asyncio.sleep(0.05)
         served.executor.gate.set()
         errors = [
@@ -562,7 +564,7 @@ def test_C13_rapid_open_and_cancel_leaves_nothing(serve_toy):
 # --- failures ------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_broke_is_internal_with_its_id_and_not_to_be_retried(serve_toy):
+def test_E7_a_request_that_broke_is_internal_with_its_id_and_not_to_be_retried(serve_toy):
     def fault(batch):
         fault.steps += 1
         return Fault(kind=FaultKind.NOT_FINITE) if fault.steps == 3 else None
@@ -700,6 +702,21 @@ def test_reflection_lists_the_service(serve_toy):
     serve_toy(scenario)
 
 
+def test_a_client_that_knows_reflection_alone_as_documented(serve_toy, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (code,) = (
+        part for part in page.split("```python\n") if "ProtoReflectionDescriptorDatabase" in part
+    )
+    code = code.partition("```")[0]
+
+    async def scenario(served):
+        own = code.replace("127.0.0.1:50051", served.target)
+        await asyncio.to_thread(exec, own, {})
+        assert len(capsys.readouterr().out) > 0
+
+    serve_toy(scenario)
+
+
 def test_reflection_can_be_left_out(serve_toy):
     async def scenario(served):
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(served.client.channel)
@@ -732,7 +749,7 @@ def test_every_number_of_the_engine_is_on_the_wire():
     stats = toy_parts().engine.stats()
     wire = set(pb.GetStatsResponse.DESCRIPTOR.fields_by_name)
     internal = {"deferred_rows", "dropped_rows", "refused_plan_rows"}
-    internal |= {"step_tokens", "schedule_s"}  # for /metrics
+    internal |= {"step_tokens", "schedule_s", "cost_errors"}  # for /metrics
     assert set(type(stats).__dataclass_fields__) - wire == internal
 
 

@@ -146,7 +146,7 @@ def test_R16_bodies_that_are_too_large():
     run(scenario, connections={"header_timeout_s": 3.0})
 
 
-def test_the_largest_body_does_not_hold_up_others():
+def test_R22_the_largest_body_does_not_hold_up_others():
     """R22, Q10: parsed and tokenised in threads; the loop goes on."""
 
     async def scenario(served):
@@ -215,6 +215,23 @@ def test_what_is_no_http_is_refused(data):
         head = await asyncio.wait_for(connection.reader.read(65536), 20)
         assert head == b"" or head.startswith((b"HTTP/1.1 400", b"HTTP/1.1 501"))
         assert await connection.at_end()
+        await connection.close()
+
+    run(scenario, connections=LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"), [(b"SM\r\n\r\n", 400), (b"GET /health HTTP/1.1\r\n", 408)]
+)
+def test_what_the_connection_refuses_is_not_to_be_sent_again(data, status):
+    """OpenAI's clients would try 408 again."""
+
+    async def scenario(served):
+        connection = await served.raw(data)
+        head = await asyncio.wait_for(connection.reader.readuntil(b"\r\n\r\n"), 20)
+        assert head.startswith(f"HTTP/1.1 {status} ".encode())
+        assert b"\r\nx-should-retry: false\r\n" in head
+        assert head.count(b"\r\nconnection: close\r\n") == 1
         await connection.close()
 
     run(scenario, connections=LIMITS)

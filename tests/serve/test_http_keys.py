@@ -12,10 +12,11 @@ import httpx2
 import pytest
 import trustme
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from http_serving import http_serving
+from http_serving import bearer, run
 from toy_serving import executor_of
 
 from apt_jax.errors import ConfigError
+from serve import cli
 from serve.client import AsyncAptClient
 from serve.http_app import OPEN_PATHS
 from serve.keys import ApiKeys
@@ -24,18 +25,6 @@ from serve.tls import Tls
 KEY = "sk-0123456789abcdefghij"
 OTHER = "sk-another-key-of-a-tenant"
 Code = grpc.StatusCode
-
-
-def run(scenario, **kwargs: Any) -> None:
-    async def whole() -> None:
-        async with http_serving(**kwargs) as served:
-            await asyncio.wait_for(scenario(served), 60)
-
-    asyncio.run(whole())
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 # --- keys ----------------------------------------------------------------------------------------------------------
@@ -47,6 +36,13 @@ def test_P16_every_endpoint_but_health_wants_a_key():
     async def scenario(served):
         routes = served.server.app.paths
         assert len(routes) > 9
+        # The page has no data; what it shows wants the key.
+        page = ("", "/style.css", "/dashboard.js", "/charts.js", "/icon.svg")
+        assert set(OPEN_PATHS) == {
+            b"/health",
+            b"/ready",
+            *(f"/dashboard{p}".encode() for p in page),
+        }
         for method, path in routes:
             where = path.replace("{name:path}", "toy")
             is_open = path.encode() in OPEN_PATHS
@@ -70,8 +66,9 @@ def test_P16_every_endpoint_but_health_wants_a_key():
                 if method != "HEAD":
                     assert response.json()["error"]["code"] == "invalid_api_key"
             for key in (KEY, OTHER):
-                response = await served.http.request(method, where, headers=bearer(key))
-                assert response.status_code != 401
+                # The events of the dashboard have no end.
+                async with served.http.stream(method, where, headers=bearer(key)) as response:
+                    assert response.status_code != 401
 
     run(scenario, app={"keys": keys})
 
@@ -112,7 +109,7 @@ def test_the_official_client_sends_the_key():
     run(scenario, app={"keys": ApiKeys([KEY])})
 
 
-def test_P17_keys_share_neither_queue_nor_cached_prefixes():
+def test_P17_Q3_keys_share_neither_queue_nor_cached_prefixes():
     prompt = "the same long beginning of a prompt, asked by two"
 
     async def scenario(served):
@@ -209,6 +206,26 @@ def test_P16_every_method_of_grpc_but_health_wants_a_key():
         unknown = plain.channel.unary_unary("/aptjax.v1.AptServe/Nothing")
         assert await code_of(unknown(b"")) is Code.UNAUTHENTICATED
         assert served.parts.engine.stats().finished == {"length": 1}
+
+    run(scenario, grpc={"keys": ApiKeys([KEY])})
+
+
+def test_our_own_commands_send_a_key(tmp_path, capsys):
+    async def scenario(served):
+        file = key_file(tmp_path / "key", KEY)
+        target = ["--target", f"grpc://127.0.0.1:{served.grpc_server.port}"]
+        info, generate = (
+            ["info", *target],
+            ["generate", "toy", "hello", "--max-tokens", "3", *target],
+        )
+        for argv in (info, generate):
+            assert await asyncio.to_thread(cli.main, argv) == 1
+            assert "UNAUTHENTICATED" in capsys.readouterr().err
+            assert await asyncio.to_thread(cli.main, [*argv, "--api-key-file", file]) == 0
+            assert capsys.readouterr().out
+        missing = [*info, "--api-key-file", str(tmp_path / "none")]
+        assert await asyncio.to_thread(cli.main, missing) == 2
+        assert "cannot be read (--api-key-file)" in capsys.readouterr().err
 
     run(scenario, grpc={"keys": ApiKeys([KEY])})
 

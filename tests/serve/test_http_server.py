@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from chat_templates import CHATML, WITH_TOOLS
-from http_serving import completion, http_serving, post_head
+from http_serving import completion, post_head, run
 from toy_serving import VOCAB_SIZE, expected_tokens, toy_parts
 
 from apt_jax.chat import ChatTemplate
@@ -16,16 +16,6 @@ from apt_jax.hash_executor import Fault, FaultKind, reference_tokens
 from apt_jax.request import SamplingParams
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
-
-
-def run(scenario, **kwargs: Any) -> None:
-    """Run `scenario(served)` within a minute; nothing may be left."""
-
-    async def whole() -> None:
-        async with http_serving(**kwargs) as served:
-            await asyncio.wait_for(scenario(served), 60)
-
-    asyncio.run(whole())
 
 
 def chat_parts(template: str = CHATML):
@@ -383,7 +373,7 @@ def test_tools_go_into_the_prompt():
     run(scenario, parts=chat_parts(WITH_TOOLS))
 
 
-def test_chats_that_are_refused():
+def test_R1_R12_R13_chats_that_are_refused():
     async def scenario(served):
         for fields, param in (
             ({"messages": []}, "messages"),
@@ -573,7 +563,7 @@ def test_paths_and_methods_that_are_not_there():
 # --- failures ------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_broke_says_so_and_not_to_try_again():
+def test_E7_a_request_that_broke_says_so_and_not_to_try_again():
     def fault(batch):
         fault.steps += 1
         return Fault(kind=FaultKind.NOT_FINITE) if fault.steps in (3, 10) else None
@@ -685,6 +675,17 @@ def test_C10_a_duplicate_id_is_refused_and_the_first_one_goes_on():
 
 
 # --- objectives ----------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_objective_is_refused():
+    async def scenario(served):
+        answer = await served.post("/v1/completions", {"prompt": "x", "slo": {"ttft": 500}})
+        assert answer.status_code == 400
+        error = error_of(answer)
+        assert error["param"] == "slo"
+        assert "'ttft' is none of ttft_ms, tbt_ms, class, deadline_ms" in error["message"]
+
+    run(scenario)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
-from http_serving import HttpServed, http_serving
+from http_serving import HttpServed, run
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 import serve
+from apt_jax.sched.view import StepCosts
 from serve.prometheus import INTER_TOKEN_S, LATENCY_S, TTFT_S, token_buckets
 
 LABELS = {"model_name": "toy", "engine": "0"}
@@ -47,14 +47,6 @@ class Scraped:
 
 async def scrape(served: HttpServed) -> Scraped:
     return Scraped(await served.http.get("/metrics"))
-
-
-def run(scenario, **kwargs: Any) -> None:
-    async def whole() -> None:
-        async with http_serving(**kwargs) as served:
-            await asyncio.wait_for(scenario(served), 60)
-
-    asyncio.run(whole())
 
 
 def test_the_names_of_the_contract_are_there():
@@ -221,6 +213,24 @@ def test_how_good_the_cost_model_is_is_told_where_there_is_one():
         now = await scrape(served)
         errors = [now.value("aptjax:cost_model_error_ratio", phase=p) for p in ("prefill", "decode")]  # fmt: skip
         assert errors == pytest.approx([0.04, 0.05])
+
+    run(scenario)
+
+
+def test_how_well_steps_are_predicted_while_serving_is_told():
+    name = "aptjax:cost_model_serving_error_ratio"
+
+    async def scenario(served):
+        await served.ask(max_tokens=20)
+        assert name not in {key for key, _ in (await scrape(served)).samples}
+        served.parts.engine.costs = StepCosts(prefill_base_s=1e-9, decode_base_s=1e4)
+        await served.ask(max_tokens=40)
+        now = await scrape(served)
+        assert now.value(name, phase="decode") > 100  # predicted are 10,000 s
+        for _ in range(8):  # one of any eight steps is looked at
+            await served.ask(max_tokens=1)
+        now = await scrape(served)
+        assert now.value(name, phase="prefill") == pytest.approx(1.0, abs=0.01)
 
     run(scenario)
 

@@ -155,6 +155,14 @@ def test_messages_and_fields_say_the_same():
     assert "structured_outputs" not in request_fields(pb.GenerateRequest(text="a"), [])["params"]
 
 
+def test_a_message_has_room_for_one_form():
+    """The last one would silently be the only one."""
+    with pytest.raises(ValueError, match="regex and json_object given"):
+        structured_outputs({"regex": "a", "json_object": True})
+    assert structured_outputs({"regex": "a", "json_object": False}).WhichOneof("form") == "regex"
+    assert structured_outputs({"json_object": False}).WhichOneof("form") == "json_object"
+
+
 # --- the command line ----------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx2
@@ -166,3 +166,20 @@ async def http_serving(
         await asyncio.gather(server.stop(0), grpc_server.stop(0))
     if engine.dead_reason is None:
         assert_clean(parts)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header of a key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+def run(
+    scenario: Callable[[HttpServed], Awaitable[None]], *, limit_s: float = 60, **kwargs: Any
+) -> None:
+    """Run `scenario(served)` within a minute; nothing may be left. Further arguments are those of `http_serving`."""
+
+    async def whole() -> None:
+        async with http_serving(**kwargs) as served:
+            await asyncio.wait_for(scenario(served), limit_s)
+
+    asyncio.run(whole())

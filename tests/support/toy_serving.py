@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from apt_jax.chat import ChatTemplate
+from apt_jax.clock import Clock
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.executor import StepBatch
 from apt_jax.hash_executor import Fault, HashExecutor, reference_tokens
@@ -70,9 +71,10 @@ def toy_parts(
     step_s: float = 0.0,
     eos_token_ids: Sequence[int] = (EOS,),
     chat_template: ChatTemplate | None = None,
+    clock: Clock | None = None,
     **scheduler: Any,
 ) -> EngineParts:
-    """An engine on the machine's clock, with both cache kinds."""
+    """An engine with both cache kinds, on the machine's clock unless another one is given."""
     executor = GatedExecutor(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -104,6 +106,7 @@ def toy_parts(
         eos_token_ids=eos_token_ids,
         debug=debug,
         chat_template=chat_template,
+        clock=clock,
     )
 
 
@@ -124,11 +127,22 @@ def expected_tokens(request: EngineRequest) -> list[int]:
 
 
 def assert_clean(parts: EngineParts) -> None:
-    """Nothing is left of any request: blocks, rows, text."""
-    engine = parts.engine
-    engine.check_integrity()
+    """The clean check (L0) after whatever has happened: nothing is left of any request, and every gauge says so.
+
+    Blocks, references to them, seats, rows, text; what is cached of prefixes may stay. That bystanders got their tokens and
+    that a next request succeeds is for the test to see (`expected_tokens`).
+    """
+    engine, cache = parts.engine, parts.engine.cache
+    engine.check_integrity()  # recounts references, free lists, tables
     stats = engine.stats()
     assert stats.free_blocks == stats.total_blocks
     assert (stats.num_running, stats.num_waiting, stats.num_ending) == (0, 0, 0)
+    assert (stats.waiting_prompt_tokens, stats.waiting_uncached_tokens) == (0, 0)
+    assert not any(stats.requests_by_kind.values())
+    assert not any(stats.blocks_by_kind.values())
+    assert not cache.num_refs.any()
+    assert cache.num_free_seats == engine.max_num_seqs
+    assert not engine.table.live.any()
     assert engine.num_live == 0
+    # A step may still be on its way: all of its requests have ended.
     assert parts.assembler.num_open == 0

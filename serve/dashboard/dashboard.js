@@ -1,0 +1,428 @@
+// The page: reads snapshots of the server (`serve/dashboard_feed.py`) as they come and shows them. What others have named, such as
+// ids of requests, reaches the page by textContent alone.
+
+import { Histogram, TimeChart, html, seconds, svg } from "./charts.js";
+
+const KEY = "apt-jax-key", THEME = "apt-jax-theme";
+const HISTORY_S = 300;
+const SILENCE_MS = 12000; // a server that says nothing for so long is taken for lost; it speaks every second
+const RETRY_MS = [1000, 2000, 4000, 8000, 10000];
+const STATES = {
+  connecting: "Connecting",
+  starting: "Starting: the model is being loaded",
+  serving: "Serving",
+  draining: "Draining: open requests end, new ones are refused",
+  stalled: "The engine does not answer",
+  ended: "The engine has ended",
+  stopped: "The server has stopped",
+  lost: "Connection lost",
+};
+
+const $ = (id) => document.getElementById(id);
+const count = (value) => Math.round(value).toLocaleString("en");
+
+const charts = {
+  blocks: new TimeChart($("blocks"), "Blocks of the pool by kind, last five minutes", [
+    { key: "kv", label: "KV", color: "kv" },
+    { key: "hidden", label: "Hidden", color: "hidden" },
+    { key: "cached", label: "Cached", color: "cached" },
+    { key: "free", label: "Free", color: "free" },
+  ], { stacked: true }),
+  queues: new TimeChart($("queues"), "Requests, last five minutes", [
+    { key: "running", label: "Running", color: "work" },
+    { key: "waiting", label: "Waiting", color: "queue", dashed: true },
+  ]),
+  tokens: new TimeChart($("tokens"), "Tokens per second, last five minutes", [
+    { key: "output", label: "Output", color: "work" },
+    { key: "prompt", label: "Prompt", color: "queue", dashed: true },
+  ]),
+  ttft: new Histogram($("ttft"), "Time to first token"),
+  tbt: new Histogram($("tbt"), "Time between tokens"),
+};
+
+let points = []; // of the last five minutes
+let server = null; // which one they are of
+let snapshot = null; // the last one with numbers
+let paused = false;
+
+// --- connection ---------------------------------------------------------------------------------------------------------------
+
+function stored(storage, key) {
+  try { return storage.getItem(key); } catch { return null; } // storage may be forbidden
+}
+
+function store(storage, key, value) {
+  try { value === null ? storage.removeItem(key) : storage.setItem(key, value); } catch { /* it lasts as long as the page */ }
+}
+
+let apiKey = stored(sessionStorage, KEY);
+
+function ask(path, options = {}) {
+  const headers = apiKey ? { authorization: `Bearer ${apiKey}` } : {};
+  return fetch(path, { headers, cache: "no-store", ...options });
+}
+
+// Server-sent events from a stream of bytes: [name, value].
+async function* eventsOf(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const fields = Object.fromEntries(part.split("\n").map((line) => line.split(/: (.*)/s, 2)));
+      yield [fields.event, JSON.parse(fields.data)];
+    }
+  }
+}
+
+// One connection, until it ends; returns why.
+async function watch() {
+  const controller = new AbortController();
+  let timer = setTimeout(() => controller.abort(), SILENCE_MS);
+  let why = "lost";
+  try {
+    const response = await ask("dashboard/events", { signal: controller.signal });
+    if (response.status === 401) return "key";
+    if (!response.ok) return response.status === 429 ? "full" : "lost";
+    for await (const [name, value] of eventsOf(response.body)) {
+      clearTimeout(timer);
+      timer = setTimeout(() => controller.abort(), SILENCE_MS);
+      if (name === "history") points = value;
+      else {
+        take(value);
+        why = value.state;
+      }
+    }
+  } catch { /* lost */ } finally {
+    clearTimeout(timer);
+    controller.abort();
+  }
+  return ["ended", "stopped"].includes(why) ? why : "lost";
+}
+
+async function stayConnected() {
+  for (let failures = 0; ;) {
+    const before = snapshot;
+    const why = await watch();
+    document.body.dataset.live = "false";
+    if (why === "key") {
+      await askForKey();
+      failures = 0;
+      continue;
+    }
+    failures = snapshot === before ? failures + 1 : 0;
+    const wait = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
+    showState(why === "full" ? "lost" : why);
+    for (let left = wait; left > 0; left -= 1000) {
+      const reason = why === "full" ? "Too many dashboards are open at this server" : STATES[why];
+      showBanner(`${reason}. Trying again in ${Math.ceil(left / 1000)} s.`);
+      await new Promise((resolve) => setTimeout(resolve, Math.min(left, 1000)));
+    }
+  }
+}
+
+function askForKey() {
+  const note = apiKey ? "That key is not accepted. Try another one." : "It is kept in this tab until it is closed.";
+  apiKey = null;
+  store(sessionStorage, KEY, null);
+  showState("connecting");
+  $("key-note").textContent = note;
+  $("forget").hidden = true;
+  $("key").showModal();
+  return new Promise((resolve) => {
+    $("key-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      apiKey = $("key-input").value.trim();
+      store(sessionStorage, KEY, apiKey);
+      $("key-input").value = "";
+      $("key").close();
+      $("forget").hidden = false;
+      resolve();
+    }, { once: true });
+  });
+}
+
+function showState(state) {
+  $("state").dataset.state = state;
+  if ($("state-text").textContent !== STATES[state]) $("state-text").textContent = STATES[state];
+}
+
+function showBanner(text) {
+  $("banner").hidden = !text;
+  if ($("banner").textContent !== text) $("banner").textContent = text;
+}
+
+// --- snapshots ----------------------------------------------------------------------------------------------------------------
+
+function take(next) {
+  if (next.server !== server) {
+    if (server !== null) points = [];
+    server = next.server;
+  }
+  showState(next.state);
+  showBanner(next.state === "serving" || next.state === "connecting" ? "" : `${STATES[next.state]}.`);
+  document.body.dataset.live = String(next.state !== "stalled" && next.metrics !== undefined);
+  if (!next.metrics) return;
+  snapshot = next;
+  if (!points.length || points.at(-1).at_s < next.point.at_s) points.push(next.point);
+  points = points.filter((point) => point.at_s > next.at_s - HISTORY_S);
+  if (!paused) show();
+}
+
+// A metric of the snapshot: the sum over these labels, or over all.
+function metric(name, labels = null) {
+  const values = snapshot.metrics[name] ?? {};
+  return (labels ?? Object.keys(values)).reduce((sum, label) => sum + (values[label] ?? 0), 0);
+}
+
+function show() {
+  $("model").textContent = snapshot.model;
+  document.title = `${snapshot.model} · apt-jax dashboard`;
+  for (const node of document.querySelectorAll("[data-metric]")) {
+    const labels = node.dataset.labels ? node.dataset.labels.split(" ") : null;
+    node.textContent = count(metric(node.dataset.metric, labels));
+  }
+  showTiles();
+  charts.blocks.draw(points);
+  charts.queues.draw(points);
+  charts.tokens.draw(rates());
+  for (const [chart, name] of [[charts.ttft, "vllm:time_to_first_token_seconds"], [charts.tbt, "vllm:inter_token_latency_seconds"]]) {
+    const buckets = Object.entries(snapshot.metrics[`${name}_bucket`]).map(([bound, n]) => [bound === "+Inf" ? Infinity : Number(bound), n]);
+    chart.draw(buckets, metric(`${name}_sum`));
+  }
+  showObjectives();
+  showTables();
+  refreshRequest();
+}
+
+// Tokens a second between each point and the one before it.
+function rates() {
+  return points.slice(1).map((point, i) => {
+    const before = points[i], s = Math.max(0.001, point.at_s - before.at_s);
+    return {
+      at_s: point.at_s,
+      output: Math.max(0, point.generation_tokens - before.generation_tokens) / s,
+      prompt: Math.max(0, point.prompt_tokens - before.prompt_tokens) / s,
+    };
+  });
+}
+
+function showTiles() {
+  const now = points.at(-1), then = points.find((point) => point.at_s > now.at_s - 5.5);
+  const s = now.at_s - then.at_s;
+  $("output-rate").textContent = s ? count((now.generation_tokens - then.generation_tokens) / s) : "–";
+  $("note-output").textContent = `prompts ${count(metric("vllm:prompt_tokens_total"))}`;
+  $("pool").textContent = `${(100 * metric("vllm:kv_cache_usage_perc")).toFixed(0)} %`;
+  const queries = metric("vllm:prefix_cache_queries_total"), hits = metric("vllm:prefix_cache_hits_total");
+  $("note-pool").textContent = queries ? `prefix hits ${((100 * hits) / queries).toFixed(0)} %` : `of ${count(metric("aptjax:blocks"))} blocks`;
+  const others = { aborted: metric("vllm:request_success_total", ["abort"]), failed: metric("vllm:request_success_total", ["error"]), refused: metric("aptjax:requests_refused_total") };
+  const some = Object.entries(others).filter(([, n]) => n).map(([name, n]) => `${count(n)} ${name}`);
+  $("note-completed").textContent = $("note-completed").title = some.join(", ") || "requests";
+  $("note-preemptions").textContent = `${count(metric("aptjax:recomputed_tokens_total"))} recomputed`;
+  $("note-switches").textContent = `to hidden ${count(metric("aptjax:cache_kind_switch_total", ["kv,hidden"]))}, KV ${count(metric("aptjax:cache_kind_switch_total", ["hidden,kv"]))}`;
+}
+
+function showObjectives() {
+  const rows = [["rt", "Real time"], ["be", "Best effort"]].map(([name, label]) => {
+    const row = html("tr"), head = html("th", "", label);
+    head.scope = "row";
+    row.append(head);
+    for (const objective of ["ttft", "tbt", "all"]) {
+      const attained = metric("aptjax:slo_attained_total", [`${objective},${name}`]);
+      const all = attained + metric("aptjax:slo_missed_total", [`${objective},${name}`]);
+      const cell = html("td");
+      cell.dataset.slo = `${objective},${name}`;
+      cell.append(html("span", "share", all ? `${floored((100 * attained) / all)} %` : "–"));
+      if (all) {
+        const bar = html("progress");
+        bar.max = all;
+        bar.value = attained;
+        bar.setAttribute("aria-hidden", "true"); // the numbers beside it say the same
+        cell.append(bar);
+      }
+      cell.append(html("span", "note", all ? `${count(attained)} of ${count(all)}` : "none asked"));
+      row.append(cell);
+    }
+    return row;
+  });
+  $("slo").tBodies[0].replaceChildren(...rows);
+}
+
+// 99.96 is not yet 100.
+const floored = (share) => (Math.floor(share * 10) / 10).toFixed(share === 100 ? 0 : 1);
+
+// --- tables -------------------------------------------------------------------------------------------------------------------
+
+function idCell(requestId) {
+  const cell = html("td", "id", requestId === null ? "of another key" : "");
+  if (requestId === null) cell.classList.add("empty");
+  else {
+    const button = html("button", "", requestId);
+    button.type = "button";
+    button.title = requestId;
+    button.dataset.request = requestId;
+    cell.append(button);
+  }
+  return cell;
+}
+
+const kindName = (kind) => (kind === "kv" ? "KV" : kind);
+
+function kindCell(kind) {
+  if (kind === null) return html("td", "empty", "–");
+  const cell = html("td");
+  const mark = html("span", `kind ${kind}`);
+  mark.append(html("span", "", kindName(kind)));
+  cell.append(mark);
+  return cell;
+}
+
+// Rows that were there already stay the same elements, so that focus and selection survive.
+function fill(table, rows, keyOf, cellsOf, empty) {
+  const body = table.tBodies[0], focused = document.activeElement?.closest("tr")?.dataset.key;
+  const old = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  const wanted = rows.map((row, i) => {
+    const key = keyOf(row, i), text = JSON.stringify(row);
+    const node = old.get(key) ?? html("tr");
+    old.delete(key);
+    if (node.dataset.shown !== text) {
+      const cells = cellsOf(row);
+      if (node.cells.length) [...node.cells].slice(1).forEach((cell, j) => cell.replaceWith(cells[j + 1]));
+      else node.append(...cells);
+      node.dataset.key = key;
+      node.dataset.shown = text;
+    }
+    return node;
+  });
+  for (const node of old.values()) node.remove();
+  wanted.forEach((node, i) => { if (body.rows[i] !== node) body.insertBefore(node, body.rows[i] ?? null); });
+  if (!rows.length) {
+    const row = body.insertRow(), cell = html("td", "empty", empty);
+    cell.colSpan = table.tHead.rows[0].cells.length;
+    row.append(cell);
+  }
+  const again = focused && wanted.find((node) => node.dataset.key === focused);
+  if (again && !again.contains(document.activeElement)) again.querySelector("button")?.focus();
+}
+
+function showTables() {
+  const { iteration, batch, changes, requests, at_s: nowS } = snapshot;
+  const idle = !iteration || !metric("vllm:num_requests_running");
+  $("iteration").textContent = !iteration
+    ? "No step has been seen yet."
+    : `${idle ? "Idle. Last step: " : "Step "}${count(iteration.number)}, ${iteration.type}, ${iteration.rows === 1 ? "1 request" : `${iteration.rows} requests`}, ${iteration.step_ms === null ? "–" : seconds(iteration.step_ms / 1e3)}, decided in ${seconds(iteration.schedule_ms / 1e3)}`;
+  fill($("batch"), idle ? [] : batch, (row, i) => row.request_id ?? `other ${i}`, (row) => [
+    idCell(row.request_id), html("td", "", row.phase), kindCell(row.kind), html("td", "n", count(row.tokens)), html("td", "n", count(row.cached)),
+  ], "Nothing runs.");
+  fill($("requests"), requests, (row) => `${row.request_id} ${row.arrival_s}`, (row) => [
+    idCell(row.request_id),
+    html("td", "", row.state),
+    kindCell(row.kind),
+    html("td", "n", count(row.prompt_tokens)),
+    html("td", "n", count(row.preemptions)),
+    html("td", "n", row.ended_ms === null ? "–" : seconds(row.ended_ms / 1e3)),
+  ], "None yet.");
+  const aged = changes.map((row) => ({ ...row, ago: Math.max(0, Math.round(nowS - row.at_s)) }));
+  fill($("changes"), aged, (row, i) => `${row.iteration} ${row.event} ${row.request_id ?? `other ${i}`}`, (row) => [
+    idCell(row.request_id),
+    html("td", "", row.event === "preempted" ? `lost ${count(row.tokens)} tokens (${kindName(row.kind)})` : `${kindName(row.old)} → ${kindName(row.new)}`),
+    html("td", "n", `${row.ago} s`),
+  ], "None.");
+}
+
+// --- one request --------------------------------------------------------------------------------------------------------------
+
+let shownRequest = null; // { id, over, asking }
+
+function openRequest(id) {
+  shownRequest = { id, over: false, asking: false };
+  $("request-id").textContent = id;
+  $("request-note").textContent = "Asking the server.";
+  $("request-strip").replaceChildren();
+  $("decisions").tBodies[0].replaceChildren();
+  if (!$("request").open) $("request").showModal();
+  refreshRequest();
+}
+
+async function refreshRequest() {
+  const request = shownRequest;
+  if (!request || request.over || request.asking) return;
+  request.asking = true;
+  try {
+    const response = await ask(`v1/requests/${encodeURIComponent(request.id)}/decisions`);
+    const body = await response.json();
+    if (request !== shownRequest) return;
+    if (response.ok) showDecisions(body);
+    else $("request-note").textContent = body.error.message;
+    request.over = !response.ok || body.events.at(-1)?.event === "ended";
+  } catch {
+    if (request === shownRequest) $("request-note").textContent = "The server does not answer.";
+  } finally {
+    request.asking = false;
+  }
+}
+
+function showDecisions(log) {
+  const last = log.events.at(-1);
+  $("decisions").hidden = $("request-strip").hidden = !last;
+  $("request-note").textContent = !last
+    ? "It waits; nothing has been decided yet."
+    : `${last.event === "ended" ? `Ended (${last.reason}) after` : "So far"} ${seconds(last.until_ms / 1e3)}${log.num_dropped ? `; ${log.num_dropped} events are not kept` : ""}.`;
+  const end = Math.max(1e-3, ...log.events.map((event) => event.until_ms));
+  const strip = svg("svg", { viewBox: "0 0 1000 30", preserveAspectRatio: "none", "aria-hidden": "true" });
+  for (const { event, at_ms: from, until_ms: until } of log.events) {
+    const width = Math.max(2, (1000 * (until - from)) / end);
+    strip.append(svg("rect", { class: `bar ${event}`, x: Math.min(998, (1000 * from) / end), y: until > from ? 5 : 0, width, height: until > from ? 20 : 30 }));
+  }
+  $("request-strip").replaceChildren(strip);
+  $("decisions").tBodies[0].replaceChildren(...log.events.map(({ event, at_ms: from, until_ms: until, ...details }) => {
+    const row = html("tr"), name = html("td"), mark = html("span", `kind ${event}`);
+    mark.append(html("span", "", event));
+    name.append(mark);
+    const text = Object.entries(details).map(([key, value]) => `${key.replaceAll("_", " ")} ${value}`).join(", ");
+    row.append(name, html("td", "n", seconds(from / 1e3)), html("td", "n", until > from ? seconds(until / 1e3) : ""), html("td", "", text));
+    return row;
+  }));
+}
+
+// --- controls -----------------------------------------------------------------------------------------------------------------
+
+function showTheme() {
+  const theme = document.documentElement.dataset.theme ?? "system";
+  $("theme").textContent = `Theme: ${theme}`;
+}
+
+document.addEventListener("click", (event) => {
+  const id = event.target.closest("button[data-request]")?.dataset.request;
+  if (id !== undefined) openRequest(id);
+});
+$("request-close").addEventListener("click", () => $("request").close());
+$("request").addEventListener("close", () => { shownRequest = null; });
+$("request").addEventListener("click", (event) => { if (event.target === $("request")) $("request").close(); });
+$("key").addEventListener("cancel", (event) => event.preventDefault()); // there is nothing to see without one
+$("pause").addEventListener("click", () => {
+  paused = !paused;
+  $("pause").textContent = paused ? "Resume" : "Pause";
+  if (!paused && snapshot) show();
+});
+$("theme").addEventListener("click", () => {
+  const order = [undefined, "light", "dark"], root = document.documentElement;
+  const next = order[(order.indexOf(root.dataset.theme) + 1) % 3];
+  if (next) root.dataset.theme = next;
+  else delete root.dataset.theme;
+  store(localStorage, THEME, next ?? null);
+  showTheme();
+});
+$("forget").addEventListener("click", () => {
+  store(sessionStorage, KEY, null);
+  location.reload();
+});
+
+const theme = stored(localStorage, THEME);
+if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
+showTheme();
+$("forget").hidden = !apiKey;
+stayConnected();

@@ -1,0 +1,158 @@
+"""The log: one line for each call that has ended, as text for people or as JSON for programs. Never a prompt, an output or a key.
+
+A call that was answered, or broken off by its client, or refused is told at INFO; one that failed for our sake at ERROR, once, with
+the place where it failed but not the text of the exception, which may hold anything. Who sends what is refused can do so very
+fast: of each reason there are at most ten lines a second, and one that says how many more there were.
+"""
+
+import asyncio
+import datetime
+import logging
+import re
+import sys
+import traceback
+from typing import Any, Literal
+
+from pythonjsonlogger.json import JsonFormatter
+
+from serve.call_record import CallRecord
+
+Format = Literal["text", "json"]
+FORMATS: tuple[Format, ...] = ("text", "json")
+
+_MOST_LINES = 10
+_WINDOW_S = 1.0
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def configure(log_format: Format, level: str) -> None:
+    """Log to standard error: warnings of all, and of our own packages what `level` says."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter() if log_format == "text" else json_formatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    for name in ("apt_jax", "serve"):
+        logging.getLogger(name).setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel("ERROR")  # it warns of every line that is no HTTP
+
+
+class TextFormatter(logging.Formatter):
+    """A line a record. What follows in further lines is indented, and control characters are escaped: nothing that is logged can
+    look like a line of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        text = super().format(record)
+        stack = getattr(record, "stack", None)
+        if stack is not None:
+            text += f"\n{stack}"
+        escaped = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text.rstrip("\n"))
+        return escaped.replace("\n", "\n    ")
+
+
+def json_formatter() -> logging.Formatter:
+    """An object a line: timestamp (UTC), level, logger, message, and the fields of calls (docs/serving.md)."""
+    return _Json(
+        ["levelname", "name", "message"], rename_fields={"levelname": "level", "name": "logger"}
+    )
+
+
+class _Json(JsonFormatter):
+    def add_fields(
+        self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
+    ) -> None:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        log_data["timestamp"] = at.isoformat(timespec="milliseconds")
+        super().add_fields(log_data, record, message_dict)
+
+
+class CallLog:
+    """The lines of a door; one event loop.
+
+    Args:
+        logger: of the door.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._recent: dict[str, tuple[int, asyncio.TimerHandle]] = {}
+        """Lines that were due, by reason, and when that is over."""
+
+    def write(self, record: CallRecord) -> None:
+        """The line of a call that has ended."""
+        level = logging.ERROR if record.verdict == "failed" else logging.INFO
+        if not self._logger.isEnabledFor(level):
+            return
+        if record.verdict in ("refused", "gone") and self._is_too_many(record.reason):
+            return
+        known = {
+            "request_id": record.request_id,
+            "door": record.door,
+            "method": record.method,
+            "tenant": record.tenant,
+            "reason": record.reason,
+            "code": record.code,
+            "prompt_tokens": record.num_prompt_tokens,
+            "output_tokens": record.num_output_tokens,
+            "blocks": record.num_blocks,
+            "duration_ms": _ms(record.duration_s),
+            "queue_ms": _ms(record.queue_s),
+            "ttft_ms": _ms(record.ttft_s),
+            "stack": None if record.error is None else stack_of(record.error),
+        }
+        self._logger.log(
+            level,
+            "request %s: %s, %d tokens, %.0f ms",
+            record.request_id,
+            record.reason,
+            record.num_output_tokens,
+            1e3 * record.duration_s,
+            extra={name: value for name, value in known.items() if value is not None},
+        )
+
+    def close(self) -> None:
+        """Tell of what was left out so far."""
+        for reason, (_, timer) in list(self._recent.items()):
+            timer.cancel()
+            self._tell(reason)
+
+    def _is_too_many(self, reason: str) -> bool:
+        if reason not in self._recent:
+            timer = asyncio.get_running_loop().call_later(_WINDOW_S, self._tell, reason)
+            self._recent[reason] = 0, timer
+        lines, timer = self._recent[reason]
+        self._recent[reason] = lines + 1, timer
+        return lines >= _MOST_LINES
+
+    def _tell(self, reason: str) -> None:
+        left_out = self._recent.pop(reason)[0] - _MOST_LINES
+        if left_out > 0:
+            fields = {"reason": reason, "left_out": left_out}
+            self._logger.info("%d more requests: %s", left_out, reason, extra=fields)
+
+
+def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None:
+    """At ERROR, that something failed which nobody expected to.
+
+    Args:
+        what: a name of ours.
+    """
+    logger.error("%s failed", what, extra={"stack": stack_of(error)})
+
+
+def stack_of(error: BaseException) -> str:
+    """Where an exception was raised, and those that led to it, without their texts."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        parts.append("".join([*traceback.format_tb(at.__traceback__), type(at).__qualname__]))
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return "\nfollowed by\n".join(reversed(parts))
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)

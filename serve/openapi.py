@@ -1,0 +1,561 @@
+"""What the HTTP server takes and answers, as an OpenAPI 3.1 document: ``GET /openapi.json``.
+
+Bounds are those of the code that enforces them (`apt_jax.validation`, `apt_jax.chat`, `serve.openai_api`), and, once there is an
+engine, those of its model: lengths, vocabulary, name. Whatever a schema here forbids is refused with 400, but for an objective
+in a header where the body has the same one. The reverse does not hold: a schema cannot say that a prompt must leave room for
+`max_tokens`, that two fields exclude each other, that 1.0 is no integer or that a grammar must compile. Fields that no schema names
+are ignored, where a schema does not close its object. The pages of the dashboard are for people and not described.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import apt_jax
+from apt_jax import chat, validation
+from apt_jax.request import SamplingParams
+from apt_jax.validation import MAX_INTEGER, RequestLimits
+from serve import objectives, openai_api
+from serve.openai_api import Kind
+
+Schema = dict[str, Any]
+
+_JSON = "application/json"
+_MS = 1e3
+_NULL: Schema = {"type": "null"}
+_STRING: Schema = {"type": "string"}
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_FLAG: Schema = {"type": "boolean"}
+_NUMBER: Schema = {"type": "number"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_OPEN: Schema = {"type": "object"}
+
+_ERRORS: dict[int, tuple[str, str]] = {
+    400: ("BadRequest", "The request can never be served as it stands; `param` is the field that is wrong."),
+    401: ("Unauthorized", "No valid API key."),
+    404: ("NotFound", "No such model, request or path."),
+    405: ("MethodNotAllowed", "This path does not take this method."),
+    408: ("Timeout", "The deadline has passed, or head or body came too slowly."),
+    413: ("TooLarge", "The body is too large."),
+    415: ("UnsupportedMediaType", "The body must be JSON and not compressed."),
+    429: ("QueueFull", "There is too much to do, or the objective is out of reach."),
+    431: ("HeadTooLarge", "The head of the request is too large."),
+    500: ("Failed", "This request failed for its own sake; do not send it again."),
+    503: ("Unavailable", "Starting, draining, or the engine has ended."),
+}  # fmt: skip
+_LATER = (429, 503)
+_ALWAYS = (400, 405, 408, 431, 500)
+_OF_BODIES = (404, 413, 415)
+
+
+def document(
+    limits: RequestLimits | None = None,
+    models: Iterable[str] = (),
+    *,
+    has_keys: bool = False,
+    profiles: bool = False,
+) -> Schema:
+    """The whole document.
+
+    Args:
+        limits: of the engine; None: there is none yet, so that lengths and ids have no bound of a model.
+        models: names that requests may use; none: any.
+        has_keys: requests need one.
+        profiles: there are paths for profiles (`serve.profiler`).
+    """
+    names = sorted(set(models))
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "apt-jax",
+            "version": apt_jax.__version__,
+            "description": (
+                "OpenAI's completions and chat completions with latency objectives. Fields that no schema names are ignored. "
+                "A request that its schema allows may be refused with 400 all the same, for what a schema cannot say: the "
+                "prompt and `max_tokens` together exceed the model's length, two fields exclude each other, a grammar does "
+                "not compile, 1.0 is given for an integer."
+            ),
+        },
+        "paths": _paths(names, has_keys, profiles),
+        "components": {
+            "schemas": {**_requests(limits, names), **_answers()},
+            "responses": {name: _error(status) for status, (name, _) in _ERRORS.items()},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+# --- paths ---------------------------------------------------------------------------------------------------------
+
+
+def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
+    def get(name: str, summary: str, good: Schema, *more: int, open_: bool = False, parameters: Any = ()) -> Schema:  # fmt: skip
+        operation = _operation(name, summary, good, more, has_keys and not open_)
+        operation["parameters"] = list(parameters)
+        # A GET without its body; frameworks serve it, so it is said.
+        bare = {k: v for k, v in good.items() if k not in ("content", "links")}
+        head = {**_operation(f"{name}Head", summary, bare, more, has_keys and not open_)}
+        head["responses"] = {
+            status: {"description": _ERRORS[int(status)][1]} if "$ref" in response else response
+            for status, response in head["responses"].items()
+        }
+        return {"get": operation, "head": {**head, "parameters": list(parameters)}}
+
+    def post(name: str, summary: str, good: Schema, *more: int, parameters: Any = ()) -> Schema:
+        operation = _operation(name, summary, good, (*_OF_BODIES, 503, *more), has_keys)
+        content = {"schema": _ref(f"{name}Request"), "examples": _EXAMPLES[name]}
+        body = {"required": True, "content": {_JSON: content}}
+        return {"post": {**operation, "parameters": list(parameters), "requestBody": body}}
+
+    def profile(name: str, summary: str) -> Schema:  # without a body
+        return {"post": _operation(name, summary, _good(name), (), has_keys)}
+
+    profiling = {
+        "/start_profile": profile("StartProfile", "Begin a profile; 400 where one is being taken."),
+        "/stop_profile": profile("StopProfile", "End the profile; 400 where none is being taken."),
+    }
+    decisions = {
+        "operationId": "Decisions",
+        "parameters": {"request_id": "$response.body#/id"},
+        "description": "What became of the request and why.",
+    }
+    detokenize = {
+        "operationId": "Detokenize",
+        "requestBody": {"tokens": "$response.body#/tokens"},
+    }
+    model = {"operationId": "Model", "parameters": {"name": "$response.body#/data/0/id"}}
+    name_schema = {**_STRING, "examples": models} if models else _STRING
+    return {
+        "/v1/completions": post("Completion", "Continue prompts.", _generated("Completion", decisions), 429, parameters=_slo_headers()),
+        "/v1/chat/completions": post("ChatCompletion", "Answer a conversation.", _generated("ChatCompletion", decisions), 429, parameters=_slo_headers()),
+        "/v1/models": get("Models", "The one model that is served.", {**_good("Models"), "links": {"model": model}}, 503),
+        "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may hold slashes.")]),
+        "/v1/requests/{request_id}/decisions": get(
+            "Decisions", "What became of one of the last requests and why.", _good("Decisions"), 404, 503,
+            parameters=[_in_path("request_id", _STRING, "The `id` of an answer, or the `request_id` of its request.")],
+        ),
+        "/tokenize": post("Tokenize", "Text or a conversation to token ids.", {**_good("Tokenize"), "links": {"detokenize": detokenize}}),
+        "/detokenize": post("Detokenize", "Token ids to text.", _good("Detokenize")),
+        "/health": get("Health", "Whether the process is of use, loading and draining included.", {"description": "It is."}, 503, open_=True),
+        "/ready": get("Ready", "Whether new requests are taken.", {"description": "They are."}, 503, open_=True),
+        "/metrics": get("Metrics", "Numbers for Prometheus, in the format that it accepts.", {
+            "description": "The exposition.",
+            "content": {name: {"schema": _STRING} for name in ("text/plain", "application/openmetrics-text")},
+        }, 503),
+        "/openapi.json": get("OpenApi", "This document.", {"description": "OpenAPI 3.1.", "content": {_JSON: {"schema": _OPEN}}}),
+        **(profiling if profiles else {}),
+    }  # fmt: skip
+
+
+def _operation(
+    name: str, summary: str, good: Schema, more: Iterable[int], needs_key: bool
+) -> Schema:
+    statuses = sorted({*_ALWAYS, *more, *((401,) if needs_key else ())})
+    bad = {str(s): {"$ref": f"#/components/responses/{_ERRORS[s][0]}"} for s in statuses}
+    if name.removesuffix("Head") in ("Health", "Ready"):
+        bad["503"] = {"description": "No; without a body."}
+    return {
+        "operationId": name,
+        "summary": summary,
+        "security": [{"key": []}] if needs_key else [],
+        "responses": {"200": good, **bad},
+    }
+
+
+def _good(name: str) -> Schema:
+    return {"description": "The answer.", "content": {_JSON: {"schema": _ref(name)}}}
+
+
+def _generated(name: str, link: Schema) -> Schema:
+    """The answer of a completion, whole or in events."""
+    good = _good(name)
+    good["content"]["text/event-stream"] = {
+        "x-event-schema": {"anyOf": [_ref(f"{name}Chunk"), _ref("Error")]},
+        "x-last-event": "data: [DONE]; after an error there is none",
+    }
+    return {
+        **good,
+        "description": "The answer; with `stream` as server-sent events, sent as it grows.",
+        "headers": {"x-request-id": _header("The `id` of the answer.", _STRING)},
+        "links": {"decisions": link},
+    }
+
+
+def _error(status: int) -> Schema:
+    headers = {
+        "retry-after": _header("Seconds after which to come again.", _COUNT | {"minimum": 1})
+    }
+    if status not in _LATER:
+        headers = {"x-should-retry": _header("The same would fail again.", {"const": "false"})}
+    if status == 401:
+        headers["www-authenticate"] = _header("How to send a key.", {"const": "Bearer"})
+    if status == 405:
+        headers["allow"] = _header("Methods that the path takes.", _STRING)
+    return {
+        "description": _ERRORS[status][1],
+        "headers": headers,
+        "content": {_JSON: {"schema": _ref("Error")}},
+    }
+
+
+def _header(text: str, schema: Schema) -> Schema:
+    return {"description": text, "required": True, "schema": schema}
+
+
+def _in_path(name: str, schema: Schema, text: str) -> Schema:
+    return {"name": name, "in": "path", "required": True, "schema": schema, "description": text}
+
+
+def _slo_headers() -> list[Schema]:
+    decimal = {
+        "type": "string",
+        "pattern": f"^{objectives.DECIMAL_PATTERN}$",
+        "examples": ["250", "12.5"],
+    }
+    tier = {"type": "string", "enum": sorted(objectives.TIERS)}
+    bounds = f"in [{_MS * validation.MIN_SLO_S:g}, {_MS * validation.MAX_SLO_S:.0f}]"
+    texts = {
+        **dict.fromkeys(objectives.TTFT_KEYS, f"Objective for the first token, milliseconds {bounds}; where the body has none. The first of these names that is there counts."),
+        **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens, milliseconds {bounds}; likewise."),
+        objectives.TIER_KEY: "Class of the request, where the body has none.",
+    }  # fmt: skip
+    return [
+        {"name": name, "in": "header", "description": text, "schema": tier if name == objectives.TIER_KEY else decimal}
+        for name, text in texts.items()
+    ]  # fmt: skip
+
+
+# --- bodies of requests --------------------------------------------------------------------------------------------
+
+_HELLO = [{"role": "user", "content": "Hello"}]
+_EXAMPLES: dict[str, Schema] = {
+    "Completion": {
+        "text": {"value": {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}},
+        "stream": {"value": {"prompt": [[1, 2, 3], [4]], "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}},
+        "objectives": {"value": {"prompt": "Hi", "n": 2, "logprobs": 2, "slo": {"ttft_ms": 500, "tbt_ms": 100}, "aptjax_timings": True}},
+    },
+    "ChatCompletion": {
+        "text": {"value": {"messages": _HELLO, "max_completion_tokens": 8}},
+        "form": {"value": {"messages": _HELLO, "max_tokens": 8, "response_format": {"type": "json_object"}, "stream": True}},
+    },
+    "Tokenize": {"text": {"value": {"prompt": "Hello"}}, "conversation": {"value": {"messages": _HELLO}}},
+    "Detokenize": {"ids": {"value": {"tokens": [1, 2, 3]}}},
+}  # fmt: skip
+
+
+def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
+    vocab = MAX_INTEGER if limits is None else limits.vocab_size - 1
+    longest = MAX_INTEGER if limits is None else limits.max_model_len - 1
+    most = longest
+    if limits is not None and limits.max_pool_tokens is not None:
+        most = min(longest, limits.max_pool_tokens - 1)
+    token = _integer(0, vocab)
+    ids = _list(token, 1, longest)
+    texts = _list(_TEXT, 1, validation.MAX_SEQUENCES)
+    completion = {
+        **_common("completion", models, token, most),
+        "prompt": {
+            "anyOf": [_TEXT, texts, ids, _list(ids, 1, validation.MAX_SEQUENCES)],
+            "description": "A text, texts, token ids, or lists of them.",
+        },
+        "max_tokens": _or_null(_integer(1, most)) | {"default": SamplingParams().max_tokens},
+        "logprobs": _or_null(_integer(0, validation.MAX_LOGPROBS)),
+        "echo": _or_null(_FLAG),
+    }
+    messages = _list(_message(), 1, chat.MAX_MESSAGES)
+    conversation = {
+        "messages": messages,
+        "tools": _or_null(_list(_tool(), 0, chat.MAX_TOOLS)),
+        "tool_choice": {"enum": ["auto", "none", None]},
+        "add_generation_prompt": _or_null(_FLAG),
+    }
+    answer = {
+        **_common("chat", models, token, most),
+        **conversation,
+        "max_tokens": _or_null(_integer(1, MAX_INTEGER)),
+        "max_completion_tokens": _or_null(_integer(1, most)),
+        "logprobs": _or_null(_FLAG),
+        "top_logprobs": _or_null(_integer(0, validation.MAX_LOGPROBS)),
+        "echo": {"enum": [False, None]},
+    }
+    shared = {"model": _model(models), "return_token_strs": _or_null(_FLAG)}
+    text = {**shared, "prompt": _STRING, "messages": _NULL, "add_special_tokens": _or_null(_FLAG)}
+    ids_of_text = {"type": "array", "items": token, "maxItems": openai_api.MAX_DETOKENIZE}
+    return {
+        "CompletionRequest": _object(completion, required=("prompt",)),
+        "ChatCompletionRequest": _object(answer, required=("messages",)),
+        "TokenizeRequest": {
+            "anyOf": [
+                _object(text, required=("prompt",)),
+                _object({**shared, **conversation}, required=("messages",)),
+            ]
+        },
+        "DetokenizeRequest": _object(
+            {"model": _model(models), "tokens": ids_of_text}, required=("tokens",)
+        ),
+    }
+
+
+def _common(kind: Kind, models: list[str], token: Schema, most: int) -> Schema:
+    """What both kinds of completions take."""
+    v = validation
+    defaults = SamplingParams()
+    penalty = _number(-v.MAX_PENALTY, v.MAX_PENALTY)
+    stop = {"type": "string", "minLength": 1, "maxLength": v.MAX_STOP_CHARS}
+    sampling = {
+        # 0 is greedy; what lies between it and the least temperature is refused.
+        "temperature": _number(0, v.MAX_TEMPERATURE) | {"anyOf": [{"const": 0}, {"minimum": v.MIN_TEMPERATURE}]},
+        "top_k": _integer(-1, MAX_INTEGER),
+        "top_p": _number(v.MIN_POSITIVE, 1),
+        "min_p": _number(0, 1),
+        "seed": _integer(0, v.MAX_SEED),
+        "repetition_penalty": _number(v.MIN_REPETITION_PENALTY, v.MAX_REPETITION_PENALTY),
+        "presence_penalty": penalty,
+        "frequency_penalty": penalty,
+        "min_tokens": _integer(0, most),
+        "stop": {"anyOf": [stop, _list(stop, 0, v.MAX_STOP_STRINGS)]},
+        "stop_token_ids": _list(token, 0, v.MAX_STOP_TOKEN_IDS),
+        "ignore_eos": _FLAG,
+        "include_stop_str_in_output": _FLAG,
+        "skip_special_tokens": _FLAG,
+    }  # fmt: skip
+    assert set(sampling) == set(openai_api.PLAIN)
+    special = openai_api.ADD_SPECIAL_TOKENS[kind]
+    tier = sorted(objectives.TIERS)
+    return {
+        **{
+            name: _or_null(schema) | ({} if getattr(defaults, name) in (None, ()) else {"default": getattr(defaults, name)})
+            for name, schema in sampling.items()
+        },
+        "model": _model(models),
+        "logit_bias": _or_null({
+            "type": "object",
+            "maxProperties": v.MAX_LOGIT_BIAS,
+            "propertyNames": {"pattern": "^(-0{1,10}|[0-9]{1,10})$"},
+            "additionalProperties": _number(-v.MAX_BIAS, v.MAX_BIAS),
+        }),
+        "structured_outputs": _or_null(_form()),
+        "response_format": _or_null(_response_format()),
+        "n": _or_null(_integer(1, v.MAX_SEQUENCES)) | {"description": f"With the prompts at most {v.MAX_SEQUENCES} answers."},
+        "best_of": _or_null(_integer(1, v.MAX_SEQUENCES)) | {"description": "Equal to `n`, or left out."},
+        "stream": _or_null(_FLAG),
+        "stream_options": _or_null(_object({name: _or_null(_FLAG) for name in ("include_usage", "continuous_usage_stats")})),
+        "request_id": _or_null({"type": "string", "pattern": f"^{v.REQUEST_ID_PATTERN}$"}),
+        **{name: _or_null(_FLAG) for name in ("return_token_ids", "return_tokens_as_token_ids", "aptjax_timings")},
+        "slo": _or_null(_object({"ttft_ms": _objective(), "tbt_ms": _objective(), "class": _SLO_CLASS, "deadline_ms": _deadline()}, closed=True)),
+        "slo_ttft_ms": _objective(),
+        "slo_tbt_ms": _objective(),
+        "slo_class": _SLO_CLASS,
+        "deadline_ms": _deadline(),
+        "service_tier": {"enum": [*tier, None]},
+        "add_special_tokens": {"enum": [special, None]},
+        **{
+            name: {"enum": [*values, None], "description": "Not supported; these values ask for nothing."}
+            for name, values in openai_api.UNSUPPORTED.items()
+        },
+    }  # fmt: skip
+
+
+_SLO_CLASS: Schema = {"enum": ["rt", "be", None]}
+
+
+def _objective() -> Schema:
+    return _or_null(_number(_MS * validation.MIN_SLO_S, _MS * validation.MAX_SLO_S))
+
+
+def _deadline() -> Schema:
+    return _or_null(_number(validation.MIN_POSITIVE, _MS * validation.MAX_DEADLINE_S))
+
+
+def _model(models: list[str]) -> Schema:
+    return {"enum": [*models, "", None]} if models else {"type": ["string", "null"]}
+
+
+def _form() -> Schema:
+    """Of `structured_outputs`: closed, and with exactly one form."""
+    text = {"type": "string", "minLength": 1, "maxLength": validation.MAX_GRAMMAR_BYTES}
+    pattern = {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": validation.MAX_WHITESPACE_PATTERN_BYTES,
+    }
+    schema = {"anyOf": [text, {"type": ["object", "boolean"]}]}
+    forms = {
+        "json": schema,
+        "regex": text,
+        "choice": _list(text, 1, validation.MAX_CHOICES),
+        "grammar": text,
+        "json_object": {"const": True},
+    }
+    given = {name: _object({name: wanted}, required=(name,)) for name, wanted in forms.items()}
+    options = {"disable_any_whitespace": _FLAG, "whitespace_pattern": _or_null(pattern)}
+    fields = {**{name: _or_null(wanted) for name, wanted in forms.items()}, **options}
+    fields["json_object"] = _or_null(_FLAG)
+    return {**_object(fields, closed=True), "oneOf": list(given.values())}
+
+
+def _response_format() -> Schema:
+    schema = {"type": ["object", "boolean", "string"]}
+    named = _object({"schema": schema}, required=("schema",))
+    plain = {"type": {"enum": ["text", "json_object"]}}
+    return {
+        "anyOf": [
+            _object(plain, required=("type",)),
+            _object(
+                {"type": {"const": "json_schema"}, "json_schema": named},
+                required=("type", "json_schema"),
+            ),
+        ]
+    }
+
+
+def _message() -> Schema:
+    """One message: its content, or what it calls."""
+    part = _object({"type": {"const": "text"}, "text": _STRING}, required=("type", "text"))
+    content = {"anyOf": [_STRING, {"type": "array", "items": part}]}
+    name = {"type": ["string", "null"], "maxLength": chat.MAX_NAME_CHARS}
+    called = _object(
+        {"name": _STRING, "arguments": {"type": ["string", "object", "null"]}}, required=("name",)
+    )
+    calls = {"type": "array", "items": _object({"function": called}, required=("function",))}
+    fields = {
+        "role": {"type": "string", "pattern": f"^{chat.ROLE_PATTERN}$"},
+        "name": name,
+        "tool_call_id": name,
+    }
+    says = {**fields, "content": content, "tool_calls": _or_null(calls)}
+    does = {**fields, "content": _or_null(content), "tool_calls": calls | {"minItems": 1}}
+    surplus = {"additionalProperties": _NULL}  # clients send back what was absent
+    return {
+        "anyOf": [
+            _object(says, required=("role", "content")) | surplus,
+            _object(does, required=("role", "tool_calls")) | surplus,
+        ]
+    }
+
+
+def _tool() -> Schema:
+    function = _object({"name": _STRING}, required=("name",))
+    return _object(
+        {"type": {"const": "function"}, "function": function}, required=("type", "function")
+    )
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+def _answers() -> Schema:
+    """What comes back; closed objects, so that nothing undocumented does."""
+    maybe_number = _or_null(_NUMBER)
+    head = {"id": _STRING, "created": _COUNT, "model": _STRING, "system_fingerprint": _NULL}
+    usage = _all({
+        "prompt_tokens": _COUNT,
+        "completion_tokens": _COUNT,
+        "total_tokens": _COUNT,
+        "prompt_tokens_details": _all({"cached_tokens": _COUNT}),
+    })  # fmt: skip
+    timings = ("queue_ms", "ttft_ms", "p99_tbt_ms", "p99_tbt_drop_first_ms", "total_ms")
+    served = _all({
+        "request_id": _STRING,
+        "timings": _all({name: maybe_number for name in timings}),
+        "slo": _all({
+            "ttft_ms": maybe_number, "tbt_ms": maybe_number, "class": {"enum": ["rt", "be"]},
+            **{name: _FLAG for name in ("ttft_attained", "tbt_attained", "attained")},
+        }),
+        "cache_kind": {"enum": ["kv", "hidden", None]},
+        **{n: _COUNT for n in ("cached_prompt_tokens", "num_preemptions", "num_kind_switches", "recomputed_tokens")},
+    })  # fmt: skip
+    named = {"token": _STRING, "logprob": _NUMBER, "bytes": {"type": "array", "items": _integer(0, 255)}}  # fmt: skip
+    of_chat = {"content": _many(_all({**named, "top_logprobs": _many(_all(named))}))}
+    of_text = {
+        "tokens": _many(_STRING),
+        "token_logprobs": _many(_NUMBER),
+        "top_logprobs": _many({"type": "object", "additionalProperties": _NUMBER}),
+        "text_offset": _many(_COUNT),
+    }
+    end = {"finish_reason": {"enum": ["stop", "length", "abort"]}, "stop_reason": {"type": ["integer", "string", "null"]}}  # fmt: skip
+    more = {"token_ids": _many(_COUNT), "prompt_token_ids": _many(_COUNT), "aptjax": served}
+    made: Schema = {}
+    for name, kind, logprobs in (("Completion", "text_completion", of_text), ("ChatCompletion", "chat.completion", of_chat)):  # fmt: skip
+        is_chat = name == "ChatCompletion"
+        common = {"index": _COUNT, "logprobs": _or_null(_all(logprobs))}
+        said = {"role": {"const": "assistant"}, "content": _STRING}
+        whole = {"message": _all({**said, "refusal": _NULL})} if is_chat else {"text": _STRING}
+        piece = {"delta": _all(said, optional=("role",))} if is_chat else {"text": _STRING}
+        going = {"finish_reason": _or_null(end["finish_reason"]), "stop_reason": end["stop_reason"]}
+        choice = _all({**common, **whole, **end, **more}, optional=tuple(more))
+        news = _all({**common, **piece, **going, **more}, optional=("stop_reason", *more))
+        made[name] = _all({**head, "object": {"const": kind}, "choices": _many(choice), "usage": usage})  # fmt: skip
+        kind += ".chunk" if is_chat else ""
+        made[f"{name}Chunk"] = _all({**head, "object": {"const": kind}, "choices": _many(news), "usage": _or_null(usage)}, optional=("usage",))  # fmt: skip
+    model = _all({
+        **{name: _STRING for name in ("id", "root")},
+        "object": {"const": "model"},
+        "created": _COUNT,
+        "owned_by": {"const": "apt-jax"},
+        "parent": _NULL,
+        "max_model_len": _COUNT,
+    })  # fmt: skip
+    event = _object({"event": _STRING, "at_ms": _NUMBER, "until_ms": _NUMBER}, required=("event", "at_ms", "until_ms"))  # fmt: skip
+    maybe_text = {"type": ["string", "null"]}
+    error = {"message": _TEXT, "type": _STRING, "param": maybe_text, "code": maybe_text}
+    return {
+        **made,
+        "Model": model,
+        "Models": _all({"object": {"const": "list"}, "data": _many(_ref("Model"))}),
+        "Decisions": _all({
+            "object": {"const": "request.decisions"}, "request_id": _STRING, "num_dropped": _COUNT, "events": _many(event),
+        }),
+        "Tokenize": _all({
+            "count": _COUNT, "max_model_len": _COUNT, "tokens": _many(_COUNT), "token_strs": _or_null(_many(_STRING)),
+        }),
+        "Detokenize": _all({"prompt": _STRING}),
+        "StartProfile": _all({"directory": _STRING, "ends_after_s": _NUMBER}),
+        "StopProfile": _all({"directory": _STRING}),
+        "Error": _all({"error": _all(error)}),
+    }  # fmt: skip
+
+
+# --- schemas -------------------------------------------------------------------------------------------------------
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _integer(low: int, high: int) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _number(low: float, high: float) -> Schema:
+    return {"type": "number", "minimum": low, "maximum": high}
+
+
+def _list(item: Schema, least: int, most: int) -> Schema:
+    return {"type": "array", "items": item, "minItems": least, "maxItems": most}
+
+
+def _many(item: Schema) -> Schema:
+    return {"type": "array", "items": item}
+
+
+def _object(
+    fields: Mapping[str, Schema], *, required: tuple[str, ...] = (), closed: bool = False
+) -> Schema:
+    made: Schema = {"type": "object", "properties": dict(fields), "required": list(required)}
+    return made | ({"additionalProperties": False} if closed else {})
+
+
+def _all(fields: Mapping[str, Schema], *, optional: tuple[str, ...] = ()) -> Schema:
+    """A closed object that has all of the fields, but for those that are optional."""
+    required = tuple(name for name in fields if name not in optional)
+    return _object(fields, required=required, closed=True)
+
+
+def _or_null(schema: Schema) -> Schema:
+    """Also null, which is the same as absent."""
+    kind = schema.get("type")
+    if isinstance(kind, str) and not schema.keys() & {"anyOf", "oneOf", "enum", "const"}:
+        return {**schema, "type": [kind, "null"]}
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None]}
+    return {"anyOf": [schema, _NULL]}

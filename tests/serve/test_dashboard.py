@@ -1,0 +1,642 @@
+"""The dashboard: its events equal /metrics, viewers neither cost nor harm anybody, and a browser shows what they say."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+import shutil
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from http_serving import HttpServed, bearer
+from http_serving import run as run_within
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from toy_serving import executor_of, toy_parts
+
+import serve
+from apt_jax.async_engine import AsyncEngine
+from apt_jax.hash_executor import Fault, FaultKind
+from serve.dashboard_feed import MAX_VIEWERS, DashboardFeed
+from serve.dashboard_page import FILES
+from serve.http_server import HttpConfig, HttpServer
+from serve.keys import ApiKeys
+from serve.prometheus import ServerMetrics
+
+KEY = "sk-0123456789abcdefghij"
+OTHER = "sk-another-key-of-a-tenant"
+EVENTS = "/dashboard/events"
+run = functools.partial(run_within, limit_s=120)
+
+
+def feed_of(served: HttpServed, period_s: float = 0.02) -> DashboardFeed:
+    """The feed of the server, which from now on hurries."""
+    feed = served.server.app._dashboard
+    feed._period_s = period_s
+    return feed
+
+
+class View:
+    """A stream of events, parsed as strictly as the specification of server-sent events allows."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        self._chunks = response.aiter_text()
+        self._rest = ""
+
+    async def event(self) -> tuple[str, Any]:
+        while "\n\n" not in self._rest:
+            self._rest += await anext(self._chunks)
+        block, _, self._rest = self._rest.partition("\n\n")
+        name, data = block.split("\n")
+        assert name.startswith("event: ")
+        assert data.startswith("data: ")
+        return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+    async def snapshot(self, condition: Callable[[dict[str, Any]], Any] = lambda _: True) -> Any:
+        """The first one that meets the condition."""
+        async with asyncio.timeout(30):
+            while True:
+                name, value = await self.event()
+                if name == "snapshot" and condition(value):
+                    return value
+
+    async def ends(self) -> list[tuple[str, Any]]:
+        """What comes until the end."""
+        events = []
+        async with asyncio.timeout(30):
+            with contextlib.suppress(StopAsyncIteration):
+                while True:
+                    events.append(await self.event())
+        assert not self._rest
+        return events
+
+
+@contextlib.asynccontextmanager
+async def viewing(served: HttpServed, **kwargs: Any) -> AsyncIterator[View]:
+    async with served.http.stream("GET", EVENTS, **kwargs) as response:
+        yield View(response)
+
+
+async def metrics_of(served: HttpServed, **kwargs: Any) -> dict[str, dict[str, float]]:
+    """/metrics in the form of a snapshot."""
+    numbers: dict[str, dict[str, float]] = {}
+    for family in parse_text((await served.http.get("/metrics", **kwargs)).text):
+        for sample in family.samples:
+            own = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            order = [k for k in ("slo", "class", "from", "to") if k in own] or list(own)
+            numbers.setdefault(sample.name, {})[",".join(own[k] for k in order)] = sample.value
+    return numbers
+
+
+async def load(served: HttpServed, count: int = 12, **kwargs: Any) -> None:
+    slo = {"ttft_ms": 60_000, "tbt_ms": 0.001}
+    await asyncio.gather(
+        *(
+            served.ask(
+                "x" * (5 + i), max_tokens=10 + i, slo={**slo, "class": ("rt", "be")[i % 2]}, **kwargs
+            )
+            for i in range(count)
+        )
+    )  # fmt: skip
+
+
+def test_events_say_what_metrics_says():
+    async def scenario(served):
+        feed_of(served)
+        async with viewing(served) as view:
+            assert await view.event() == ("history", [])
+            task = asyncio.create_task(load(served))
+            tokens = sum(10 + i for i in range(12))
+            seen = await view.snapshot(  # meanwhile it reads: who does not is cut off
+                lambda s: (
+                    s["metrics"]["vllm:generation_tokens_total"][""] == tokens
+                    and s["metrics"]["vllm:num_requests_running"][""] == 0
+                )
+            )
+            await task
+            other = await metrics_of(served)
+            assert len(seen["metrics"]) > 20
+            for name, values in seen["metrics"].items():
+                assert values == other[name], name
+            assert seen["metrics"]["aptjax:slo_attained_total"]["ttft,be"] == 6
+            assert seen["metrics"]["aptjax:slo_missed_total"]["tbt,rt"] == 6
+            assert seen["metrics"]["vllm:num_preemptions_total"][""] > 0
+            assert (seen["state"], seen["model"]) == ("serving", "toy")
+            blocks = other["aptjax:blocks"]
+            assert {k: seen["point"][k] for k in ("kv", "hidden", "cached", "free")} == blocks
+            assert len(seen["requests"]) == 12
+            assert {row["state"] for row in seen["requests"]} == {"length"}
+            assert {row["event"] for row in seen["changes"]} >= {"preempted"}
+        async with viewing(served) as later:  # what was watched before
+            name, points = await later.event()
+            assert name == "history"
+            assert len(points) > 2
+            assert points[-1]["generation_tokens"] == tokens
+            assert [p["at_s"] for p in points] == sorted(p["at_s"] for p in points)
+
+    run(scenario, num_blocks=48, max_num_seqs=6, step_s=0.005)
+
+
+def test_the_batch_and_its_decisions():
+    async def scenario(served):
+        feed_of(served)
+        async with viewing(served) as view:
+            task = asyncio.create_task(load(served, 6))
+            seen = await view.snapshot(lambda s: s["batch"] and s["requests"])
+            assert seen["iteration"]["type"] in ("prefill", "decode", "mixed")
+            assert seen["iteration"]["rows"] == len(seen["batch"]) <= 4
+            known = {row["request_id"] for row in seen["requests"]}
+            for row in seen["batch"]:
+                assert row["request_id"] in known
+                assert row["kind"] in ("kv", "hidden")
+                assert (row["phase"] == "decode") == (row["tokens"] == 1 and row["cached"] > 0)
+            told = await served.http.get(f"/v1/requests/{seen['batch'][0]['request_id']}/decisions")
+            assert told.json()["request_id"] == seen["batch"][0]["request_id"]
+            await task
+
+    run(scenario, max_num_seqs=4, step_s=0.02)
+
+
+def test_viewers_of_one_key_get_the_same_bytes_and_a_slow_one_skips_snapshots():
+    async def scenario(served):
+        feed = feed_of(served, 0.01)
+        quick, same, slow = feed.join("a"), feed.join("a"), feed.join("a")
+        for viewer in (quick, same, slow):
+            assert (await anext(viewer)).startswith(b"event: history\n")
+        stale = await anext(slow)
+        news = [(await anext(quick), await anext(same)) for _ in range(10)]
+        assert all(a is b for a, b in news[1:])
+        assert await anext(slow) is news[-1][0]
+        assert stale is not news[-1][0]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await anext(slow)  # nothing is queued
+        for viewer in (quick, same, slow):
+            viewer.close()
+            viewer.close()
+        assert feed.num_viewers == 0
+
+    run(scenario)
+
+
+def test_a_viewer_that_reads_nothing_is_cut_off_and_holds_up_nobody():
+    async def scenario(served):
+        feed = feed_of(served, 0.001)
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", served.server.port))
+            deaf.send(f"GET {EVENTS} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            async with viewing(served) as view:
+                await served.until(lambda: feed.num_viewers == 2)
+                async with asyncio.timeout(60):
+                    while feed.num_viewers == 2:
+                        await view.event()
+                await view.snapshot()
+                assert (await served.ask(max_tokens=3))["usage"]["completion_tokens"] == 3
+
+    run(scenario, connections={"write_stall_s": 0.2})
+
+
+def test_so_many_viewers_and_no_more():
+    async def scenario(served):
+        feed = feed_of(served)
+        async with contextlib.AsyncExitStack() as stack:
+            views = [await stack.enter_async_context(viewing(served)) for _ in range(MAX_VIEWERS)]
+            for view in views:
+                await view.snapshot()
+            refused = await served.http.get(EVENTS)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert "dashboards are open already" in refused.json()["error"]["message"]
+            assert served.engine.num_watches == 1
+        await served.until(lambda: feed.num_viewers == 0)
+        async with viewing(served) as view:
+            await view.snapshot()
+
+    run(scenario)
+
+
+def test_without_viewers_nothing_is_read_or_noted():
+    async def scenario(served):
+        feed, reads = feed_of(served), []
+        read = served.server.app._metrics.read
+        served.server.app._metrics.read = lambda: reads.append(1) or read()
+        before = asyncio.all_tasks()
+        await load(served, 4)
+        assert served.engine.num_watches == 0
+        assert not reads
+        async with viewing(served) as view:
+            await view.snapshot()
+            assert served.engine.num_watches == 1
+            assert reads
+        await served.until(lambda: feed.num_viewers == 0 and served.engine.num_watches == 0)
+        count = len(reads)
+        await load(served, 4)
+        await asyncio.sleep(0.1)
+        assert len(reads) == count
+        assert feed._latest is None
+        await served.until(lambda: len(asyncio.all_tasks()) <= len(before))
+
+    run(scenario)
+
+
+# --- states --------------------------------------------------------------------------------------------------------
+
+
+def test_starting_serving_draining_stopped():
+    async def scenario() -> None:
+        server = HttpServer(HttpConfig(port=0))
+        server.app._dashboard._period_s = 0.02
+        await server.start()
+        base = f"http://127.0.0.1:{server.port}"
+        async with (
+            httpx2.AsyncClient(base_url=base, timeout=60) as http,
+            http.stream("GET", EVENTS) as response,
+        ):
+            view = View(response)
+            assert (await view.snapshot())["state"] == "starting"
+            parts = toy_parts(step_s=0.01)
+            metrics = ServerMetrics(parts)
+            engine = AsyncEngine(parts, metrics)
+            await server.serve(engine, metrics)
+            assert (await view.snapshot(lambda s: s["state"] == "serving"))["model"] == "toy"
+            body = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True}
+            task = asyncio.create_task(http.post("/v1/completions", json=body))
+            await view.snapshot(lambda s: s["batch"])
+            stopping = asyncio.create_task(server.stop(60))
+            seen = await view.snapshot(lambda s: s["state"] == "draining")
+            assert seen["metrics"]["vllm:num_requests_running"][""] == 1
+            last = (await view.ends())[-1][1]
+            assert (await task).json()["usage"]["completion_tokens"] == 60
+            assert last["state"] == "stopped"
+            assert last["metrics"]["vllm:generation_tokens_total"][""] == 60
+            await stopping
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_stop_waits_for_no_viewer(reads):
+    async def scenario(served):
+        feed = feed_of(served, 60.0)  # even between two snapshots
+        async with viewing(served) as view:
+            await view.snapshot()
+            started = time.monotonic()
+            stopping = asyncio.create_task(served.server.stop(30))
+            if reads:
+                assert (await view.ends())[-1][1]["state"] == "stopped"
+            await stopping
+            assert time.monotonic() - started < 10
+            assert feed.num_viewers == 0
+
+    run(scenario)
+
+
+def test_the_end_of_the_engine_is_told():
+    def fault(batch):
+        fault.steps += 1
+        return Fault(kind=FaultKind.RAISE_AFTER) if fault.steps > 3 else None
+
+    fault.steps = 0
+
+    async def scenario(served):
+        feed_of(served)
+        async with viewing(served) as view:
+            await view.snapshot(lambda s: s["state"] == "serving")
+            await served.post("/v1/completions", {"prompt": "x", "ignore_eos": True})
+            seen = await view.snapshot(lambda s: s["state"] != "serving")
+            assert seen.keys() == {"server", "state", "batch", "changes", "requests"}
+            assert seen["state"] == "ended"
+            await served.server.stop(0)
+            assert (await view.ends())[-1][1]["state"] == "ended"
+
+    run(scenario, fault=fault, debug=False)
+
+
+def test_a_snapshot_that_fails_disturbs_nobody(caplog):
+    async def scenario(served):
+        feed_of(served)
+        served.server.app._metrics.read = lambda: 1 / 0
+        async with viewing(served) as view:
+            assert "metrics" not in await view.snapshot()
+            assert (await served.ask(max_tokens=3))["usage"]["completion_tokens"] == 3
+            await served.server.stop(10)
+            assert (await view.ends())[-1][1]["state"] == "stopped"
+        assert "a snapshot for the dashboard failed" in caplog.text
+
+    run(scenario)
+
+
+def test_an_engine_that_does_not_answer_is_told(monkeypatch):
+    monkeypatch.setattr("serve.dashboard_feed._READ_TIMEOUT_S", 0.1)
+
+    async def scenario(served):
+        feed_of(served)
+        async with viewing(served) as view:
+            await view.snapshot(lambda s: s["state"] == "serving")
+            gate = executor_of(served.parts).gate
+            gate.clear()
+            task = asyncio.create_task(served.ask(max_tokens=3))
+            assert "metrics" not in await view.snapshot(lambda s: s["state"] == "stalled")
+            gate.set()
+            await view.snapshot(lambda s: s["state"] == "serving")
+            await task
+
+    run(scenario)
+
+
+# --- who sees what -------------------------------------------------------------------------------------------------
+
+
+def test_P17_a_key_sees_ids_of_its_own_requests_and_no_others():
+    async def scenario(served):
+        feed_of(served)
+        async with viewing(served, headers=bearer(KEY)) as mine:
+            tasks = [
+                asyncio.create_task(
+                    served.post(
+                        "/v1/completions",
+                        {"prompt": "x" * 20, "max_tokens": 60, "ignore_eos": True, "request_id": name},
+                        headers=bearer(key),
+                    )
+                )
+                for key, name in ((KEY, "mine-1"), (OTHER, "theirs-1"), (OTHER, "theirs-2"))
+            ]  # fmt: skip
+            seen = await mine.snapshot(lambda s: len(s["batch"]) == 3)
+            names = [row["request_id"] for row in seen["batch"]]
+            assert names.count(None) == 2
+            (name,) = {name for name in names if name is not None}
+            assert "mine-1" in name
+            assert [row["request_id"] for row in seen["requests"]] == [name]
+            seen = await mine.snapshot(
+                lambda s: s["metrics"]["vllm:generation_tokens_total"][""] == 180
+            )
+            await asyncio.gather(*tasks)
+            changes = [row["request_id"] for row in seen["changes"]]
+            assert changes
+            assert "theirs" not in json.dumps(seen)
+            assert all("tenant" not in row for row in (*seen["batch"], *seen["changes"]))
+            async with viewing(served, headers=bearer(OTHER)) as theirs:
+                seen = await theirs.snapshot(lambda s: s["requests"])
+                assert len(seen["requests"]) == 2
+                assert "mine-1" not in json.dumps(seen)
+                where = f"/v1/requests/{name}/decisions"
+                assert (await served.http.get(where, headers=bearer(OTHER))).status_code == 404
+            assert (await served.http.get(where, headers=bearer(KEY))).status_code == 200
+
+    run(scenario, app={"keys": ApiKeys([KEY, OTHER])}, num_blocks=40, step_s=0.01)
+
+
+def test_a_key_that_is_taken_out_of_use_sees_no_more():
+    keys = ApiKeys([KEY, OTHER])
+
+    async def scenario(served):
+        feed_of(served)
+        async with viewing(served, headers=bearer(KEY)) as view:
+            await view.snapshot()
+            keys.replace(ApiKeys([OTHER]))
+            await view.ends()
+        assert (await served.http.get(EVENTS, headers=bearer(KEY))).status_code == 401
+
+    run(scenario, app={"keys": keys})
+
+
+# --- the page ------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_ours_alone():
+    async def scenario(served):
+        for path, (name, media_type) in FILES.items():
+            response = await served.http.get(path)
+            assert response.status_code == 200
+            assert response.headers["content-type"].startswith(media_type)
+            assert response.headers["content-security-policy"].startswith("default-src 'self';")
+            text = response.text
+            assert text == Path(serve.__file__).with_name("dashboard").joinpath(name).read_text()
+            assert set(re.findall(r"https?://[^\"' ]+", text)) <= {"http://www.w3.org/2000/svg"}
+            assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+            assert not re.search(r"<script(?![^>]*src=)|<[^>]+\sstyle=|\son\w+=", text)
+            assert (await served.http.head(path)).content == b""
+        assert (
+            (await served.http.head(EVENTS)).headers["content-type"].startswith("text/event-stream")
+        )
+        assert (await served.http.post(EVENTS)).status_code == 405
+
+    run(scenario)
+
+
+def test_no_dashboard():
+    async def scenario(served):
+        for path in (*FILES, EVENTS):
+            assert (await served.http.get(path)).status_code == 404
+
+    run(scenario, app={"dashboard": False})
+
+
+# --- in a browser --------------------------------------------------------------------------------------------------
+
+LAPTOP, PHONE = (1280, 800), (390, 844)
+
+
+@pytest.fixture
+def browser(tmp_path) -> Iterator[Any]:
+    """Headless Chromium; skipped where there is none."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("chromium and chromedriver are not installed")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    try:
+        yield made
+    finally:
+        made.quit()
+
+
+class Page:
+    """The dashboard in the browser; every method runs in a thread, so that the server goes on."""
+
+    def __init__(self, driver: Any, port: int) -> None:
+        self.driver, self.url = driver, f"http://127.0.0.1:{port}/dashboard"
+
+    async def do(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.to_thread(function, *args)
+
+    async def js(self, script: str, *args: Any) -> Any:
+        return await self.do(lambda: self.driver.execute_script(script, *args))
+
+    async def open(self, size: tuple[int, int], theme: str) -> None:
+        for command, value in (
+            ("setDeviceMetricsOverride", {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 600}),
+            ("setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}),
+        ):  # fmt: skip
+            await self.do(self.driver.execute_cdp_cmd, f"Emulation.{command}", value)
+        await self.do(self.driver.get, self.url)
+
+    async def until(self, script: str, *args: Any, timeout_s: float = 60.0) -> Any:
+        """The value of an expression, as soon as it is true."""
+        async with asyncio.timeout(timeout_s):
+            while not (value := await self.js(f"return {script}", *args)):
+                await asyncio.sleep(0.05)
+        return value
+
+    async def errors(self) -> list[str]:
+        return [entry["message"] for entry in await self.do(self.driver.get_log, "browser")]
+
+    async def keys(self, *keys: str) -> None:
+        from selenium.webdriver import ActionChains
+
+        await self.do(ActionChains(self.driver).send_keys(*keys).perform)
+
+
+TEXT = "document.querySelector(arguments[0])?.textContent"
+
+
+def with_commas(value: float) -> str:
+    return f"{round(value):,}"
+
+
+@pytest.mark.parametrize(("size", "theme"), [(LAPTOP, "light"), (PHONE, "dark")])
+def test_the_page_shows_what_metrics_says(browser, size, theme):
+    async def scenario(served):
+        page = Page(browser, served.server.port)
+        await page.open(size, theme)
+        await page.until("document.body.dataset.live === 'true'")
+        await asyncio.gather(
+            load(served, 16), page.until("document.querySelector('#batch button')")
+        )
+        await served.idle()
+        numbers = await metrics_of(served)
+        tokens = with_commas(numbers["vllm:generation_tokens_total"][""])
+        await page.until(
+            "document.querySelector('[data-metric=\"vllm:generation_tokens_total\"]').textContent === arguments[0]"
+            " && document.querySelector('[data-metric=\"vllm:num_requests_running\"]').textContent === '0'",
+            tokens,
+        )
+        shown = await page.js(
+            "return [...document.querySelectorAll('[data-metric]')].map((n) => [n.dataset.metric, n.dataset.labels ?? null, n.textContent])"
+        )
+        assert len(shown) == 6
+        for name, labels, text in shown:
+            values = numbers[name]
+            wanted = [values[label] for label in labels.split()] if labels else values.values()
+            assert text == with_commas(sum(wanted)), name
+        for cell, text in await page.js("return [...document.querySelectorAll('[data-slo]')].map((n) => [n.dataset.slo, n.textContent])"):  # fmt: skip
+            met, missed = (numbers[f"aptjax:slo_{what}_total"][cell] for what in ("attained", "missed"))  # fmt: skip
+            assert text.endswith(f"{met:.0f} of {met + missed:.0f}"), cell
+        for chart, name in (("ttft", "time_to_first_token"), ("tbt", "inter_token_latency")):
+            facts = await page.js(f"return {TEXT}", f"#{chart} .legend")
+            assert facts.startswith(
+                f"Count {with_commas(numbers[f'vllm:{name}_seconds_count'][''])}"
+            )
+            assert await page.js(f"return document.querySelectorAll('#{chart} rect').length") >= 8
+        legend = await page.js(f"return {TEXT}", "#blocks .legend")
+        blocks = numbers["aptjax:blocks"]
+        parts = [f"{kind} {blocks[kind.lower()]:.0f}" for kind in ("KV", "Hidden", "Cached", "Free")]  # fmt: skip
+        assert legend == "".join(parts)
+
+        # One request, by the keyboard alone.
+        assert await page.js("return document.documentElement.scrollWidth <= innerWidth")
+        assert len(await page.js("return [...document.querySelectorAll('#requests button')].map((n) => n.textContent)")) == 16  # fmt: skip
+        request_id = await page.js("const b = document.querySelector('#requests button'); b.focus(); return b.textContent")  # fmt: skip
+        await page.keys("\ue007")
+        await page.until("document.querySelectorAll('#decisions tbody tr').length >= 3")
+        told = (await served.http.get(f"/v1/requests/{request_id}/decisions")).json()
+        rows = await page.js("return [...document.querySelectorAll('#decisions tbody tr')].map((r) => r.cells[0].textContent)")  # fmt: skip
+        assert rows == [event["event"] for event in told["events"]]
+        assert await page.js(f"return {TEXT}", "#request-id") == request_id
+        assert await page.js("return document.documentElement.scrollWidth <= innerWidth")
+        await page.keys("\ue00c")
+        await page.until("!document.querySelector('#request').open")
+        assert await page.js("return document.activeElement.textContent") == request_id
+
+        # By the pointer, and the theme.
+        await page.js("document.querySelectorAll('#requests button')[1].click()")
+        await page.until("document.querySelectorAll('#decisions tbody tr').length >= 3")
+        await page.js("document.querySelector('#request-close').click()")
+        colours = []
+        for _ in range(3):
+            colours.append(await page.js("return getComputedStyle(document.body).backgroundColor"))
+            await page.js("document.querySelector('#theme').click()")
+        light, dark = "rgb(244, 246, 248)", "rgb(14, 17, 22)"
+        assert colours == [dark if theme == "dark" else light, light, dark]
+        assert await page.errors() == []
+
+    run(scenario, num_blocks=48, max_num_seqs=6, step_s=0.01)
+
+
+def test_the_page_asks_for_a_key_and_names_are_only_text(browser):
+    hostile = "<img src=x onerror=document.title='caught'>"
+
+    async def scenario(served):
+        config = dataclasses.replace(served.parts.config, served_model_name=hostile)
+        object.__setattr__(served.parts, "config", config)
+        page = Page(browser, served.server.port)
+        await page.open(PHONE, "light")
+        for number, key in enumerate(("wrong-0123456789abcdefghij", KEY)):
+            await page.until(
+                "document.querySelector('#key').open"
+                " && document.querySelector('#key-note').textContent.startsWith(arguments[0])",
+                ("It is kept", "That key is not")[number],
+            )
+            await page.js("document.querySelector('#key-input').focus()")
+            await page.keys(key, "\ue007")
+        await page.until("document.body.dataset.live === 'true'")
+        body = {"prompt": "x", "max_tokens": 5, "ignore_eos": True}
+        for key in (KEY, OTHER):
+            await served.post("/v1/completions", body, headers=bearer(key))
+        await page.until("document.querySelectorAll('#requests button').length === 1")
+        await page.js("document.querySelector('#requests button').click()")
+        await page.until("document.querySelectorAll('#decisions tbody tr').length >= 3")
+        assert await page.js(f"return {TEXT}", "#model") == hostile
+        assert await page.js("return document.images.length") == 0
+        assert KEY not in await page.js("return document.documentElement.outerHTML")
+        await page.js("location.reload()")  # the tab remembers the key
+        await page.until("document.body.dataset.live === 'true'")
+        errors = await page.errors()
+        assert errors
+        assert all("401 (Unauthorized)" in error for error in errors)
+
+    run(scenario, app={"keys": ApiKeys([KEY, OTHER])})
+
+
+def test_the_page_tells_how_the_server_is_and_comes_back(browser):
+    async def scenario() -> None:
+        port = 0
+        for start in range(2):
+            server = HttpServer(HttpConfig(port=port))
+            await server.start()
+            port = server.port
+            page = Page(browser, port)
+            if not start:
+                await page.open(LAPTOP, "light")
+            state = "document.querySelector('#state').dataset.state === arguments[0]"
+            await page.until(state, "starting")
+            parts = toy_parts(step_s=0.01)
+            metrics = ServerMetrics(parts)
+            await server.serve(AsyncEngine(parts, metrics), metrics)
+            await page.until(state, "serving")
+            assert await page.js("return document.querySelector('#banner').hidden")
+            await server.stop(0)
+            await page.until(state, "stopped")
+            text = await page.until("!document.querySelector('#banner').hidden && document.querySelector('#banner').textContent")  # fmt: skip
+            assert text.startswith("The server has stopped. Trying again in ")
+            assert await page.js("return document.body.dataset.live") == "false"
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))

@@ -1,0 +1,192 @@
+"""Faults of clients, load and process at the doors of a whole server; in-process where that will do, else `faulty_server.py`."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx2
+import pytest
+from http_serving import HttpServed, completion, run
+from toy_serving import expected_tokens, toy_parts
+
+from serve.client import AptClient
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+# --- clients -------------------------------------------------------------------------------------------------------
+
+
+def test_C15_a_storm_of_new_connections_meets_the_limits_of_the_queue():
+    async def scenario(served: HttpServed) -> None:
+        async def one() -> int:
+            connection = await served.raw(completion(max_tokens=5))
+            status, _ = await connection.answer(40)
+            await connection.close()
+            return status
+
+        most = watch_queue(served)
+        statuses = await asyncio.gather(*(one() for _ in range(120)))
+        assert set(statuses) == {200, 429}
+        assert most[0] <= 8
+        assert (await served.ask("after", max_tokens=3))["usage"]["completion_tokens"] == 3
+
+    run(scenario, max_num_seqs=2, max_num_queued_reqs=8, step_s=0.002)
+
+
+def watch_queue(served: HttpServed) -> list[int]:
+    """The most requests that ever waited, as the engine's thread sees it after each that comes."""
+    engine, most = served.parts.engine, [0]
+    add = engine.add_request
+
+    def adding(request):
+        add(request)
+        most[0] = max(most[0], engine.stats().num_waiting)
+
+    engine.add_request = adding  # type: ignore[method-assign]
+    return most
+
+
+def test_C16_a_retry_of_a_live_request_is_a_request_of_its_own_and_counts():
+    async def scenario(served: HttpServed) -> None:
+        gate = served.parts.executor.gate  # type: ignore[attr-defined]
+        gate.clear()
+        body = {"prompt": "same", "max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
+        tasks = []
+        for live in (1, 2):
+            tasks.append(asyncio.create_task(served.post("/v1/completions", body)))
+            await served.until(
+                lambda live=live: len(served.engine._inbox) + served.parts.engine.num_live == live
+            )
+        third = asyncio.create_task(served.post("/v1/completions", body))
+        await served.until(lambda: len(served.engine._inbox) == 2)
+        gate.set()
+        first, second = [r.json() for r in await asyncio.gather(*tasks)]
+        assert first["id"] != second["id"]
+        assert first["choices"][0]["text"] == second["choices"][0]["text"]
+        assert (await third).status_code == 429  # one runs, one waits: there is room for one
+        assert served.parts.engine.stats().finished == {"length": 2}
+
+    run(scenario, max_num_seqs=1, max_num_queued_reqs=1)
+
+
+# --- load ----------------------------------------------------------------------------------------------------------
+
+
+def test_Q2_a_burst_is_refused_early_and_the_loop_goes_on():
+    async def scenario(served: HttpServed) -> None:
+        most = watch_queue(served)
+        body = {"prompt": "hello", "max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+        tasks = [asyncio.create_task(served.post("/v1/completions", body)) for _ in range(400)]
+        loop, worst = asyncio.get_running_loop(), 0.0
+        while not all(task.done() for task in tasks):
+            before = loop.time()
+            await asyncio.sleep(0.005)
+            worst = max(worst, loop.time() - before)
+        answers = [task.result() for task in tasks]
+        assert {a.status_code for a in answers} == {200, 429}
+        assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 429)
+        assert most[0] <= 16
+        assert worst < 3.0  # a tenth of it on a quiet machine, client included
+        request = served.parts.build_request(
+            prompt="hello", params={k: v for k, v in body.items() if k != "prompt"}
+        )
+        text = served.parts.tokenizer.decode(expected_tokens(request))  # type: ignore[union-attr]
+        assert all(a.json()["choices"][0]["text"] == text for a in answers if a.status_code == 200)
+
+    run(scenario, max_num_seqs=4, max_num_queued_reqs=16, step_s=0.002)
+
+
+# --- the process ---------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class FaultyServer:
+    """`faulty_server.py` with a plan."""
+
+    def __init__(self, plan: str) -> None:
+        self.grpc_port, self.http_port = free_port(), free_port()
+        self.base = f"http://127.0.0.1:{self.http_port}"
+        command = [
+            sys.executable,
+            str(SUPPORT / "faulty_server.py"),
+            str(self.grpc_port),
+            str(self.http_port),
+            plan,
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+    def is_healthy(self) -> tuple[bool, bool]:
+        """What HTTP and gRPC say."""
+        http = rpc = False
+        with contextlib.suppress(httpx2.HTTPError):
+            http = httpx2.get(f"{self.base}/health", timeout=5).status_code == 200
+        with contextlib.suppress(grpc.RpcError), AptClient(f"127.0.0.1:{self.grpc_port}") as client:
+            rpc = client.is_serving(timeout_s=5)
+        return http, rpc
+
+    def ask(self, max_tokens: int = 40) -> httpx2.Response:
+        body = {"prompt": "hello", "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        return httpx2.post(f"{self.base}/v1/completions", json=body, timeout=60)
+
+
+@contextlib.contextmanager
+def faulty_server(plan: str) -> Iterator[FaultyServer]:
+    server = FaultyServer(plan)
+    try:
+        end_s = time.monotonic() + 60
+        while server.is_healthy() != (True, True):
+            assert time.monotonic() < end_s
+            assert server.process.poll() is None
+            time.sleep(0.05)
+        yield server
+    finally:
+        server.process.kill()
+        server.process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("4:raise,9:raise:after", "twice within 60 s"),
+        ("4:memory,9:memory", "twice within 60 s"),
+        ("4:exit", "internal error"),
+        ("4:hang", "--step-timeout"),
+    ],
+    ids=["E2 two failures", "D1 no memory twice", "E6 thread ended", "E4 hang"],
+)
+def test_E2_E4_E6_the_death_of_the_engine_is_seen_at_both_doors_and_in_the_exit_code(plan, says):
+    with faulty_server(plan) as server:
+        answer = server.ask()
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+        assert "planted" not in error["message"]
+        told_s = time.monotonic()
+        while any(server.is_healthy()):
+            assert time.monotonic() - told_s < 5  # two seconds, and time to ask on a busy machine
+        assert server.process.wait(30) == 1
+        assert server.process.stderr is not None
+        assert says in server.process.stderr.read()
+
+
+def test_E2_a_server_goes_on_after_one_failure():
+    with faulty_server("4:raise,2000:raise") as server:
+        answer = server.ask()
+        parts = toy_parts()
+        params = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+        tokens = expected_tokens(parts.build_request(prompt="hello", params=params))
+        assert answer.json()["choices"][0]["text"] == parts.tokenizer.decode(tokens)  # type: ignore[union-attr]
+        assert server.is_healthy() == (True, True)
