@@ -377,6 +377,14 @@ class AsyncEngine:
         self._close(drain_s)
         self._end.result()
 
+    def lose(self, reason: str) -> None:
+        """What the engine runs on is gone, and the step that runs may never end: every request fails with `EngineDeadError`, now."""
+        with self._work:
+            if self._end.done() or self._abandoned:
+                return
+            self._abandoned = True
+        self._give_up(reason)
+
     # --- between threads -----------------------------------------------------------------------------------------
 
     def _close(self, drain_s: float) -> None:
@@ -443,11 +451,7 @@ class AsyncEngine:
                 )
         except BaseException as caught:
             logger.critical("the engine loop ends: %s", type(caught).__name__, exc_info=caught)
-            with self._work:
-                if self._abandoned or self._end.done():  # the watchdog was quicker
-                    return
-                self._abandoned = True
-            self._give_up("internal error")
+            self.lose("internal error")  # unless the watchdog was quicker
 
     def _watch_over(self, step_timeout_s: float) -> None:
         """The watchdog's thread."""

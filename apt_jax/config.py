@@ -382,12 +382,40 @@ class ParallelConfig:
     """Devices of one replica."""
 
     tensor_parallel_size: int = 1
-    """Devices that share every layer (-tp)."""
+    """Devices that share every layer, of all hosts together (-tp)."""
+    nnodes: int = 1
+    """Hosts, each with a process and as many of the devices."""
+    node_rank: int = 0
+    """Which of them this is; 0 schedules and serves."""
+    master_addr: str = "127.0.0.1"
+    """Address of rank 0, where the others reach it."""
+    master_port: int = 29501
+    """Port there; JAX takes the next one."""
+    join_timeout_s: float = 300.0
+    """How long ranks wait for each other before anything is loaded, seconds."""
 
     def __post_init__(self) -> None:
         _require(
             1 <= self.tensor_parallel_size <= 1024,
             f"tensor_parallel_size={self.tensor_parallel_size} must lie in [1, 1024] (-tp)",
+        )
+        _require(self.nnodes >= 1, f"nnodes={self.nnodes} must be at least 1 (--nnodes)")
+        _require(
+            0 <= self.node_rank < self.nnodes,
+            f"node_rank={self.node_rank} must lie in [0, {self.nnodes}), as nnodes={self.nnodes} (--node-rank, --nnodes)",
+        )
+        _require(
+            self.tensor_parallel_size % self.nnodes == 0,
+            f"tensor_parallel_size={self.tensor_parallel_size} is the number of devices of all hosts and does not divide among {self.nnodes} (-tp, --nnodes)",
+        )
+        _require(bool(self.master_addr), "master_addr must not be empty (--master-addr)")
+        _require(
+            1 <= self.master_port < 65535,
+            f"master_port={self.master_port} must lie in [1, 65535), and the next one be free too (--master-port)",
+        )
+        _require(
+            self.join_timeout_s > 0,
+            f"join_timeout_s={self.join_timeout_s} must be positive (--join-timeout)",
         )
 
 

@@ -21,7 +21,7 @@ device, so the next step can be dispatched before the host has seen them. Masks 
 them, sampling when they are there (`MaskedStepHandle`).
 
 Over several devices every program is one `jax.shard_map`: weights and pools are cut (`apt_jax.parallel`), everything else is
-the same on all of them.
+the same on all of them. Where they are of several hosts, rank 0 announces every call to the others (`apt_jax.hosts`).
 """
 
 import concurrent.futures
@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
@@ -53,6 +54,7 @@ from apt_jax.executor import (
     StepResult,
     is_out_of_memory,
 )
+from apt_jax.hosts import Leader, Plan
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, greedy_tokens, logits
 from apt_jax.models.loader import free_memory_bytes
 from apt_jax.models.params import ModelParams, by_layers, fuse_products
@@ -218,19 +220,23 @@ class _Call:
     """A call of a jitted program that donates some of the executor's arrays."""
 
     executor: "JaxExecutor"
-    program: Any
+    name: str
+    """Of the program."""
     args: tuple[Any, ...]
     static: dict[str, Any]
     keeps: tuple[str, ...]
     """The executor's attributes that the first results replace."""
 
-    def compile(self) -> None:
-        """Compile without running; the next run of the program finds it."""
-        self.program.lower(*self.args, **self.static).compile()
+    def lower(self) -> Any:
+        """The program for these arguments, as JAX hands it to the compiler."""
+        return self.executor.programs[self.name].lower(*self.args, **self.static)
 
     def run(self) -> Any:
         """The results that replace nothing."""
-        results = self.program(*self.args, **self.static)
+        if self.executor.leader is not None:
+            host = [a for a in self.args if a is None or isinstance(a, np.ndarray)]
+            self.executor.leader.announce(Plan(program=self.name, arrays=host, static=self.static))
+        results = self.executor.programs[self.name](*self.args, **self.static)
         for name, value in zip(self.keeps, results, strict=False):
             setattr(self.executor, name, value)
         rest = results[len(self.keeps) :]
@@ -376,14 +382,17 @@ class JaxExecutor:
         self.num_blocks = cache.num_blocks_override or self._blocks_from_memory()
         pools, alike = P(None, parallel.AXIS), P()
         program = self._program
-        self._forward_jit = program(self._forward, donate=("pools",), results=(pools, alike))
-        self._decode_jit = program(
-            self._decode, donate=("pools", "last_tokens"), results=(pools, alike, alike)
-        )
-        self._sample_jit = program(self._sample, donate=("last_tokens",), results=alike)
-        self._copy_jit = program(_copy_blocks, donate=("pools",), results=(pools,))
+        self.programs: dict[str, Any] = {
+            "forward": program(self._forward, donate=("pools",), results=(pools, alike)),
+            "decode": program(self._decode, donate=("pools", "last_tokens"), results=(pools, alike, alike)),
+            "sample": program(self._sample, donate=("last_tokens",), results=alike),
+            "copy": program(_copy_blocks, donate=("pools",), results=(pools,)),
+        }  # fmt: skip
         self.copy_buckets = sorted({min(8, 2 * max_num_seqs), 2 * max_num_seqs})
         self._compiled_at_warm_up = 0
+        self.leader: Leader | None = None
+        """Told of every call, where there are other hosts that must make it too."""
+        self._states: Array | None = None  # of the last forward program that `run_plan` ran
         self._pools: tuple[Array, ...] = ()
         free = self._free_bytes()
         try:
@@ -448,6 +457,10 @@ class JaxExecutor:
             wanted = self.max_num_seqs * self._blocks_per_seq
             budget = min(budget, MAX_CPU_POOL_BYTES, wanted * self.block_bytes)
         blocks, least = budget // self.block_bytes, 2 if self.kinds_offered[KV] else 1
+        if jax.process_count() > 1:  # what the host with the least has room for
+            blocks = int(
+                np.min(multihost_utils.process_allgather(np.int32(min(blocks, 2**31 - 1))))
+            )
         if blocks < least:
             raise self._no_room(least, free)
         return blocks
@@ -598,7 +611,9 @@ class JaxExecutor:
     # ---- host side
 
     def reset(self) -> None:
-        """Make the pool and the last-token memory anew; all cache is lost."""
+        """Make the pool and the last-token memory anew; all cache is lost. Raises RuntimeError where other hosts would have to."""
+        if self.leader is not None:
+            raise RuntimeError("a step failed, and several hosts do not begin anew together")
         for pool in self._pools:
             pool.delete()  # a step that failed early has not taken it, and there is no room for two
         shape = (self.num_blocks + 1, self.block_size * self.config.lane)
@@ -619,8 +634,7 @@ class JaxExecutor:
 
     def _num_programs(self) -> int:
         # The size of a jitted function's cache has no public name yet.
-        programs = (self._forward_jit, self._sample_jit, self._decode_jit, self._copy_jit)
-        return sum(getattr(f, "_cache_size")() for f in programs)  # noqa: B009
+        return sum(getattr(f, "_cache_size")() for f in self.programs.values())  # noqa: B009
 
     def _mixtures(self) -> list[tuple[bool, bool]]:
         """Mixtures of kinds that forward programs are compiled for."""
@@ -694,7 +708,9 @@ class JaxExecutor:
         if ahead:
             workers = min(_MAX_COMPILERS, os.cpu_count() or 1)
             with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-                compiled = [pool.submit(lambda call=call: call().compile()) for call in calls]
+                compiled = [
+                    pool.submit(lambda call=call: call().lower().compile()) for call in calls
+                ]
                 for done, future in enumerate(concurrent.futures.as_completed(compiled), 1):
                     future.result()
                     if progress:
@@ -709,7 +725,7 @@ class JaxExecutor:
         """The program of a step of as many decode rows as there can be, as the compiler left it."""
         kinds = self._mixtures()[-1]
         call = self._empty_forward_call(self.decode_buckets[-1], 0, kinds)
-        return call.program.lower(*call.args, **call.static).compile().as_text()
+        return call.lower().compile().as_text()
 
     def _empty_forward_call(
         self, num_decode: int, num_prefill: int, kinds: tuple[bool, bool]
@@ -771,7 +787,7 @@ class JaxExecutor:
         """Gives hidden states of the rows that sample."""
         return _Call(
             self,
-            self._forward_jit,
+            "forward",
             (self.params, self._pools, self._last_tokens, ints),
             {"num_decode": num_decode, "num_prefill": num_prefill, "kinds": kinds},
             keeps=("_pools",),
@@ -788,7 +804,7 @@ class JaxExecutor:
         """Gives tokens."""
         return _Call(
             self,
-            self._decode_jit,
+            "decode",
             (self.params, self._pools, self._last_tokens, forward_ints, sample_ints),
             {"num_decode": num_decode, "kinds": kinds, "variant": variant},
             keeps=("_pools", "_last_tokens"),
@@ -806,7 +822,7 @@ class JaxExecutor:
         """Gives tokens and log probabilities, if the variant has them."""
         return _Call(
             self,
-            self._sample_jit,
+            "sample",
             (self.params, hidden, self._last_tokens, ints, penalties, masks),
             {"rows": rows, "variant": variant},
             keeps=("_last_tokens",),
@@ -816,7 +832,7 @@ class JaxExecutor:
         """Gives nothing; padded with copies of the reserved block to nowhere."""
         pairs = np.full((size, 2), (0, self.num_blocks + 1), np.int32)
         pairs[: len(copies)] = copies
-        return _Call(self, self._copy_jit, (self._pools, pairs), {}, keeps=("_pools",))
+        return _Call(self, "copy", (self._pools, pairs), {}, keeps=("_pools",))
 
     def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
@@ -913,6 +929,19 @@ class JaxExecutor:
         sample_ints = self._sample_ints(batch, sampling_rows, params, num_decode, variant)
         tokens = self._decode_call(ints, sample_ints, num_decode, kinds, variant).run()
         return done(tokens=tokens, logprobs=None)
+
+    def run_plan(self, plan: Plan) -> Any:
+        """Make a call as rank 0 makes it; what it gives can be waited for."""
+        arrays: Sequence[Any] = plan.arrays
+        if plan.program == "forward":
+            self._states = self._forward_call(*arrays, **plan.static).run()
+            return self._states
+        if plan.program == "decode":
+            return self._decode_call(*arrays, **plan.static).run()
+        if plan.program == "sample":
+            assert self._states is not None, "rank 0 samples after a forward program"
+            return self._sample_call(self._states, *arrays, **plan.static).run()
+        return self._copy_call(*arrays, len(arrays[0])).run()
 
     def _masks(
         self, masks: NDArray[np.int32], places: NDArray[np.int64], bucket: int

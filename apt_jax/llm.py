@@ -13,6 +13,7 @@ import itertools
 import logging
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -52,7 +53,11 @@ from apt_jax.tokenizer import OutputText, Tokenizer, load_tokenizer
 from apt_jax.validation import RequestLimits, build_requests
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from apt_jax.hosts import Hosts, Leader
     from apt_jax.jax_executor import JaxExecutor
+    from apt_jax.models import LoadedModel
     from apt_jax.sched.cost_model import CostModel
 
 logger = logging.getLogger(__name__)
@@ -268,6 +273,8 @@ class EngineParts:
     """Contents of the model's config.json, or the same fields made from the metadata of a GGUF file."""
     stored: tuple[str, str] = ("none", "none")
     """Format of the model's files, and how the weights are stored in them."""
+    leader: "Leader | None" = None
+    """Of the other hosts that run what `executor` runs; None: there are none."""
     load_s: float = 0.0
     warm_up_s: float = 0.0
     calibration_s: float = 0.0
@@ -474,27 +481,114 @@ def build_engine(
         ConfigError: the configuration does not suit the model or the machine.
     """
     # JAX takes a second to import; who only validates or simulates need not wait for it.
-    from apt_jax import parallel
     from apt_jax.calibrate import calibration_path, load_calibration, load_or_calibrate
-    from apt_jax.jax_executor import JaxExecutor
-    from apt_jax.models import load_model, read_model_config, resolve_model
+    from apt_jax.hosts import Leader
 
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
     started = time.monotonic()
+    with _all_hosts(config) as hosts:
+        loaded, mesh = _load(config)
+        tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
+        template = None if tokenizer is None else _find_template(config, tokenizer)
+        executor = _make_executor(config, loaded, mesh)
+        loaded_s = time.monotonic()
+        with _room_for("the largest steps beside weights and cache", _SMALLER_STEPS):
+            if warm_up:
+                executor.warm_up(_stage(progress, "compiling"))
+            warm_s = time.monotonic()
+            executor.leader = hosts if isinstance(hosts, Leader) else None
+            if calibrate:
+                cost_model = load_or_calibrate(executor, calibration_s, _stage(progress, "calibrating"))  # fmt: skip
+            else:
+                cost_model = load_calibration(calibration_path(executor))
+        return make_parts(
+            config,
+            executor,
+            kinds=_kinds(executor, cost_model),
+            vocab_size=loaded.config.vocab_size,
+            max_model_len=executor.max_model_len,
+            tokenizer=tokenizer,
+            eos_token_ids=_end_ids(loaded.eos_token_ids, tokenizer, template),
+            policy=policy,
+            costs=None if cost_model is None else cost_model.step_costs(),
+            model_config=loaded.config,
+            cost_model=cost_model,
+            chat_template=template,
+            hf_config=loaded.hf_config,
+            stored=(loaded.format, loaded.weights),
+            leader=executor.leader,
+            load_s=loaded_s - started,
+            warm_up_s=warm_s - loaded_s,
+            calibration_s=time.monotonic() - warm_s,
+        )
+
+
+def run_headless(config: EngineConfig, progress: Progress | None = None) -> None:
+    """Be one of the hosts of a replica that do not serve: run what rank 0 runs, until it ends.
+
+    Raises:
+        ModelLoadError, ConfigError: as `build_engine`.
+    """
+    from apt_jax.hosts import Follower, follow
+
+    with _all_hosts(config) as hosts:
+        assert isinstance(hosts, Follower), "rank 0 serves"
+        signal.signal(signal.SIGTERM, lambda *_: hosts.ask_to_drain())
+        signal.signal(signal.SIGINT, lambda *_: hosts.ask_to_drain())
+        loaded, mesh = _load(config)
+        executor = _make_executor(config, loaded, mesh)
+        with _room_for("the largest steps beside weights and cache", _SMALLER_STEPS):
+            executor.warm_up(_stage(progress, "compiling"))
+            logger.info("rank %d runs what rank 0 runs", config.parallel.node_rank)
+            follow(executor, hosts)
+
+
+@contextlib.contextmanager
+def _all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
+    """The other hosts of this replica, which are told of what is raised within; None: there are none."""
+    from apt_jax import parallel
+    from apt_jax.models import read_model_config, resolve_model
+
+    ours = config.parallel
+    if ours.tensor_parallel_size == 1:
+        yield None
+        return
+    # Before there is anything to load.
+    fields = resolve_model(config.model, allow_preset=config.load_format == "dummy").fields
+    model = read_model_config(fields, config.max_model_len)[1]
+    parallel.check_size(model, ours.tensor_parallel_size)
+    if ours.nnodes == 1:
+        yield None
+        return
+    from apt_jax.hosts import join
+
+    hosts = join(config, model)
+    with hosts.telling():
+        yield hosts
+
+
+def _load(config: EngineConfig) -> "tuple[LoadedModel, Mesh | None]":
+    """The model, and the devices that it is cut for; None: it is not cut."""
+    from apt_jax import parallel
+    from apt_jax.models import load_model
+
     use_compile_cache()
-    smaller = "choose a smaller model, a 16-bit --dtype or --quantization"
-    size = config.parallel.tensor_parallel_size
-    if size > 1:  # before there is anything to load
-        fields = resolve_model(config.model, allow_preset=config.load_format == "dummy").fields
-        parallel.check_size(read_model_config(fields, config.max_model_len)[1], size)
-    mesh = None if size == 1 else parallel.tensor_mesh(size)
+    ours = config.parallel
+    mesh = None
+    if ours.tensor_parallel_size > 1:
+        mesh = parallel.tensor_mesh(ours.tensor_parallel_size, ours.nnodes)
     sharding = None if mesh is None else functools.partial(parallel.leaf_sharding, mesh)
-    with _room_for("the weights", smaller):
-        loaded = load_model(config, sharding)
-    tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
-    template = None if tokenizer is None else _find_template(config, tokenizer)
-    with _room_for("the weights as they are used", smaller):
-        executor = JaxExecutor(
+    with _room_for("the weights", _SMALLER_WEIGHTS):
+        return load_model(config, sharding), mesh
+
+
+def _make_executor(
+    config: EngineConfig, loaded: "LoadedModel", mesh: "Mesh | None"
+) -> "JaxExecutor":
+    from apt_jax.jax_executor import JaxExecutor
+
+    with _room_for("the weights as they are used", _SMALLER_WEIGHTS):
+        return JaxExecutor(
             loaded.params,
             loaded.config,
             cache=config.cache,
@@ -505,37 +599,10 @@ def build_engine(
             quantization=config.quantization,
             mesh=mesh,
         )
-    loaded_s = time.monotonic()
-    with _room_for(
-        "the largest steps beside weights and cache",
-        "lower --device-memory-utilization, --num-blocks-override, --max-num-batched-tokens or --max-num-seqs",
-    ):
-        if warm_up:
-            executor.warm_up(_stage(progress, "compiling"))
-        warm_s = time.monotonic()
-        if calibrate:
-            cost_model = load_or_calibrate(executor, calibration_s, _stage(progress, "calibrating"))
-        else:
-            cost_model = load_calibration(calibration_path(executor))
-    return make_parts(
-        config,
-        executor,
-        kinds=_kinds(executor, cost_model),
-        vocab_size=loaded.config.vocab_size,
-        max_model_len=executor.max_model_len,
-        tokenizer=tokenizer,
-        eos_token_ids=_end_ids(loaded.eos_token_ids, tokenizer, template),
-        policy=policy,
-        costs=None if cost_model is None else cost_model.step_costs(),
-        model_config=loaded.config,
-        cost_model=cost_model,
-        chat_template=template,
-        hf_config=loaded.hf_config,
-        stored=(loaded.format, loaded.weights),
-        load_s=loaded_s - started,
-        warm_up_s=warm_s - loaded_s,
-        calibration_s=time.monotonic() - warm_s,
-    )
+
+
+_SMALLER_WEIGHTS = "choose a smaller model, a 16-bit --dtype or --quantization"
+_SMALLER_STEPS = "lower --device-memory-utilization, --num-blocks-override, --max-num-batched-tokens or --max-num-seqs"
 
 
 @contextlib.contextmanager

@@ -91,13 +91,22 @@ def check_size(config: ModelConfig, size: int) -> None:
         )
 
 
-def tensor_mesh(size: int) -> Mesh:
-    """The first so many devices.
+def tensor_mesh(size: int, num_hosts: int = 1) -> Mesh:
+    """The first so many devices, as many of each host.
 
     Raises:
         ConfigError: there are fewer.
     """
     devices = jax.devices()
+    if num_hosts > 1:
+        own = [[d for d in devices if d.process_index == rank] for rank in range(num_hosts)]
+        each = size // num_hosts
+        for rank, there in enumerate(own):
+            if len(there) < each:
+                raise ConfigError(
+                    f"tensor_parallel_size={size} over {num_hosts} hosts needs {each} devices of each, and rank {rank} has {len(there)} (-tp, --nnodes)"
+                )
+        return Mesh(np.array([d for there in own for d in there[:each]]), (AXIS,))
     if len(devices) < size:
         platform = devices[0].platform
         hint = f"; JAX_NUM_CPU_DEVICES={size} simulates them" if platform == "cpu" else ""

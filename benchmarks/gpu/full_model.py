@@ -125,9 +125,9 @@ def _lower(executor: JaxExecutor, program: Program) -> Any:
     head = (executor.params, executor._pools, executor._last_tokens, ints)
     try:
         if tokens or executor._ops.branches:
-            return executor._forward_jit.lower(*head, num_decode=rows, num_prefill=tokens, kinds=kinds)  # fmt: skip
+            return executor.programs["forward"].lower(*head, num_decode=rows, num_prefill=tokens, kinds=kinds)  # fmt: skip
         _, sample = executor._empty_sample(rows)
-        return executor._decode_jit.lower(*head, sample, num_decode=rows, kinds=kinds, variant="greedy")  # fmt: skip
+        return executor.programs["decode"].lower(*head, sample, num_decode=rows, kinds=kinds, variant="greedy")  # fmt: skip
     except Exception as error:
         return error
 

@@ -8,6 +8,8 @@ reads API keys and the certificate again.
 import argparse
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import ipaddress
 import logging
 import os
@@ -19,9 +21,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from apt_jax.async_engine import AsyncEngine
-from apt_jax.config import EngineConfig
-from apt_jax.errors import ConfigError
-from apt_jax.llm import DEFAULT_CALIBRATION_S, EngineParts, ProgressBars, build_engine
+from apt_jax.config import EngineConfig, ParallelConfig
+from apt_jax.errors import AptJaxError, ConfigError, one_line
+from apt_jax.llm import (
+    DEFAULT_CALIBRATION_S,
+    EngineParts,
+    ProgressBars,
+    build_engine,
+    run_headless,
+)
 from serve import logs, options
 from serve.errors import CommandError, PortInUseError
 from serve.grpc_server import GrpcServer, ServerConfig
@@ -134,11 +142,96 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="take profiles of JAX into DIR when asked to (POST /start_profile, /stop_profile); without it nobody can ask",
     )
+    hosts, ours = parser.add_argument_group("several hosts"), ParallelConfig()
+    hosts.add_argument(
+        "--nnodes",
+        type=int,
+        metavar="HOSTS",
+        default=ours.nnodes,
+        help="processes that share the devices of -tp, usually one a host (docs/parallel.md)",
+    )
+    hosts.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="RANK",
+        default=ours.node_rank,
+        help="which of them this is; 0 schedules and serves",
+    )
+    hosts.add_argument(
+        "--master-addr",
+        metavar="HOST",
+        default=ours.master_addr,
+        help="address of rank 0, without encryption: for a network of its own",
+    )
+    hosts.add_argument(
+        "--master-port",
+        type=int,
+        metavar="PORT",
+        default=ours.master_port,
+        help="port there; the next one is used too",
+    )
+    hosts.add_argument(
+        "--join-timeout",
+        type=options.positive(float),
+        metavar="S",
+        default=ours.join_timeout_s,
+        help="seconds that ranks wait for each other",
+    )
+    hosts.add_argument(
+        "--headless", action="store_true", help="serve nothing: for ranks other than 0"
+    )
     options.add_calibration_argument(parser, DEFAULT_CALIBRATION_S)
     options.add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.nnodes == 1 and not args.headless:
+        return _run(args)
+    try:
+        code = _run_one_of_several(args)
+    except (AptJaxError, CommandError) as error:
+        sys.stderr.write(f"apt-jax serve: {one_line(str(error))}\n")
+        code = 2 if isinstance(error, ConfigError) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # JAX would wait for processes that have ended
+
+
+def _run_one_of_several(args: argparse.Namespace) -> int:
+    if args.headless != (args.node_rank > 0):
+        raise ConfigError(
+            f"node_rank={args.node_rank} "
+            + (
+                "serves: leave out --headless"
+                if args.headless
+                else "serves nothing: add --headless"
+            )
+        )
+    if not args.headless:
+        return _run(args)
+    logs.configure(args.log_format, args.log_level)
+    bars = ProgressBars()
+    try:
+        run_headless(_config(args), bars)
+    finally:
+        bars.close()
+    return 0
+
+
+def _config(args: argparse.Namespace) -> EngineConfig:
+    config = options.engine_config(args)
+    ours = dataclasses.replace(
+        config.parallel,
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        join_timeout_s=args.join_timeout,
+    )
+    return dataclasses.replace(config, parallel=ours)
+
+
+def _run(args: argparse.Namespace) -> int:
     logs.configure(args.log_format, args.log_level)
     http_host = args.http_host or args.host
     for flag, port in (("--grpc-port", args.grpc_port), ("--port", args.http_port)):
@@ -152,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
         )
-    config = options.engine_config(args)
+    config = _config(args)
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     _allow_many_files()
@@ -312,6 +405,8 @@ async def serve(
         engine = AsyncEngine(
             parts, metrics, step_timeout_s=step_timeout_s, decision_log=decision_log
         )
+        if parts.leader is not None:
+            parts.leader.on_lost = functools.partial(_lose, engine)
         await server.serve(engine, metrics)
         _say(
             f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, compiled in {parts.warm_up_s:.1f} s, "
@@ -335,6 +430,8 @@ async def serve(
         hurry.cancel()
         if engine.dead_reason is not None:
             return ENGINE_LOST
+        if parts.leader is not None:
+            parts.leader.close()
         _say("stopped")
         return 0
     finally:
@@ -345,6 +442,11 @@ async def serve(
             await server_config.profiler.close()
         if server_config.tracer is not None:
             await asyncio.to_thread(server_config.tracer.close)
+
+
+def _lose(engine: AsyncEngine, reason: str) -> None:
+    logger.critical("%s", reason)
+    engine.lose("another host of this replica is gone")
 
 
 class _Doors:
