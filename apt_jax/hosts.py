@@ -25,14 +25,17 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax import __version__
 from apt_jax.config import EngineConfig, ModelConfig, ParallelConfig
-from apt_jax.errors import ConfigError, one_line
+from apt_jax.errors import AptJaxError, ConfigError, one_line
+
+if TYPE_CHECKING:
+    from apt_jax.jax_executor import JaxExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +88,10 @@ class Plan:
             place += 4 * count
         fixed = {k: tuple(v) if isinstance(v, list) else v for k, v in static.items()}
         return cls(program=program, arrays=arrays, static=fixed)
+
+
+class StepError(AptJaxError):
+    """What rank 0 had this rank run has failed."""
 
 
 class _Link:
@@ -170,6 +177,8 @@ class Hosts:
             self._lose(link, f"{link.name} has said nothing for {SILENCE_S:g} s")
         except OSError:
             self._lose(link, f"{link.name} has ended")
+        finally:
+            link.close()
 
     def _on_message(self, kind: bytes, data: bytes) -> None:
         raise NotImplementedError
@@ -285,6 +294,7 @@ def join(config: EngineConfig, model: ModelConfig) -> Leader | Follower:
     hosts = _lead(ours, settings) if ours.node_rank == 0 else _follow(ours, settings)
     import jax
 
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
     with hosts.telling():
         try:
             jax.distributed.initialize(
@@ -372,7 +382,7 @@ def _lead(ours: ParallelConfig, settings: dict[str, str]) -> Leader:
             link = _Link(sock, str(address))
             try:
                 kind, data = link.receive(_HELLO_S, _MAX_HELLO)
-                hello = json.loads(data) if kind == _HELLO else None
+                hello: Any = json.loads(data) if kind == _HELLO else None
                 rank, host, theirs = int(hello["rank"]), str(hello["host"]), dict(hello["settings"])
             except (OSError, ValueError, TypeError, KeyError):
                 logger.warning("%s is at --master-port and is no rank of apt-jax", address)
@@ -418,22 +428,31 @@ def _follow(ours: ParallelConfig, settings: dict[str, str]) -> Follower:
         link.send(_HELLO, json.dumps(hello).encode())
         # Rank 0 ends the wait for those that do not come; it may have begun a little later.
         kind, data = link.receive(ours.join_timeout_s + 60, _MAX_HELLO)
+        reason = None
     except OSError as error:
-        raise ConfigError(f"{name} ended before all ranks had joined ({error.strerror or error}), or is no apt-jax (--master-addr, --master-port)") from None  # fmt: skip
+        kind, data = b"", b""
+        reason = f"{name} ended before all ranks had joined ({error.strerror or error}), or is no apt-jax (--master-addr, --master-port)"
     if kind == _FAIL:
-        raise ConfigError(one_line(data.decode("utf-8", "replace")))
-    if kind != _WELCOME:
-        raise ConfigError(f"{name} is no apt-jax (--master-addr, --master-port)")
+        reason = one_line(data.decode("utf-8", "replace"))
+    elif kind != _WELCOME:
+        reason = reason or f"{name} is no apt-jax (--master-addr, --master-port)"
+    if reason is not None:
+        link.close()
+        raise ConfigError(reason)
     return Follower(link, ours.node_rank)
 
 
-def follow(executor: Any, follower: Follower) -> None:
-    """Run what rank 0 runs until it ends. Raises what a step raised."""
+def follow(executor: "JaxExecutor", follower: Follower) -> None:
+    """Run what rank 0 runs until it ends. Raises StepError where a step failed."""
     import jax
 
     flying: collections.deque[Any] = collections.deque()
     with follower.telling():
-        for plan in follower.plans():
-            flying.append(executor.run_plan(plan))
-            if len(flying) > 2:  # so that a step that fails is noticed
-                jax.block_until_ready(flying.popleft())
+        try:
+            for plan in follower.plans():
+                flying.append(executor.run_plan(plan))
+                if len(flying) > 2:  # so that a step that fails is noticed
+                    jax.block_until_ready(flying.popleft())
+        except Exception as error:
+            time.sleep(1.0)  # where it failed for want of another rank, `on_lost` ends this one
+            raise StepError(f"a step failed: {one_line(str(error))[:300]}") from error

@@ -941,7 +941,7 @@ class JaxExecutor:
         if plan.program == "sample":
             assert self._states is not None, "rank 0 samples after a forward program"
             return self._sample_call(self._states, *arrays, **plan.static).run()
-        return self._copy_call(*arrays, len(arrays[0])).run()
+        return self._copy_call(arrays[0], len(arrays[0])).run()
 
     def _masks(
         self, masks: NDArray[np.int32], places: NDArray[np.int64], bucket: int

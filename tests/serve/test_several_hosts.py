@@ -1,0 +1,240 @@
+"""One replica over two processes on this machine, as `apt-jax serve --nnodes 2` starts it: tokens, ends, deaths and mistakes."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from opt_checkpoint import TINY
+from toy_serving import byte_tokenizer
+
+from apt_jax import LLM, SamplingParams
+from apt_jax.request import StructuredOutputsParams
+
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+PROMPTS = ["Once upon a time", "the quick brown fox", "hello", "Once upon a time, again"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight heads in two layers, random weights."""
+    path = tmp_path_factory.mktemp("model")
+    config = {**TINY, "vocab_size": 280, "hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 8, "ffn_dim": 96, "max_position_embeddings": 512}  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    byte_tokenizer().backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for port in range(first + 1, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
+class Rank:
+    """A process of `apt-jax serve`."""
+
+    def __init__(self, model: Path, rank: int, log: Path, port: int, *flags: str, devices: int) -> None:  # fmt: skip
+        self.log = log / f"rank{rank}.log"
+        of_rank = ["--headless"] if rank else [f"--grpc-port={port + 2}", f"--port={port + 3}"]
+        command = [
+            sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format=dummy", "--nnodes=2", f"--node-rank={rank}",
+            f"--master-port={port}", "--max-num-seqs=4", "--max-num-batched-tokens=64", "--num-blocks-override=64",
+            "--calibration-time=0", "--served-model-name=small", "--join-timeout=60", *of_rank, *flags,
+        ]  # fmt: skip
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": QUICK, "APT_JAX_CACHE_DIR": str(model / "cache")}  # fmt: skip
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def code(self, timeout_s: float = 30.0) -> int:
+        """Exit code; no process may hang."""
+        return self.process.wait(timeout_s)
+
+
+class Replica:
+    """Two ranks."""
+
+    def __init__(self, model: Path, log: Path, *flags: str, devices: int = 1) -> None:
+        port = free_ports(4)
+        self.base = f"http://127.0.0.1:{port + 3}"
+        flags = (f"-tp={2 * devices}", *flags)
+        self.ranks = [Rank(model, r, log, port, *flags, devices=devices) for r in (0, 1)]
+
+    def wait_until_it_serves(self) -> None:
+        end_s = time.monotonic() + 240
+        while "serving small" not in self.ranks[0].said:
+            for rank in self.ranks:
+                assert rank.process.poll() is None, rank.said
+            assert time.monotonic() < end_s, self.ranks[0].said
+            time.sleep(0.1)
+
+    def complete(self, **fields: Any) -> Any:
+        body = {"model": "small", "temperature": 0.0, "ignore_eos": True, "max_tokens": 16, "return_token_ids": True, **fields}  # fmt: skip
+        answer = httpx2.post(f"{self.base}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]
+
+    def stream(self, **fields: Any) -> Iterator[Any]:
+        """Events of a long completion, an error among them."""
+        body = {"model": "small", "temperature": 0.0, "ignore_eos": True, "max_tokens": 400, "stream": True, **fields}  # fmt: skip
+        url = f"{self.base}/v1/completions"
+        with httpx2.stream("POST", url, json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line[6:])
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.process.kill()
+            rank.process.wait()
+
+
+@contextlib.contextmanager
+def replica(model: Path, log: Path, *flags: str, devices: int = 1) -> Iterator[Replica]:
+    made = Replica(model, log, *flags, devices=devices)
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+def test_two_processes_serve_what_one_serves(model, tmp_path):
+    """4 devices each. Then a rank is asked to end: open requests end as they should, and so do both."""
+    llm = LLM(
+        str(model), load_format="dummy", max_num_seqs=4, num_blocks_override=64, max_model_len=512
+    )
+    with replica(model, tmp_path, "--max-model-len=512", devices=4) as served:
+        served.wait_until_it_serves()
+        asks: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+            *((p, {}, {}) for p in PROMPTS),
+            *((p * 6, {"max_tokens": 24}, {"max_tokens": 24}) for p in PROMPTS),  # in chunks; the pool runs short
+            ("hello", {"temperature": 1.0, "seed": 7}, {"temperature": 1.0, "seed": 7}),
+            ("hello", {"temperature": 0.8, "top_p": 0.9, "seed": 8}, {"temperature": 0.8, "top_p": 0.9, "seed": 8}),
+            ("hello", {"frequency_penalty": 1.5, "logprobs": 2}, {"frequency_penalty": 1.5, "logprobs": 2}),
+            (
+                "hello",
+                {"structured_outputs": {"choice": ["yes", "maybe"]}, "ignore_eos": False},
+                {"structured_outputs": StructuredOutputsParams(choice=["yes", "maybe"]), "ignore_eos": False},
+            ),
+        ]  # fmt: skip
+        expected = []
+        for prompt, _, fields in asks:
+            params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, **fields})  # fmt: skip
+            expected.append(llm.generate([prompt], params)[0].outputs[0])
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda ask: served.complete(prompt=ask[0], **ask[1]), asks))
+        assert [a["token_ids"] for a in answers] == [list(e.token_ids) for e in expected]
+        again = served.complete(prompt=PROMPTS[3] * 6, max_tokens=24)  # its prompt is cached
+        assert again["token_ids"] == list(expected[7].token_ids)
+        events = served.stream(prompt="hello", max_tokens=100)
+        next(events)
+        served.ranks[1].process.send_signal(signal.SIGTERM)
+        *_, last = events
+        assert last["choices"][0]["finish_reason"] == "length"
+        for rank in served.ranks:
+            assert rank.code() == 0, rank.said
+            assert "Traceback" not in rank.said
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_rank_that_is_killed_ends_the_other(model, tmp_path, victim):
+    with replica(model, tmp_path, "--max-num-seqs=2", "--cache=kv") as served:
+        served.wait_until_it_serves()
+        events = served.stream(prompt="hello")
+        next(events)
+        served.ranks[victim].process.kill()
+        killed_s = time.monotonic()
+        other = served.ranks[1 - victim]
+        if victim == 1:
+            *_, last = events
+            assert last["error"]["code"] == "unavailable"
+            assert "another host of this replica is gone" in last["error"]["message"]
+        else:
+            with contextlib.suppress(httpx2.TransportError):
+                list(events)
+        code = other.code()
+        assert time.monotonic() - killed_s < 30
+        assert code != 0
+        assert re.search(rf"rank {victim} .*has ended", other.said), other.said
+        if victim == 1:
+            assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "devices", "says"),
+    [
+        (["--dtype=bfloat16"], 1, "has dtype 'bfloat16', rank 0 has 'float32'; give all ranks the same flags"),
+        ([], 0, "needs 2 devices of each, and rank 1 has 1 (-tp, --nnodes)"),
+        (["--tokenizer=none", "--load-format=safetensors"], 2, "has load_format 'safetensors'"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_fit(model, tmp_path, flags, devices, says):
+    port = free_ports(4)
+    first = Rank(model, 0, tmp_path, port, "-tp=4", devices=2)
+    second = Rank(model, 1, tmp_path, port, "-tp=4", *flags, devices=devices or 1)
+    for rank in (first, second):
+        try:
+            assert rank.code(90) != 0, rank.said
+        finally:
+            rank.process.kill()
+        assert says in rank.said.splitlines()[-1]
+        assert "Traceback" not in rank.said
+
+
+def test_a_model_that_one_rank_cannot_load(model, tmp_path):
+    """What fails after the ranks have met is told to the other."""
+    port = free_ports(4)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((model / "config.json").read_text())
+    (other / "tokenizer.json").write_text("{}")
+    first = Rank(other, 0, tmp_path, port, "-tp=2", devices=1)
+    second = Rank(model, 1, tmp_path, port, "-tp=2", devices=1)
+    for rank in (first, second):
+        try:
+            assert rank.code(90) != 0, rank.said
+        finally:
+            rank.process.kill()
+        assert "tokenizer.json" in rank.said.splitlines()[-1], rank.said
+        assert "Traceback" not in rank.said
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--nnodes=2", "-tp=3"], "does not divide among 2 (-tp, --nnodes)"),
+        (["--nnodes=2", "--node-rank=2", "-tp=2", "--headless"], "node_rank=2 must lie in [0, 2)"),
+        (["--nnodes=2", "--node-rank=1", "-tp=2"], "node_rank=1 serves nothing: add --headless"),
+        (["--nnodes=2", "-tp=2", "--headless"], "node_rank=0 serves: leave out --headless"),
+        (["--headless"], "node_rank=0 serves: leave out --headless"),
+        (["--nnodes=0"], "nnodes=0 must be at least 1 (--nnodes)"),
+        (["--nnodes=2", "-tp=2", "--master-port=65535"], "master_port=65535 must lie in"),
+        (["--nnodes=2", "-tp=2", "--master-addr="], "master_addr must not be empty"),
+        (["--nnodes=16", "-tp=16"], "tensor_parallel_size=16 does not divide this model (8 query heads"),
+    ],
+)  # fmt: skip
+def test_flags_that_cannot_be(model, flags, says):
+    command = [sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format=dummy", "--port=0", "--grpc-port=0", *flags]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
