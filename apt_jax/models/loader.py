@@ -479,6 +479,11 @@ def _put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Arra
     return array.block_until_ready()
 
 
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
+
+
 def _restored(
     checkpoint: Checkpoint,
     leaf: _Leaf,
@@ -498,7 +503,7 @@ def _restored(
     ):
         return None
     array = checkpoint.read_sharded(leaf.stored, sharding)
-    if not jnp.isfinite(array).all():
+    if not _all_finite(array):
         raise ModelLoadError(
             f"{path}: tensor {leaf.stored!r} holds NaN or infinite values; the file is damaged"
         )
@@ -534,10 +539,12 @@ def _load_params(
         desc="loading",
         disable=None if total > _PROGRESS_BYTES else True,
     ) as bar:
+        largest = max((info.num_bytes for info in checkpoint.tensors.values()), default=0)
 
-        def place(leaf: _Leaf) -> tuple[str, int]:
+        def place(leaf: _Leaf) -> tuple[bool, str, int]:
+            """As they lie in the files, but what is large first: memory is not in pieces yet."""
             info = checkpoint.tensors[leaf.stored] if leaf.stored is not None else None
-            return ("", 0) if info is None else (info.file, info.start)
+            return (True, "", 0) if info is None else (2 * info.num_bytes < largest, info.file, info.start)  # fmt: skip
 
         last: np.ndarray | None = None
         last_name: str | None = None

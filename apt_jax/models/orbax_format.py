@@ -29,6 +29,8 @@ DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_ELEMENTS = 2**21
 _MAX_ELEMENTS = 2**40
+_PIECE_BYTES = 2**24
+"""Of a tensor as it is stored: what a device needs a part of is read whole."""
 
 
 def _orbax(where: Path) -> Any:
@@ -56,8 +58,13 @@ class OrbaxWriter:
     def write(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Write one group."""
         group = f"{len(self._groups):05}"
+        how = self._ocp.SaveArgs(chunk_byte_size=_PIECE_BYTES)
         with self._ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(self._directory.absolute() / _WEIGHTS / group, dict(tensors))
+            checkpointer.save(
+                self._directory.absolute() / _WEIGHTS / group,
+                dict(tensors),
+                save_args=dict.fromkeys(tensors, how),
+            )
         self._groups[group] = {
             name: {"dtype": _NAMES[values.dtype.name], "shape": list(values.shape)}
             for name, values in tensors.items()
