@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +67,7 @@ class _Keeper:
         self.was_healthy = False
         """In any of its lives."""
         self.code: int | None = None
-        """Of its last end; None: it runs, or never did."""
+        """Of its end after `stop`; None: it did not run then."""
         self._max_restarts = max_restarts
         self._process: asyncio.subprocess.Process | None = None
         self._may_start, self._stopping = asyncio.Event(), asyncio.Event()
@@ -95,6 +96,7 @@ class _Keeper:
                 )
             delay_s = min(2.0 ** (failures - 1), _LONGEST_DELAY_S)
             logger.warning("%s %s; it is started again in %g s", name, how, delay_s)
+            self.code = None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
 
@@ -252,7 +254,15 @@ async def launch(
 async def _start(backs: list[_Keeper], fronts: list[_Keeper], where: str) -> None:
     """One after the other, told by a bar over those that can be asked."""
     groups = [[k for k in group if k.program.is_healthy is not None] for group in (backs, fronts)]
-    with tqdm(total=sum(map(len, groups)), desc="starting", unit="program", disable=None) as bar:
+    columns, lines = shutil.get_terminal_size()  # some terminals say that they have no size
+    with tqdm(
+        total=sum(map(len, groups)),
+        desc="starting",
+        unit="program",
+        disable=None,
+        ncols=columns,
+        nrows=lines,
+    ) as bar:
         for all_of_group, group in zip((backs, fronts), groups, strict=True):
             for keeper in all_of_group:
                 keeper.start()

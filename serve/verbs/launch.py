@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shlex
 import socket
 import subprocess
@@ -133,14 +134,22 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
         raise ConfigError(
             f"--replicas {args.replicas}: with --nnodes there is one replica, a part of it on each host"
         )
-    if num_nodes > 1 and rank > 0:
-        command = _serve_command(argv, [] if args.headless else ["--headless"])
+    headless = num_nodes > 1 and rank > 0
+    with_gateway = (args.replicas > 1 or args.gateway) and not headless
+    if with_gateway:
+        _check_gateway(args)
+    elif not headless and (args.tls_cert is not None or args.tls_key is not None):
+        raise ConfigError("--tls-cert: the launcher cannot ask for health over TLS; start apt-jax serve itself")  # fmt: skip
+    added = ["--headless"] if headless and not args.headless else []
+    serve.check(argparse.Namespace(**{**vars(args), "headless": True}) if added else args)
+    if headless:
+        command = _serve_command(argv, added)
         part = _replica(args, f"rank {rank}", command, env)
         return Plan(replicas=[part], where=f"rank {rank} of {num_nodes} runs; rank 0 listens")
     # A part of a replica has all devices of its host.
     envs = [dict(env)] if num_nodes > 1 else _divide_gpus(args.replicas, args.tensor_parallel_size, env)  # fmt: skip
     with contextlib.ExitStack() as held:
-        if args.replicas > 1 or args.gateway:
+        if with_gateway:
             return _behind_gateway(args, argv, envs, held)
         return _alone(args, argv, envs[0], held)
 
@@ -151,8 +160,6 @@ def _alone(
     env: Mapping[str, str],
     held: contextlib.ExitStack,
 ) -> Plan:
-    if args.tls_cert is not None or args.tls_key is not None:
-        raise ConfigError("--tls-cert: the launcher cannot ask for health over TLS; start apt-jax serve itself")  # fmt: skip
     port = _take_port(args.host, args.grpc_port, "--grpc-port", held)
     flags, where = [f"--grpc-port={port}"], f"listening on {_join(args.host, port)} (gRPC)"
     if not args.no_http:
@@ -171,22 +178,7 @@ def _behind_gateway(
     envs: Sequence[Mapping[str, str]],
     held: contextlib.ExitStack,
 ) -> Plan:
-    if importlib.util.find_spec("smg") is None:
-        raise ConfigError("several replicas need the gateway smg: pip install 'apt-jax[gateway]'")
-    for flag, value in (
-        (FLAG, args.api_key_file),
-        ("--tls-cert", args.tls_cert),
-        ("--tls-key", args.tls_key),
-        ("--tls-client-ca", args.tls_client_ca),
-    ):
-        if value is not None:
-            raise ConfigError(f"{flag}: the gateway has neither keys nor TLS; put a proxy that has before it, or start a single replica with apt-jax serve")  # fmt: skip
-    host = args.http_host or args.host
-    host = _LOCAL if host == "localhost" else host
-    if not serve.is_loopback(host) and not args.insecure_open:
-        raise ConfigError(
-            f"{host} can be reached from other machines, by everybody; bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
-        )
+    host = _gateway_host(args)
 
     def port(where: str, first: int, i: int, flag: str) -> int:
         return _take_port(where, first and first + i, flag, held)
@@ -211,7 +203,9 @@ def _behind_gateway(
         command=[
             sys.executable, "-m", "smg", "launch", "--worker-urls", *(f"grpc://{a}" for a in addresses),
             f"--host={host}", f"--port={front}", f"--prometheus-host={host}", f"--prometheus-port={metrics}",
-            f"--policy={args.routing_policy}", *_GATEWAY_FLAGS, f"--log-level={'info' if args.log_level == 'debug' else 'error'}",
+            f"--policy={args.routing_policy}", *_GATEWAY_FLAGS,
+            # Nobody but us could say which servers it has; without a key everybody could.
+            f"--control-plane-api-keys=launch:launch:admin:{secrets.token_hex(16)}", f"--log-level={'info' if args.log_level == 'debug' else 'error'}",
             *(["--log-json"] if args.log_format == "json" else []),
         ],
         env={**envs[0], "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"},
@@ -223,16 +217,36 @@ def _behind_gateway(
     return Plan(replicas=replicas, gateway=gateway, where=where)
 
 
+def _check_gateway(args: argparse.Namespace) -> None:
+    if importlib.util.find_spec("smg") is None:
+        raise ConfigError("several replicas need the gateway smg: pip install 'apt-jax[gateway]'")
+    for flag, value in (
+        (FLAG, args.api_key_file),
+        ("--tls-cert", args.tls_cert),
+        ("--tls-key", args.tls_key),
+        ("--tls-client-ca", args.tls_client_ca),
+    ):
+        if value is not None:
+            raise ConfigError(f"{flag}: the gateway has neither keys nor TLS; put a proxy that has before it, or start a single replica with apt-jax serve")  # fmt: skip
+    host = _gateway_host(args)
+    if not serve.is_loopback(host) and not args.insecure_open:
+        raise ConfigError(
+            f"{host} can be reached from other machines, by everybody; bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
+        )
+
+
+def _gateway_host(args: argparse.Namespace) -> str:
+    host = args.http_host or args.host
+    return _LOCAL if host == "localhost" else host
+
+
 def _serve_command(
     argv: Sequence[str], flags: Sequence[str], without: Sequence[str] = ()
 ) -> list[str]:
-    """`apt-jax serve` with what `argv` says for it and `flags`, which it accepts.
+    """`apt-jax serve` with what `argv` says for it, and `flags`.
 
     Args:
         without: flags of `argv` that it does not get; nor those that `flags` has.
-
-    Raises:
-        ConfigError: it does not accept them.
     """
     ours = options.Parser(add_help=False)
     _add_own_arguments(ours)
@@ -240,11 +254,7 @@ def _serve_command(
     for flag in {*without, *given}:
         names = ("--port", "--http-port") if flag == "--port" else (flag,)
         ours.add_argument(*names)
-    rest = [*ours.parse_known_args(argv)[1], *flags]
-    parser = options.Parser(prog="apt-jax launch")
-    serve.add_arguments(parser)
-    serve.check(parser.parse_args(rest))
-    return [*SERVE, *rest]
+    return [*SERVE, *ours.parse_known_args(argv)[1], *flags]
 
 
 def _replica(

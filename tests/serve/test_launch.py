@@ -286,6 +286,14 @@ def test_a_gateway_that_is_killed_comes_back(two):
 
 
 @needs_gateway
+def test_nobody_can_tell_the_gateway_which_servers_to_use(two):
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", two.port)) as connection:
+        body = json.dumps({"url": "grpc://127.0.0.1:1"})
+        connection.request("POST", "/workers", body, {"content-type": "application/json"})
+        assert connection.getresponse().status == 401
+
+
+@needs_gateway
 def test_lines_of_json_stay_json(tmp_path):
     with Launch(tmp_path, TOY, *TWO, "--log-format=json") as fleet:
         fleet.wait_ready()
@@ -352,6 +360,15 @@ def test_a_replica_that_ends_too_often_ends_all(tmp_path):
         assert fleet.err.splitlines()[-1] == (
             "apt-jax launch: replica 0 ended with exit code 3, 3 times in a row (--max-restarts 2); its last words: out of luck"
         )
+
+
+def test_a_signal_while_a_replica_is_away_ends_all_cleanly(tmp_path):
+    with Launch(tmp_path, TOY, *ANY_PORT, "--max-restarts=9", TOY_FAILS="3 out of luck") as fleet:
+        until(lambda: "started again in 4 s" in fleet.err)
+        fleet.process.terminate()
+        assert fleet.wait() == 0
+        assert fleet.out.splitlines()[-1] == "stopped"
+        assert fleet.orphans() == []
 
 
 # --- wrong usage ---------------------------------------------------------------------------------------------------
@@ -438,21 +455,21 @@ def test_the_launcher_does_without_jax():
 @needs_gateway
 def test_replicas_get_the_flags_of_serve_and_addresses_of_their_own():
     plan = planned("--cache", "kv", "tiny-opt", "--replicas", "2", "--routing-policy=cache_aware", "--host", "127.0.0.1",
-                   "--http-port=38400", "-tp", "1", "--grpc-port", "38500", "--max-restarts", "3", "--no-dashboard")  # fmt: skip
+                   "--http-port=18400", "-tp", "1", "--grpc-port", "18500", "--max-restarts", "3", "--no-dashboard")  # fmt: skip
     kept = ["--cache", "kv", "tiny-opt", "-tp", "1", "--no-dashboard", "--host=127.0.0.1"]
     assert [list(program.command[4:]) for program in plan.replicas] == [
-        [*kept, "--grpc-port=38500", "--port=38401"],
-        [*kept, "--grpc-port=38501", "--port=38402"],
+        [*kept, "--grpc-port=18500", "--port=18401"],
+        [*kept, "--grpc-port=18501", "--port=18402"],
     ]
     assert plan.gateway is not None
-    for flag in ("grpc://127.0.0.1:38500", "grpc://127.0.0.1:38501", "--port=38400", "--policy=cache_aware", "--prometheus-port=38403"):  # fmt: skip
+    for flag in ("grpc://127.0.0.1:18500", "grpc://127.0.0.1:18501", "--port=18400", "--policy=cache_aware", "--prometheus-port=18403"):  # fmt: skip
         assert flag in plan.gateway.command
 
 
 def test_a_single_replica_gets_its_flags_as_they_are():
-    plan = planned("tiny-opt", "--grpc-port", "38500", "--no-http", "--max-num-seqs=4")
+    plan = planned("tiny-opt", "--grpc-port", "18550", "--no-http", "--max-num-seqs=4")
     assert plan.gateway is None
-    assert plan.replicas[0].command[4:] == ["tiny-opt", "--no-http", "--max-num-seqs=4", "--grpc-port=38500"]  # fmt: skip
+    assert plan.replicas[0].command[4:] == ["tiny-opt", "--no-http", "--max-num-seqs=4", "--grpc-port=18550"]  # fmt: skip
 
 
 @needs_gateway
