@@ -21,6 +21,7 @@ from serve.options import Parser, nearest
 
 _VERBS = {
     "serve": ("serve.verbs.serve", "serve a model over HTTP and gRPC"),
+    "launch": ("serve.verbs.launch", "serve a model by several replicas behind one address"),
     "generate": ("serve.verbs.generate", "complete prompts"),
     "chat": ("serve.verbs.chat", "talk with a model on the terminal"),
     "demo": ("serve.demo", "compare cache kinds and policies on this machine"),

@@ -12,8 +12,6 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
-
 from apt_jax.errors import ConfigError
 from serve.logs import log_failure
 from serve.status import ProfilerStateError
@@ -106,7 +104,7 @@ class Profiler:
             end.cancel()
             try:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._thread, jax.profiler.stop_trace)
+                await loop.run_in_executor(self._thread, _stop_trace)
             finally:
                 self._running = None
         logger.info("a profile has been written: %s", directory)
@@ -122,6 +120,8 @@ class Profiler:
         name = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H-%M-%S.%f}"
         directory = self._root / name
         directory.mkdir(mode=0o700)
+        import jax  # here: who only reads flags needs none of it
+
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         jax.profiler.start_trace(directory, profiler_options=options)
@@ -146,3 +146,9 @@ class Profiler:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _stop_trace() -> None:
+    import jax
+
+    jax.profiler.stop_trace()

@@ -198,21 +198,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_one_of_several(args: argparse.Namespace) -> int:
-    if args.headless != (args.node_rank > 0):
-        raise ConfigError(
-            f"node_rank={args.node_rank} "
-            + (
-                "serves: leave out --headless"
-                if args.headless
-                else "serves nothing: add --headless"
-            )
-        )
     if not args.headless:
         return _run(args)
     logs.configure(args.log_format, args.log_level)
+    config, _, _ = check(args)
     bars = ProgressBars()
     try:
-        run_headless(_config(args), bars)
+        run_headless(config, bars)
     finally:
         bars.close()
     return 0
@@ -231,8 +223,12 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     return dataclasses.replace(config, parallel=ours)
 
 
-def _run(args: argparse.Namespace) -> int:
-    logs.configure(args.log_format, args.log_level)
+def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls | None]:
+    """What the flags say of the engine, the keys and the certificates; opens no port and loads no model.
+
+    Raises:
+        ConfigError: one line that names the flag.
+    """
     http_host = args.http_host or args.host
     for flag, port in (("--grpc-port", args.grpc_port), ("--port", args.http_port)):
         if not 0 <= port < 65536:
@@ -240,18 +236,27 @@ def _run(args: argparse.Namespace) -> int:
     keys, tls = _keys(args), _tls(args)
     closed = keys is not None or (tls is not None and tls.asks_clients)
     hosts = [args.host] if args.no_http else [args.host, http_host]
-    reachable = [host for host in hosts if not _is_loopback(host)]
+    reachable = [host for host in hosts if not is_loopback(host)]
     if reachable and not closed and not args.insecure_open:
         raise ConfigError(
             f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
         )
     config = _config(args)
+    if args.headless != (args.node_rank > 0):
+        why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"
+        raise ConfigError(f"node_rank={args.node_rank} {why}")
+    return config, keys, tls
+
+
+def _run(args: argparse.Namespace) -> int:
+    logs.configure(args.log_format, args.log_level)
+    config, keys, tls = check(args)
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     _allow_many_files()
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
     http = HttpConfig(
-        host=http_host,
+        host=args.http_host or args.host,
         port=args.http_port,
         tls=tls,
         connections=ConnectionLimits(
@@ -265,7 +270,7 @@ def _run(args: argparse.Namespace) -> int:
             ServerConfig(
                 host=args.host,
                 port=args.grpc_port,
-                reflection=_is_loopback(args.host),
+                reflection=is_loopback(args.host),
                 max_concurrent_rpcs=most_open,
                 keepalive_time_s=0.375 * args.client_timeout,
                 keepalive_timeout_s=0.625 * args.client_timeout,
@@ -339,7 +344,8 @@ def _allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
@@ -391,7 +397,7 @@ async def serve(
         raise CommandError(str(error)) from None
     address = server.addresses
     _say(f"listening on {address}, loading {config.model}")
-    signals = _Signals(reload)
+    signals = Signals(reload)
     building = _in_thread(build)
     stopped = asyncio.create_task(signals.first.wait())
     try:
@@ -498,7 +504,7 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-class _Signals:
+class Signals:
     """SIGTERM and SIGINT as events, SIGHUP as a call."""
 
     def __init__(self, reload: Callable[[], None]) -> None:

@@ -27,7 +27,18 @@ from serve.http_server import HttpConfig
 from serve.verbs import serve as serve_verb
 from serve.verbs.chat import Transcript
 
-VERBS = ("serve", "generate", "chat", "bench", "info", "convert", "calibrate", "optimal", "demo")
+VERBS = (
+    "serve",
+    "launch",
+    "generate",
+    "chat",
+    "bench",
+    "info",
+    "convert",
+    "calibrate",
+    "optimal",
+    "demo",
+)
 
 
 def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:

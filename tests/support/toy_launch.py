@@ -1,0 +1,43 @@
+"""`apt-jax launch` whose replicas are toy servers: python toy_launch.py FLAGS.
+
+TOY_FAILS, "CODE WORDS", makes replicas write WORDS and end with CODE.
+"""
+
+import asyncio
+import os
+import sys
+
+from toy_server import server_parts
+
+from serve import cli, logs, options
+from serve.grpc_server import ServerConfig
+from serve.verbs import launch, serve
+
+REPLICA = "replica"
+STEP_S = 0.005
+
+
+def replica(argv: list[str]) -> int | None:
+    """In the place of `apt-jax serve`."""
+    parser = options.Parser(prog="toy")
+    serve.add_arguments(parser)
+    args = parser.parse_args(argv)
+    code, _, words = os.environ.get("TOY_FAILS", "").partition(" ")
+    if code:
+        sys.stderr.write(f"{words}\n")
+        return int(code)
+    logs.configure(args.log_format, args.log_level)
+    parts = server_parts(STEP_S)
+    config = ServerConfig(host=args.host, port=args.grpc_port)
+    return asyncio.run(
+        serve.serve(
+            parts.config, config, shutdown_timeout_s=args.shutdown_timeout, build=lambda: parts
+        )
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == REPLICA:
+        sys.exit(replica(sys.argv[2:]))
+    launch.SERVE = (sys.executable, os.path.abspath(__file__), REPLICA)
+    sys.exit(cli.main(["launch", *sys.argv[1:]]))
