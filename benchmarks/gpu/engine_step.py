@@ -49,6 +49,13 @@ class StepCase:
     donate: bool = True
 
     @property
+    def num_loops(self) -> int:
+        """Layers whose hidden rows are XLA's over several GPUs: tiles of rows and positions, as many as there are."""
+        if self.num_devices == 1 or not self.kinds[1]:
+            return 0
+        return self.num_layers or PRESETS[self.model]["num_hidden_layers"]
+
+    @property
     def name(self) -> str:
         hidden = "absorbed" if self.absorb else "reprojected"
         kinds = [name for name, used in zip(("kv", hidden), self.kinds, strict=True) if used]

@@ -98,6 +98,13 @@ def test_a_step_fails_by_one_property(change, said):
     assert said in failure
 
 
+def test_loops_lie_between_command_buffers():
+    looped = dataclasses.replace(GOOD_STEP, command_buffers=3, outside=2)
+    assert device_free.failures(looped, num_loops=2) == []
+    assert "must be 2 and 1" in device_free.failures(looped, num_loops=1)[0]
+    assert "must be 3 and 2" in device_free.failures(GOOD_STEP, num_loops=2)[0]
+
+
 HLO = """
 %write (p: bf16[8,16], i: s32[2], r: bf16[2,16]) -> bf16[8,16] {
   %p = bf16[8,16]{1,0} parameter(0)
@@ -133,6 +140,23 @@ ENTRY %main (pool: bf16[8,16], i: s32[2], r: bf16[2,16]) -> (bf16[8,16], bf16[4,
 )
 def test_copies_of_a_pool_are_found_whatever_makes_them(line, copies):
     assert device_free.pool_copies(HLO.replace("  %flat", f"  {line}\n  %flat"), 128) == copies
+
+
+@pytest.mark.parametrize(
+    ("line", "copies"), [("", 0), ("%c = bf16[8,16]{1,0} copy(%pool)", 1), ("%c = bf16[4,4]{1,0} copy(%r)", 0)]
+)  # fmt: skip
+def test_copies_within_a_loop_are_found(line, copies):
+    loop = f"""
+%again (t: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {{
+  %t = (s32[], bf16[8,16]{{1,0}}) parameter(0)
+  %pool = bf16[8,16]{{1,0}} get-tuple-element(%t), index=1
+  {line}
+  ROOT %next = (s32[], bf16[8,16]{{1,0}}) tuple(%i, %pool)
+}}
+"""
+    call = "  %loop = (s32[], bf16[8,16]{1,0}) while(%start), condition=%ends, body=%again\n"
+    hlo = loop + HLO.replace("  %flat", f"{call}  %flat")
+    assert device_free.pool_copies(hlo, 128) == copies
 
 
 def test_launches_are_counted_inside_and_outside_of_command_buffers():
