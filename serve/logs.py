@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pythonjsonlogger.json import JsonFormatter
@@ -33,6 +34,18 @@ def configure(log_format: Format, level: str) -> None:
     for name in ("apt_jax", "serve"):
         logging.getLogger(name).setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel("ERROR")  # it warns of every line that is no HTTP
+
+
+def announcer(log_format: Format) -> Callable[[str], None]:
+    """What writes a line to standard output, at once: as it is, or as an object like those of the log."""
+    formatter = logging.Formatter() if log_format == "text" else json_formatter()
+
+    def say(line: str) -> None:
+        record = logging.LogRecord("serve", logging.INFO, "", 0, line, None, None)
+        sys.stdout.write(formatter.format(record) + "\n")
+        sys.stdout.flush()
+
+    return say
 
 
 class TextFormatter(logging.Formatter):

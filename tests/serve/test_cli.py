@@ -19,7 +19,7 @@ from toy_serving import executor_of, toy_parts
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
-from serve import cli
+from serve import cli, logs
 from serve.client import AptClient
 from serve.errors import CommandError
 from serve.grpc_server import ServerConfig
@@ -348,7 +348,9 @@ def test_a_long_talk_goes_on_without_its_beginning(server):
 # --- serve: its life -----------------------------------------------------------------------------------------------
 
 
-def serve_in_process(scenario, *, build=toy_parts, shutdown_timeout_s: float = 30.0):
+def serve_in_process(
+    scenario, *, build=toy_parts, shutdown_timeout_s: float = 30.0, log_format: logs.Format = "text"
+):
     """Run the serve verb's loop with `scenario(port)` in a thread; returns its exit code and what it printed."""
     port = free_port()
     out = io.StringIO()
@@ -361,6 +363,7 @@ def serve_in_process(scenario, *, build=toy_parts, shutdown_timeout_s: float = 3
             ServerConfig(port=port),
             shutdown_timeout_s=shutdown_timeout_s,
             build=build,
+            log_format=log_format,
         )
 
     try:
@@ -407,6 +410,24 @@ def test_H1_a_signal_drains_and_exits_with_0():
     assert "serving toy" in out
     assert "stopping: 1 open requests" in out
     assert out.endswith("stopped\n")
+
+
+def test_a_log_of_objects_has_objects_on_stdout_too():
+    def scenario(port: int) -> None:
+        with wait_until_serving(port):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    code, out = serve_in_process(scenario, log_format="json")
+    assert code == 0
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["message"].split()[0] for line in lines] == ["listening", "serving", "stopping:", "stopped"]  # fmt: skip
+    assert all(line["level"] == "INFO" and line["timestamp"] for line in lines)
+
+
+def test_a_model_that_does_not_exist_is_named_before_anything_is_said_to_listen():
+    code, out, err = run("serve", "nosuch-model", "--grpc-port", "0", "--port", "0")
+    assert (code, out) == (1, "")
+    assert err.startswith("apt-jax serve: model 'nosuch-model' is neither")
 
 
 def test_H2_a_second_signal_ends_it_now():
@@ -492,7 +513,7 @@ def test_an_http_port_in_use_is_one_line_and_leaves_nothing_open():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(CommandError, match=r"in use.*--port.*--no-http"):
+        with pytest.raises(CommandError, match=r"in use\); .*--port.*--no-http"):
             asyncio.run(
                 serve_verb.serve(
                     EngineConfig(model="toy"),
