@@ -46,7 +46,9 @@ ENGINE_LOST = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default=ServerConfig().host, help="address to listen on")
+    group.add_argument(
+        "--host", metavar="HOST", default=ServerConfig().host, help="address to listen on"
+    )
     group.add_argument(
         "--grpc-port",
         type=int,

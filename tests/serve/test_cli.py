@@ -74,6 +74,12 @@ def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
     importlib.import_module(module).add_arguments(parser)
     for action in parser._actions:
         assert action.help, action.option_strings
+        if action.nargs != 0 and action.option_strings:
+            assert action.metavar or action.choices, (
+                action.option_strings
+            )  # else argparse shouts the flag
+            shown = parser._get_formatter()._expand_help(action)
+            assert action.default is None or "default" in shown, action.option_strings
         if action.dest.endswith("_ms"):
             assert "milliseconds" in action.help
 
@@ -99,7 +105,10 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--max-num-seq=3"), "did you mean --max-num-seqs?"),
         (("serve", "--cache", "hybird"), "--cache: 'hybird' must be one of kv, hidden, hybrid; did you mean hybrid?"),
         (("serve", "--scheduling-policy", "atp"), "--scheduling-policy: 'atp' must be one of"),
-        (("serve", "--block-size", "x"), "--block-size"),
+        (("serve", "--block-size", "abc"), "--block-size: 'abc' is not an integer"),
+        (("serve", "--device-memory-utilization", "half"), "--device-memory-utilization: 'half' is not a number"),
+        (("simulate", "--num-requests", "1.5"), "--num-requests: '1.5' is not an integer"),
+        (("demo", "--seed", ""), "--seed: '' is not an integer"),
         (("serve", "--block-size", "0"), "(--block-size)"),
         (("serve", "-tp", "0"), "(-tp)"),
         (("serve", "--default-slo-ttft-ms", "nan"), "--default-slo-ttft-ms"),
