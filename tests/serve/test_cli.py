@@ -267,7 +267,7 @@ class Terminal(io.StringIO):
 def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog):
     def build(config, *, progress, **options):
         for done in range(4):
-            progress("compiling", done, 3)
+            progress("preparing", done, 3)
         raise CommandError("enough")
 
     monkeypatch.setattr("serve.completer.build_engine", build)
@@ -281,19 +281,19 @@ def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog
         assert cli.main(argv) == 1
     shown = err.getvalue() if verb != "serve" or terminal else caplog.text
     if terminal:
-        assert "compiling: 100%" in shown
+        assert "preparing: 100%" in shown
         assert "3/3" in shown
         assert "program" in shown
     else:
-        assert shown.count("compiling 3 programs\n") == 1
-        assert shown.count("compiled 3 programs in 0.0 s\n") == 1
+        assert shown.count("preparing 3 programs\n") == 1
+        assert shown.count("prepared 3 programs in 0.0 s\n") == 1
         assert "%" not in shown
 
 
 def test_quiet_is_quiet(monkeypatch):
     def build(config, *, progress, **options):
         for done in range(4):
-            progress("compiling", done, 3)
+            progress("preparing", done, 3)
         raise CommandError("enough")
 
     monkeypatch.setattr("serve.completer.build_engine", build)
