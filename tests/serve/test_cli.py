@@ -24,6 +24,7 @@ from serve.client import AptClient
 from serve.errors import CommandError
 from serve.grpc_server import ServerConfig
 from serve.http_server import HttpConfig
+from serve.output import write_json
 from serve.verbs import serve as serve_verb
 from serve.verbs.chat import Transcript
 
@@ -419,6 +420,20 @@ def test_H1_a_signal_drains_and_exits_with_0():
     assert "serving toy" in out
     assert "stopping: 1 open requests" in out
     assert out.endswith("stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({"ttft_ms": 1234.5678912345, "s": 1.23456789012}, {"ttft_ms": 1234.568, "s": 1.234568}),
+        ({"tbt_ms": [0.00123456789, 12.3456789]}, {"tbt_ms": [0.00123457, 12.3457]}),
+        ({"per_token_s": 1.23456789e-9, "at_s": 1763800000.123456}, {"per_token_s": 1.23457e-9, "at_s": 1763800000.123456}),
+        ([0.0, -0.1 - 0.2, True, 3, "x", None, float("inf")], [0.0, -0.3, True, 3, "x", None, float("inf")]),
+    ],
+)  # fmt: skip
+def test_json_has_microseconds_and_six_digits(given, written, capsys):
+    write_json("-", given)
+    assert json.loads(capsys.readouterr().out) == written
 
 
 def test_a_log_of_objects_has_objects_on_stdout_too():
