@@ -15,6 +15,7 @@ import time
 
 import httpx2
 import pytest
+from caches import calibrations_apart
 from toy_serving import executor_of, toy_parts
 
 from apt_jax.config import EngineConfig
@@ -630,7 +631,7 @@ def test_a_real_server_process_serves_and_stops(tmp_path):
             "--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--num-blocks-override", "64",
             "--calibration-time", "0", "--served-model-name", "small",
         ],
-        env={**os.environ, "APT_JAX_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "APT_JAX_CACHE_DIR": calibrations_apart(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
