@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""(stage, done, total), after each part of a stage: "compiling", "calibrating"."""
+"""(stage, done, total), after each part of a stage: "preparing" (programs: compiled, or loaded from disk), "calibrating"."""
 
 DEFAULT_CALIBRATION_S = 10.0
 """Time that a calibration at start takes, about; `apt-jax calibrate` takes longer and measures better."""
@@ -474,7 +474,7 @@ def build_engine(
         calibrate: measure step costs where none are stored for this model, machine and configuration; without it
             stored ones are still used.
         calibration_s: about how long to measure, seconds.
-        progress: told how far compiling and calibrating are.
+        progress: told how far preparing programs and calibrating are.
 
     Raises:
         ModelLoadError: model or tokenizer cannot be used.
@@ -494,7 +494,7 @@ def build_engine(
         loaded_s = time.monotonic()
         with _room_for("the largest steps beside weights and cache", _SMALLER_STEPS):
             if warm_up:
-                executor.warm_up(_stage(progress, "compiling"))
+                executor.warm_up(_stage(progress, "preparing"))
             warm_s = time.monotonic()
             executor.leader = hosts if isinstance(hosts, Leader) else None
             if calibrate:
@@ -538,7 +538,7 @@ def run_headless(config: EngineConfig, progress: Progress | None = None) -> None
         loaded, mesh = _load(config)
         executor = _make_executor(config, loaded, mesh)
         with _room_for("the largest steps beside weights and cache", _SMALLER_STEPS):
-            executor.warm_up(_stage(progress, "compiling"))
+            executor.warm_up(_stage(progress, "preparing"))
             logger.info("rank %d runs what rank 0 runs", config.parallel.node_rank)
             follow(executor, hosts)
 
@@ -695,7 +695,7 @@ class ProgressBars:
         say: told the lines where there is no terminal; None: they are logged.
     """
 
-    _DONE: ClassVar = {"compiling": ("program", "compiled"), "calibrating": ("step", "calibrated")}
+    _DONE: ClassVar = {"preparing": ("program", "prepared"), "calibrating": ("step", "calibrated")}
     """Stages of starting: what is counted, and what has been done to it in the end."""
 
     def __init__(
@@ -767,7 +767,7 @@ class LLM:
         enable_prefix_caching: requests with the same beginning share the cache of it.
         warm_up: compile everything now rather than when it is first needed.
         calibrate: measure step costs if none are stored for this machine; without it stored ones are still used.
-        use_tqdm: show progress while compiling and calibrating.
+        use_tqdm: show progress while preparing programs and calibrating.
 
     Raises:
         ModelLoadError, ConfigError: see `build_engine`.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from apt_jax.async_engine import AsyncEngine, EngineClosedError, StreamGroup
-from apt_jax.errors import EngineDeadError
+from apt_jax.errors import EngineDeadError, InvalidRequestError
 from apt_jax.request import EngineRequest, RequestMetrics
 from serve.status import RequestFailedError
 
@@ -25,6 +25,8 @@ class CallRecord:
     door: Literal["http", "grpc"]
     method: str
     """The path or the gRPC method; one of ours, never what a client wrote."""
+    verb: str | None = None
+    """HTTP's method, likewise; None: at the other door, or not one that we know."""
     request_id: str = NO_ID
     tenant: str | None = None
     """Whose key it came with (`serve.keys`)."""
@@ -32,6 +34,8 @@ class CallRecord:
     """The finish reason of its answer, or the status that it got instead."""
     code: str | None = None
     """More exactly, in a word for programs."""
+    param: str | None = None
+    """The field that is wrong."""
     verdict: Literal["served", "gone", "refused", "failed"] = "failed"
     """What became of it: "gone" is the client, "refused" what a client can be told to do better or later."""
     error: BaseException | None = None
@@ -81,6 +85,9 @@ class CallRecord:
             internal: the client cannot help it.
         """
         self.reason, self.code = reason, code
+        if isinstance(error, InvalidRequestError):
+            self.param = error.field  # a name of ours; its message may quote the client
+            self.code = error.code
         failed = internal and not isinstance(error, EngineClosedError)
         self.verdict = "failed" if failed else "refused"
         if failed and not isinstance(error, RequestFailedError | EngineDeadError):

@@ -50,29 +50,40 @@ MAX_MODEL_LEN = 512
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
-    parser.add_argument("--model", default="tiny-opt", help="model to serve (default: tiny-opt)")
+    parser.add_argument(
+        "--model", metavar="MODEL", default="tiny-opt", help="model to serve (default: tiny-opt)"
+    )
     parser.add_argument(
         "--num-blocks",
         type=int,
+        metavar="BLOCKS",
         default=96,
         help="blocks of the pool, kept small so that memory is contended (default: 96)",
     )
     parser.add_argument(
         "--duration-s",
         type=float,
+        metavar="S",
         default=20.0,
         help="about how long requests arrive, seconds a run (default: 20)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of prompts, arrivals and sampling (default: 0)"
+        "--seed",
+        type=int,
+        metavar="SEED",
+        default=0,
+        help="seed of prompts, arrivals and sampling (default: 0)",
     )
     parser.add_argument(
         "--output",
         type=Path,
+        metavar="DIR",
         default=Path("demo-results"),
         help="folder for the plot and the numbers (default: demo-results)",
     )
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the numbers to this file"
+    )
 
 
 def demo_config(model: str, num_blocks: int) -> EngineConfig:

@@ -17,6 +17,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPMethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from apt_jax.async_engine import AsyncEngine, EngineClosedError, StreamGroup
@@ -248,13 +249,20 @@ class HttpApp:
         try:
             self._admit(scope)
         except RefusedError as error:
-            record = CallRecord(door="http", method="any")
+            record = CallRecord(door="http", method=self._path_of(scope), verb=_verb_of(scope))
             record.fail(error, str(error.status), error.code, internal=False)
             record.close(None, None)
             self._log.write(record)
             await _Answer(send).fail(failure_of(error, NO_ID))
             return
         await self._routes(scope, receive, send)
+
+    def _path_of(self, scope: Scope) -> str:
+        """Which of our paths a call is for, as it is written in `_routes`."""
+        for route in self._routes.routes:
+            if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
+                return route.path
+        return "any"
 
     def _admit(self, scope: Scope) -> None:
         config, headers = self._config, scope["headers"]
@@ -297,7 +305,9 @@ class HttpApp:
     async def _generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
         request, answer, answers = Request(scope, receive), _Answer(send), None
         engine = group = None
-        record = CallRecord(door="http", method=_PATHS[kind], tenant=scope.get(_TENANT))
+        record = CallRecord(
+            door="http", method=_PATHS[kind], verb="POST", tenant=scope.get(_TENANT)
+        )
         record.comes_from(request.headers)
         departure = _Departure(request.receive)
         self.num_open += 1
@@ -520,6 +530,10 @@ class HttpApp:
         except TimeoutError:
             raise EngineClosedError("the engine does not answer") from None
         return Response(data, headers={"content-type": content_type})
+
+
+def _verb_of(scope: Scope) -> str | None:
+    return scope["method"] if scope["method"] in HTTPMethod.__members__ else None
 
 
 def _tenant_of(keys: ApiKeys, scope: Scope) -> str | None:

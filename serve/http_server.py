@@ -167,6 +167,8 @@ def _bound(host: str, port: int) -> socket.socket:
         )[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)  # type: ignore[arg-type]
     except OSError as error:
+        # `create_server` appends the address, which stands in our message already.
+        reason = str(error.strerror).partition(" (while attempting")[0]
         raise PortInUseError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another address (--port, --http-host), or --no-http"
+            f"cannot listen on {host}:{port} ({reason}); choose another address (--port, --http-host), or --no-http"
         ) from None

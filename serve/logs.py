@@ -11,11 +11,12 @@ import logging
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pythonjsonlogger.json import JsonFormatter
 
-from serve.call_record import CallRecord
+from serve.call_record import NO_ID, CallRecord
 
 Format = Literal["text", "json"]
 FORMATS: tuple[Format, ...] = ("text", "json")
@@ -33,6 +34,18 @@ def configure(log_format: Format, level: str) -> None:
     for name in ("apt_jax", "serve"):
         logging.getLogger(name).setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel("ERROR")  # it warns of every line that is no HTTP
+
+
+def announcer(log_format: Format) -> Callable[[str], None]:
+    """What writes a line to standard output, at once: as it is, or as an object like those of the log."""
+    formatter = logging.Formatter() if log_format == "text" else json_formatter()
+
+    def say(line: str) -> None:
+        record = logging.LogRecord("serve", logging.INFO, "", 0, line, None, None)
+        sys.stdout.write(formatter.format(record) + "\n")
+        sys.stdout.flush()
+
+    return say
 
 
 class TextFormatter(logging.Formatter):
@@ -91,9 +104,11 @@ class CallLog:
             "request_id": record.request_id,
             "door": record.door,
             "method": record.method,
+            "verb": record.verb,
             "tenant": record.tenant,
             "reason": record.reason,
             "code": record.code,
+            "param": record.param,
             "prompt_tokens": record.num_prompt_tokens,
             "output_tokens": record.num_output_tokens,
             "blocks": record.num_blocks,
@@ -104,9 +119,8 @@ class CallLog:
         }
         self._logger.log(
             level,
-            "request %s: %s, %d tokens, %.0f ms",
-            record.request_id,
-            record.reason,
+            "%s: %s, %d tokens, %.0f ms",
+            *_headline(record),
             record.num_output_tokens,
             1e3 * record.duration_s,
             extra={name: value for name, value in known.items() if value is not None},
@@ -131,6 +145,16 @@ class CallLog:
         if left_out > 0:
             fields = {"reason": reason, "left_out": left_out}
             self._logger.info("%d more requests: %s", left_out, reason, extra=fields)
+
+
+def _headline(record: CallRecord) -> tuple[str, str]:
+    """Which call, and how it ended: without what its client wrote."""
+    if record.verdict == "served":
+        return f"request {record.request_id}", record.reason
+    call = record.method if record.verb is None else f"{record.verb} {record.method}"
+    named = "" if record.request_id == NO_ID else f" (request {record.request_id})"
+    why = (record.reason, record.code, record.param)
+    return call + named, " ".join(word for word in why if word is not None)
 
 
 def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None:

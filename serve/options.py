@@ -53,6 +53,9 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **kwargs)
 
+        self.register("type", int, _integer)
+        self.register("type", float, _number)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
@@ -75,14 +78,26 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
 
-def positive(kind: type) -> Any:
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not an integer") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number") from None
+
+
+def positive(kind: type[int] | type[float]) -> Any:
     """An argparse type: a positive number of this kind."""
+    read = _integer if kind is int else _number
 
     def convert(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number") from None
+        value = read(text)
         if not 0 < value < float("inf"):
             raise argparse.ArgumentTypeError(f"{text!r:.40} must be positive")
         return value
@@ -92,10 +107,7 @@ def positive(kind: type) -> Any:
 
 def not_negative(text: str) -> float:
     """An argparse type: a number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number") from None
+    value = _number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r:.40} must be at least 0")
     return value
@@ -148,8 +160,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--block-size",
         type=int,
+        metavar="TOKENS",
         default=cache.block_size,
-        help="keys, or values, a block; layer inputs of another width fill it as they fit",
+        help="tokens whose keys, or values, a block holds; layer inputs of another width fill it as they fit",
     )
     group.add_argument(
         "--num-blocks-override",
@@ -185,17 +198,23 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="value of a request that has missed its objective, in [0, 1]",
     )
     group.add_argument(
-        "--max-num-seqs", type=int, default=scheduler.max_num_seqs, help="most requests a step"
+        "--max-num-seqs",
+        type=int,
+        metavar="REQUESTS",
+        default=scheduler.max_num_seqs,
+        help="most requests a step",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=int,
+        metavar="TOKENS",
         default=scheduler.max_num_batched_tokens,
         help="most tokens a step",
     )
     group.add_argument(
         "--max-num-queued-reqs",
         type=int,
+        metavar="REQUESTS",
         default=scheduler.max_num_queued_reqs,
         help="waiting requests beyond which new ones are refused",
     )
@@ -265,6 +284,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seed",
         type=int,
+        metavar="SEED",
         default=config.seed,
         help="of dummy weights, and of sampled requests that bring none",
     )
@@ -338,18 +358,46 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
     """Flags of one request; `sampling_fields` reads them. Ranges are checked with the request."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help="most output tokens of one completion"
+        "--max-tokens",
+        type=int,
+        metavar="TOKENS",
+        default=max_tokens,
+        help="most output tokens of one completion",
     )
     group.add_argument(
-        "--temperature", type=float, default=0.0, help="0: always the most likely token"
+        "--temperature",
+        type=float,
+        metavar="T",
+        default=0.0,
+        help="0: always the most likely token",
     )
-    group.add_argument("--top-k", type=int, default=0, help="only the k most likely tokens; 0: off")
     group.add_argument(
-        "--top-p", type=float, default=1.0, help="only the most likely tokens of this sum; 1: off"
+        "--top-k",
+        type=int,
+        metavar="TOKENS",
+        default=0,
+        help="only so many of the most likely tokens; 0: off",
     )
-    group.add_argument("--min-p", type=float, default=0.0, help="0: off")
     group.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="of tokens seen before; 1: off"
+        "--top-p",
+        type=float,
+        metavar="P",
+        default=1.0,
+        help="only the most likely tokens whose probabilities sum to P; 1: off",
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        default=0.0,
+        help="only tokens at least P times as likely as the most likely one; 0: off",
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="FACTOR",
+        default=1.0,
+        help="of tokens seen before; 1: off",
     )
     group.add_argument("--sampling-seed", type=int, metavar="SEED", help="of the draws")
     group.add_argument(

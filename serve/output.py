@@ -1,6 +1,7 @@
 """What verbs write: tables for people, JSON for programs."""
 
 import json
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,11 +37,25 @@ def starting_bars(*, quiet: bool = False) -> ProgressBars:
     return ProgressBars(disable=True if quiet else None, say=say)
 
 
+def rounded(value: Any, places: int = 6) -> Any:
+    """`value` with its fractions to six places, those of names in ``_ms`` to three: microseconds. Six digits always stay."""
+    match value:
+        case dict():
+            return {
+                k: rounded(v, 3 if str(k).endswith("_ms") else places) for k, v in value.items()
+            }
+        case list() | tuple():
+            return [rounded(item, places) for item in value]
+        case float() if value and math.isfinite(value):
+            return round(value, max(places, 5 - math.floor(math.log10(abs(value)))))
+    return value
+
+
 def write_json(path: str | None, values: Any) -> None:
-    """Write `values` to a file, to stdout for ``-``, nowhere for None."""
+    """Write `values` to a file, to stdout for ``-``, nowhere for None; numbers rounded (`rounded`)."""
     if path is None:
         return
-    text = json.dumps(values, indent=1, default=str) + "\n"
+    text = json.dumps(rounded(values), indent=1, default=str) + "\n"
     if path == "-":
         sys.stdout.write(text)
         return

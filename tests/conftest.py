@@ -1,11 +1,19 @@
 """Settings for the whole suite: JAX on the CPU, strict about dtypes and ranks."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Generator
 from typing import Any
 
-# An environment variable, not a call: it also reaches the processes that tests start.
+# Environment variables, not calls: they also reach the workers, and the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # What one test has compiled the others find, in this run alone.
+    programs = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="apt-jax-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    atexit.register(shutil.rmtree, programs, ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may ask the hub
 
 import jax

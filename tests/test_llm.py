@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from caches import calibrations_apart
 from opt_checkpoint import TINY
 from toy_serving import (
     EOS,
@@ -315,7 +316,7 @@ SMALL = {**TINY, "vocab_size": 280, "hidden_size": 32, "word_embed_proj_dim": 32
 @pytest.fixture
 def small_model(tmp_path, monkeypatch):
     """A directory with a random model of two layers and a tokenizer of bytes."""
-    monkeypatch.setenv("APT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(tmp_path / "cache"))
     monkeypatch.setattr("apt_jax.llm.use_compile_cache", lambda: False)
     path = tmp_path / "small"
     path.mkdir()
@@ -390,7 +391,7 @@ LINES = ["Once upon a time", "The king said: «où?» — 你好 🙂", "a"]
 def bundled(tmp_path_factory):
     """The bundled model with few shapes to compile; tests leave it as they found it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("APT_JAX_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(tmp_path_factory.mktemp("cache")))
         patch.setattr("apt_jax.llm.use_compile_cache", lambda: False)
         return LLM("tiny-opt", **FEW_PROGRAMS)
 

@@ -7,17 +7,28 @@ import pytest
 PRINTS = {"quickstart": "apt, hybrid cache", "policies": "apt-plus, hybrid by absorption"}
 """Something that each notebook prints near its end."""
 
+SMALLER = {
+    "quickstart": {"calibrate=False), 8.0)": "calibrate=False), 2.0)", "duration_s=10": "duration_s=2"},
+    "policies": {"num_requests=300": "num_requests=60"},
+}  # fmt: skip
+"""Less to calibrate, replay and simulate; every cell runs all the same, and as it is with `make test-slow`."""
+
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # the kernel's own libraries warn
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebook_runs(path: Path) -> None:
+def test_notebook_runs(path: Path, whole: bool) -> None:
     import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
+    for written, smaller in ({} if whole else SMALLER[path.stem]).items():
+        cells = [cell for cell in notebook.cells if written in cell.source]
+        assert len(cells) == 1, written
+        cells[0].source = cells[0].source.replace(written, smaller)
     NotebookClient(
         notebook,
         timeout=500,

@@ -42,6 +42,10 @@ class MemoryPlan:
     """What a step writes down beside: the scores over the vocabulary of every row, and the widest activations."""
 
 
+class _NoRoomError(ConfigError):
+    """It does not fit."""
+
+
 def memory_plan(
     config: ModelConfig,
     dtype: Any,
@@ -55,8 +59,51 @@ def memory_plan(
     """Plan a model on so many devices of so many bytes each.
 
     Raises:
-        ConfigError: it cannot be cut for them, or does not fit.
+        ConfigError: it cannot be cut for them, or does not fit; then the flags are named that would help.
     """
+    asked: dict[str, Any] = {
+        "dtype": dtype,
+        "cache": cache,
+        "num_devices": num_devices,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+    }
+
+    def fits(**changes: Any) -> bool:
+        try:
+            _plan(config, device_bytes=device_bytes, **(asked | changes))
+        except ConfigError:
+            return False
+        return True
+
+    try:
+        return _plan(config, device_bytes=device_bytes, **asked)
+    except _NoRoomError as error:
+        sizes = (t for t in parallel.sizes_that_fit(config) if t > num_devices)
+        enough = next((t for t in sizes if fits(num_devices=t)), None)
+        fewest = dataclasses.replace(cache, num_blocks_override=2)
+        whole = dataclasses.replace(cache, device_memory_utilization=1.0)
+        ways = {
+            f"more devices (-tp {enough})": enough is not None,
+            "a 16-bit --dtype": jnp.dtype(dtype).itemsize > 2 and fits(dtype="bfloat16"),
+            "a smaller --max-num-batched-tokens or --max-num-seqs": fits(max_num_seqs=1, max_num_batched_tokens=1),
+            "a smaller --num-blocks-override": cache.num_blocks_override is not None and fits(cache=fewest),
+            "a larger --device-memory-utilization": fits(cache=whole),
+        }  # fmt: skip
+        helpful = [way for way, helps in ways.items() if helps]
+        raise ConfigError(f"{error}; what helps: {', '.join(['devices with more memory', *helpful])}") from None  # fmt: skip
+
+
+def _plan(
+    config: ModelConfig,
+    dtype: Any,
+    cache: CacheConfig,
+    *,
+    num_devices: int,
+    device_bytes: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> MemoryPlan:
     parallel.check_size(config, num_devices)
     config = parallel.with_repeated_heads(config, num_devices)
     padded = -(-config.vocab_size // num_devices) * num_devices
@@ -80,10 +127,9 @@ def memory_plan(
     num_blocks = cache.num_blocks_override or int(max(0, free) * cache.device_memory_utilization) // block - 1  # fmt: skip
     least = 1 if cache.mode == "hidden" else 2
     if (num_blocks + 1) * block > free or num_blocks < least:
-        raise ConfigError(
+        raise _NoRoomError(
             f"the weights take {weights / 2**30:.1f} GiB on each of {num_devices} devices and a step {step / 2**30:.1f} GiB: "
-            f"{device_bytes / 2**30:.0f} GiB leave no room for {max(least, num_blocks)} blocks of cache; use more devices (-tp), a smaller "
-            "--dtype, --num-blocks-override or --max-num-batched-tokens"
+            f"{device_bytes / 2**30:.3g} GiB leave no room for {max(least, num_blocks)} blocks of cache"
         )
     tokens = {} if cache.mode == "hidden" else {"kv": num_blocks // 2 * cache.block_size}
     if hidden:

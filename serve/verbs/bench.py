@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output-scale",
         type=positive(float),
+        metavar="FACTOR",
         default=1.0,
         help="factor on output lengths of the trace",
     )
@@ -87,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--temperature",
         type=options.not_negative,
+        metavar="T",
         default=0.0,
         help="0: always the most likely token",
     )
@@ -96,14 +98,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = group.add_mutually_exclusive_group()
     shape.add_argument("--burstiness", type=positive(float), metavar="B", help="shape of the Gamma distribution of the gaps (1: Poisson, below 1: bursts); without it recorded arrivals stretched to the rate, else 1")  # fmt: skip
     shape.add_argument(
-        "--cv", type=positive(float), help="the same as coefficient of variation, 1 / sqrt(B)"
+        "--cv",
+        type=positive(float),
+        metavar="CV",
+        help="the same as coefficient of variation, 1 / sqrt(B)",
     )
     group.add_argument("--max-concurrency", type=positive(int), metavar="N", help="most requests under way; without a rate always so many (closed loop)")  # fmt: skip
     group.add_argument("--num-requests", "--num-prompts", type=positive(int), metavar="N", help=f"without it and --duration {_DEFAULT_REQUESTS}")  # fmt: skip
     group.add_argument(
         "--duration", type=positive(float), metavar="S", help="seconds after which nothing is sent"
     )
-    group.add_argument("--seed", type=int, default=0, help="draws requests, prompts and arrivals")
+    group.add_argument(
+        "--seed", type=int, metavar="SEED", default=0, help="draws requests, prompts and arrivals"
+    )
     group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before, one by one, that are not counted; 0: none")  # fmt: skip
     group = parser.add_argument_group("objectives, sent along and judged by the client's clock")
     group.add_argument(
@@ -130,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="a search for each of N seeds from --seed on",
     )
-    group.add_argument("--tolerance", type=positive(float), default=0.05, help="relative width of the bracket at which a search ends")  # fmt: skip
+    group.add_argument("--tolerance", type=positive(float), metavar="SHARE", default=0.05, help="relative width of the bracket at which a search ends")  # fmt: skip
     group = parser.add_argument_group("results")
     group.add_argument(
         "--save-csv", metavar="FILE", help="a row a request; with --find-rate a row a run"

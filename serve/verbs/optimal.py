@@ -45,9 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="CSV with the columns prompt_tokens, output_tokens and optionally arrival_s, not falling; docs/optimal.md",
     )
     group = parser.add_argument_group("costs and memory")
-    group.add_argument("--model", default="llama-2-7b", help="model of the hardware description")
     group.add_argument(
-        "--hardware", default="a100-80gb", help="described hardware, or a .json description"
+        "--model", metavar="MODEL", default="llama-2-7b", help="model of the hardware description"
+    )
+    group.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        default="a100-80gb",
+        help="described hardware, or a .json description",
     )
     group.add_argument(
         "--capacity-tokens",
@@ -65,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-num-batched-tokens",
         type=options.positive(int),
+        metavar="TOKENS",
         default=4096,
         help="most tokens a batch",
     )

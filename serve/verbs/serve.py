@@ -54,7 +54,9 @@ ENGINE_LOST = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default=ServerConfig().host, help="address to listen on")
+    group.add_argument(
+        "--host", metavar="HOST", default=ServerConfig().host, help="address to listen on"
+    )
     group.add_argument(
         "--grpc-port",
         type=int,
@@ -285,6 +287,8 @@ def _run(args: argparse.Namespace) -> int:
             reload=lambda: _reload(args, keys, tls),
             step_timeout_s=args.step_timeout,
             decision_log=args.decision_log,
+            find=lambda: _find(config),
+            log_format=args.log_format,
         )
     )
     sys.stdout.flush()
@@ -354,6 +358,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def _find(config: EngineConfig) -> None:
+    from apt_jax.models import resolve_model  # JAX takes a second to import
+
+    resolve_model(config.model, allow_preset=config.load_format == "dummy")
+
+
 def _build(config: EngineConfig, calibration_s: float) -> EngineParts:
     bars = ProgressBars()
     try:
@@ -374,6 +384,8 @@ async def serve(
     reload: Callable[[], None] = lambda: None,
     step_timeout_s: float | None = None,
     decision_log: int = 1024,
+    find: Callable[[], object] = lambda: None,
+    log_format: logs.Format = "text",
 ) -> int | None:
     """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
 
@@ -385,26 +397,33 @@ async def serve(
         build: makes the engine, in a thread.
         reload: called at SIGHUP.
         step_timeout_s, decision_log: see `AsyncEngine`.
+        find: looks for the model, before anything is said of it; in the same thread.
+        log_format: of the lines on standard output that say what becomes of the server.
 
     Raises:
         CommandError: a port is in use.
-        ModelLoadError, ConfigError: from `build`.
+        ModelLoadError, ConfigError: from `find` or `build`.
     """
     server = _Doors(server_config, http_config)
     try:
         await server.start()  # before the model: a wrong port need not wait for it
     except PortInUseError as error:
         raise CommandError(str(error)) from None
-    address = server.addresses
-    _say(f"listening on {address}, loading {config.model}")
+    address, say = server.addresses, logs.announcer(log_format)
+
+    def find_and_build() -> EngineParts:
+        find()
+        say(f"listening on {address}, loading {config.model}")
+        return build()
+
     signals = Signals(reload)
-    building = _in_thread(build)
+    building = _in_thread(find_and_build)
     stopped = asyncio.create_task(signals.first.wait())
     try:
         await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not building.done():
             await server.stop(0)
-            _say("stopped before the model was ready")
+            say("stopped before the model was ready")
             return None
         parts = building.result()
         metrics = ServerMetrics(parts)
@@ -414,8 +433,8 @@ async def serve(
         if parts.leader is not None:
             parts.leader.on_lost = functools.partial(_lose, engine)
         await server.serve(engine, metrics)
-        _say(
-            f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, compiled in {parts.warm_up_s:.1f} s, "
+        say(
+            f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, programs prepared in {parts.warm_up_s:.1f} s, "
             f"calibrated in {parts.calibration_s:.1f} s; {parts.executor.num_blocks} blocks of {parts.executor.block_size} tokens)"
         )
         ended = asyncio.create_task(engine.wait_ended())
@@ -425,7 +444,7 @@ async def serve(
             logger.critical("%s", ended.result())
             await server.stop(0)
             return ENGINE_LOST
-        _say(f"stopping: {server.num_open} open requests have {shutdown_timeout_s:g} s to end")
+        say(f"stopping: {server.num_open} open requests have {shutdown_timeout_s:g} s to end")
         stopping = asyncio.create_task(server.stop(shutdown_timeout_s))
         hurry = asyncio.create_task(signals.second.wait())
         await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
@@ -438,7 +457,7 @@ async def serve(
             return ENGINE_LOST
         if parts.leader is not None:
             parts.leader.close()
-        _say("stopped")
+        say("stopped")
         return 0
     finally:
         stopped.cancel()
@@ -497,11 +516,6 @@ class _Doors:
         if self._http is not None:
             stops.append(self._http.stop(drain_s))
         await asyncio.gather(*stops)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 class Signals:

@@ -44,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = SimulationConfig()
     known = ", ".join(f"{model} on {name} x{n}" for model, name, n in known_hardware())
     group = parser.add_argument_group("what is simulated")
-    group.add_argument("--model", default=default.model, help=f"known: {known}")
+    group.add_argument("--model", metavar="MODEL", default=default.model, help=f"known: {known}")
     group.add_argument(
         "--hardware",
+        metavar="NAME|FILE",
         default=default.hardware,
         help="a known name, or a description file (.json; `apt-jax calibrate --describe` writes one)",
     )
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--trace",
+        metavar="NAME|FILE",
         default=default.trace,
         help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(known_traces())}",
     )
@@ -71,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cv",
         type=options.positive(float),
+        metavar="CV",
         help="coefficient of variation of the gaps (Gamma; 1: Poisson); without it recorded arrivals, else 1",
     )
     group.add_argument(
@@ -80,9 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=default.num_requests,
         help="drawn from the trace",
     )
-    group.add_argument("--seed", type=int, default=default.seed, help="draws requests and arrivals")
     group.add_argument(
-        "--output-scale", type=options.positive(float), default=1.0, help="factor on output lengths"
+        "--seed", type=int, metavar="SEED", default=default.seed, help="draws requests and arrivals"
+    )
+    group.add_argument(
+        "--output-scale",
+        type=options.positive(float),
+        metavar="FACTOR",
+        default=1.0,
+        help="factor on output lengths",
     )
     group.add_argument(
         "--drop-too-long",
@@ -112,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--violation-decay",
         type=float,
+        metavar="FACTOR",
         default=SchedulerConfig().violation_decay,
         help="factor on the value of requests that have missed their objective; 0: near zero",
     )

@@ -15,15 +15,17 @@ import time
 
 import httpx2
 import pytest
+from caches import calibrations_apart
 from toy_serving import executor_of, toy_parts
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
-from serve import cli
+from serve import cli, logs
 from serve.client import AptClient
 from serve.errors import CommandError
 from serve.grpc_server import ServerConfig
 from serve.http_server import HttpConfig
+from serve.output import write_json
 from serve.verbs import serve as serve_verb
 from serve.verbs.chat import Transcript
 
@@ -85,6 +87,12 @@ def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
     importlib.import_module(module).add_arguments(parser)
     for action in parser._actions:
         assert action.help, action.option_strings
+        if action.nargs != 0 and action.option_strings:
+            assert action.metavar or action.choices, (
+                action.option_strings
+            )  # else argparse shouts the flag
+            shown = parser._get_formatter()._expand_help(action)
+            assert action.default is None or "default" in shown, action.option_strings
         if action.dest.endswith("_ms"):
             assert "milliseconds" in action.help
 
@@ -110,7 +118,10 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--max-num-seq=3"), "did you mean --max-num-seqs?"),
         (("serve", "--cache", "hybird"), "--cache: 'hybird' must be one of kv, hidden, hybrid; did you mean hybrid?"),
         (("serve", "--scheduling-policy", "atp"), "--scheduling-policy: 'atp' must be one of"),
-        (("serve", "--block-size", "x"), "--block-size"),
+        (("serve", "--block-size", "abc"), "--block-size: 'abc' is not an integer"),
+        (("serve", "--device-memory-utilization", "half"), "--device-memory-utilization: 'half' is not a number"),
+        (("simulate", "--num-requests", "1.5"), "--num-requests: '1.5' is not an integer"),
+        (("demo", "--seed", ""), "--seed: '' is not an integer"),
         (("serve", "--block-size", "0"), "(--block-size)"),
         (("serve", "-tp", "0"), "(-tp)"),
         (("serve", "--default-slo-ttft-ms", "nan"), "--default-slo-ttft-ms"),
@@ -269,7 +280,7 @@ class Terminal(io.StringIO):
 def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog):
     def build(config, *, progress, **options):
         for done in range(4):
-            progress("compiling", done, 3)
+            progress("preparing", done, 3)
         raise CommandError("enough")
 
     monkeypatch.setattr("serve.completer.build_engine", build)
@@ -283,19 +294,19 @@ def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog
         assert cli.main(argv) == 1
     shown = err.getvalue() if verb != "serve" or terminal else caplog.text
     if terminal:
-        assert "compiling: 100%" in shown
+        assert "preparing: 100%" in shown
         assert "3/3" in shown
         assert "program" in shown
     else:
-        assert shown.count("compiling 3 programs\n") == 1
-        assert shown.count("compiled 3 programs in 0.0 s\n") == 1
+        assert shown.count("preparing 3 programs\n") == 1
+        assert shown.count("prepared 3 programs in 0.0 s\n") == 1
         assert "%" not in shown
 
 
 def test_quiet_is_quiet(monkeypatch):
     def build(config, *, progress, **options):
         for done in range(4):
-            progress("compiling", done, 3)
+            progress("preparing", done, 3)
         raise CommandError("enough")
 
     monkeypatch.setattr("serve.completer.build_engine", build)
@@ -359,7 +370,9 @@ def test_a_long_talk_goes_on_without_its_beginning(server):
 # --- serve: its life -----------------------------------------------------------------------------------------------
 
 
-def serve_in_process(scenario, *, build=toy_parts, shutdown_timeout_s: float = 30.0):
+def serve_in_process(
+    scenario, *, build=toy_parts, shutdown_timeout_s: float = 30.0, log_format: logs.Format = "text"
+):
     """Run the serve verb's loop with `scenario(port)` in a thread; returns its exit code and what it printed."""
     port = free_port()
     out = io.StringIO()
@@ -372,6 +385,7 @@ def serve_in_process(scenario, *, build=toy_parts, shutdown_timeout_s: float = 3
             ServerConfig(port=port),
             shutdown_timeout_s=shutdown_timeout_s,
             build=build,
+            log_format=log_format,
         )
 
     try:
@@ -418,6 +432,38 @@ def test_H1_a_signal_drains_and_exits_with_0():
     assert "serving toy" in out
     assert "stopping: 1 open requests" in out
     assert out.endswith("stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({"ttft_ms": 1234.5678912345, "s": 1.23456789012}, {"ttft_ms": 1234.568, "s": 1.234568}),
+        ({"tbt_ms": [0.00123456789, 12.3456789]}, {"tbt_ms": [0.00123457, 12.3457]}),
+        ({"per_token_s": 1.23456789e-9, "at_s": 1763800000.123456}, {"per_token_s": 1.23457e-9, "at_s": 1763800000.123456}),
+        ([0.0, -0.1 - 0.2, True, 3, "x", None, float("inf")], [0.0, -0.3, True, 3, "x", None, float("inf")]),
+    ],
+)  # fmt: skip
+def test_json_has_microseconds_and_six_digits(given, written, capsys):
+    write_json("-", given)
+    assert json.loads(capsys.readouterr().out) == written
+
+
+def test_a_log_of_objects_has_objects_on_stdout_too():
+    def scenario(port: int) -> None:
+        with wait_until_serving(port):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    code, out = serve_in_process(scenario, log_format="json")
+    assert code == 0
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["message"].split()[0] for line in lines] == ["listening", "serving", "stopping:", "stopped"]  # fmt: skip
+    assert all(line["level"] == "INFO" and line["timestamp"] for line in lines)
+
+
+def test_a_model_that_does_not_exist_is_named_before_anything_is_said_to_listen():
+    code, out, err = run("serve", "nosuch-model", "--grpc-port", "0", "--port", "0")
+    assert (code, out) == (1, "")
+    assert err.startswith("apt-jax serve: model 'nosuch-model' is neither")
 
 
 def test_H2_a_second_signal_ends_it_now():
@@ -503,7 +549,7 @@ def test_an_http_port_in_use_is_one_line_and_leaves_nothing_open():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(CommandError, match=r"in use.*--port.*--no-http"):
+        with pytest.raises(CommandError, match=r"in use\); .*--port.*--no-http"):
             asyncio.run(
                 serve_verb.serve(
                     EngineConfig(model="toy"),
@@ -596,7 +642,7 @@ def test_a_real_server_process_serves_and_stops(tmp_path):
             "--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--num-blocks-override", "64",
             "--calibration-time", "0", "--served-model-name", "small",
         ],
-        env={**os.environ, "APT_JAX_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "APT_JAX_CACHE_DIR": calibrations_apart(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None

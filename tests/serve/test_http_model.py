@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from caches import calibrations_apart
 from http_serving import http_serving
 
 from apt_jax import LLM, SamplingParams
@@ -25,7 +26,7 @@ def bundled(tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(CHAT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("APT_JAX_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(tmp_path_factory.mktemp("cache")))
         patch.setattr("apt_jax.llm.use_compile_cache", lambda: False)
         llm = LLM("tiny-opt", chat_template=str(template), **FEW_PROGRAMS)
     yield llm

@@ -112,7 +112,9 @@ def test_json_has_the_fields_of_a_call_at_both_doors():
         assert found["timestamp"].endswith("+00:00")
         assert found["message"].startswith(f"request {found['request_id']}: length, 5 tokens, ")
     assert (no_key["reason"], no_key["code"], no_key["door"]) == ("401", "invalid_api_key", "http")
+    assert (no_key["verb"], no_key["method"]) == ("POST", "/v1/completions")
     assert (no_key_rpc["reason"], no_key_rpc["door"]) == ("unauthenticated", "grpc")
+    assert no_key_rpc["method"] == "vllm.grpc.engine.VllmEngine/Generate"
     assert KEY not in text
     assert CANARY not in text
 
@@ -176,13 +178,39 @@ def test_every_end_has_one_line_and_none_says_what_was_said(log_format, capfd):
         lines = text.splitlines()
         began = [line for line in lines if not line.startswith("    ")]
         mine = [line for line in began if any(name in line for name in CALLS)]
-        assert [line.split(": ")[2].split(",")[0] for line in mine] == reasons
+        assert [line.split(": ")[2].split(",")[0].split()[0] for line in mine] == reasons
         assert all(line.startswith("20") for line in began)
         assert any("in broken" in line for line in lines)
     assert CANARY not in text
     assert outputs[0] not in text
     assert "\x1b" not in text
     assert CANARY not in "".join(capfd.readouterr())
+
+
+def test_a_line_says_which_call_was_refused_and_for_which_field():
+    async def scenario(served: HttpServed):
+        for name, value in (("temperature", CANARY), (f"{CANARY}", 1)):
+            body = {"prompt": "x" * 5000, "request_id": "mine", name: value}
+            assert (await served.post("/v1/completions", body)).status_code == 400
+        assert (await served.post("/v1/chat/completions", {"messages": CANARY})).status_code == 400
+        request = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(top_p=7))
+        assert await drained(vllm_generate(served, request=request)) is grpc.StatusCode.INVALID_ARGUMENT  # fmt: skip
+        headers = [(f"x-{i}", "1") for i in range(101)]
+        for verb, path in (("GET", "/v1/models/toy"), ("PUT", f"/{CANARY}"), (CANARY, "/metrics")):
+            response = await served.http.request(verb, path, headers=headers)
+            assert response.status_code == 431
+
+    lines = run(scenario, "text").splitlines()
+    mine = [line.partition(": ")[2].rsplit(", ", 2)[0] for line in lines if any(name in line for name in CALLS)]  # fmt: skip
+    assert mine == [
+        "POST /v1/completions: 400 temperature",
+        "POST /v1/completions: 400 context_length_exceeded prompt",
+        "POST /v1/chat/completions: 400 messages",
+        "vllm.grpc.engine.VllmEngine/Generate: invalid_argument top_p",
+        "GET /v1/models/{name:path}: 431 headers_too_large",
+        "PUT any: 431 headers_too_large",
+        "/metrics: 431 headers_too_large",
+    ]
 
 
 def test_what_is_refused_has_ten_lines_a_second_and_one_for_the_rest():

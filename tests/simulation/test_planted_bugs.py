@@ -5,6 +5,7 @@ looked at (`full_checks=False`), bugs that corrupt one request's tokens must sti
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from simulation_harness import SimulationError, simulate
 from apt_jax.engine import Engine
 from apt_jax.sched.view import KV, NO_KIND
 
-NUM_SEEDS = 60
+SEEDS = [0, 1, 3, 5, 14, 16, 20, 33, 37, 42]
+SEEDS += [seed for seed in range(60) if seed not in SEEDS]
+"""First those that tripped over the bugs below when this was written: most of the time goes into seeds that find nothing."""
 
 _WAITING = 1
 
@@ -296,8 +299,10 @@ ENGINES = [
 ]
 
 
-def first_failure(engine_class: type[Engine], *, full_checks: bool) -> tuple[int, str] | None:
-    for seed in range(NUM_SEEDS):
+def first_failure(
+    engine_class: type[Engine], *, full_checks: bool, seeds: Sequence[int] = SEEDS
+) -> tuple[int, str] | None:
+    for seed in seeds:
         try:
             simulate(seed, engine_class=engine_class, full_checks=full_checks)
         except SimulationError as error:
@@ -328,4 +333,4 @@ def test_a_planted_bug_that_does_nothing_is_not_found():
     class Harmless(Engine):
         pass
 
-    assert first_failure(Harmless, full_checks=False) is None
+    assert first_failure(Harmless, full_checks=False, seeds=SEEDS[:20]) is None

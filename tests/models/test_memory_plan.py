@@ -1,0 +1,65 @@
+"""What fits on which devices, and what is advised where nothing does."""
+
+import pytest
+
+from apt_jax.config import CacheConfig
+from apt_jax.errors import ConfigError
+from apt_jax.models import PRESETS, read_model_config
+from apt_jax.models.memory_plan import MemoryPlan, memory_plan
+
+GIB = 2**30
+USUAL = {
+    "dtype": "bfloat16", "num_devices": 1, "device_bytes": GIB, "max_num_seqs": 64, "max_num_batched_tokens": 512,
+    "num_blocks_override": None, "device_memory_utilization": 0.9,
+}  # fmt: skip
+HELPS = {
+    "devices with more memory": {"device_bytes": 400 * GIB},
+    "-tp": {"num_devices": 12},
+    "--dtype": {"dtype": "bfloat16"},
+    "--max-num-batched-tokens": {"max_num_batched_tokens": 64, "max_num_seqs": 2},
+    "--num-blocks-override": {"num_blocks_override": 4},
+    "--device-memory-utilization": {"device_memory_utilization": 1.0},
+}
+"""What each advice is taken to mean."""
+
+
+def plan(**given) -> MemoryPlan:
+    fields = {**USUAL, **given}
+    cache = CacheConfig(
+        num_blocks_override=fields.pop("num_blocks_override"),
+        device_memory_utilization=fields.pop("device_memory_utilization"),
+    )
+    model = read_model_config({**PRESETS["opt-125m"], "num_hidden_layers": 2})[1]
+    return memory_plan(model, fields.pop("dtype"), cache, **fields)
+
+
+def test_weights_step_and_pool_fit_the_device():
+    made = plan()
+    assert made.weight_bytes == pytest.approx(2 * 54.4e6, rel=0.01)  # of two bytes each
+    assert made.pool_bytes == pytest.approx(0.9 * (GIB - made.weight_bytes - made.step_bytes), rel=0.01)  # fmt: skip
+    assert made.tokens["hidden"] > made.tokens["kv"]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "advised"),
+    [
+        ({"device_bytes": GIB // 16}, {"-tp"}),
+        ({"device_bytes": GIB // 6, "dtype": "float32"}, {"-tp", "--dtype"}),
+        ({"device_bytes": GIB // 2, "max_num_seqs": 4096}, {"--max-num-batched-tokens"}),
+        ({"num_blocks_override": 30_000}, {"-tp", "--num-blocks-override"}),
+        ({"device_memory_utilization": 1e-4}, {"-tp", "--device-memory-utilization"}),
+    ],
+)  # fmt: skip
+def test_what_is_advised_helps_and_what_would_not_is_not(trouble, advised):
+    with pytest.raises(ConfigError) as refused:
+        plan(**trouble)
+    ways = str(refused.value).partition("what helps: ")[2]
+    named = {name for name in HELPS if name in ways}
+    assert named == advised | {"devices with more memory"}
+    for name in named:
+        plan(**{**trouble, **HELPS[name]})
+    for name in (
+        HELPS.keys() - named - {"--num-blocks-override"}
+    ):  # which helps a share that is too small as well
+        with pytest.raises(ConfigError):
+            plan(**{**trouble, **HELPS[name]})
