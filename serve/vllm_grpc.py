@@ -341,7 +341,7 @@ class VllmEngine:
             raise unsupported("dp_rank")
         engine = self._calls.engine(even_draining=True)
         stats = await engine.stats()
-        rate = self._rate.update(time.monotonic(), stats.generation_tokens)
+        rate = self._rate.update(time.monotonic(), stats.generation_tokens, stats.busy_s)
         return pb.GetLoadsResponse(
             timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
             version=apt_jax.__version__,
@@ -360,11 +360,10 @@ def _tokenizer_path(parts: EngineParts) -> str:
 
 
 def _load(parts: EngineParts, stats: EngineStats, tokens_per_s: float) -> Any:
-    block_size = parts.executor.block_size
     running = stats.num_running + stats.num_ending
     held_tokens = sum(
         stats.blocks_by_kind.get(kind.name, 0) // kind.blocks_per_group * block_size
-        for kind in parts.engine.kinds
+        for kind, block_size in zip(parts.engine.kinds, parts.engine.cache.block_sizes, strict=True)
     )
     queries = stats.prefix_cache_queries
     return pb.SchedulerLoad(
@@ -388,16 +387,20 @@ def _encoded(message: Message) -> bytes:
 
 
 class TokenRate:
-    """Tokens a second over the last ten seconds, from a counter that is read now and then."""
+    """Tokens a second of the time that steps took, over the last ten seconds, from counters that are read now and then.
+
+    Gateways divide the tokens that wait by it. Over idle time as well, a server with little to do would look slow.
+    """
 
     def __init__(self) -> None:
-        self._samples: collections.deque[tuple[float, int]] = collections.deque(maxlen=1024)
+        self._samples: collections.deque[tuple[float, int, float]] = collections.deque(maxlen=1024)
 
-    def update(self, now_s: float, tokens: int) -> float:
-        """Take a reading; the rate since the oldest one in the window, 0 at the first."""
+    def update(self, now_s: float, tokens: int, busy_s: float) -> float:
+        """Take a reading; the rate since the oldest one in the window, 0 at the first and without steps since."""
         samples = self._samples
-        samples.append((now_s, tokens))
+        samples.append((now_s, tokens, busy_s))
         while len(samples) > 2 and samples[1][0] <= now_s - _RATE_WINDOW_S:
             samples.popleft()
-        then_s, before = samples[0]
-        return (tokens - before) / (now_s - then_s) if now_s > then_s else 0.0
+        _, tokens_before, busy_before_s = samples[0]
+        spent_s = busy_s - busy_before_s
+        return (tokens - tokens_before) / spent_s if spent_s > 0 else 0.0
