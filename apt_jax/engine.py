@@ -425,7 +425,7 @@ class Engine:
         self.on_iteration: Callable[[Iteration], None] | None = None
         """Told of every decision, in order, when its step has ended; must be quick and must not raise."""
 
-        self.on_plan: Callable[[], None] | None = None
+        self.on_plan: Callable[[StepBatch], None] | None = None
         """Called when a step has been put together and is about to be run: requests may be added, and nothing else."""
 
         self._config = scheduler_config
@@ -635,7 +635,7 @@ class Engine:
         if noted is not None:
             self._note_applied(noted, batch, rows)
         if self.on_plan is not None and batch is not None:
-            self.on_plan()
+            self.on_plan(batch)
         prepared = self._timer()
         dispatched = self._execute(plan, batch, rows) if batch is not None else None
         launched = self._timer()

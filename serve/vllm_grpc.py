@@ -30,6 +30,7 @@ import apt_jax
 from apt_jax.engine import EngineStats
 from apt_jax.errors import EngineDeadError, InvalidRequestError
 from apt_jax.llm import EngineParts, OutputDelta
+from apt_jax.metrics import TokenRate
 from apt_jax.request import Logprob
 from apt_jax.validation import unsupported
 from serve.grpc_calls import Calls, decoder, metadata_of, readable
@@ -45,7 +46,6 @@ SERVICE: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 _NOT_OFFERED = "this server generates text; it has no other methods than Generate, Abort, HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer"
 _CHUNK_BYTES = 64 << 10
-_RATE_WINDOW_S = 10.0
 
 _OPTIONAL = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens")
 _UNSET_IF_ZERO = ("top_p", "repetition_penalty")
@@ -384,23 +384,3 @@ def _load(parts: EngineParts, stats: EngineStats, tokens_per_s: float) -> Any:
 
 def _encoded(message: Message) -> bytes:
     return message.SerializeToString()
-
-
-class TokenRate:
-    """Tokens a second of the time that steps took, over the last ten seconds, from counters that are read now and then.
-
-    Gateways divide the tokens that wait by it. Over idle time as well, a server with little to do would look slow.
-    """
-
-    def __init__(self) -> None:
-        self._samples: collections.deque[tuple[float, int, float]] = collections.deque(maxlen=1024)
-
-    def update(self, now_s: float, tokens: int, busy_s: float) -> float:
-        """Take a reading; the rate since the oldest one in the window, 0 at the first and without steps since."""
-        samples = self._samples
-        samples.append((now_s, tokens, busy_s))
-        while len(samples) > 2 and samples[1][0] <= now_s - _RATE_WINDOW_S:
-            samples.popleft()
-        _, tokens_before, busy_before_s = samples[0]
-        spent_s = busy_s - busy_before_s
-        return (tokens - tokens_before) / spent_s if spent_s > 0 else 0.0

@@ -32,7 +32,7 @@ from apt_jax.sched import KindSpec, make_policy
 from serve import vllm_grpc
 from serve.grpc_server import SERVICE as APT_SERVICE
 from serve.grpc_server import GrpcServer, ServerConfig
-from serve.vllm_grpc import SERVICE, TokenRate, sampling_fields
+from serve.vllm_grpc import SERVICE, sampling_fields
 
 Code = grpc.StatusCode
 pb: Any = vllm_engine_pb2
@@ -704,12 +704,3 @@ def test_blocks_of_layer_inputs_count_as_the_tokens_that_they_hold():
     load = vllm_grpc._load(parts, engine.stats(), 0.0)
     assert load.num_used_tokens == 12  # two blocks of six for ten tokens
     assert load.max_total_num_tokens == 384
-
-
-def test_the_rate_of_tokens_is_that_of_the_last_seconds():
-    rate = TokenRate()
-    assert rate.update(100.0, 50, 7.0) == 0.0
-    assert rate.update(101.0, 80, 8.0) == 30.0
-    assert rate.update(105.0, 100, 8.25) == 40.0  # it was idle in between
-    assert rate.update(111.0, 200, 14.0) == 20.0  # since 101: the window is ten seconds
-    assert rate.update(200.0, 200, 14.0) == 0.0
