@@ -196,7 +196,20 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100, help="for each replica")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        metavar="R",
+        help="requests/s for each replica, in place of 4 and 6",
+    )
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=RESULTS / f"{date}-replica-routing.json",
+        help="the plot lies beside it",
+    )
     args = parser.parse_args()
     for name in ("requests", "seeds", "workers"):
         if getattr(args, name) < 1:
@@ -209,7 +222,7 @@ def main() -> None:
             Run(load, replicas, rate, policy, seed, args.requests)
             for load in LOADS
             for replicas in args.replicas
-            for rate in LOADS[load].rates
+            for rate in args.rates or LOADS[load].rates
             for policy in ROUTING_POLICIES
             for seed in range(args.seeds)
         ],
@@ -217,9 +230,8 @@ def main() -> None:
     )
     cells = cells_of(results)
     report(cells)
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    path = args.out / f"{date}-replica-routing.json"
-    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.json
+    path.parent.mkdir(parents=True, exist_ok=True)
     facts = {
         "command": " ".join(sys.argv),
         "date": date,
