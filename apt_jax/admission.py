@@ -70,6 +70,22 @@ class Outlook:
     margin_s: float
     """See `Admission.margin_s`."""
 
+    def queue_before(
+        self, coming: "Coming", *, blocks: int, best_effort: bool, tenant: str | None
+    ) -> Queue:
+        """What stands before one more request whose prompt needs `blocks`."""
+        queue, which = self.queues[best_effort], int(best_effort)
+        return dataclasses.replace(
+            queue,
+            num_waiting=queue.num_waiting + coming.num,
+            waiting_tokens=queue.waiting_tokens + coming.tokens,
+            num_of_tenant=self.of_tenants.get(tenant, 0) + coming.of_tenants[tenant],
+            uncached_tokens=queue.uncached_tokens + coming.tokens_before[which],
+            uncached_requests=queue.uncached_requests + coming.num_before[which],
+            missing_blocks=queue.missing_blocks + coming.blocks_before[which] + blocks,
+            missing_seats=queue.missing_seats + coming.num_before[which],
+        )
+
 
 class Coming:
     """Requests that have come since an `Outlook` was made; indexes are those of `Outlook.queues`."""
@@ -138,11 +154,9 @@ class Admission:
         self._check_counts(prompt_len, tenant, queue, costs)
         if self._config.slo_admission == "off" or not math.isfinite(ttft_s):
             return None
-        alone_s = self._prefill_s(own_tokens, 1, costs)
+        alone_s = self.prefill_s(own_tokens, 1, costs)
         before_s = self._before_s(queue, costs)
-        expected_s = alone_s
-        if before_s:
-            expected_s += max(before_s + self.margin_s(now_s), 0.0)
+        expected_s = alone_s + self.expected_wait_s(queue, costs, self.margin_s(now_s))
         if expected_s > ttft_s:
             self._doubt(own_tokens, ttft_s, alone_s, expected_s, now_s)
         return before_s + alone_s if before_s else None
@@ -166,29 +180,23 @@ class Admission:
             prompt_len, own_tokens, ttft_s, tenant: as for `check`.
             blocks: that its prompt needs.
         """
-        queue, which = outlook.queues[best_effort], int(best_effort)
-        queue = dataclasses.replace(
-            queue,
-            num_waiting=queue.num_waiting + coming.num,
-            waiting_tokens=queue.waiting_tokens + coming.tokens,
-            num_of_tenant=outlook.of_tenants.get(tenant, 0) + coming.of_tenants[tenant],
-            uncached_tokens=queue.uncached_tokens + coming.tokens_before[which],
-            uncached_requests=queue.uncached_requests + coming.num_before[which],
-            missing_blocks=queue.missing_blocks + coming.blocks_before[which] + blocks,
-            missing_seats=queue.missing_seats + coming.num_before[which],
-        )
+        queue = outlook.queue_before(coming, blocks=blocks, best_effort=best_effort, tenant=tenant)
         try:
             self._check_counts(prompt_len, tenant, queue, outlook.costs)
         except QueueFullError as error:
             return error
-        before_s = self._before_s(queue, outlook.costs)
-        if self._config.slo_admission != "on" or not before_s:
+        if self._config.slo_admission != "on":
             return None
-        alone_s = self._prefill_s(own_tokens, 1, outlook.costs)
-        expected_s = alone_s + max(before_s + outlook.margin_s, 0.0)
+        alone_s = self.prefill_s(own_tokens, 1, outlook.costs)
+        expected_s = alone_s + self.expected_wait_s(queue, outlook.costs, outlook.margin_s)
         if alone_s > ttft_s or expected_s <= ttft_s:  # out of reach for good: the engine says so
             return None
         return _out_of_reach_now(ttft_s, expected_s)
+
+    def expected_wait_s(self, queue: Queue, costs: StepCosts, margin_s: float) -> float:
+        """How long a new request waits for others by the cost model, seconds; its own prompt is not counted."""
+        before_s = self._before_s(queue, costs)
+        return max(before_s + margin_s, 0.0) if before_s else 0.0
 
     def learn(self, expected_s: float, ttft_s: float, now_s: float) -> None:
         """How long it took in the end."""
@@ -225,7 +233,7 @@ class Admission:
         if too_many > 0:
             raise QueueFullError(
                 f"{queue.waiting_tokens} prompt tokens are waiting (--max-num-queued-tokens {token_limit})",
-                _bounded(self._prefill_s(min(too_many, queue.waiting_tokens), 1, costs)),
+                _bounded(self.prefill_s(min(too_many, queue.waiting_tokens), 1, costs)),
             )
 
     def _doubt(
@@ -250,14 +258,14 @@ class Admission:
     def _before_s(self, queue: Queue, costs: StepCosts) -> float:
         """When a new request's turn would come if those that wait went first, whole prompts at a time: the time of their prompts,
         or until there are memory and seats for all, whichever is last."""
-        before_s = self._prefill_s(queue.uncached_tokens, queue.uncached_requests, costs)
+        before_s = self.prefill_s(queue.uncached_tokens, queue.uncached_requests, costs)
         if queue.missing_blocks > 0 and queue.blocks_per_s:
             before_s = max(before_s, queue.missing_blocks / queue.blocks_per_s)
         if queue.missing_seats > 0 and queue.requests_per_s:
             before_s = max(before_s, queue.missing_seats / queue.requests_per_s)
         return before_s
 
-    def _prefill_s(self, num_tokens: int, num_requests: int, costs: StepCosts) -> float:
+    def prefill_s(self, num_tokens: int, num_requests: int, costs: StepCosts) -> float:
         """Of steps full of prompts, the requests' tokens shared out evenly."""
         if num_tokens <= 0:
             return 0.0

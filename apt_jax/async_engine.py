@@ -34,6 +34,7 @@ from apt_jax.admission import Coming, Outlook
 from apt_jax.decisions import DecisionLog, RequestDecisions
 from apt_jax.engine import EngineStats, StepOutput
 from apt_jax.errors import AptJaxError, EngineDeadError, QueueFullError
+from apt_jax.executor import StepBatch
 from apt_jax.llm import EngineParts, OutputDelta, RequestState
 from apt_jax.request import EngineRequest, RequestMetrics, RequestOutput
 from apt_jax.watch import Iteration, SchedulerWatch
@@ -528,7 +529,7 @@ class AsyncEngine:
         self._coming, self._outlook = Coming(), None
         return commands
 
-    def _look_out(self) -> None:
+    def _look_out(self, _batch: StepBatch) -> None:
         """A step is about to run: add the requests that have come meanwhile, and tell those that come later how things stand. What was
         asked of the engine between them keeps its place."""
         while True:

@@ -257,6 +257,10 @@ class EngineStats:
     cost_errors: dict[str, float]
     """Mean relative error of the times that `StepCosts` predicts, over about the last 32 of every eighth step, for "prefill" (steps
     with chunks) and "decode"; empty without a cost model."""
+    busy_s: float
+    """Seconds that the steps took."""
+    expected_wait_s: float | None
+    """How long a new request with objectives would wait for others, as admission reckons; None without a cost model."""
 
     @property
     def used_blocks(self) -> int:
@@ -421,7 +425,7 @@ class Engine:
         self.on_iteration: Callable[[Iteration], None] | None = None
         """Told of every decision, in order, when its step has ended; must be quick and must not raise."""
 
-        self.on_plan: Callable[[], None] | None = None
+        self.on_plan: Callable[[StepBatch], None] | None = None
         """Called when a step has been put together and is about to be run: requests may be added, and nothing else."""
 
         self._config = scheduler_config
@@ -491,6 +495,7 @@ class Engine:
         self._dispatch_s = _Ring()
         self._mask_s = _Ring()
         self._cost_errors: dict[str, float] = {}
+        self._busy_s = 0.0
         # Of several batches: the requests of one may end together.
         self._finish_times_s: collections.deque[float] = collections.deque(
             maxlen=4 * scheduler_config.max_num_seqs
@@ -630,7 +635,7 @@ class Engine:
         if noted is not None:
             self._note_applied(noted, batch, rows)
         if self.on_plan is not None and batch is not None:
-            self.on_plan()
+            self.on_plan(batch)
         prepared = self._timer()
         dispatched = self._execute(plan, batch, rows) if batch is not None else None
         launched = self._timer()
@@ -1117,6 +1122,7 @@ class Engine:
         step_s = now_s - max(step.dispatched_s, self._last_result_s)
         self._tell_step(step, step_s)
         self._last_result_s = now_s
+        self._busy_s += step_s
         if step.predicted_s is not None and step_s > 0:
             phase = "prefill" if step.has_chunks else "decode"
             error = abs(step.predicted_s - step_s) / step_s
@@ -1599,6 +1605,12 @@ class Engine:
             margin_s=self.admission.margin_s(self.clock.now_s()),
         )
 
+    def _expected_wait_s(self) -> float | None:
+        if self.costs == StepCosts():
+            return None
+        outlook = self.outlook()
+        return self.admission.expected_wait_s(outlook.queues[0], self.costs, outlook.margin_s)
+
     def _by_tenant(self, rows: NDArray[Any]) -> dict[str | None, int]:
         if len(self._tenants) == 1:
             return {}
@@ -1766,6 +1778,8 @@ class Engine:
             mask_p50_ms=1e3 * self._mask_s.percentile(50),
             mask_p99_ms=1e3 * self._mask_s.percentile(99),
             cost_errors=dict(self._cost_errors),
+            busy_s=self._busy_s,
+            expected_wait_s=self._expected_wait_s(),
         )
 
     def check_integrity(self) -> None:

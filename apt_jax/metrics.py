@@ -5,6 +5,7 @@ TBT_j = t_{j+1} - t_j; a request attains its SLO when TTFT and the 99th percenti
 """
 
 import bisect
+import collections
 import dataclasses
 import itertools
 import math
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from apt_jax.config import SLO
 from apt_jax.request import RequestMetrics, RequestOutput
+
+_RATE_WINDOW_S = 10.0
 
 
 def percentile(values: Iterable[float], q: float) -> float | None:
@@ -273,3 +276,23 @@ def effective_throughput(
         else:
             high = middle
     return low
+
+
+class TokenRate:
+    """Tokens a second of the time that steps took, over the last ten seconds, from counters that are read now and then.
+
+    Gateways divide the tokens that wait by it. Over idle time as well, a server with little to do would look slow.
+    """
+
+    def __init__(self) -> None:
+        self._samples: collections.deque[tuple[float, int, float]] = collections.deque(maxlen=1024)
+
+    def update(self, now_s: float, tokens: int, busy_s: float) -> float:
+        """Take a reading; the rate since the oldest one in the window, 0 at the first and without steps since."""
+        samples = self._samples
+        samples.append((now_s, tokens, busy_s))
+        while len(samples) > 2 and samples[1][0] <= now_s - _RATE_WINDOW_S:
+            samples.popleft()
+        _, tokens_before, busy_before_s = samples[0]
+        spent_s = busy_s - busy_before_s
+        return (tokens - tokens_before) / spent_s if spent_s > 0 else 0.0

@@ -200,6 +200,8 @@ class _Scrape(Collector):
         yield self._gauge("vllm:cache_config_info", "The cache; num_gpu_blocks counts blocks of block_size tokens of its smallest kind.", [(tuple(facts.values()), 1)], tuple(facts))  # fmt: skip
         blocks = [((kind,), count) for kind, count in stats.blocks_by_kind.items()]
         yield self._gauge("aptjax:blocks", "Blocks of the pool: in use by kind, free ones with cached prefixes, other free ones.", [*blocks, (("cached",), stats.cached_blocks), (("free",), stats.free_blocks - stats.cached_blocks)], ("kind",))  # fmt: skip
+        if stats.expected_wait_s is not None:
+            yield self._gauge("aptjax:expected_wait_seconds", "How long a new request with objectives would wait for others, by the cost model.", [((), stats.expected_wait_s)])  # fmt: skip
         served = [((phase,), error) for phase, error in sorted(stats.cost_errors.items())]
         if served:
             yield self._gauge("aptjax:cost_model_serving_error_ratio", "Mean relative error of the step times that the scheduler reckons with, over the last steps served.", served, ("phase",))  # fmt: skip

@@ -30,6 +30,7 @@ import apt_jax
 from apt_jax.engine import EngineStats
 from apt_jax.errors import EngineDeadError, InvalidRequestError
 from apt_jax.llm import EngineParts, OutputDelta
+from apt_jax.metrics import TokenRate
 from apt_jax.request import Logprob
 from apt_jax.validation import unsupported
 from serve.grpc_calls import Calls, decoder, metadata_of, readable
@@ -45,7 +46,6 @@ SERVICE: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 _NOT_OFFERED = "this server generates text; it has no other methods than Generate, Abort, HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer"
 _CHUNK_BYTES = 64 << 10
-_RATE_WINDOW_S = 10.0
 
 _OPTIONAL = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens")
 _UNSET_IF_ZERO = ("top_p", "repetition_penalty")
@@ -341,7 +341,7 @@ class VllmEngine:
             raise unsupported("dp_rank")
         engine = self._calls.engine(even_draining=True)
         stats = await engine.stats()
-        rate = self._rate.update(time.monotonic(), stats.generation_tokens)
+        rate = self._rate.update(time.monotonic(), stats.generation_tokens, stats.busy_s)
         return pb.GetLoadsResponse(
             timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
             version=apt_jax.__version__,
@@ -360,11 +360,10 @@ def _tokenizer_path(parts: EngineParts) -> str:
 
 
 def _load(parts: EngineParts, stats: EngineStats, tokens_per_s: float) -> Any:
-    block_size = parts.executor.block_size
     running = stats.num_running + stats.num_ending
     held_tokens = sum(
         stats.blocks_by_kind.get(kind.name, 0) // kind.blocks_per_group * block_size
-        for kind in parts.engine.kinds
+        for kind, block_size in zip(parts.engine.kinds, parts.engine.cache.block_sizes, strict=True)
     )
     queries = stats.prefix_cache_queries
     return pb.SchedulerLoad(
@@ -385,19 +384,3 @@ def _load(parts: EngineParts, stats: EngineStats, tokens_per_s: float) -> Any:
 
 def _encoded(message: Message) -> bytes:
     return message.SerializeToString()
-
-
-class TokenRate:
-    """Tokens a second over the last ten seconds, from a counter that is read now and then."""
-
-    def __init__(self) -> None:
-        self._samples: collections.deque[tuple[float, int]] = collections.deque(maxlen=1024)
-
-    def update(self, now_s: float, tokens: int) -> float:
-        """Take a reading; the rate since the oldest one in the window, 0 at the first."""
-        samples = self._samples
-        samples.append((now_s, tokens))
-        while len(samples) > 2 and samples[1][0] <= now_s - _RATE_WINDOW_S:
-            samples.popleft()
-        then_s, before = samples[0]
-        return (tokens - before) / (now_s - then_s) if now_s > then_s else 0.0

@@ -143,11 +143,11 @@ def test_requests_that_come_while_a_step_is_put_together_are_added_before_it_run
         async def send() -> None:
             late.extend(engine.submit(request(engine)) for _ in range(3))
 
-        def during_plan() -> None:
+        def during_plan(batch) -> None:
             if not late:
                 asyncio.run_coroutine_threadsafe(send(), loop).result(20)
                 executor.gate.clear()
-            look_out()
+            look_out(batch)
 
         inner.on_plan = during_plan
         first = engine.submit(request(engine))

@@ -10,6 +10,7 @@ from apt_jax.metrics import (
     Distribution,
     Percentiles,
     RequestRecord,
+    TokenRate,
     effective_throughput,
     gaps_s,
     p99_tbt_drop_first_s,
@@ -167,3 +168,12 @@ def test_a_system_without_a_limit_ends_the_search():
 def test_impossible_searches_are_refused(fields):
     with pytest.raises(ValueError, match="must satisfy"):
         effective_throughput(lambda rate, seed: 1.0, **fields)
+
+
+def test_the_rate_of_tokens_is_that_of_the_last_seconds():
+    rate = TokenRate()
+    assert rate.update(100.0, 50, 7.0) == 0.0
+    assert rate.update(101.0, 80, 8.0) == 30.0
+    assert rate.update(105.0, 100, 8.25) == 40.0  # it was idle in between
+    assert rate.update(111.0, 200, 14.0) == 20.0  # since 101: the window is ten seconds
+    assert rate.update(200.0, 200, 14.0) == 0.0

@@ -1,6 +1,11 @@
-"""One simulated run: a workload through the engine that serves, on a cost model and a virtual clock.
+"""One simulated run: a workload through the engine that serves, on a cost model and a virtual clock; or through several engines.
 
-    trace, arrivals ──► Engine (policy, cache accounting, metrics) ──► SimulatedExecutor (step_s) ──► VirtualClock
+    trace, arrivals ──► router ──► Engine (policy, cache accounting, metrics) ──► SimulatedExecutor (step_s) ──► VirtualClock
+                          └──────► Engine ...
+
+Each replica has a clock of its own. What comes next of all goes first: an iteration of the replica that is furthest behind (of
+several the one of lowest index), or the next request, which is routed when every replica's next iteration begins at its arrival or
+later. It joins that iteration. A replica's engine is not told of requests that went elsewhere, so it does what it would do alone.
 
 Everything above the executor is the code that serves. A run depends on its configuration alone: the same seed draws the
 same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
@@ -8,24 +13,28 @@ same requests and arrivals for every policy, and the same pattern of arrivals, s
 Prefix caching is off: traces tell lengths and no contents, so nothing is known of common beginnings.
 """
 
+import collections
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.admission import Coming
 from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SchedulerConfig
-from apt_jax.engine import Engine
+from apt_jax.engine import Engine, StepOutput
 from apt_jax.errors import ConfigError, InvalidRequestError
 from apt_jax.executor import Executor, StepBatch
-from apt_jax.metrics import RequestRecord, Summary, summarize
+from apt_jax.metrics import RequestRecord, Summary, TokenRate, summarize
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import HIDDEN, Policy, make_policy
 from apt_jax.sim.executor import SimulatedExecutor
 from apt_jax.sim.hardware import Hardware, load_hardware
+from apt_jax.sim.routing import ROUTING_POLICIES, ReplicaState, Router
 from apt_jax.sim.trace import Trace, draw_arrivals, load_trace, scale_arrivals
 
 _IDLE_S = 0.01
@@ -68,6 +77,10 @@ class SimulationConfig:
     """None: what a calibrated description was measured up to; else 2,048, as vLLM 0.5 has it for a model of 2,048 positions, or the model's positions up to 16,384."""
     num_blocks: int | None = None
     """Blocks of the pool; None: the hardware's."""
+    replicas: int = 1
+    """Engines, each on hardware of its own, that share the requests."""
+    routing_policy: str = "round_robin"
+    """Which replica a request goes to: a name of `apt_jax.sim.routing.ROUTING_POLICIES`."""
 
     def __post_init__(self) -> None:
         def require(ok: bool, message: str) -> None:
@@ -92,9 +105,14 @@ class SimulationConfig:
             ("max_num_seqs", "--max-num-seqs"),
             ("max_num_batched_tokens", "--max-num-batched-tokens"),
             ("num_blocks", "--num-blocks-override"),
+            ("replicas", "--replicas"),
         ):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name}={value} must be at least 1 ({flag})")
+        require(
+            self.routing_policy in ROUTING_POLICIES,
+            f"routing_policy={self.routing_policy!r:.40} must be one of {', '.join(ROUTING_POLICIES)} (--routing-policy)",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,6 +123,23 @@ class Workload:
     output_tokens: NDArray[np.int32]
     arrival_s: NDArray[np.float64]
     best_effort: NDArray[np.bool_]
+    slos: Sequence[SLO] | None = None
+    """Objectives of each request; None: `SimulationConfig.slo` of all."""
+
+    def slo(self, index: int, default: SLO) -> SLO:
+        """The objectives of one request."""
+        return default if self.slos is None else self.slos[index]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaCounts:
+    """One replica's part of a run."""
+
+    num_sent: int
+    """Requests that were routed to it."""
+    iterations: int
+    preemptions: int
+    device_busy_fraction: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,12 +156,15 @@ class SimulationResult:
     iterations: int
     iterations_by_type: dict[str, int]
     device_busy_fraction: float
-    """Share of the run that the simulated device worked."""
+    """Share of the run that the simulated devices worked."""
     schedule_ms: tuple[float, float]
-    """p50 and p99 of a scheduling call on this host, ms; the only numbers that are not deterministic with the next."""
+    """p50 and p99 of a scheduling call on this host, ms, of several replicas the longest; the only numbers that are not deterministic with the next."""
     sim_wall_s: float
     requests: list[RequestMetrics | None]
     """In order of arrival; None: refused."""
+    replicas: tuple[ReplicaCounts, ...]
+    routed_to: NDArray[np.int32]
+    """(requests,) index of the replica of each."""
 
     def as_dict(self) -> dict[str, Any]:
         """The result keys of `apt-jax simulate --json`."""
@@ -154,6 +192,7 @@ class SimulationResult:
             "device_busy_fraction": self.device_busy_fraction,
             "schedule_ms": {"p50": self.schedule_ms[0], "p99": self.schedule_ms[1]},
             "sim_wall_s": self.sim_wall_s,
+            "replicas": [dataclasses.asdict(replica) for replica in self.replicas],
         }
 
 
@@ -250,12 +289,12 @@ def simulate(
         config: what to run.
         hardware: None: the one that `config` names.
         workload: None: drawn from the trace that `config` names.
-        policy: None: the one that `config` names.
+        policy: None: the one that `config` names. An object serves one replica.
         step_s: durations of steps; None: the hardware's cost model.
         executor: makes another one than `SimulatedExecutor` for the run's clock, which it must advance
             (`apt_jax.sim.record`); its pool and block size must be the hardware's.
         progress: told (ended requests, all) now and then.
-        on_step: called with the engine after every iteration, for pictures.
+        on_step: called with the engine that has run it after every iteration, for pictures.
         debug: the engine checks its accounting after every step.
 
     Raises:
@@ -265,7 +304,6 @@ def simulate(
     hardware = hardware or load_hardware(config.model, config.hardware, config.num_devices)
     if workload is None:
         workload = draw_workload(fitting(load_trace(config.trace), hardware, config), config)
-    n = workload.arrival_s.size
     costs = hardware.step_costs(config.hidden_attention)
     timing = hardware.programs or costs
     max_num_seqs, budget = _bounds(config, hardware)
@@ -274,55 +312,92 @@ def simulate(
         violation_decay=config.violation_decay,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        max_num_queued_reqs=max(n, 1),
+        max_num_queued_reqs=max(workload.arrival_s.size, 1),
         overlap=False,
     )
-    clock = VirtualClock()
-    timed: TimedExecutor = (
-        executor(clock)
-        if executor is not None
-        else SimulatedExecutor(
-            clock,
-            step_s or (lambda batch: timing.step_s(batch.num_tokens, batch.start, batch.kind)),
-            num_blocks=config.num_blocks or hardware.num_blocks,
-            block_size=hardware.block_size,
-            hidden_block_size=hardware.hidden_block_size,
-            max_num_seqs=max_num_seqs,
+    if policy is not None and config.replicas > 1:
+        raise ConfigError(
+            "a policy object serves one replica: name the policy in the configuration"
         )
+
+    def replica() -> "_Replica":
+        clock = VirtualClock()
+        timed: TimedExecutor = (
+            executor(clock)
+            if executor is not None
+            else SimulatedExecutor(
+                clock,
+                step_s or (lambda batch: timing.step_s(batch.num_tokens, batch.start, batch.kind)),
+                num_blocks=config.num_blocks or hardware.num_blocks,
+                block_size=hardware.block_size,
+                hidden_block_size=hardware.hidden_block_size,
+                max_num_seqs=max_num_seqs,
+            )
+        )
+        engine = Engine(
+            timed,
+            make_policy(config=scheduler, seed=config.seed) if policy is None else policy,
+            clock,
+            hardware.kinds(config.cache, config.hidden_attention),
+            scheduler,
+            # Traces have lengths and no contents: made-up prompts are all alike and would be found in the cache.
+            CacheConfig(
+                block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=False
+            ),
+            costs=costs,
+            debug=debug,
+        )
+        return _Replica(engine, timed, clock)
+
+    replicas = [replica() for _ in range(config.replicas)]
+    sent = _requests(workload, config)
+    requests, routed_to = _run(
+        replicas, sent, ROUTING_POLICIES[config.routing_policy](), progress, on_step
     )
-    engine = Engine(
-        timed,
-        make_policy(config=scheduler, seed=config.seed) if policy is None else policy,
-        clock,
-        hardware.kinds(config.cache, config.hidden_attention),
-        scheduler,
-        # Traces have lengths and no contents: made-up prompts are all alike and would be found in the cache.
-        CacheConfig(block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=False),
-        costs=costs,
-        debug=debug,
-    )
-    requests, hidden_tokens = _run(engine, timed, clock, workload, config, progress, on_step)
-    stats = engine.stats()
     records = [
-        RequestRecord(arrival_s=float(workload.arrival_s[i]), ok=False, slo=config.slo)
+        RequestRecord(arrival_s=request.arrival_s, ok=False, slo=request.slo)
         if metrics is None
         else RequestRecord.from_metrics(metrics, ok=metrics.finished_s is not None)
-        for i, metrics in enumerate(requests)
+        for request, metrics in zip(sent, requests, strict=True)
     ]
     summary = summarize(records)
+    stats = [replica.engine.stats() for replica in replicas]
+    by_type = collections.Counter[str]()
+    for one in stats:
+        by_type.update(one.iterations)
+
+    def busy_fraction(busy_s: float) -> float:
+        return busy_s / summary.duration_s if summary.duration_s > 0 else 0.0
+
     return SimulationResult(
         config=config,
         summary=summary,
-        preemptions=stats.num_preemptions,
-        recomputed_tokens=stats.recomputed_tokens,
-        kind_switches=sum(stats.kind_switches.values()),
-        hidden_token_fraction=hidden_tokens / max(stats.generation_tokens, 1),
-        iterations=timed.num_steps,
-        iterations_by_type=stats.iterations,
-        device_busy_fraction=timed.busy_s / summary.duration_s if summary.duration_s > 0 else 0.0,
-        schedule_ms=(stats.schedule_p50_ms, stats.schedule_p99_ms),
+        preemptions=sum(one.num_preemptions for one in stats),
+        recomputed_tokens=sum(one.recomputed_tokens for one in stats),
+        kind_switches=sum(sum(one.kind_switches.values()) for one in stats),
+        hidden_token_fraction=sum(replica.hidden_tokens for replica in replicas)
+        / max(sum(one.generation_tokens for one in stats), 1),
+        iterations=sum(replica.executor.num_steps for replica in replicas),
+        iterations_by_type=dict(by_type),
+        device_busy_fraction=busy_fraction(
+            sum(replica.executor.busy_s for replica in replicas) / len(replicas)
+        ),
+        schedule_ms=(
+            max(one.schedule_p50_ms for one in stats),
+            max(one.schedule_p99_ms for one in stats),
+        ),
         sim_wall_s=time.perf_counter() - started,
         requests=requests,
+        replicas=tuple(
+            ReplicaCounts(
+                num_sent=replica.num_sent,
+                iterations=replica.executor.num_steps,
+                preemptions=one.num_preemptions,
+                device_busy_fraction=busy_fraction(replica.executor.busy_s),
+            )
+            for replica, one in zip(replicas, stats, strict=True)
+        ),
+        routed_to=routed_to,
     )
 
 
@@ -343,71 +418,163 @@ def _bounds(config: SimulationConfig, hardware: Hardware) -> tuple[int, int]:
     return bounds[0], bounds[1]
 
 
+class _Replica:
+    """An engine with its clock, the requests sent to it, and what a router may know of it."""
+
+    def __init__(self, engine: Engine, executor: TimedExecutor, clock: VirtualClock) -> None:
+        self.engine, self.executor, self._clock = engine, executor, clock
+        self.next_s = math.inf
+        """When its next iteration begins; infinite: there is nothing to do."""
+        self.num_sent = self.hidden_tokens = 0
+        self._inbox: list[EngineRequest] = []
+        self._coming = Coming()
+        self._rate = TokenRate()
+        self._num_tokens = 0
+        self._in_step: ReplicaState | None = None
+        """How things stood when the last step was put together, with the time that it should end at as `busy_s`."""
+
+    def watch(self) -> None:
+        """From now on `state` can be asked."""
+        self.engine.on_plan = self._look_at_step
+
+    def _look_at_step(self, batch: StepBatch) -> None:
+        self._coming = Coming()
+        step_s = self.engine.costs.step_s(batch.num_tokens, batch.start, batch.kind)
+        self._in_step = self._look(self._clock.now_s() + step_s)
+
+    def _look(self, busy_s: float) -> ReplicaState:
+        engine, view = self.engine, self.engine.view()
+        return ReplicaState(
+            admission=engine.admission,
+            outlook=engine.outlook(),
+            coming=self._coming,
+            busy_s=busy_s,
+            num_running=int(view.running.size),
+            num_blocks=view.total_blocks,
+            free_blocks=view.free_blocks,
+            queued_tokens=int(view.table.num_tokens[view.waiting].sum()),
+            tokens_per_s=self._rate.update(
+                self._clock.now_s(), self._num_tokens, self.executor.busy_s
+            ),
+            least_blocks=engine.least_blocks,
+        )
+
+    def state(self, now_s: float) -> ReplicaState:
+        """What is known at `now_s`, which lies between the beginnings of two iterations."""
+        if self._in_step is not None and self._clock.now_s() > now_s:  # it ends after this
+            left_s = max(self._in_step.busy_s - now_s, 0.0)
+            return dataclasses.replace(self._in_step, busy_s=left_s, coming=self._coming)
+        self._clock.advance_to(now_s)
+        return self._look(0.0)
+
+    def send(self, request: EngineRequest) -> None:
+        """A request comes, now."""
+        self._inbox.append(request)
+        self.num_sent += 1
+        num_tokens = int(request.prompt_token_ids.size)
+        self._coming.add(
+            prompt_len=num_tokens,
+            own_tokens=num_tokens,
+            blocks=self.engine.least_blocks(num_tokens),
+            best_effort=request.slo_class == "be",
+            tenant=request.tenant,
+        )
+        self.next_s = max(self._clock.now_s(), request.arrival_s)
+
+    def turn(self) -> tuple[list[StepOutput], int]:
+        """One iteration of the engine; returns what it delivered, and how many of the requests that had come were refused."""
+        self._clock.advance_to(self.next_s)
+        num_refused = 0
+        for request in self._inbox:
+            try:
+                self.engine.add_request(request)
+            except InvalidRequestError:
+                num_refused += 1
+        self._inbox.clear()
+        self._coming = Coming()
+        before = self.executor.num_steps
+        outputs = self.engine.step()
+        self._num_tokens += sum(len(output.new_token_ids) for output in outputs)
+        self.next_s = self._clock.now_s() if self.engine.has_work else math.inf
+        if self.executor.num_steps > before:
+            plan = self.engine.last_plan
+            if plan is not None and plan.kind.any():
+                self.hidden_tokens += int(np.count_nonzero(plan.kind == HIDDEN))
+        elif not outputs:
+            self.next_s += _IDLE_S
+        return outputs, num_refused
+
+
+def _requests(workload: Workload, config: SimulationConfig) -> list[EngineRequest]:
+    """The workload as the engine takes it, in order of arrival; the id is the index."""
+    greedy: dict[int, SamplingParams] = {}
+    requests = []
+    for i, (prompt_len, length, arrival_s, best_effort) in enumerate(
+        zip(
+            workload.prompt_tokens.tolist(),
+            workload.output_tokens.tolist(),
+            workload.arrival_s.tolist(),
+            workload.best_effort.tolist(),
+            strict=True,
+        )
+    ):
+        params = greedy.get(length)
+        if params is None:
+            params = greedy[length] = SamplingParams(max_tokens=length, temperature=0.0)
+        requests.append(
+            EngineRequest(
+                request_id=str(i),
+                prompt=None,
+                prompt_token_ids=_prompt(prompt_len),
+                params=params,
+                slo=workload.slo(i, config.slo),
+                arrival_s=arrival_s,
+                slo_class="be" if best_effort else "rt",
+            )
+        )
+    return requests
+
+
 def _run(
-    engine: Engine,
-    executor: TimedExecutor,
-    clock: VirtualClock,
-    workload: Workload,
-    config: SimulationConfig,
+    replicas: Sequence[_Replica],
+    requests: Sequence[EngineRequest],
+    route: Router,
     progress: Callable[[int, int], None] | None,
     on_step: Callable[[Engine], None] | None,
-) -> tuple[list[RequestMetrics | None], int]:
-    """Feed the engine until every request has ended; returns their metrics and the tokens decoded from hidden cache."""
-    n = workload.arrival_s.size
-    arrival_s = workload.arrival_s.tolist()
-    prompt_tokens, output_tokens = workload.prompt_tokens.tolist(), workload.output_tokens.tolist()
-    best_effort = workload.best_effort.tolist()
-    greedy: dict[int, SamplingParams] = {}
-    requests: list[RequestMetrics | None] = [None] * n
-    index_of: dict[str, int] = {}
-    sent = ended = hidden_tokens = 0
-    plan = None
+) -> tuple[list[RequestMetrics | None], NDArray[np.int32]]:
+    """Serve all requests; returns their metrics, and which replica each went to."""
+    n = len(requests)
+    metrics: list[RequestMetrics | None] = [None] * n
+    routed_to = np.zeros(n, np.int32)
+    if len(replicas) > 1:
+        for replica in replicas:
+            replica.watch()
+    sent = ended = turns = 0
     while ended < n:
-        now_s = clock.now_s()
-        if sent < n and not engine.has_work and arrival_s[sent] > now_s:
-            clock.advance_to(arrival_s[sent])
-            now_s = clock.now_s()
-        while sent < n and arrival_s[sent] <= now_s:
-            request_id, length = str(sent), output_tokens[sent]
-            params = greedy.get(length)
-            if params is None:
-                params = greedy[length] = SamplingParams(max_tokens=length, temperature=0.0)
-            request = EngineRequest(
-                request_id=request_id,
-                prompt=None,
-                prompt_token_ids=_prompt(prompt_tokens[sent]),
-                params=params,
-                slo=config.slo,
-                arrival_s=arrival_s[sent],
-                slo_class="be" if best_effort[sent] else "rt",
-            )
-            index_of[request_id] = sent
+        replica = min(replicas, key=lambda replica: replica.next_s)
+        if sent < n and requests[sent].arrival_s <= replica.next_s:
+            request = requests[sent]
+            if len(replicas) > 1:
+                states = [replica.state(request.arrival_s) for replica in replicas]
+                routed_to[sent] = route(request, states)
+            replicas[routed_to[sent]].send(request)
             sent += 1
-            try:
-                engine.add_request(request)
-            except InvalidRequestError:
-                ended += 1
-        before = executor.num_steps
-        outputs = engine.step()
+            continue
+        before = replica.executor.num_steps
+        outputs, num_refused = replica.turn()
+        ended += num_refused
         for output in outputs:
             if output.finish_reason is not None:
-                requests[index_of[output.request.request_id]] = output.metrics
+                metrics[int(output.request.request_id)] = output.metrics
                 ended += 1
-        if executor.num_steps == before:
-            if not outputs and engine.has_work:
-                next_s = arrival_s[sent] if sent < n else now_s + _IDLE_S
-                clock.advance_to(min(next_s, now_s + _IDLE_S))
-        else:
-            plan = engine.last_plan
-            if plan is not None and plan.kind.any():
-                hidden_tokens += int(np.count_nonzero(plan.kind == HIDDEN))
-            if on_step is not None:
-                on_step(engine)
-        if progress is not None and not executor.num_steps % 512:
+        if on_step is not None and replica.executor.num_steps > before:
+            on_step(replica.engine)
+        turns += 1
+        if progress is not None and not turns % 512:
             progress(ended, n)
     if progress is not None:
         progress(n, n)
-    return requests, hidden_tokens
+    return metrics, routed_to
 
 
 def _prompt(length: int) -> NDArray[np.int32]:

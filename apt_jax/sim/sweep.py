@@ -187,7 +187,7 @@ def find_rates(
     """Effective throughput of each configuration (its `rate` and `seed` do not count), by bisection for every seed.
 
     Args:
-        guesses: where to begin, requests a second, one a configuration; None: 2.
+        guesses: where to begin, requests a second, one a configuration; None: 2 for each replica.
         store, workers, progress: as in `sweep`; a unit of work is one configuration and seed.
     """
     store = Store() if store is None else store
@@ -201,7 +201,12 @@ def find_rates(
         for seed in seeds:
             one = dataclasses.replace(config, rate=1.0, seed=seed)
             key = run_key(one, target=target, tolerance=tolerance)
-            tasks[key] = (one, target, guesses[i] if guesses is not None else 2.0, tolerance)
+            tasks[key] = (
+                one,
+                target,
+                guesses[i] if guesses is not None else 2.0 * config.replicas,
+                tolerance,
+            )
             row.append(key)
         names.append(row)
     _map(_find, tasks, store, workers, progress)

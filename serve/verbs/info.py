@@ -231,6 +231,8 @@ def server_facts(stats: pb.GetStatsResponse) -> dict[str, Any]:
     """Everything that a server says, by name."""
     facts: dict[str, Any] = {}
     for field in pb.GetStatsResponse.DESCRIPTOR.fields:
+        if field.has_presence and not stats.HasField(field.name):
+            continue
         value = getattr(stats, field.name)
         if field.is_repeated:  # all of them are maps
             facts[field.name] = dict(sorted(value.items()))

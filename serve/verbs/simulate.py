@@ -17,6 +17,7 @@ from apt_jax.config import SLO, SchedulerConfig
 from apt_jax.llm import ProgressBars
 from apt_jax.sched import POLICIES
 from apt_jax.sim.hardware import known_hardware
+from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulate import SimulationConfig, simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
 from apt_jax.sim.trace import known_traces
@@ -97,6 +98,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drop-too-long",
         action="store_true",
         help="leave out requests that can never fit instead of refusing the trace",
+    )
+    group.add_argument(
+        "--replicas",
+        type=options.positive(int),
+        metavar="N",
+        default=default.replicas,
+        help="engines that share the requests, each on such hardware of its own",
+    )
+    group.add_argument(
+        "--routing-policy",
+        choices=tuple(ROUTING_POLICIES),
+        default=default.routing_policy,
+        help="which replica a request goes to: in turn, the least loaded as the gateway smg reckons, or where most time is left to its TTFT objective; default round_robin",
     )
     group = parser.add_argument_group("scheduling")
     group.add_argument(
@@ -211,6 +225,8 @@ def config_of(args: argparse.Namespace) -> SimulationConfig:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         num_blocks=args.num_blocks_override,
+        replicas=args.replicas,
+        routing_policy=args.routing_policy,
     )
 
 
@@ -258,9 +274,12 @@ def _report_one(values: dict[str, Any]) -> None:
         p = values[name]
         return " / ".join("-" if p[q] is None else f"{p[q]:.3f}" for q in ("p50", "p90", "p99"))
 
-    config = values["config"]
+    config, replicas = values["config"], values["replicas"]
+    where = f"{config['model']} on {config['hardware']}"
+    if len(replicas) > 1:
+        where += f", {len(replicas)} replicas by {config['routing_policy']}"
     print_table(
-        f"{config['policy']}, {config['cache']} cache: {config['model']} on {config['hardware']}, {config['trace']}",
+        f"{config['policy']}, {config['cache']} cache: {where}, {config['trace']}",
         [
             ("SLO attainment (%)", f"{100 * values['slo_attainment']:.1f}"),
             ("TTFT, TBT attainment (%)", f"{100 * values['ttft_attainment']:.1f}, {100 * values['tbt_attainment']:.1f}"),
@@ -271,6 +290,7 @@ def _report_one(values: dict[str, Any]) -> None:
             ("preemptions, recomputed tokens", f"{values['preemptions']}, {values['recomputed_tokens']}"),
             ("tokens decoded from hidden cache (%)", f"{100 * values['hidden_token_fraction']:.1f}"),
             ("iterations", f"{values['iterations']} {values['iterations_by_type']}"),
+            *([("requests by replica", ", ".join(str(r["num_sent"]) for r in replicas))] if len(replicas) > 1 else []),
             ("scheduling call p50, p99 (ms)", "{p50:.3f}, {p99:.3f}".format(**values["schedule_ms"])),
             ("simulated, took (s)", f"{values['duration_s']:.1f}, {values['sim_wall_s']:.1f}"),
         ],
@@ -343,7 +363,10 @@ def _plot(
             capsize=2,
         )
     axes.set(xlabel="request rate (requests/s)", ylabel="SLO attainment (%)", ylim=(0, 102))
-    axes.set_title(f"{args.model} on {args.hardware}, {Path(args.trace).name}, cache {args.cache}")
+    replicas = f"{args.replicas} replicas by {args.routing_policy}, " if args.replicas > 1 else ""
+    axes.set_title(
+        f"{args.model} on {args.hardware}, {replicas}{Path(args.trace).name}, cache {args.cache}"
+    )
     axes.legend()
     axes.grid(alpha=0.3)
     try:

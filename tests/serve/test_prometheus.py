@@ -217,6 +217,31 @@ def test_how_good_the_cost_model_is_is_told_where_there_is_one():
     run(scenario)
 
 
+def test_the_expected_wait_is_that_of_the_queue():
+    """Two run, three wait: 6 prompt tokens each with the one before, so 18 in steps of at most 64."""
+    name = "aptjax:expected_wait_seconds"
+
+    async def scenario(served):
+        engine = served.parts.engine
+        assert name not in {key for key, _ in (await scrape(served)).samples}
+        assert not (await served.grpc.stats()).HasField("expected_wait_s")
+        engine.costs = StepCosts(
+            prefill_base_s=3.0, prefill_per_request_s=2.0, prefill_per_token_s=0.5
+        )
+        assert (await scrape(served)).value(name) == 0
+        assert (await served.grpc.stats()).expected_wait_s == 0
+        tasks = [asyncio.create_task(served.ask(f"{i}hell", max_tokens=60)) for i in range(5)]
+        await served.until(lambda: engine.num_live == 5)
+        await asyncio.sleep(0.05)
+        assert engine.stats().num_waiting == 3
+        want = pytest.approx(3.0 + 3 * 2.0 + 18 * 0.5)
+        assert (await scrape(served)).value(name) == want
+        assert (await served.grpc.stats()).expected_wait_s == want
+        await asyncio.gather(*tasks)
+
+    run(scenario, max_num_seqs=2, step_s=0.01)
+
+
 def test_how_well_steps_are_predicted_while_serving_is_told():
     name = "aptjax:cost_model_serving_error_ratio"
 
@@ -243,7 +268,9 @@ def test_the_grafana_board_asks_for_what_there_is():
     assert len(ids) == len(set(ids))
 
     async def scenario(served):
-        await served.ask(max_tokens=3, slo={"ttft_ms": 1e4})
+        served.parts.engine.costs = StepCosts(prefill_base_s=1e-3, decode_base_s=1e-3)
+        for _ in range(8):  # one of any eight steps is looked at
+            await served.ask(max_tokens=3, slo={"ttft_ms": 1e4})
         samples = (await scrape(served)).samples
         for expression in expressions:
             found = re.findall(r"(\w+:\w+)\{([^}]*)\}", expression)

@@ -67,6 +67,20 @@ def test_find_rate(tmp_path, capsys):
     assert "requests/s" in capsys.readouterr().out
 
 
+def test_replicas_share_the_requests(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = ["simulate", *QUICK, "--rate", "20", "--replicas", "3", "--routing-policy", "expected_slack", "--json", str(path)]  # fmt: skip
+    assert main(args) == 0
+    values = json.loads(path.read_text())
+    assert set(values) >= KEYS
+    assert sum(replica["num_sent"] for replica in values["replicas"]) == values["num_sent"] == 20
+    assert sum(replica["iterations"] for replica in values["replicas"]) == values["iterations"]
+    assert "3 replicas by expected_slack" in capsys.readouterr().out
+    more = ["--replicas", "2", "--find-rate", "0.9", "--seeds", "1", "--workers", "1"]
+    assert main(["simulate", *QUICK, *more, "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["effective_rate"] > 2
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -80,6 +94,9 @@ def test_find_rate(tmp_path, capsys):
         (["--cache", "none"], "--cache"),
         (["--find-rate", "1.5"], "--find-rate"),
         (["-tp", "3"], "3"),
+        (["--replicas", "0"], "--replicas"),
+        (["--routing-policy", "leastload"], "--routing-policy"),
+        (["--model", "gpt-5", "--replicas", "2"], "opt-13b"),
     ],
 )
 def test_bad_input_is_one_line(args, message, capsys):
@@ -100,7 +117,10 @@ def test_a_trace_without_arrivals_needs_a_rate(capsys):
 
 
 def _by_parser(args: list[str]) -> bool:
-    return args[0] in ("--scheduling-policy", "--cache") or args[1] in ("-1", "0")
+    return args[0] in ("--scheduling-policy", "--cache", "--routing-policy") or args[1] in (
+        "-1",
+        "0",
+    )
 
 
 class _nothing:

@@ -178,9 +178,9 @@ def free_port() -> int:
 class Server(Process):
     """A toy server, or `apt-jax serve tiny-opt`."""
 
-    def __init__(self, kind: str, log: Path, template: Path) -> None:
+    def __init__(self, kind: str, log: Path, template: Path, step_ms: int) -> None:
         if kind == "toy":
-            super().__init__("tests/support/toy_server.py", "5", log=log)
+            super().__init__("tests/support/toy_server.py", str(step_ms), log=log)
         else:
             flags = ["--grpc-port=0", "--no-http", f"--chat-template={template}", *FEW_PROGRAMS]
             super().__init__("-m", "serve.cli", "serve", kind, *flags, log=log)
@@ -266,13 +266,13 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet_of(kind: str, directory: Path, policy: str) -> Generator[Fleet]:
+def fleet_of(kind: str, directory: Path, policy: str, step_ms: int = 5) -> Generator[Fleet]:
     template = directory / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     with contextlib.ExitStack() as stack:
         servers = []
         for name in ("a", "b"):  # one after the other: the second finds the programs of the first
-            server = Server(kind, directory / f"{name}.log", template)
+            server = Server(kind, directory / f"{name}.log", template, step_ms)
             servers.append(stack.enter_context(server))
             server.wait()
         if kind == "toy":
@@ -449,6 +449,42 @@ def test_the_gateway_knows_the_load_of_each_server(fleet):
     for connection in connections:
         connection.close()
     assert until(fleet.is_free) < 5.0
+
+
+@pytest.mark.parametrize(("policy", "busy"), [("least_load", 0), ("least_load", 1), ("power_of_two", 1)])  # fmt: skip
+def test_the_idle_server_gets_the_requests(policy, busy, tmp_path):
+    """The load is not of the gateway's own making: it can only know of it from GetLoads."""
+    with (
+        concurrent.futures.ThreadPoolExecutor(14) as pool,
+        fleet_of("toy", tmp_path, policy, step_ms=20) as fleet,
+    ):
+
+        def ask(prompt: list[int], max_tokens: int) -> None:
+            with AptClient(f"127.0.0.1:{fleet.servers[busy].port}") as client:
+                for _ in client.generate(prompt, max_tokens=max_tokens, ignore_eos=True):
+                    pass
+
+        def load() -> dict[str, Any]:
+            _, answer = fleet.ask("/workers")
+            port = f":{fleet.servers[busy].port}"
+            (worker,) = (w for w in answer["workers"] if w["url"].endswith(port))
+            return worker["engine_load"]["loads"][0] if "engine_load" in worker else {}
+
+        for i in range(8):
+            pool.submit(ask, [30 + i] * 20, 480)
+        until(lambda: fleet.stats()[busy].num_running == 8)
+        for i in range(6):
+            pool.submit(ask, [40 + i] * 400, 4)
+        until(lambda: load().get("num_waiting_reqs") == 6)
+        assert load()["num_waiting_uncached_tokens"] == 6 * 400
+        before = [stats.finished.get("length", 0) for stats in fleet.stats()]
+        for _ in range(8):
+            fleet.answer(DOORS["completions"], 4)
+        after = fleet.stats()
+        assert after[busy].num_waiting == 6  # all the while
+        served = [s.finished.get("length", 0) - b for s, b in zip(after, before, strict=True)]
+        assert served[busy] == 0
+        assert served[1 - busy] == 8
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,11 +5,13 @@ import contextlib
 import hashlib
 import io
 import json
+import types
 import zipfile
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import tokenizers
 from doors import vllm_request
@@ -17,14 +19,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
-from toy_serving import expected_tokens, toy_parts
+from toy_serving import VOCAB_SIZE, expected_tokens, toy_parts
 
 from apt_jax import LLM
 from apt_jax.async_engine import AsyncEngine
-from apt_jax.hash_executor import Fault, FaultKind
+from apt_jax.clock import VirtualClock
+from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.engine import Engine
+from apt_jax.hash_executor import Fault, FaultKind, HashExecutor
+from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.sched import KindSpec, make_policy
+from serve import vllm_grpc
 from serve.grpc_server import SERVICE as APT_SERVICE
 from serve.grpc_server import GrpcServer, ServerConfig
-from serve.vllm_grpc import SERVICE, TokenRate, sampling_fields
+from serve.vllm_grpc import SERVICE, sampling_fields
 
 Code = grpc.StatusCode
 pb: Any = vllm_engine_pb2
@@ -679,10 +687,20 @@ def test_loads_under_load(serve_toy):
     serve_toy(scenario, max_num_seqs=2, step_s=0.005)
 
 
-def test_the_rate_of_tokens_is_that_of_the_last_seconds():
-    rate = TokenRate()
-    assert rate.update(100.0, 50) == 0.0
-    assert rate.update(101.0, 80) == 30.0
-    assert rate.update(105.0, 100) == 10.0
-    assert rate.update(111.0, 200) == 12.0  # since 101: the window is ten seconds
-    assert rate.update(200.0, 200) == 0.0
+def test_blocks_of_layer_inputs_count_as_the_tokens_that_they_hold():
+    clock = VirtualClock()
+    executor = HashExecutor(num_blocks=64, block_size=4, hidden_block_size=6, max_num_seqs=2, vocab_size=VOCAB_SIZE)  # fmt: skip
+    engine = Engine(
+        executor, make_policy("fcfs"), clock,
+        (KindSpec(name="kv", blocks_per_group=2, offered=False), KindSpec(name="hidden", blocks_per_group=1)),
+        SchedulerConfig(max_num_seqs=2, overlap=False), CacheConfig(block_size=4),
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    engine.add_request(EngineRequest(request_id="a", prompt=None, prompt_token_ids=np.arange(3, 13, dtype=np.int32), params=params, slo=SLO(), arrival_s=0.0))  # fmt: skip
+    engine.step()
+    parts: Any = types.SimpleNamespace(
+        engine=engine, executor=executor, limits=types.SimpleNamespace(max_pool_tokens=64 * 6)
+    )
+    load = vllm_grpc._load(parts, engine.stats(), 0.0)
+    assert load.num_used_tokens == 12  # two blocks of six for ten tokens
+    assert load.max_total_num_tokens == 384

@@ -244,7 +244,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("model", "scheduling_policy", "cache", "uptime_s", "max_model_len", "num_waiting", "num_running", "num_ending", "waiting_prompt_tokens", "requests_by_kind", "total_blocks", "free_blocks", "blocks_by_kind", "block_size", "iterations", "finished", "num_refused", "num_preemptions", "kind_switches", "recomputed_tokens", "prompt_tokens", "generation_tokens", "step_failures", "compilations", "host_p50_ms", "host_p99_ms", "schedule_p50_ms", "dispatch_p50_ms", "schedule_p99_ms", "mask_p50_ms", "mask_p99_ms", "prefix_cache_queries", "prefix_cache_hits", "cached_blocks", "waiting_uncached_tokens", "num_doubtful")
+    __slots__ = ("model", "scheduling_policy", "cache", "uptime_s", "max_model_len", "num_waiting", "num_running", "num_ending", "waiting_prompt_tokens", "requests_by_kind", "total_blocks", "free_blocks", "blocks_by_kind", "block_size", "iterations", "finished", "num_refused", "num_preemptions", "kind_switches", "recomputed_tokens", "prompt_tokens", "generation_tokens", "step_failures", "compilations", "host_p50_ms", "host_p99_ms", "schedule_p50_ms", "dispatch_p50_ms", "schedule_p99_ms", "mask_p50_ms", "mask_p99_ms", "prefix_cache_queries", "prefix_cache_hits", "cached_blocks", "waiting_uncached_tokens", "num_doubtful", "expected_wait_s")
     class RequestsByKindEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -316,6 +316,7 @@ class GetStatsResponse(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WAITING_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DOUBTFUL_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     model: str
     scheduling_policy: str
     cache: str
@@ -352,7 +353,8 @@ class GetStatsResponse(_message.Message):
     cached_blocks: int
     waiting_uncached_tokens: int
     num_doubtful: int
-    def __init__(self, model: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., cache: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_ending: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., requests_by_kind: _Optional[_Mapping[str, int]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks_by_kind: _Optional[_Mapping[str, int]] = ..., block_size: _Optional[int] = ..., iterations: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., num_refused: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kind_switches: _Optional[_Mapping[str, int]] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., step_failures: _Optional[int] = ..., compilations: _Optional[int] = ..., host_p50_ms: _Optional[float] = ..., host_p99_ms: _Optional[float] = ..., schedule_p50_ms: _Optional[float] = ..., dispatch_p50_ms: _Optional[float] = ..., schedule_p99_ms: _Optional[float] = ..., mask_p50_ms: _Optional[float] = ..., mask_p99_ms: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., waiting_uncached_tokens: _Optional[int] = ..., num_doubtful: _Optional[int] = ...) -> None: ...
+    expected_wait_s: float
+    def __init__(self, model: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., cache: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_ending: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., requests_by_kind: _Optional[_Mapping[str, int]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks_by_kind: _Optional[_Mapping[str, int]] = ..., block_size: _Optional[int] = ..., iterations: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., num_refused: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kind_switches: _Optional[_Mapping[str, int]] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., step_failures: _Optional[int] = ..., compilations: _Optional[int] = ..., host_p50_ms: _Optional[float] = ..., host_p99_ms: _Optional[float] = ..., schedule_p50_ms: _Optional[float] = ..., dispatch_p50_ms: _Optional[float] = ..., schedule_p99_ms: _Optional[float] = ..., mask_p50_ms: _Optional[float] = ..., mask_p99_ms: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., waiting_uncached_tokens: _Optional[int] = ..., num_doubtful: _Optional[int] = ..., expected_wait_s: _Optional[float] = ...) -> None: ...
 
 class WatchSchedulerRequest(_message.Message):
     __slots__ = ("capacity",)

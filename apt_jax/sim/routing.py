@@ -1,0 +1,110 @@
+"""Which of several replicas a request goes to, decided once, when it comes.
+
+A router knows of a replica what a server could tell it at that moment: how things stood when the step that runs was put together
+(`apt_jax.admission.Outlook`), when that step should end by the cost model, and what was sent there since. Lengths of outputs it
+never knows. Of equally good replicas it takes the one with the lowest index, so that a run depends on its seed alone.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from apt_jax.admission import Admission, Coming, Outlook
+from apt_jax.request import EngineRequest
+
+# Of smg 1.13: --least-load-default-throughput, --least-load-mean-prefill-tokens, --least-load-kv-pressure-weight.
+_TOKENS_PER_S, _RUNNING_TOKENS, _PRESSURE_WEIGHT_S = 2000.0, 1024, 0.15
+_AS_GOOD = 0.05
+"""Share of the objective by which slacks may differ and count as equal: the cost model knows them no better."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaState:
+    """What is known of a replica at one moment."""
+
+    admission: Admission
+    outlook: Outlook
+    coming: Coming
+    """Requests that were sent to it since."""
+    busy_s: float
+    """Until the step that runs should end; 0: none runs."""
+    num_running: int
+    """Requests that hold cache."""
+    num_blocks: int
+    free_blocks: int
+    queued_tokens: int
+    """Positions that the waiting requests have to compute."""
+    tokens_per_s: float
+    """Output tokens a second of the time that steps took, over the last ten seconds; 0: there were none."""
+    least_blocks: Callable[[int], int]
+    """Blocks that so many positions take at least."""
+
+
+Router = Callable[[EngineRequest, Sequence[ReplicaState]], int]
+"""The index of the replica for a request; one object a run."""
+
+
+def round_robin() -> Router:
+    """One after the other."""
+    turns = itertools.count()
+    return lambda request, states: next(turns) % len(states)
+
+
+def least_load() -> Router:
+    """The shortest drain time as the gateway smg 1.13 reckons (its `least_load`), from loads that are never old."""
+
+    def score_s(state: ReplicaState) -> float:
+        tokens = state.queued_tokens + state.coming.tokens + _RUNNING_TOKENS * state.num_running
+        used = min(1 - state.free_blocks / state.num_blocks, 0.999)
+        rate = state.tokens_per_s or _TOKENS_PER_S
+        return tokens / rate + _PRESSURE_WEIGHT_S * used / (1 - used)
+
+    return lambda request, states: min(range(len(states)), key=lambda i: score_s(states[i]))
+
+
+def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
+    """When the first token of a new request should come, seconds from now, as admission reckons: the rest of the step that runs,
+    what waits before it (prompts, memory, seats), and its own prompt."""
+    num_tokens, outlook = int(request.prompt_token_ids.size), state.outlook
+    queue = outlook.queue_before(
+        state.coming,
+        blocks=state.least_blocks(num_tokens),
+        best_effort=request.slo_class == "be",
+        tenant=request.tenant,
+    )
+    return (
+        state.busy_s
+        + state.admission.expected_wait_s(queue, outlook.costs, outlook.margin_s)
+        + state.admission.prefill_s(num_tokens, 1, outlook.costs)
+    )
+
+
+def expected_slack() -> Router:
+    """The most time left between the expected first token and the objective; of those within a twentieth of the objective of it, the
+    one whose pool is least used. Requests without an objective go where their first token is expected first."""
+
+    def choose(request: EngineRequest, states: Sequence[ReplicaState]) -> int:
+        objective_s = request.slo.ttft_s
+        expected_s = [expected_ttft_s(request, state) for state in states]
+        # The objective is the same everywhere: the largest slack is the earliest first token.
+        good_s = min(expected_s) + (_AS_GOOD * objective_s if math.isfinite(objective_s) else 0.0)
+        return min(
+            (i for i in range(len(states)) if expected_s[i] <= good_s),
+            key=lambda i: _share_claimed(states[i]),
+        )
+
+    return choose
+
+
+def _share_claimed(state: ReplicaState) -> float:
+    """Of the pool: by requests that hold cache, and by the prompts of those that wait."""
+    queue = state.outlook.queues[1]
+    return (queue.missing_blocks + state.coming.blocks_before[1]) / state.num_blocks
+
+
+ROUTING_POLICIES: dict[str, Callable[[], Router]] = {
+    "round_robin": round_robin,
+    "least_load": least_load,
+    "expected_slack": expected_slack,
+}
