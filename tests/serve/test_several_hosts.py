@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from opt_checkpoint import TINY
 from toy_serving import byte_tokenizer
@@ -49,11 +50,13 @@ def free_ports(count: int) -> int:
 class Rank:
     """A process of `apt-jax serve`."""
 
-    def __init__(self, model: Path, rank: int, log: Path, port: int, *flags: str, devices: int) -> None:  # fmt: skip
+    def __init__(
+        self, model: Path, rank: int, log: Path, port: int, *flags: str, devices: int, verb: str = "serve"
+    ) -> None:  # fmt: skip
         self.log = log / f"rank{rank}.log"
         of_rank = ["--headless"] if rank else [f"--grpc-port={port + 2}", f"--port={port + 3}"]
         command = [
-            sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format=dummy", "--nnodes=2", f"--node-rank={rank}",
+            sys.executable, "-m", "serve.cli", verb, str(model), "--load-format=dummy", "--nnodes=2", f"--node-rank={rank}",
             f"--master-port={port}", "--max-num-seqs=4", "--max-num-batched-tokens=64", "--num-blocks-override=64",
             "--calibration-time=0", "--served-model-name=small", "--join-timeout=60", *of_rank, *flags,
         ]  # fmt: skip
@@ -73,11 +76,13 @@ class Rank:
 class Replica:
     """Two ranks."""
 
-    def __init__(self, model: Path, log: Path, *flags: str, devices: int = 1) -> None:
+    def __init__(
+        self, model: Path, log: Path, *flags: str, devices: int = 1, verb: str = "serve"
+    ) -> None:
         port = free_ports(4)
         self.base = f"http://127.0.0.1:{port + 3}"
         flags = (f"-tp={2 * devices}", *flags)
-        self.ranks = [Rank(model, r, log, port, *flags, devices=devices) for r in (0, 1)]
+        self.ranks = [Rank(model, r, log, port, *flags, devices=devices, verb=verb) for r in (0, 1)]
 
     def wait_until_it_serves(self) -> None:
         end_s = time.monotonic() + 240
@@ -109,8 +114,10 @@ class Replica:
 
 
 @contextlib.contextmanager
-def replica(model: Path, log: Path, *flags: str, devices: int = 1) -> Iterator[Replica]:
-    made = Replica(model, log, *flags, devices=devices)
+def replica(
+    model: Path, log: Path, *flags: str, devices: int = 1, verb: str = "serve"
+) -> Iterator[Replica]:
+    made = Replica(model, log, *flags, devices=devices, verb=verb)
     try:
         yield made
     finally:
@@ -177,6 +184,26 @@ def test_a_rank_that_is_killed_ends_the_other(model, tmp_path, victim):
         assert re.search(rf"rank {victim} .*has ended", other.said), other.said
         if victim == 1:
             assert code == 1
+
+
+@pytest.mark.slow
+def test_launchers_start_all_ranks_again_when_one_dies(model, tmp_path):
+    with replica(model, tmp_path, "--max-num-seqs=2", "--cache=kv", verb="launch") as served:
+        served.wait_until_it_serves()
+        before = served.complete(prompt="hello")["token_ids"]
+        first = served.ranks[0].said.count("serving small")
+        launchers = [psutil.Process(rank.process.pid) for rank in served.ranks]
+        (child,) = launchers[1].children()
+        child.kill()
+        end_s = time.monotonic() + 120
+        while served.ranks[0].said.count("serving small") == first:
+            assert time.monotonic() < end_s, served.ranks[0].said + served.ranks[1].said
+            time.sleep(0.1)
+        assert served.complete(prompt="hello")["token_ids"] == before
+        served.ranks[0].process.send_signal(signal.SIGTERM)
+        served.ranks[1].process.send_signal(signal.SIGTERM)
+        assert [rank.code() for rank in served.ranks] == [0, 0], served.ranks[1].said
+    assert not any(launcher.is_running() for launcher in launchers)
 
 
 @pytest.mark.parametrize(
