@@ -223,7 +223,7 @@ def calibrate(
         episodes = _episodes(executor, rng)
     if progress:
         progress(100, 100)
-    executor.reset()
+    executor.clear()
     return fit_cost_model(points, shapes)
 
 
@@ -248,7 +248,9 @@ def _key(executor: JaxExecutor) -> str:
         ],
         "platform": executor.platform,
         "device": jax.devices()[0].device_kind,
-        "devices": executor.num_devices,
+        "devices": [executor.num_devices, jax.process_count()]
+        if jax.process_count() > 1
+        else executor.num_devices,
         "cores": os.cpu_count(),
         "jax": jax.__version__,
     }

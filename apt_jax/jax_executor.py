@@ -30,6 +30,7 @@ import functools
 import inspect
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
@@ -341,7 +341,8 @@ class JaxExecutor:
         )
         absorbs = hidden and cache.hidden_attention != "reproject"
         self.hidden_mode: HiddenMode | None = config.hidden_mode if absorbs else None
-        self._device = mesh.devices.flat[0] if mesh else next(iter(params.embed.devices()))
+        # One that this process can ask.
+        self._device = mesh.local_devices[0] if mesh else next(iter(params.embed.devices()))
         self.platform = self._device.platform
         if mesh is not None and self.platform == "cpu":
             # Devices that a CPU plays are for tests; kernels there own all of its threads.
@@ -457,13 +458,20 @@ class JaxExecutor:
             wanted = self.max_num_seqs * self._blocks_per_seq
             budget = min(budget, MAX_CPU_POOL_BYTES, wanted * self.block_bytes)
         blocks, least = budget // self.block_bytes, 2 if self.kinds_offered[KV] else 1
-        if jax.process_count() > 1:  # what the host with the least has room for
-            blocks = int(
-                np.min(multihost_utils.process_allgather(np.int32(min(blocks, 2**31 - 1))))
-            )
+        if self._mesh is not None:
+            blocks = self._least(blocks)
         if blocks < least:
             raise self._no_room(least, free)
         return blocks
+
+    def _least(self, number: int) -> int:
+        """The smallest of what each device's process says."""
+        assert self._mesh is not None
+        own = np.full(1, min(number, 2**31 - 1), np.int32)
+        all_said = jax.make_array_from_callback(
+            (self.num_devices,), self._placed(P(parallel.AXIS)), lambda _: own
+        )
+        return int(jax.jit(jnp.min, out_shardings=self._placed(P()))(all_said))
 
     def _no_room(self, num_blocks: int, free: int) -> ConfigError:
         shares = (
@@ -611,9 +619,20 @@ class JaxExecutor:
     # ---- host side
 
     def reset(self) -> None:
-        """Make the pool and the last-token memory anew; all cache is lost. Raises RuntimeError where other hosts would have to."""
+        """Make the pool and the last-token memory anew after a step that failed; all cache is lost.
+
+        Raises:
+            RuntimeError: other hosts are in that step too, and who knows where.
+        """
         if self.leader is not None:
+            time.sleep(1.0)  # where it failed for want of another rank, that is said first
             raise RuntimeError("a step failed, and several hosts do not begin anew together")
+        self.clear()
+
+    def clear(self) -> None:
+        """Make the pool and the last-token memory anew, on all hosts; all cache is lost."""
+        if self.leader is not None:
+            self.leader.announce(Plan(program="clear", arrays=[], static={}))
         for pool in self._pools:
             pool.delete()  # a step that failed early has not taken it, and there is no room for two
         shape = (self.num_blocks + 1, self.block_size * self.config.lane)
@@ -941,6 +960,8 @@ class JaxExecutor:
         if plan.program == "sample":
             assert self._states is not None, "rank 0 samples after a forward program"
             return self._sample_call(self._states, *arrays, **plan.static).run()
+        if plan.program == "clear":
+            return self.clear()
         return self._copy_call(arrays[0], len(arrays[0])).run()
 
     def _masks(

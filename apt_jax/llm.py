@@ -273,8 +273,6 @@ class EngineParts:
     """Contents of the model's config.json, or the same fields made from the metadata of a GGUF file."""
     stored: tuple[str, str] = ("none", "none")
     """Format of the model's files, and how the weights are stored in them."""
-    leader: "Leader | None" = None
-    """Of the other hosts that run what `executor` runs; None: there are none."""
     load_s: float = 0.0
     warm_up_s: float = 0.0
     calibration_s: float = 0.0
@@ -465,6 +463,7 @@ def build_engine(
     calibrate: bool = True,
     calibration_s: float = DEFAULT_CALIBRATION_S,
     progress: Progress | None = None,
+    on_joined: "Callable[[Leader], None]" = lambda leader: None,
 ) -> EngineParts:
     """Load a model and make the engine that serves it.
 
@@ -487,6 +486,8 @@ def build_engine(
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
     started = time.monotonic()
     with _all_hosts(config) as hosts:
+        if isinstance(hosts, Leader):
+            on_joined(hosts)
         loaded, mesh = _load(config)
         tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
         template = None if tokenizer is None else _find_template(config, tokenizer)
@@ -516,7 +517,6 @@ def build_engine(
             chat_template=template,
             hf_config=loaded.hf_config,
             stored=(loaded.format, loaded.weights),
-            leader=executor.leader,
             load_s=loaded_s - started,
             warm_up_s=warm_s - loaded_s,
             calibration_s=time.monotonic() - warm_s,
@@ -527,7 +527,8 @@ def run_headless(config: EngineConfig, progress: Progress | None = None) -> None
     """Be one of the hosts of a replica that do not serve: run what rank 0 runs, until it ends.
 
     Raises:
-        ModelLoadError, ConfigError: as `build_engine`.
+        ModelLoadError, ConfigError, HostError: as `build_engine`.
+        StepError: a step failed.
     """
     from apt_jax.hosts import Follower, follow
 
@@ -554,15 +555,15 @@ def _all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
         yield None
         return
     # Before there is anything to load.
-    fields = resolve_model(config.model, allow_preset=config.load_format == "dummy").fields
-    model = read_model_config(fields, config.max_model_len)[1]
+    resolved = resolve_model(config.model, allow_preset=config.load_format == "dummy")
+    model = read_model_config(resolved.fields, config.max_model_len)[1]
     parallel.check_size(model, ours.tensor_parallel_size)
     if ours.nnodes == 1:
         yield None
         return
     from apt_jax.hosts import join
 
-    hosts = join(config, model)
+    hosts = join(config, model, resolved)
     with hosts.telling():
         yield hosts
 
@@ -572,8 +573,9 @@ def _load(config: EngineConfig) -> "tuple[LoadedModel, Mesh | None]":
     from apt_jax import parallel
     from apt_jax.models import load_model
 
-    use_compile_cache()
     ours = config.parallel
+    if ours.nnodes == 1:  # JAX stores what rank 0 compiles alone, and all must do the same
+        use_compile_cache()
     mesh = None
     if ours.tensor_parallel_size > 1:
         mesh = parallel.tensor_mesh(ours.tensor_parallel_size, ours.nnodes)

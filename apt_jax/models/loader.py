@@ -302,7 +302,7 @@ def _eos_token_ids(
 
 def free_memory_bytes(device: Any = None) -> int | None:
     """What a device, by default the first one, can still take; None where it does not tell."""
-    device = jax.devices()[0] if device is None else device
+    device = jax.local_devices()[0] if device is None else device
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         limit = stats.get("bytes_limit")
@@ -321,7 +321,7 @@ def _check_memory(
 ) -> None:
     """Raises ModelLoadError where the weights of a device, or of all that the host plays, take more than is free."""
     needed, free, share = config.num_params * dtype.itemsize, free_memory_bytes(), ""
-    if sharding is not None and jax.devices()[0].platform != "cpu":
+    if sharding is not None and jax.local_devices()[0].platform != "cpu":
         needed, share = 0, " of each device"
         leaves = jax.tree.leaves(abstract_params(config, dtype))
         for name, leaf in zip(jax.tree.leaves(param_names(config)), leaves, strict=True):

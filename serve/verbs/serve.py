@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import ipaddress
 import logging
 import os
@@ -17,6 +16,7 @@ import resource
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,9 @@ from serve.profiler import Profiler
 from serve.prometheus import ServerMetrics
 from serve.tls import Tls
 
-if TYPE_CHECKING:  # it needs the extra `otel`
-    from serve.traces import Tracer
+if TYPE_CHECKING:
+    from apt_jax.hosts import Leader
+    from serve.traces import Tracer  # it needs the extra `otel`
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +195,9 @@ def run(args: argparse.Namespace) -> int:
     except (AptJaxError, CommandError) as error:
         sys.stderr.write(f"apt-jax serve: {one_line(str(error))}\n")
         code = 2 if isinstance(error, ConfigError) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # JAX would wait for processes that have ended
@@ -266,6 +270,7 @@ def _run(args: argparse.Namespace) -> int:
         ),
         app=AppConfig(keys=keys, tracer=tracer, profiler=profiler, dashboard=not args.no_dashboard),
     )
+    hosts = _OtherHosts()
     code = asyncio.run(
         serve(
             config,
@@ -283,14 +288,17 @@ def _run(args: argparse.Namespace) -> int:
             ),
             None if args.no_http else http,
             shutdown_timeout_s=args.shutdown_timeout,
-            build=lambda: _build(config, args.calibration_time),
+            build=lambda: _build(config, args.calibration_time, hosts),
             reload=lambda: _reload(args, keys, tls),
             step_timeout_s=args.step_timeout,
             decision_log=args.decision_log,
             find=lambda: _find(config),
             log_format=args.log_format,
+            hosts=hosts,
         )
     )
+    if code in (None, 0):
+        hosts.end()
     sys.stdout.flush()
     if code is None:  # stopped while the model was loading: that thread cannot be ended otherwise
         os._exit(0)
@@ -364,11 +372,45 @@ def _find(config: EngineConfig) -> None:
     resolve_model(config.model, allow_preset=config.load_format == "dummy")
 
 
-def _build(config: EngineConfig, calibration_s: float) -> EngineParts:
+class _OtherHosts:
+    """The other ranks of the replica, where there are any and once they have joined.
+
+    Attributes:
+        on_drain: called in a thread when one of them was asked to end.
+    """
+
+    def __init__(self) -> None:
+        self._leader: Leader | None = None
+        self.on_drain: Callable[[], object] = lambda: None
+
+    def joined(self, leader: "Leader") -> None:
+        leader.on_drain = lambda: self.on_drain()
+        self._leader = leader
+
+    def tell_engine(self, engine: AsyncEngine) -> None:
+        """Have what is lost end the engine."""
+
+        def lose(reason: str) -> None:
+            logger.critical("%s", reason)
+            engine.lose("another host of this replica is gone")
+
+        if self._leader is not None:
+            self._leader.on_lost = lose
+
+    def end(self) -> None:
+        if self._leader is not None:
+            self._leader.end()
+
+
+def _build(config: EngineConfig, calibration_s: float, hosts: _OtherHosts) -> EngineParts:
     bars = ProgressBars()
     try:
         return build_engine(
-            config, calibrate=calibration_s > 0, calibration_s=calibration_s, progress=bars
+            config,
+            calibrate=calibration_s > 0,
+            calibration_s=calibration_s,
+            progress=bars,
+            on_joined=hosts.joined,
         )
     finally:
         bars.close()
@@ -386,6 +428,7 @@ async def serve(
     decision_log: int = 1024,
     find: Callable[[], object] = lambda: None,
     log_format: logs.Format = "text",
+    hosts: "_OtherHosts | None" = None,
 ) -> int | None:
     """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
 
@@ -399,6 +442,7 @@ async def serve(
         step_timeout_s, decision_log: see `AsyncEngine`.
         find: looks for the model, before anything is said of it; in the same thread.
         log_format: of the lines on standard output that say what becomes of the server.
+        hosts: the other ranks of the replica.
 
     Raises:
         CommandError: a port is in use.
@@ -417,6 +461,9 @@ async def serve(
         return build()
 
     signals = Signals(reload)
+    if hosts is not None:
+        loop = asyncio.get_running_loop()
+        hosts.on_drain = lambda: loop.call_soon_threadsafe(signals.first.set)
     building = _in_thread(find_and_build)
     stopped = asyncio.create_task(signals.first.wait())
     try:
@@ -430,8 +477,8 @@ async def serve(
         engine = AsyncEngine(
             parts, metrics, step_timeout_s=step_timeout_s, decision_log=decision_log
         )
-        if parts.leader is not None:
-            parts.leader.on_lost = functools.partial(_lose, engine)
+        if hosts is not None:
+            hosts.tell_engine(engine)
         await server.serve(engine, metrics)
         say(
             f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, programs prepared in {parts.warm_up_s:.1f} s, "
@@ -455,8 +502,6 @@ async def serve(
         hurry.cancel()
         if engine.dead_reason is not None:
             return ENGINE_LOST
-        if parts.leader is not None:
-            parts.leader.close()
         say("stopped")
         return 0
     finally:
@@ -467,11 +512,6 @@ async def serve(
             await server_config.profiler.close()
         if server_config.tracer is not None:
             await asyncio.to_thread(server_config.tracer.close)
-
-
-def _lose(engine: AsyncEngine, reason: str) -> None:
-    logger.critical("%s", reason)
-    engine.lose("another host of this replica is gone")
 
 
 class _Doors:
@@ -524,6 +564,7 @@ class Signals:
     def __init__(self, reload: Callable[[], None]) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
         self.last = 0
+        self._was_told = False
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._note, number)
@@ -531,7 +572,8 @@ class Signals:
 
     def _note(self, number: int) -> None:
         self.last = int(number)
-        (self.second if self.first.is_set() else self.first).set()
+        (self.second if self._was_told else self.first).set()
+        self._was_told = True
 
     def close(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -57,7 +57,7 @@ class Rank:
         of_rank = ["--headless"] if rank else [f"--grpc-port={port + 2}", f"--port={port + 3}"]
         command = [
             sys.executable, "-m", "serve.cli", verb, str(model), "--load-format=dummy", "--nnodes=2", f"--node-rank={rank}",
-            f"--master-port={port}", "--max-num-seqs=4", "--max-num-batched-tokens=64", "--num-blocks-override=64",
+            f"--master-port={port}", "--max-num-seqs=4", "--max-num-batched-tokens=64",
             "--calibration-time=0", "--served-model-name=small", "--join-timeout=60", *of_rank, *flags,
         ]  # fmt: skip
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": QUICK, "APT_JAX_CACHE_DIR": str(model / "cache")}  # fmt: skip
@@ -129,7 +129,14 @@ def test_two_processes_serve_what_one_serves(model, tmp_path):
     llm = LLM(
         str(model), load_format="dummy", max_num_seqs=4, num_blocks_override=64, max_model_len=512
     )
-    with replica(model, tmp_path, "--max-model-len=512", devices=4) as served:
+    with replica(
+        model,
+        tmp_path,
+        "--max-model-len=512",
+        "--num-blocks-override=64",
+        "--calibration-time=1",
+        devices=4,
+    ) as served:
         served.wait_until_it_serves()
         asks: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             *((p, {}, {}) for p in PROMPTS),
