@@ -370,7 +370,7 @@ def test_stored_costs_are_used_and_progress_is_told(small_model):
     parts = build_engine(
         config, calibration_s=0.1, progress=lambda stage, done, total: stages.update({stage: (done, total)})
     )  # fmt: skip
-    assert set(stages) == {"compiling", "calibrating"}
+    assert set(stages) == {"preparing", "calibrating"}
     assert all(done == total for done, total in stages.values())
     assert parts.cost_model is not None
     assert parts.engine.costs == parts.cost_model.step_costs()
@@ -567,7 +567,7 @@ def test_progress_is_drawn_on_a_terminal_that_has_no_size(monkeypatch):
         monkeypatch.setattr("sys.stderr", terminal)
         bars = ProgressBars()
         for done in range(4):
-            bars("compiling", done, 3)
+            bars("preparing", done, 3)
         terminal.flush()
         seen = b""
         while b"3/3" not in seen and select.select([screen], [], [], 5)[0]:

@@ -378,7 +378,7 @@ def test_a_signal_while_a_replica_is_away_ends_all_cleanly(tmp_path):
     ("flags", "env", "says"),
     [
         (("--replicas", "0"), {}, "--replicas: '0' must be positive"),
-        (("--replicas", "two"), {}, "'two' is not a number"),
+        (("--replicas", "two"), {}, "'two' is not an integer"),
         (("--replcas", "2"), {}, "unknown flag '--replcas'; did you mean --replicas?"),
         (("--replicas", "2", "--block-size", "0"), {}, "(--block-size)"),
         (("--replicas", "2", "--routing-policy", "fast"), {}, "--routing-policy: 'fast' must be one of"),
