@@ -11,6 +11,7 @@ at once, a host that vanishes after 10 s, and every rank that is left says so an
 has gone is free again. There is no encryption: it is for a cluster's network.
 """
 
+import abc
 import collections
 import contextlib
 import dataclasses
@@ -177,7 +178,7 @@ def _end_now(reason: str) -> None:
     os._exit(1)
 
 
-class Hosts:
+class Hosts(abc.ABC):
     """This rank's connections to others.
 
     Attributes:
@@ -222,8 +223,9 @@ class Hosts:
         finally:
             link.close()
 
+    @abc.abstractmethod
     def _on_message(self, kind: bytes, data: bytes) -> None:
-        raise NotImplementedError
+        """Neither a beat nor an end."""
 
     def _lose(self, rank: int, reason: str, told: bytes | None = None) -> None:
         """A rank is gone.

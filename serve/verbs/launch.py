@@ -129,7 +129,7 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
         ConfigError: flags are wrong, there are too few devices, or no gateway is installed.
         CommandError: a port is in use.
     """
-    num_nodes, rank = getattr(args, "nnodes", 1), getattr(args, "node_rank", 0)
+    num_nodes, rank = args.nnodes, args.node_rank
     if num_nodes > 1 and args.replicas > 1:
         raise ConfigError(
             f"--replicas {args.replicas}: with --nnodes there is one replica, a part of it on each host"

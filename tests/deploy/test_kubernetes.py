@@ -63,10 +63,6 @@ def test_command_lines_are_accepted(path, tmp_path):
         assert program == "apt-jax"
         parser = options.Parser(prog=verb)
         {"serve": serve, "launch": launch}[verb].add_arguments(parser)
-        if any(word.startswith("--nnodes") for word in argv) and (
-            "--nnodes" not in parser._option_string_actions
-        ):
-            pytest.skip("this apt-jax serve knows one host only")
         args = parser.parse_args(argv)
         gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
         if verb == "launch":
@@ -82,7 +78,7 @@ def test_command_lines_are_accepted(path, tmp_path):
                 assert str(Path(args.api_key_file).parent) in mounts
                 args.api_key_file = str(keys)
             serve.check(args)
-            assert args.tensor_parallel_size == gpus * getattr(args, "nnodes", 1)
+            assert args.tensor_parallel_size == gpus * args.nnodes
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)

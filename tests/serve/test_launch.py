@@ -3,7 +3,6 @@
 Most replicas are toy servers (`toy_launch`), whose tokens are known; one test has the bundled model.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import http.client
@@ -30,7 +29,6 @@ from apt_jax.tokenizer import load_tokenizer
 from serve import cli, options
 from serve.client import AptClient
 from serve.verbs import launch as launch_verb
-from serve.verbs import serve as serve_verb
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = (str(ROOT / "tests/support/toy_launch.py"),)
@@ -525,19 +523,7 @@ def test_replicas_divide_the_cpus():
         assert abs(len(shares[0]) - len(shares[1])) <= 1
 
 
-def test_a_part_of_a_replica_is_started_on_each_host(monkeypatch):
-    add = serve_verb.add_arguments
-
-    def add_with_hosts(parser: argparse.ArgumentParser) -> None:
-        add(parser)
-        if "--nnodes" not in parser._option_string_actions:  # this serve knows one host only
-            parser.add_argument("--nnodes", type=int, default=1)
-            parser.add_argument("--node-rank", type=int, default=0)
-            parser.add_argument("--master-addr")
-            parser.add_argument("--master-port", type=int)
-            parser.add_argument("--headless", action="store_true")
-
-    monkeypatch.setattr(serve_verb, "add_arguments", add_with_hosts)
+def test_a_part_of_a_replica_is_started_on_each_host():
     hosts = shlex.split("tiny-opt --nnodes 2 --master-addr 127.0.0.1 --master-port 38600 -tp 4")
     env = {"CUDA_VISIBLE_DEVICES": "0,1"}
 
