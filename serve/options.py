@@ -294,7 +294,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="DEVICES",
         default=ParallelConfig().tensor_parallel_size,
-        help="devices that share every layer",
+        help="devices that share every layer, of all hosts together",
     )
 
 

@@ -145,7 +145,9 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
     if headless:
         command = _serve_command(argv, added)
         part = _replica(args, f"rank {rank}", command, env)
-        return Plan(replicas=[part], where=f"rank {rank} of {num_nodes} runs; rank 0 listens")
+        return Plan(
+            replicas=[part], where=f"rank {rank} of {num_nodes} is started; requests go to rank 0"
+        )
     # A part of a replica has all devices of its host.
     envs = [dict(env)] if num_nodes > 1 else _divide_gpus(args.replicas, args.tensor_parallel_size, env)  # fmt: skip
     with contextlib.ExitStack() as held:

@@ -181,7 +181,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds that ranks wait for each other",
     )
     hosts.add_argument(
-        "--headless", action="store_true", help="serve nothing: for ranks other than 0"
+        "--headless",
+        action="store_true",
+        help="serve nothing: for ranks other than 0, to which apt-jax launch adds it",
     )
     options.add_calibration_argument(parser, DEFAULT_CALIBRATION_S)
     options.add_engine_arguments(parser)
