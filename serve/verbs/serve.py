@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import ipaddress
 import logging
 import os
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 ENGINE_LOST = 1
 """Exit code where the engine has ended by itself."""
+
+_NICE = 5  # a third of the weight of other threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -405,9 +408,9 @@ class _OtherHosts:
 
 
 def _build(config: EngineConfig, calibration_s: float, hosts: _OtherHosts) -> EngineParts:
-    bars = ProgressBars()
+    bars, others = ProgressBars(), _tasks()
     try:
-        return build_engine(
+        parts = build_engine(
             config,
             calibrate=calibration_s > 0,
             calibration_s=calibration_s,
@@ -416,6 +419,36 @@ def _build(config: EngineConfig, calibration_s: float, hosts: _OtherHosts) -> En
         )
     finally:
         bars.close()
+    # What the model and its programs left behind lives as long as the server: a full collection that reads it again would
+    # hold up every call for some tenths of a second.
+    gc.collect()
+    gc.freeze()
+    _let_calls_go_first(others)
+    return parts
+
+
+def _let_calls_go_first(others: set[int]) -> None:
+    """On a CPU the model's own threads take every core. Those that answer calls need them for moments only, and get them first.
+
+    Args:
+        others: threads that are not the model's. Nor are Python's, which the interpreter's lock makes wait for each other.
+    """
+    import jax
+
+    if jax.default_backend() != "cpu":
+        return
+    python = {thread.native_id for thread in threading.enumerate()}
+    for task in _tasks() - others - python:
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, task, _NICE)
+
+
+def _tasks() -> set[int]:
+    """The threads of this process, on systems that give each its own priority."""
+    try:
+        return {int(task) for task in os.listdir("/proc/self/task")}
+    except OSError:
+        return set()
 
 
 async def serve(
