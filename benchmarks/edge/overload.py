@@ -45,12 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Run:
     found = Run("overload", args)
     asks = asks_of(args, args.requests)
+    with Offline(args.model, args.engine_flags) as offline:
+        asks, answers = offline.answers(asks)
+    found.say(f"{len(asks)} of {args.requests} offline answers do not hang on rounding")
     hurried = [
         Ask(prompt_ids=a.prompt_ids, params=a.params, slo_ttft_ms=args.slo_ttft_ms, slo_tbt_ms=args.slo_tbt_ms)
         for a in asks
     ]  # fmt: skip
-    with Offline(args.model, args.engine_flags) as offline:
-        answers = offline.answers(asks)
     flags = [
         *args.engine_flags,
         *args.server_flags,

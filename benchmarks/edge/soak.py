@@ -34,8 +34,10 @@ def run(args: argparse.Namespace) -> Run:
     found = Run("soak", args)
     asks = asks_of(args, args.requests)
     with Offline(args.model, args.engine_flags) as offline:
-        answers = offline.answers(asks)
-    found.say(f"{len(asks)} offline answers, {sum(len(a.token_ids) for a in answers)} tokens")
+        asks, answers = offline.answers(asks)
+    found.say(
+        f"{len(asks)} of {args.requests} offline answers that do not hang on rounding, {sum(len(a.token_ids) for a in answers)} tokens"
+    )
     flags = [*args.engine_flags, *args.server_flags, "--num-blocks-override", str(args.num_blocks)]
     memory: list[tuple[float, float]] = []
     with Server(args.model, flags) as server:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> Run:
     found = Run("stop", args)
     asks = asks_of(args, 100)
     with Offline(args.model, args.engine_flags) as offline:
-        answers = offline.answers(asks)
+        asks, answers = offline.answers(asks)
     ends = (("SIGTERM, 30 s", signal.SIGTERM, 30.0), ("SIGTERM, 0.5 s", signal.SIGTERM, 0.5), ("kill -9", signal.SIGKILL, 0.0), ("engine thread", signal.SIGUSR1, 0.0))  # fmt: skip
     found.values["ends"] = []
     with progress("stop", len(ends) * args.repeats, "end") as bar:
