@@ -9,13 +9,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
-#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -169,6 +170,8 @@ template <typename F>
 void parallel_for(ffi::ThreadPool& pool, int64_t n, const F& f) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
   };
   int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
   if (helpers < 1) {
@@ -180,21 +183,24 @@ void parallel_for(ffi::ThreadPool& pool, int64_t n, const F& f) {
   auto work = [shared, call, n] {
     for (int64_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < n;) {
       (*call)(i);
-      shared->done.fetch_add(1, std::memory_order_release);
+      if (shared->done.fetch_add(1, std::memory_order_acq_rel) + 1 == n) {
+        std::lock_guard<std::mutex> lock(shared->mutex);
+        shared->all_done.notify_one();
+      }
     }
   };
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
   work();
-  // A helper that lost its core to another thread gets this one after a while.
-  for (int spins = 0; shared->done.load(std::memory_order_acquire) < n; ++spins) {
-    if (spins > 1000) {
-      std::this_thread::yield();
-      continue;
-    }
+  auto is_done = [&] { return shared->done.load(std::memory_order_acquire) >= n; };
+  for (int spins = 0; spins < 1000; ++spins) {
+    if (is_done()) return;
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
   }
+  // A helper that lost its core to another thread is moved to this one at once if nothing runs here.
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  shared->all_done.wait(lock, is_done);
 }
 
 // The greatest of a row's scores so far, and the first place where it is.
