@@ -303,6 +303,38 @@ def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog
         assert "%" not in shown
 
 
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="threads have no priorities of their own"
+)
+def test_calls_come_before_the_model_on_a_cpu():
+    """In a process of its own: what is made permanent or slow there stays so."""
+    code = """
+import gc, os, threading
+from serve.verbs import serve
+
+def build(config, **options):
+    import jax
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))))
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return "parts"
+
+import grpc
+server = grpc.aio.init_grpc_aio()
+before, least = serve._tasks(), os.getpriority(os.PRIO_PROCESS, 0)
+assert len(before) > 1
+serve.build_engine = build
+assert serve._build(None, 0.0, serve._OtherHosts()) == "parts"
+python = {thread.native_id for thread in threading.enumerate()}
+assert len(python - before) == 1
+later = {task: os.getpriority(os.PRIO_PROCESS, task) - least for task in serve._tasks()}
+assert {more for task, more in later.items() if task in before | python} == {0}
+assert {more for task, more in later.items() if task not in before | python} == {5}
+assert gc.get_freeze_count() > 10_000
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+
+
 def test_quiet_is_quiet(monkeypatch):
     def build(config, *, progress, **options):
         for done in range(4):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ def test_R22_the_largest_body_does_not_hold_up_others():
 
     async def scenario(served):
         body = json.dumps({"prompt": [list(range(3, 200))] * 2000}).encode()
-        loop, worst = asyncio.get_running_loop(), 0.0
+        turns = 0
         tasks = [
             asyncio.create_task(
                 served.http.post(
@@ -161,11 +162,10 @@ def test_R22_the_largest_body_does_not_hold_up_others():
             for _ in range(3)
         ]
         while not all(task.done() for task in tasks):
-            before = loop.time()
             await asyncio.sleep(0.005)
-            worst = max(worst, loop.time() - before)
+            turns += 1
         assert {task.result().status_code for task in tasks} == {400}
-        assert worst < 1.0  # some tens of milliseconds on a quiet machine
+        assert turns > 10  # it would be a few if the loop did the work
 
     run(scenario)
 
@@ -254,13 +254,11 @@ def test_a_body_that_is_no_http_ends_the_call():
 
 def test_C14_slow_heads_and_silent_connections_are_cut():
     async def scenario(served):
-        loop = asyncio.get_running_loop()
         silent = await served.raw(b"")
         dripping = await served.raw(b"POST /v1/completions HTTP/1.1\r\n")
-        started = loop.time()
 
         async def drip() -> None:
-            for _ in range(40):
+            for _ in range(400):
                 dripping.writer.write(b"x: y\r\n")
                 await asyncio.sleep(0.05)
 
@@ -268,7 +266,7 @@ def test_C14_slow_heads_and_silent_connections_are_cut():
         status, answer = await dripping.answer()
         assert (status, error_of(answer)["code"]) == (408, "headers_timeout")
         assert await silent.at_end(5.0)
-        assert loop.time() - started < 2.0
+        assert not task.done()  # both were cut while it dripped
         task.cancel()
         # Also the head of a second request, and empty lines, which are none.
         for more in (b"POST /v1/com", b"\r\n"):
@@ -318,6 +316,20 @@ def test_the_rest_of_a_body_that_was_refused_is_not_waited_for():
         await connection.close()
 
     run(scenario, connections=LIMITS)
+
+
+def test_what_is_written_is_sent_at_once():
+    """Not when the client has acknowledged what came before, which takes it up to 40 ms."""
+
+    async def scenario(served):
+        connection = await served.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await connection.answer())[0] == 200
+        (theirs,) = served.server._uvicorn.server_state.connections
+        sock = theirs.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        await connection.close()
+
+    run(scenario)
 
 
 def test_C14_idle_connections_are_closed():

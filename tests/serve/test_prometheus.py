@@ -174,14 +174,12 @@ def test_gauges_while_requests_run_and_wait():
 def test_Q9_metrics_and_health_answer_under_load():
     async def scenario(served):
         tasks = [asyncio.create_task(served.ask("x" * (i % 40 + 1), max_tokens=60)) for i in range(60)]  # fmt: skip
-        loop, worst = asyncio.get_running_loop(), 0.0
+        answered = 0
         while not all(task.done() for task in tasks):
             for path in ("/health", "/metrics"):
-                started = loop.time()
                 assert (await served.http.get(path)).status_code == 200
-                worst = max(worst, loop.time() - started)
-            await asyncio.sleep(0.02)
-        assert worst < 2.0  # a tenth of it on a quiet machine
+            answered += not any(task.done() for task in tasks)
+        assert answered >= 5  # before any request had ended
 
     run(scenario, max_num_queued_reqs=100)
 
