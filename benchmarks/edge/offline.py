@@ -61,7 +61,7 @@ class Offline:
         """What `LLM.generate` says to the requests that have one answer alone.
 
         The others are left out: a token of theirs wins by no more than what the order of additions is worth, which depends on the
-        batch. In float32 that is one in some hundred requests with a seed.
+        batch. In float32 those are a few in a hundred of the requests with a seed.
 
         Raises:
             RuntimeError: none is left.
