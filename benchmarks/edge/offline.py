@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -20,6 +21,9 @@ from benchmarks.edge.doors import Ask
 
 _ROUNDING = 2e-5
 """Of scores and of sums of probabilities in float32, with room to spare."""
+
+_WRONG = 1e-2
+"""By so much no token may lose."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,15 +64,16 @@ class Offline:
     def answers(self, asks: Sequence[Ask]) -> tuple[list[Ask], list[Answer]]:
         """What `LLM.generate` says to the requests that have one answer alone.
 
-        The others are left out: a token of theirs wins by no more than what the order of additions is worth, which depends on the
-        batch. In float32 those are a few in a hundred of the requests with a seed.
+        In float32 the others are left out: a token of theirs wins by no more than what the order of additions is worth, which
+        depends on the batch. Those are a few in a hundred of the requests with a seed. Other dtypes and quantised weights are not
+        looked at.
 
         Raises:
-            RuntimeError: none is left.
+            RuntimeError: a plain forward pass says another token, or more than a fifth would be left out.
         """
         answers, certain = self._pool.submit(_answers, asks).result()
-        if not any(certain):
-            raise RuntimeError("no request has an answer that does not hang on rounding: compare in float32")  # fmt: skip
+        if sum(certain) < 0.8 * len(asks):
+            raise RuntimeError(f"only {sum(certain)} of {len(asks)} answers do not hang on rounding")  # fmt: skip
         return list(itertools.compress(asks, certain)), list(itertools.compress(answers, certain))
 
     def speed(self, asks: Sequence[Ask]) -> Speed:
@@ -92,11 +97,11 @@ class Offline:
 # --- in that process ---------------------------------------------------------------------------------------------
 
 _llm: Any = None
-_wins: Any = None
+_leads: Any = None  # None: answers are not looked at
 
 
 def _start(model: str, flags: Sequence[str], cores: Sequence[int] | None) -> None:
-    global _llm
+    global _llm, _leads
     if cores is not None:
         os.sched_setaffinity(0, cores)  # before JAX counts them
     from apt_jax.llm import LLM, build_engine
@@ -107,6 +112,8 @@ def _start(model: str, flags: Sequence[str], cores: Sequence[int] | None) -> Non
     options.add_engine_arguments(parser)
     config = options.engine_config(parser.parse_args([model, *flags]))
     _llm = LLM.from_parts(build_engine(config, calibrate=False))
+    if config.dtype == "float32" and config.quantization is None:
+        _leads = _compiled_leads(config)
 
 
 def _generate(asks: Sequence[Ask]) -> list[Any]:
@@ -122,48 +129,54 @@ def _answers(asks: Sequence[Ask]) -> tuple[list[Answer], list[bool]]:
         Answer(token_ids=tuple(o.token_ids), text=o.text, finish_reason=o.finish_reason)
         for o in outputs
     ]
-    certain = [_is_certain(ask, a.token_ids) for ask, a in zip(asks, answers, strict=True)]
+    certain = [
+        _leads is None or _is_certain(ask, answer.token_ids)
+        for ask, answer in zip(asks, answers, strict=True)
+    ]
     return answers, certain
 
 
 def _is_certain(ask: Ask, token_ids: Sequence[int]) -> bool:
     """Whether each token wins by more than rounding over all others in a plain forward pass."""
-    global _wins
-    _wins = _wins or _compiled_wins()
-    executor, params = _llm.parts.executor, ask.params
-    row = [*ask.prompt_ids, *token_ids]
+    row, params = [*ask.prompt_ids, *token_ids], ask.params
     padded = np.zeros(-(-len(row) // 64) * 64, np.int32)  # few shapes to compile for
     padded[: len(row)] = row
     first = len(ask.prompt_ids) - 1  # after it comes the first token of the answer
-    wins = _wins(
-        executor.params, padded, executor.config, first, params["temperature"], params.get("top_p", 1.0), params.get("seed", 0)
-    )  # fmt: skip
-    return bool(np.asarray(wins)[first : len(row) - 1].all())
+    leads = _leads(padded, first, params["temperature"], params.get("top_p", 1.0), params.get("seed", 0))  # fmt: skip
+    leads = np.asarray(leads)[:, first : len(row) - 1]
+    if (leads.max(axis=0) < -_WRONG).any():
+        raise RuntimeError(f"a plain forward pass says other tokens than the engine to {params}")
+    return bool((leads > _ROUNDING).all())
 
 
-def _compiled_wins() -> Any:
+def _compiled_leads(config: Any) -> Any:
+    """By how much the token after each position leads all others, at either end of what may be the border of top-p."""
     import jax
     import jax.numpy as jnp
 
     from apt_jax import sampling
+    from apt_jax.models.loader import load_model
     from apt_jax.models.reference import forward
 
-    def wins(params: Any, row: Any, config: Any, first: Any, temperature: Any, top_p: Any, seed: Any) -> Any:  # fmt: skip
-        """Of each position, whether its next token is the winner at either end of what may be the border of top-p."""
+    model = load_model(config)  # the engine joins and lays out its weights anew
+
+    def leads(params: Any, row: Any, first: Any, temperature: Any, top_p: Any, seed: Any) -> Any:
         num, drawn = row.size, temperature > 0
-        scores = forward(params, row, config)
+        scores = forward(params, row, model.config)
         scores /= jnp.where(drawn, temperature, 1.0)
         positions = jnp.arange(num, dtype=jnp.int32) - first
         noise = sampling.gumbel(jnp.full(num, seed, jnp.uint32), positions, scores.shape[1])
-        found = jnp.ones(num, bool)
+        here = jax.nn.one_hot(jnp.roll(row, -1), scores.shape[1], dtype=bool)
+        found = []
         for shift in (-_ROUNDING, _ROUNDING):
             border = jnp.full(num, jnp.where(drawn, top_p + shift, 1.0), jnp.float32)
             kept = sampling.restrict(scores, jnp.zeros(num, jnp.int32), border, jnp.zeros(num))
-            best, winner = jax.lax.top_k(kept + jnp.where(drawn, noise, 0.0), 2)
-            found &= (winner[:, 0] == jnp.roll(row, -1)) & (best[:, 0] - best[:, 1] > _ROUNDING)
-        return found
+            kept = jnp.where(drawn, kept + noise, kept)
+            best = [jnp.max(jnp.where(mask, kept, -jnp.inf), axis=1) for mask in (here, ~here)]
+            found.append(best[0] - best[1])
+        return jnp.stack(found)
 
-    return jax.jit(wins, static_argnums=2)
+    return functools.partial(jax.jit(leads), model.params)
 
 
 def _speed(asks: Sequence[Ask]) -> Speed:

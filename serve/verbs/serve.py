@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 ENGINE_LOST = 1
 """Exit code where the engine has ended by itself."""
 
-_NICE = 5  # a third of the weight of other threads
+_NICE = 5  # a third of the weight that they had
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -440,7 +440,8 @@ def _let_calls_go_first(others: set[int]) -> None:
     python = {thread.native_id for thread in threading.enumerate()}
     for task in _tasks() - others - python:
         with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, task, _NICE)
+            nice = os.getpriority(os.PRIO_PROCESS, task)
+            os.setpriority(os.PRIO_PROCESS, task, min(nice + _NICE, 19))
 
 
 def _tasks() -> set[int]:

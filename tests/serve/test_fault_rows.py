@@ -81,18 +81,19 @@ def test_C16_a_retry_of_a_live_request_is_a_request_of_its_own_and_counts():
 
 def test_Q2_a_burst_is_refused_early_and_the_loop_goes_on():
     async def scenario(served: HttpServed) -> None:
-        most = watch_queue(served)
+        most, gate = watch_queue(served), served.parts.executor.gate  # type: ignore[attr-defined]
         body = {"prompt": "hello", "max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+        gate.clear()  # a step that lasts as long as it takes to refuse them
+        first = asyncio.create_task(served.post("/v1/completions", body))
+        await served.until(lambda: served.engine._outlook is not None)
         tasks = [asyncio.create_task(served.post("/v1/completions", body)) for _ in range(400)]
-        turns = 0
-        while not all(task.done() for task in tasks):
-            await asyncio.sleep(0.005)
-            turns += 1
-        answers = [task.result() for task in tasks]
+        await served.until(lambda: sum(task.done() for task in tasks) >= 380, 25.0)
+        assert {task.result().status_code for task in tasks if task.done()} == {429}
+        gate.set()
+        answers = [await task for task in (first, *tasks)]
         assert {a.status_code for a in answers} == {200, 429}
         assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 429)
         assert most[0] <= 16
-        assert turns > 10
         request = served.parts.build_request(
             prompt="hello", params={k: v for k, v in body.items() if k != "prompt"}
         )
