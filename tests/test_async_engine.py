@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 import threading
+import time
 
 import pytest
 from toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
@@ -411,7 +412,9 @@ def test_E4_a_step_that_never_ends_ends_the_engine(caplog):
         await asyncio.sleep(0.5)  # nothing to do is no step
         executor.gate.clear()
         streams = [engine.submit(request(engine, f"r{i}")) for i in range(3)]
+        start_s = time.monotonic()
         reason = await asyncio.wait_for(engine.wait_ended(), 5)
+        assert time.monotonic() - start_s < 2
         assert reason == engine.dead_reason
         assert "a step has not ended for 0.3 s (--step-timeout)" in str(reason)
         for stream in streams:

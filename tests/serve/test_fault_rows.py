@@ -89,13 +89,18 @@ def test_Q2_a_burst_is_refused_early_and_the_loop_goes_on():
         first = asyncio.create_task(served.post("/v1/completions", body))
         await served.until(lambda: served.engine._outlook is not None)
         tasks = [asyncio.create_task(served.post("/v1/completions", body)) for _ in range(400)]
-        await served.until(lambda: sum(task.done() for task in tasks) >= 380, 25.0)
+        loop, worst = asyncio.get_running_loop(), 0.0
+        while sum(task.done() for task in tasks) < 380:
+            before = loop.time()
+            await asyncio.sleep(0.005)
+            worst = max(worst, loop.time() - before)
         assert {task.result().status_code for task in tasks if task.done()} == {429}
         gate.set()
         answers = [await task for task in (first, *tasks)]
         assert {a.status_code for a in answers} == {200, 429}
         assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 429)
         assert most[0] <= 16
+        assert worst < 3.0  # a tenth of it on a quiet machine, client included
         request = served.parts.build_request(
             prompt="hello", params={k: v for k, v in body.items() if k != "prompt"}
         )
