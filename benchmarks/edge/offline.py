@@ -97,11 +97,11 @@ class Offline:
 # --- in that process ---------------------------------------------------------------------------------------------
 
 _llm: Any = None
-_leads: Any = None  # None: answers are not looked at
+_config: Any = None
 
 
 def _start(model: str, flags: Sequence[str], cores: Sequence[int] | None) -> None:
-    global _llm, _leads
+    global _llm, _config
     if cores is not None:
         os.sched_setaffinity(0, cores)  # before JAX counts them
     from apt_jax.llm import LLM, build_engine
@@ -110,10 +110,8 @@ def _start(model: str, flags: Sequence[str], cores: Sequence[int] | None) -> Non
     parser = argparse.ArgumentParser()
     options.add_model_argument(parser)
     options.add_engine_arguments(parser)
-    config = options.engine_config(parser.parse_args([model, *flags]))
-    _llm = LLM.from_parts(build_engine(config, calibrate=False))
-    if config.dtype == "float32" and config.quantization is None:
-        _leads = _compiled_leads(config)
+    _config = options.engine_config(parser.parse_args([model, *flags]))
+    _llm = LLM.from_parts(build_engine(_config, calibrate=False))
 
 
 def _generate(asks: Sequence[Ask]) -> list[Any]:
@@ -129,20 +127,20 @@ def _answers(asks: Sequence[Ask]) -> tuple[list[Answer], list[bool]]:
         Answer(token_ids=tuple(o.token_ids), text=o.text, finish_reason=o.finish_reason)
         for o in outputs
     ]
-    certain = [
-        _leads is None or _is_certain(ask, answer.token_ids)
-        for ask, answer in zip(asks, answers, strict=True)
-    ]
+    if _config.dtype != "float32" or _config.quantization is not None:
+        return answers, [True] * len(answers)
+    leads = _compiled_leads(_config)
+    certain = [_is_certain(leads, ask, a.token_ids) for ask, a in zip(asks, answers, strict=True)]
     return answers, certain
 
 
-def _is_certain(ask: Ask, token_ids: Sequence[int]) -> bool:
+def _is_certain(leads_of: Any, ask: Ask, token_ids: Sequence[int]) -> bool:
     """Whether each token wins by more than rounding over all others in a plain forward pass."""
     row, params = [*ask.prompt_ids, *token_ids], ask.params
     padded = np.zeros(-(-len(row) // 64) * 64, np.int32)  # few shapes to compile for
     padded[: len(row)] = row
     first = len(ask.prompt_ids) - 1  # after it comes the first token of the answer
-    leads = _leads(padded, first, params["temperature"], params.get("top_p", 1.0), params.get("seed", 0))  # fmt: skip
+    leads = leads_of(padded, first, params["temperature"], params.get("top_p", 1.0), params.get("seed", 0))  # fmt: skip
     leads = np.asarray(leads)[:, first : len(row) - 1]
     if (leads.max(axis=0) < -_WRONG).any():
         raise RuntimeError(f"a plain forward pass says other tokens than the engine to {params}")

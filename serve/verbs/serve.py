@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import ipaddress
 import logging
 import os
@@ -29,6 +28,7 @@ from apt_jax.llm import (
     EngineParts,
     ProgressBars,
     build_engine,
+    freeze_loaded,
     run_headless,
 )
 from serve import logs, options
@@ -419,10 +419,7 @@ def _build(config: EngineConfig, calibration_s: float, hosts: _OtherHosts) -> En
         )
     finally:
         bars.close()
-    # What the model and its programs left behind lives as long as the server: a full collection that reads it again would
-    # hold up every call for some tenths of a second.
-    gc.collect()
-    gc.freeze()
+    freeze_loaded()
     _let_calls_go_first(others)
     return parts
 

@@ -288,7 +288,7 @@ def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog
     err = Terminal() if terminal else io.StringIO()
     argv = [verb, "tiny-opt", *(["hi"] if verb == "generate" else [])]
     if verb == "serve":
-        argv += ["--grpc-port", "0"]
+        argv += ["--grpc-port", "0", "--port", "0"]
     caplog.set_level("INFO", "apt_jax")
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(argv) == 1
