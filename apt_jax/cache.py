@@ -283,13 +283,10 @@ class HybridCache:
             held = 0
         else:
             held = int(self.num_groups[seat])
-            _require(
-                self.kind[seat] == kind, f"owner {owner} holds kind {self.kind[seat]}, not {kind}"
-            )
-            _require(
-                num_tokens >= self.num_tokens[seat],
-                f"owner {owner} would shrink to {num_tokens} positions",
-            )
+            if self.kind[seat] != kind:
+                raise CacheIntegrityError(f"owner {owner} holds kind {self.kind[seat]}, not {kind}")
+            if num_tokens < self.num_tokens[seat]:
+                raise CacheIntegrityError(f"owner {owner} would shrink to {num_tokens} positions")
         new = groups - held
         halves = self.blocks_per_group[kind]
         if new > 0:
@@ -338,14 +335,120 @@ class HybridCache:
             (~roomy | (self.kind[seats] == kinds) & (self.owner[seats] == owners)).all(),
             "seat of another owner or kind",
         )
+        if roomy.all():
+            self.num_tokens[seats] = num_tokens
+            return roomy
         self.num_tokens[seats[roomy]] = num_tokens[roomy]
         ok = roomy
-        for i in np.flatnonzero(~roomy).tolist():
+        rest = np.flatnonzero(~roomy)
+        if (
+            rest.size > 1
+            and seated[rest].all()
+            and self._grow_by_one(owners[rest], seats[rest], num_tokens[rest], kinds[rest])
+        ):
+            ok[rest] = True
+            return ok
+        for i in rest.tolist():
             owner = int(owners[i])
             if self.reserve(owner, int(num_tokens[i]), int(kinds[i])):
                 ok[i] = True
                 seats[i] = self._seat_of[owner]
         return ok
+
+    def _grow_by_one(
+        self,
+        owners: NDArray[np.int64],
+        seats: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kinds: NDArray[np.int8],
+    ) -> bool:
+        """`reserve` for seated rows that need one more group each, the same blocks in the same order, all at once.
+
+        Returns:
+            False where it is not as simple: a row needs more or is there twice, or blocks are short; then nothing has changed.
+        """
+        held = self.num_groups[seats]
+        halves = self._cost[kinds]
+        ends = np.cumsum(halves)
+        total = int(ends[-1])
+        fits = num_tokens <= (held + 1) * self._size[kinds]
+        if total > self.pool.num_free or not fits.all() or len(set(seats.tolist())) < seats.size:
+            return False
+        _require(
+            ((self.kind[seats] == kinds) & (self.owner[seats] == owners)).all(),
+            "seat of another owner or kind",
+        )
+        ids = self.pool.allocate(total)
+        if ids is None:
+            return False
+        width = int(held.max()) + 1
+        if width > self.tables.shape[2]:
+            self._grow_tables(width)
+        firsts, seconds = ids[ends - halves], np.where(halves == 2, ids[ends - 1], NULL_BLOCK)
+        self.tables[seats, 0, held] = firsts
+        self.tables[seats, 1, held] = seconds
+        self.num_groups[seats] = held + 1
+        self.num_refs[firsts] = 1
+        self.generation[firsts] += 1
+        self._seat_sum[firsts] = seats
+        self._second[firsts] = seconds
+        self.num_private[seats] += 1
+        self.num_tokens[seats] = num_tokens
+        num_hidden = int(np.count_nonzero(kinds))
+        self._groups_in_use[KV] += kinds.size - num_hidden
+        self._groups_in_use[HIDDEN] += num_hidden
+        return True
+
+    def convert_rows(
+        self, owners: Sequence[int], num_tokens: Sequence[int]
+    ) -> tuple[list[NDArray[np.int32] | None], list[bool]]:
+        """Requests of the hidden kind change to keys and values, and grow to `num_tokens` positions.
+
+        Their X blocks are given back when all of them have got new ones: nothing that is handed out here was one of them. Who
+        can have no new ones keeps its kind and grows with it.
+
+        Returns:
+            The X blocks that each gave back, (groups,), None where it kept them; and False for those that could not grow
+            either and keep what they had.
+
+        Raises:
+            CacheIntegrityError: an owner does not hold the hidden kind, or would shrink.
+        """
+        new: list[NDArray[np.int32] | None] = []
+        ok: list[bool] = []
+        for owner, num in zip(owners, num_tokens, strict=True):
+            seat = self._seat_of.get(owner, NO_SEAT)
+            _require(
+                seat != NO_SEAT and self.kind[seat] == HIDDEN,
+                f"owner {owner} holds no layer inputs",
+            )
+            _require(num >= self.num_tokens[seat], f"owner {owner} would shrink to {num} positions")
+            ids = self._allocate(self.blocks_needed(num, KV))
+            new.append(ids)
+            ok.append(ids is not None or self.reserve(owner, num, HIDDEN))
+        given_back: list[NDArray[np.int32] | None] = []
+        for owner, num, ids in zip(owners, num_tokens, new, strict=True):
+            if ids is None:
+                given_back.append(None)
+                continue
+            seat = self._seat_of[owner]
+            held = int(self.num_groups[seat])
+            given_back.append(self.tables[seat, 0, :held].copy())
+            self._empty(seat)
+            groups = ids.size // 2
+            if groups > self.tables.shape[2]:
+                self._grow_tables(groups)
+            self.tables[seat, :, :groups] = ids.reshape(2, groups)
+            firsts = ids[:groups]
+            self.num_refs[firsts] = 1
+            self.generation[firsts] += 1
+            self._seat_sum[firsts] = seat
+            self._second[firsts] = ids[groups:]
+            self.num_groups[seat] = self.num_private[seat] = groups
+            self.num_tokens[seat] = num
+            self.kind[seat] = KV
+            self._groups_in_use[KV] += groups
+        return given_back, ok
 
     def release(self, owner: int) -> int:
         """Give back all that the owner holds, its seat as well; returns the number of blocks.
@@ -354,6 +457,14 @@ class HybridCache:
         """
         seat = self._seat_of.pop(owner, NO_SEAT)
         _require(seat != NO_SEAT, f"owner {owner} holds no cache")
+        num_blocks = self._empty(seat)
+        self.kind[seat] = NO_KIND
+        self.owner[seat] = NO_OWNER
+        self._free_seats.append(seat)
+        return num_blocks
+
+    def _empty(self, seat: int) -> int:
+        """Give back all blocks of a seat, which stays taken; returns their number."""
         groups = int(self.num_groups[seat])
         kind = int(self.kind[seat])
         halves = self.blocks_per_group[kind]
@@ -369,9 +480,6 @@ class HybridCache:
         self.num_groups[seat] = 0
         self.num_private[seat] = 0
         self.num_tokens[seat] = 0
-        self.kind[seat] = NO_KIND
-        self.owner[seat] = NO_OWNER
-        self._free_seats.append(seat)
         return num_blocks
 
     def _release_groups(

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from apt_jax.cache_dir import cache_dir
-from apt_jax.executor import StepBatch
+from apt_jax.executor import Conversions, StepBatch
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.pallas.xla import (
     PREFILL_KEY_TILE,
@@ -45,7 +45,7 @@ _DECODE_RUN = 5
 def _batch(
     executor: JaxExecutor, kinds: list[int], starts: list[int], lens: list[int]
 ) -> StepBatch:
-    """A legal batch over made-up cache contents. Rows share blocks where the pool is too small to keep them apart."""
+    """A legal batch over arbitrary cache contents. Rows share blocks where the pool is too small to keep them apart."""
     n, sizes = len(kinds), (executor.block_size, executor.hidden_block_size)
     need = [-(-(s + t) // sizes[k]) for s, t, k in zip(starts, lens, kinds, strict=True)]
     tables = np.zeros((n, 2, max(need)), np.int32)
@@ -152,8 +152,8 @@ def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]
         chunks = int(
             rng.integers(fewest, max(fewest, min(8, total // 2, most_chunks(with_decode))) + 1)
         )
-        # Where decode rows have their own path, a chunk of one token is one.
-        more = 1 if shapes.mixed and 2 * chunks <= total else 0
+        # A chunk of one token would be a decode row.
+        more = 1 if 2 * chunks <= total else 0
         rest = total - more * chunks
         cuts = np.sort(rng.choice(np.arange(1, rest), chunks - 1, replace=False))
         lens = np.minimum(np.diff([0, *cuts.tolist(), rest]) + more, max_len).tolist()
@@ -163,18 +163,44 @@ def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]
             contexts(chunks, max_len - n)[0] if rng.random() < 1 / 3 and n < max_len - 1 else 0
             for n in lens
         ]
-        # Rows that decode beside the chunks: computed as chunks of one token, unless there is a program for both.
+        # Rows that decode beside the chunks, in the same program or in one of their own.
         beside = 0
         if with_decode or (not shapes.mixed and rng.random() < 1 / 3):
             beside = int(rng.integers(1, max(2, min(count, executor.max_num_seqs - chunks) + 1)))
             if not with_decode:
-                beside = min(beside, high - total)
+                beside = min(beside, executor.max_num_batched_tokens - total)
             beside = min(beside, executor.max_num_seqs - chunks)
         if beside > 0:
             starts += contexts(beside, max_len)
             lens += [1] * beside
         out.append(_Episode(prefill=(kinds(len(lens)), starts, lens), decode=decode))
     return out
+
+
+_CONVERSIONS = 12
+"""Conversions that are measured, each beside the same step without."""
+
+
+def _conversion_s(executor: JaxExecutor, rng: np.random.Generator) -> float:
+    """Seconds a cached token that a decode step takes longer when it makes keys and values of a row's layer inputs.
+
+    By least squares through the origin over contexts of every scale; 0 where it cannot be told from nothing.
+    """
+    per_block = executor.hidden_block_size
+    room = executor.num_blocks // 4 * executor.block_size
+    most = max(1, min(executor.max_model_len - 2, room))
+    tokens, extra_s = np.zeros(_CONVERSIONS), np.zeros(_CONVERSIONS)
+    for i in range(_CONVERSIONS):
+        length = int(np.exp(rng.uniform(np.log(min(16, most)), np.log(most))))
+        plain = _batch(executor, [KV], [length], [1])
+        blocks = 1 + (int(plain.block_tables.max()) + np.arange(-(-length // per_block)))
+        inputs = (1 + (blocks - 1) % executor.num_blocks).astype(np.int32)[None]
+        converting = dataclasses.replace(
+            plain, conversions=Conversions(rows=np.zeros(1, np.int64), inputs=inputs)
+        )
+        times = [[_time_s(executor, batch) for batch in (plain, converting)] for _ in range(_REPEATS + 1)]  # fmt: skip
+        tokens[i], extra_s[i] = length, np.median(np.diff(times[1:], axis=1))
+    return max(0.0, float(tokens @ extra_s / (tokens @ tokens)))
 
 
 def calibrate(
@@ -223,17 +249,24 @@ def calibrate(
         episodes = _episodes(executor, rng)
     if progress:
         progress(100, 100)
+    model = fit_cost_model(points, shapes)
+    if executor.can_convert:
+        costs = dataclasses.replace(
+            model.costs, convert_per_hidden_token_s=_conversion_s(executor, rng)
+        )
+        model = dataclasses.replace(model, costs=costs)
     executor.clear()
-    return fit_cost_model(points, shapes)
+    return model
 
 
 def _key(executor: JaxExecutor) -> str:
     facts = {
-        "version": 2,
+        "version": 4,
         "model": dataclasses.asdict(executor.config),
         "dtype": str(executor.params.dtype),
         "quantization": executor.quantization,
         "mode": executor.cache_config.mode,
+        **({"converts": True} if executor.can_convert else {}),
         "absorb": executor.absorbs,
         "attention": executor.attention_name,
         "block_size": [executor.block_size, executor.hidden_block_size]

@@ -324,7 +324,7 @@ class SchedulerConfig:
     """Who runs, and how many at once."""
 
     policy: str = "apt"
-    """A name from `apt_jax.sched.POLICIES`."""
+    """Of `apt_jax.sched.POLICIES`, or from outside; with options (`apt_jax.sched.make_policy`)."""
     violation_decay: float = 0.0
     """Factor on the value of a request that has already missed its objective (Apt-Serve §6.6 uses 0.4; 0: near zero)."""
     max_num_seqs: int = 64

@@ -23,7 +23,7 @@ class Event:
     """One thing that happened, or several of the same kind."""
 
     event: str
-    """"waited", "prefill", "decode", "preempted", "switched", "deferred" (it should have run, and no block was there), "lost" (a
+    """"waited", "prefill", "decode", "preempted", "switched", "converted", "deferred" (it should have run, and no block was there), "lost" (a
     step failed and took its cache along), "ended"."""
     at_ms: float
     until_ms: float
@@ -163,6 +163,10 @@ class DecisionLog:
             request = self._in(iteration, switch.request_id)
             if request is not None:
                 self._add(request, "switched", at_s, old=switch.old, new=switch.new)
+        for request_id in iteration.converted:
+            request = self._in(iteration, request_id)
+            if request is not None:
+                self._add(request, "converted", at_s, old="hidden", new="kv")
         for request_id in iteration.deferred:
             request = self._in(iteration, request_id)
             if request is not None:

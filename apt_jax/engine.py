@@ -8,10 +8,13 @@ The life of a request:
    (the executor runs the rows) and *commit* (tokens are delivered, requests end).
 3. The first time that it is scheduled it takes a seat and blocks of one kind and is running. Its prompt is computed in
    one step or in chunks; the step that reaches its end samples the first token, and every later step one more.
-4. A policy may *preempt* it: cache and seat are gone, it waits again under its old rank, and prompt and output so far
+4. A policy may *convert* it from layer inputs to keys and values (`Plan.convert`): it gets new blocks, the executor computes
+   what they hold from the old ones, and the step itself runs it as a KV request. Its old blocks are given back when the
+   step has been put together; whoever gets them writes them in a later step. Where there are no new blocks it stays hidden.
+5. A policy may *preempt* it: cache and seat are gone, it waits again under its old rank, and prompt and output so far
    are computed anew when it is next scheduled, with either kind (Apt-Serve §4.3: a switch of the cache type discards
    the cache and recomputes it).
-5. It ends once: "stop", "length", "abort" or "error". The last `StepOutput` says so.
+6. It ends once: "stop", "length", "abort" or "error". The last `StepOutput` says so.
 
 Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled begins with the cache of what others, or it
 itself before a preemption, have computed of its tokens; `HitWatch` shows the policy how much that would be. At least its
@@ -36,6 +39,9 @@ to the next step. Four things follow:
   host does this while the device computes, so that overlap is lost for the sampler alone.
 * A preempted request's token in flight is delivered like any other. Until it is, the request is not shown to the
   policy: recomputing takes tokens that the host knows.
+
+Policies. One that raises, or whose plan breaks a promise of `Plan`, has its iteration scheduled by `fcfs` instead. Plans of
+policies from outside this package are checked each time (0.1 ms), those of its own by their tests.
 
 Failures. What can be blamed on one request (logits that are not finite, a token outside the vocabulary, its output
 processor, its grammar) ends that request alone. A step that raises has destroyed the pool: the executor is reset, every request
@@ -67,11 +73,13 @@ from apt_jax.errors import (
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
+    one_line,
 )
 from apt_jax.executor import (
     NO_TOKEN,
     NULL_BLOCK,
     TOKEN_ON_DEVICE,
+    Conversions,
     Executor,
     MaskedStepHandle,
     StepBatch,
@@ -90,7 +98,12 @@ from apt_jax.request import (
     SamplingParams,
     TokenConstraint,
 )
+from apt_jax.sched.check import checked_schedule
+from apt_jax.sched.fcfs import FcfsPolicy
+from apt_jax.sched.registry import is_bundled
 from apt_jax.sched.view import (
+    HIDDEN,
+    KV,
     NO_KIND,
     KindSpec,
     Plan,
@@ -114,6 +127,9 @@ SQUEEZE_S = 600.0
 _NOT_FINITE = "numeric: the model's output for this request is not finite"
 _NOTHING_LEFT = "grammar: it allows no token that min_tokens, stop tokens and logit_bias leave"
 
+FALLBACK_LOG_S = 60.0
+"""A policy that fails is in the log at most once in this time."""
+
 STALL_LIMIT = 100
 """Iterations in a row that may schedule nothing, with requests there and nothing in flight, before the engine acts."""
 
@@ -123,6 +139,9 @@ _COST_ERROR_EVERY, _NEW_COST_ERROR = 8, 1 / 32
 # Bounds of the distributions in `EngineStats`; tokens as vLLM has them.
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SCHEDULE_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 1.0)
+
+_NO_INTS = np.zeros(0, np.int32)
+_NO_TABLES = np.zeros((0, 2, 0), np.int32)
 
 # What `_status` says about a row of the table.
 _FREE = 0  # no request
@@ -215,7 +234,9 @@ class EngineStats:
     """Steps run, by `Plan.iteration`."""
     num_preemptions: int
     kind_switches: dict[tuple[str, str], int]
-    """By (from, to)."""
+    """By (from, to), of requests that came back after a preemption."""
+    num_conversions: int
+    """Times that a running request went from layer inputs to keys and values."""
     recomputed_tokens: int
     """Positions computed again after preemptions and failures."""
     prefix_cache_queries: int
@@ -236,6 +257,8 @@ class EngineStats:
     """Rows of a step in flight whose request had ended meanwhile."""
     refused_plan_rows: int
     """Rows of plans that broke the promises of `Plan`; any is a bug in the policy."""
+    fallback_iterations: int
+    """Iterations that `fcfs` scheduled, because the policy raised or its plan broke a promise."""
     step_failures: int
     compilations: int
     step_tokens: Distribution
@@ -295,7 +318,10 @@ class _Live:
     """Groups that it did not compute itself, since it was last scheduled."""
     is_proven: bool = False
     """Whether a token was good since then: so are the groups that it found."""
+    found_kind: int = NO_KIND
+    """The kind of what it found: the one that it was last scheduled with."""
     last_kind: int = NO_KIND
+    """The kind held last."""
     ended: bool = False
 
 
@@ -317,6 +343,8 @@ class _InFlight:
 
     handle: StepHandle
     requests: list[_Live]
+    rows: NDArray[np.int32]
+    """Of the table; of a request that has not ended they are still its own."""
     samples: NDArray[np.bool_]
     position: NDArray[np.int32]
     num_tokens: int
@@ -363,7 +391,12 @@ class Engine:
         vocab_size: V; a sampled token outside [0, V) ends its request. None: only negative ones do.
         output_processor: the front end's hook for every token.
         fill_masks: how the masks of a step are filled; needs `vocab_size`.
-        debug: check everything after every step, and let broken promises raise.
+        debug: check everything after every step, and let broken promises and failures of the policy raise.
+        check_plans: whether each plan is held against the promises of `Plan` before anything is done, and the policy gets
+            a table that it cannot write to; None: unless the policy is one of this package.
+        lengths_only: the executor looks at lengths and kinds alone, as a cost model does: token ids, block tables, sampling
+            parameters and histories of a `StepBatch` are left empty, and `step` delivers the last output of each request
+            only. Decisions and accounting are the same, in half the time.
         timer: seconds for the host-time statistics; never enters a decision.
     """
 
@@ -381,6 +414,8 @@ class Engine:
         output_processor: OutputProcessor | None = None,
         fill_masks: FillMasks = fill_one_by_one,
         debug: bool = False,
+        check_plans: bool | None = None,
+        lengths_only: bool = False,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         if executor.block_size != cache_config.block_size:
@@ -398,6 +433,8 @@ class Engine:
         self.costs = costs
         self.output_processor = output_processor
         self.debug = debug
+        self._check_plans = not is_bundled(policy) if check_plans is None else check_plans
+        self._lengths_only = lengths_only
         self.max_num_seqs = min(scheduler_config.max_num_seqs, executor.max_num_seqs)
         # Lower for a while after a step for which there was no memory.
         self._most_rows, self._most_tokens = (
@@ -439,11 +476,11 @@ class Engine:
             key=lambda k: kinds[k].blocks_per_group / self.cache.block_sizes[k],
         )
         self._is_offered = np.array([k.offered for k in kinds])
+        self._can_convert = executor.can_convert and bool(self._is_offered.all())
 
         capacity = self.table.capacity
         self._status = np.zeros(capacity, np.int8)
         self._seat = np.full(capacity, NO_SEAT, np.int32)
-        self._tenant = np.zeros(capacity, np.int32)
         self._in_flight = np.zeros(
             capacity, np.int8
         )  # tokens of the row that the host has not seen
@@ -461,12 +498,16 @@ class Engine:
         self._by_id: dict[str, _Live] = {}
         self._next_rank = 0
         self._order: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
+        self._place = np.zeros(capacity, np.int32)  # scratch of `_is_plain`
 
         self._pending: _InFlight | None = None
         self._outputs: list[StepOutput] = []
         self._last_failure_s: float | None = None
         self._dead: str | None = None
         self._stalled = 0
+        self._fallback = FcfsPolicy()
+        self._fallback_logged_s: float | None = None
+        self._policy_is_stuck = False
         self._noted: Iteration | None = (
             None  # the decision that is being carried out, if anybody watches
         )
@@ -477,6 +518,7 @@ class Engine:
         self._iterations: collections.Counter[str] = collections.Counter()
         self._finished: collections.Counter[str] = collections.Counter()
         self._kind_switches = np.zeros((len(kinds), len(kinds)), np.int64)
+        self._num_conversions = 0
         self._num_preemptions = 0
         self._recomputed_tokens = 0
         self._prefix_cache_queries = 0
@@ -487,6 +529,7 @@ class Engine:
         self._deferred_rows = 0
         self._dropped_rows = 0
         self._refused_plan_rows = 0
+        self._fallback_iterations = 0
         self._step_failures = 0
         self._host_s = _Ring()
         self._schedule_s = _Ring()
@@ -532,6 +575,7 @@ class Engine:
             slo_ttft_s=request.slo.ttft_s,
             slo_tbt_s=request.slo.tbt_s,
             best_effort=request.slo_class == "be",
+            tenant=self._tenants.setdefault(request.tenant, len(self._tenants)),
         )
         if row >= self._status.size:
             self._grow_rows()
@@ -552,7 +596,6 @@ class Engine:
             expected_ttft_s=expected_ttft_s,
             digests=self._no_digests(),
         )
-        self._tenant[row] = self._tenants.setdefault(request.tenant, len(self._tenants))
         self._next_rank += 1
         self._by_row[row] = live
         self._by_id[request.request_id] = live
@@ -596,6 +639,11 @@ class Engine:
         return bool(self._by_id or self._outputs) or self._pending is not None
 
     @property
+    def num_generated(self) -> int:
+        """Tokens delivered since the engine was made."""
+        return self._generation_tokens
+
+    @property
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._by_id)
@@ -631,13 +679,13 @@ class Engine:
         started = self._timer()
         plan = self._schedule()
         self._noted = noted = self._note(plan, self._timer() - started)
-        batch, rows = self._apply(plan)
+        batch, rows, lives = self._apply(plan)
         if noted is not None:
             self._note_applied(noted, batch, rows)
         if self.on_plan is not None and batch is not None:
             self.on_plan(batch)
         prepared = self._timer()
-        dispatched = self._execute(plan, batch, rows) if batch is not None else None
+        dispatched = self._execute(plan, batch, rows, lives) if batch is not None else None
         launched = self._timer()
         waited = 0.0
         if self._config.overlap:
@@ -658,6 +706,7 @@ class Engine:
             self._note_stall()
         elif batch is not None:
             self._stalled = 0
+            self._policy_is_stuck = False
         if batch is not None or oldest is not None:
             self._host_s.add(self._timer() - started - (launched - prepared) - waited)
         if batch is not None:
@@ -678,10 +727,11 @@ class Engine:
             waiting.flags.writeable = running.flags.writeable = False
             self._order = waiting, running
         waiting, running = self._order
-        unseen = self._in_flight[waiting] > 0
-        if unseen.any():
-            # Preempted from outside after its last dispatch: the host must see the token first.
-            waiting = waiting[~unseen]
+        if self._pending is not None:
+            unseen = self._in_flight[waiting] > 0
+            if unseen.any():
+                # Preempted from outside after its last dispatch: the host must see the token first.
+                waiting = waiting[~unseen]
         shared_blocks = 0
         if self._hits is not None:
             private = int(self.table.num_blocks[running].sum())
@@ -700,6 +750,7 @@ class Engine:
             max_num_seqs=self._most_rows,
             max_num_batched_tokens=self._most_tokens,
             costs=self.costs,
+            can_convert=self._can_convert,
         )
 
     def _schedule(self) -> Plan:
@@ -710,23 +761,50 @@ class Engine:
         if not view.waiting.size and not view.running.size:
             return Plan.idle()
         try:
-            plan = self.policy.schedule(view)
+            plan = self._decide(view)
         except Exception as error:
             if self.debug:
                 raise
-            logger.error("policy %s failed", self.policy.name, exc_info=error)
-            self._is_fatal("the policy failed")
-            return Plan.idle()
+            try:
+                plan = self._fall_back(view, error)
+            except Exception as worse:
+                logger.error("the policy fcfs failed", exc_info=worse)
+                self._is_fatal("the policy failed")
+                return Plan.idle()
         self.last_plan = plan
         elapsed = self._timer() - started
         self._schedule_s.add(elapsed)
         self._schedule_times_s.add(elapsed)
         return plan
 
+    def _decide(self, view: SchedulerView) -> Plan:
+        if self._policy_is_stuck:
+            raise RuntimeError(f"it scheduled nothing in {STALL_LIMIT} iterations")
+        if self._check_plans:
+            return checked_schedule(self.policy, view)
+        return self.policy.schedule(view)
+
+    def _fall_back(self, view: SchedulerView, error: Exception) -> Plan:
+        """The policy has raised, or made a plan that cannot be used: `fcfs`, which keeps no state, decides this iteration."""
+        plan = self._fallback.schedule(view)
+        self._fallback_iterations += 1
+        now_s, last_s = self.clock.now_s(), self._fallback_logged_s
+        if last_s is None or now_s - last_s >= FALLBACK_LOG_S:
+            self._fallback_logged_s = now_s
+            logger.error(
+                "policy %s failed, fcfs schedules instead (%d iterations so far): %s: %s",
+                self.policy.name,
+                self._fallback_iterations,
+                type(error).__name__,
+                one_line(str(error))[:400],
+                exc_info=error,
+            )
+        return plan
+
     # --- 2. apply --------------------------------------------------------------------------------------------------
 
-    def _apply(self, plan: Plan) -> tuple[StepBatch | None, NDArray[np.int32]]:
-        """Preempt, then reserve in order. Returns the batch (None: nothing to run) and the table rows of its rows."""
+    def _apply(self, plan: Plan) -> tuple[StepBatch | None, NDArray[np.int32], list[_Live]]:
+        """Preempt, then reserve in order. Returns the batch (None: nothing to run), its rows of the table, their requests."""
         if plan.preempt.size:
             for row in plan.preempt.tolist():
                 if 0 <= row < self._status.size and self._status[row] == _RUNNING:
@@ -734,19 +812,27 @@ class Engine:
                 else:
                     self._broken_promise(1, f"row {row} holds no cache to preempt")
         if not plan.rows.size:
-            return None, plan.rows
+            return None, plan.rows, []
         rows, num_tokens, kind = self._checked_rows(plan)
         if not rows.size:
-            return None, rows
+            return None, rows, []
 
-        table = self.table
         seats = self._seat[rows]
         found, sources = self._attach(rows, seats, kind)
-        ok = self.cache.reserve_rows(
-            table.rank[rows], seats, table.num_cached[rows] + found + num_tokens, kind
-        )
+        convert = self._conversions(plan, rows)
+        inputs: dict[int, NDArray[np.int32]] = {}
+        if not convert.any():
+            ok = self._reserve(rows, seats, num_tokens, kind, found)
+        else:  # after the others: what they give back is for the next step
+            ok, others = np.zeros(rows.size, np.bool_), np.flatnonzero(~convert)
+            their_seats = seats[others]
+            ok[others] = self._reserve(
+                rows[others], their_seats, num_tokens[others], kind[others], found[others]
+            )
+            seats[others] = their_seats
+            inputs, ok[convert] = self._convert(rows[convert], num_tokens[convert])
+            kind = np.where(np.isin(rows, list(inputs)), np.int8(KV), kind)
         if not ok.all():
-            ok = self._retry(rows, seats, num_tokens, kind, found, ok)
             self._deferred_rows += int(np.count_nonzero(~ok))
             if self._noted is not None:
                 self._noted.deferred = tuple(self._ids(rows[~ok]))
@@ -754,15 +840,73 @@ class Engine:
             found = found[ok]
             if not rows.size:
                 self._sync_charges()
-                return None, rows
+                return None, rows, []
         for i in np.flatnonzero(self._status[rows] == _WAITING).tolist():
             self._start(int(rows[i]), int(seats[i]), int(kind[i]), int(found[i]))
-        batch = self._build_batch(rows, num_tokens, kind, seats)
+        lives = self._lives(rows)
+        batch = self._build_batch(rows, num_tokens, kind, seats, lives)
         self.cache.check_writable(seats, batch.start)
         sources = {row: sources[row] for row in rows.tolist() if row in sources} if sources else {}
         if sources:
             batch = dataclasses.replace(batch, copies=self._copies(sources))
-        return batch, rows
+        if inputs:
+            batch = dataclasses.replace(batch, conversions=_conversions_of(rows, inputs))
+        return batch, rows, lives
+
+    def _conversions(self, plan: Plan, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """(n,) which rows of a step, all of them checked, a plan may convert."""
+        if not plan.convert.size:
+            return np.zeros(rows.size, np.bool_)
+        table = self.table
+        wanted = np.isin(rows, plan.convert)
+        fits = self._pinned[rows] != HIDDEN
+        may = wanted & (table.kind[rows] == HIDDEN) & fits & self._can_convert
+        if may.sum() != plan.convert.size:
+            bad = np.setdiff1d(plan.convert, rows[may])
+            self._broken_promise(bad.size, f"rows {bad.tolist()} cannot be converted")
+        return may
+
+    def _convert(
+        self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]
+    ) -> tuple[dict[int, NDArray[np.int32]], list[bool]]:
+        """Running rows change from layer inputs to keys and values, as far as there are blocks.
+
+        Returns:
+            By row the blocks of its layer inputs, of those that change; and of each row, whether it can run.
+        """
+        table = self.table
+        given_back, ok = self.cache.convert_rows(
+            table.rank[rows].tolist(), (table.num_cached[rows] + num_tokens).tolist()
+        )
+        inputs = {}
+        for row, blocks in zip(rows.tolist(), given_back, strict=True):
+            if blocks is None:
+                continue
+            inputs[row] = blocks
+            live = self._live(row)
+            live.last_kind = KV
+            live.metrics.cache_kind = _KIND_NAMES[KV]
+            live.metrics.num_conversions += 1
+            table.kind[row] = KV
+            self._num_filled[row] = 0
+            self._num_conversions += 1
+            if self._noted is not None:
+                self._noted.converted.append(live.request.request_id)
+        return inputs, ok
+
+    def _reserve(
+        self,
+        rows: NDArray[np.int32],
+        seats: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kind: NDArray[np.int8],
+        found: NDArray[np.int32],
+    ) -> NDArray[np.bool_]:
+        """Blocks for rows, in order; `seats` changes in place where a row takes one. (n,) False for those that must wait."""
+        ok = self.cache.reserve_rows(
+            self.table.rank[rows], seats, self.table.num_cached[rows] + found + num_tokens, kind
+        )
+        return ok if ok.all() else self._retry(rows, seats, num_tokens, kind, found, ok)
 
     def _retry(
         self,
@@ -839,6 +983,8 @@ class Engine:
             np.asarray(plan.num_tokens, np.int32),
             np.asarray(plan.kind, np.int8),
         )
+        if self._is_plain(rows, num_tokens, kind, plan.preempt):
+            return rows, num_tokens, kind
         table = self.table
         known = (rows >= 0) & (rows < self._status.size) & (kind >= 0) & (kind < len(self.kinds))
         if not known.all():
@@ -874,6 +1020,27 @@ class Engine:
             rows, num_tokens, kind = rows[ok], num_tokens[ok], kind[ok]
         return rows, num_tokens, kind
 
+    def _is_plain(
+        self,
+        rows: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kind: NDArray[np.int8],
+        preempt: NDArray[np.int32],
+    ) -> bool:
+        """Whether a plan runs nobody but requests that run, and keeps its promises: so do most, and this is quicker to see."""
+        if rows.min() < 0 or rows.max() >= self._status.size or preempt.size:
+            return False
+        table, n = self.table, rows.size
+        order = np.arange(n, dtype=np.int32)
+        self._place[rows] = order  # of a row that is there twice the last place stays
+        left = table.num_tokens.take(rows) - table.num_cached.take(rows)
+        ok = self._status.take(rows) == _RUNNING
+        ok &= self._place.take(rows) == order
+        ok &= table.kind.take(rows) == kind
+        ok &= num_tokens <= left
+        within = num_tokens.min() >= 1 and num_tokens.sum() <= self._most_tokens
+        return bool(ok.all() and within)
+
     def _broken_promise(self, num_rows: int, message: str) -> None:
         if self.debug:
             raise AssertionError(f"policy {self.policy.name}: {message}")
@@ -887,6 +1054,7 @@ class Engine:
         if self._hits is not None:
             self._hits.end(row)
             live.num_found = num_found // self.cache.block_sizes[kind]
+            live.found_kind = kind
             live.is_proven = not num_found
             self.table.num_cached[row] = num_found
             self._num_filled[row] = live.num_found
@@ -921,12 +1089,27 @@ class Engine:
         num_tokens: NDArray[np.int32],
         kind: NDArray[np.int8],
         seats: NDArray[np.int32],
+        lives: list[_Live],
     ) -> StepBatch:
         table = self.table
-        start = table.num_cached[rows]
-        total = table.num_tokens[rows]
+        start = table.num_cached.take(rows)
+        total = table.num_tokens.take(rows)
         samples = start + num_tokens == total
-        lives = [self._live(row) for row in rows.tolist()]
+        if self._lengths_only:
+            return StepBatch(
+                seats=seats,
+                num_tokens=num_tokens,
+                start=start,
+                kind=kind,
+                token_ids=_NO_INTS,
+                block_tables=_NO_TABLES,
+                samples=samples,
+                position=table.num_outputs.take(rows),
+                params=(),
+                history=(),
+                prompt_len=_NO_INTS,
+                masked=self._masked_rows(lives, samples),
+            )
         single = samples & (num_tokens == 1)
         in_flight = self._in_flight[rows] > 0
         if not (single | ~in_flight).all():
@@ -965,7 +1148,9 @@ class Engine:
 
     # --- 3. execute ------------------------------------------------------------------------------------------------
 
-    def _execute(self, plan: Plan, batch: StepBatch, rows: NDArray[np.int32]) -> _InFlight | None:
+    def _execute(
+        self, plan: Plan, batch: StepBatch, rows: NDArray[np.int32], lives: list[_Live]
+    ) -> _InFlight | None:
         dispatched_s = self._timer()
         try:
             handle = self.executor.execute(batch)
@@ -978,18 +1163,19 @@ class Engine:
             if oldest is not None and result is not None:
                 self._commit(oldest, result)
             if oldest is None or result is not None:  # else `_fetch` has recovered already
-                self._recover(error, "a step failed", self._noted, batch.token_ids.size)
+                num_tokens = int(batch.num_tokens.sum())
+                self._recover(error, "a step failed", self._noted, num_tokens)
             if self._noted is not None:
                 self._tell(self._noted, None)
             return None
-        lives = [self._live(row) for row in rows.tolist()]
         self._iterations[plan.iteration] += 1
-        self.last_tokens_scheduled = int(batch.token_ids.size)
+        self.last_tokens_scheduled = int(batch.num_tokens.sum())
         self._step_tokens.add(self.last_tokens_scheduled)
         filled = self._book(batch, rows, lives)
         return _InFlight(
             handle=handle,
             requests=lives,
+            rows=rows,
             samples=batch.samples,
             position=batch.position,
             num_tokens=self.last_tokens_scheduled,
@@ -1050,20 +1236,23 @@ class Engine:
         table.num_cached[rows] = end
         if self.cache.charges_changed:
             self._sync_charges()
+        elif self._hits is None:
+            table.num_blocks[rows] = self.cache.num_blocks_of(batch.seats)
         else:
             table.num_blocks[rows] = self.cache.num_private_blocks_of(batch.seats)
             table.num_shared[rows] = self.cache.num_blocks_of(batch.seats) - table.num_blocks[rows]
         filled = self._filled(batch, rows, end) if self._hits is not None else []
-        again = np.minimum(end, self._computed_once[rows]) - batch.start
-        for i in np.flatnonzero(again > 0).tolist():
+        again = np.minimum(end, self._computed_once.take(rows)) - batch.start
+        for i in np.flatnonzero(again > 0).tolist() if again.max() > 0 else ():
             lives[i].metrics.recomputed_tokens += int(again[i])
             self._recomputed_tokens += int(again[i])
-        sampling = rows[batch.samples]
-        table.num_tokens[sampling] += 1
+        sampling = rows if batch.samples.all() else rows[batch.samples]
+        num_tokens = table.num_tokens.take(sampling) + 1
+        table.num_tokens[sampling] = num_tokens
         table.num_outputs[sampling] += 1
         table.tokens_since_preemption[sampling] += 1
         self._in_flight[sampling] += 1
-        last = sampling[table.num_tokens[sampling] >= table.max_tokens_total[sampling]]
+        last = sampling[num_tokens >= table.max_tokens_total.take(sampling)]
         for row in last.tolist():
             # Its last token is in flight, no later step will read its cache, and steps run in order.
             self._release(row, _ENDING)
@@ -1134,7 +1323,8 @@ class Engine:
         """What the cost model says of every eighth step of a type, where there is one: it takes some hundredths of a millisecond."""
         if self._iterations[plan.iteration] % _COST_ERROR_EVERY:
             return None
-        return self.costs.step_s(batch.num_tokens, batch.start, batch.kind) or None
+        step_s = self.costs.step_s(batch.num_tokens, batch.start, batch.kind)
+        return step_s + self.costs.conversion_s(batch.num_converted_tokens) or None
 
     # --- 4. commit -------------------------------------------------------------------------------------------------
 
@@ -1143,14 +1333,17 @@ class Engine:
         lives = step.requests
         if self._hits is not None:
             self._judge(step, result)
-        picks = [i for i in np.flatnonzero(step.samples).tolist() if not lives[i].ended]
-        self._dropped_rows += int(np.count_nonzero(step.samples)) - len(picks)
+        sampling = np.flatnonzero(step.samples)
+        picks = [i for i in sampling.tolist() if not lives[i].ended]
+        self._dropped_rows += sampling.size - len(picks)
         if not picks:
             return
         now_s = self.clock.now_s()
-        rows = np.array([lives[i].row for i in picks], np.int32)
+        rows, sampled = step.rows, result.token_ids
+        if len(picks) < rows.size:
+            rows, sampled = rows[picks], sampled[picks]
         self._in_flight[rows] -= 1
-        self._last_token[rows] = result.token_ids[picks]
+        self._last_token[rows] = sampled
         self.table.note_tokens(rows, now_s)
         token_ids, finite, position = (
             result.token_ids.tolist(),
@@ -1174,8 +1367,10 @@ class Engine:
                     raise CacheIntegrityError(
                         f"output token {position[i]} arrives after {live.num_known - live.prompt_len}"
                     )
-                self._deliver(live, token, now_s, self._logprobs(live, result, i))
-                if not live.ended and self._status[live.row] == _WAITING:
+                asked = live.params.logprobs is not None
+                logprobs = self._logprobs(live, result, i) if asked else None
+                self._deliver(live, token, now_s, logprobs)
+                if self._hits is not None and not live.ended and self._status[live.row] == _WAITING:
                     self._await_hits(live)  # it was preempted: now its tokens are known
 
     def _judge(self, step: _InFlight, result: StepResult) -> None:
@@ -1202,8 +1397,10 @@ class Engine:
             if bad[i] and not live.ended:
                 # What it found is beyond doubt only if it has had a good token over it.
                 begin = live.num_found if live.is_proven else 0
-                kind = int(step.kind[i])
-                self.cache.drop_prefix(kind, live.digests[kind], begin)
+                kind, found_kind = int(step.kind[i]), live.found_kind
+                self.cache.drop_prefix(found_kind, live.digests[found_kind], begin)
+                if kind != found_kind:  # it was converted, and has computed all of these
+                    self.cache.drop_prefix(kind, live.digests[kind], 0)
         for i in np.flatnonzero(step.samples & good).tolist():
             step.requests[i].is_proven = True
         if self.cache.charges_changed:
@@ -1226,39 +1423,22 @@ class Engine:
         self, live: _Live, token: int, now_s: float, logprobs: list[TokenLogprobs] | None
     ) -> None:
         """Append one token and find out whether it is the last: error before stop token, stop string, grammar, length."""
-        count = live.num_known - live.prompt_len + 1
-        may_stop = count >= live.params.min_tokens
+        params, known = live.params, live.num_known
+        count = known - live.prompt_len + 1
         reason: FinishReason | None = None
         stop: int | str | None = None
         error: str | None = None
-        if may_stop and token in live.stop_token_ids:
+        if token in live.stop_token_ids and count >= params.min_tokens:
             reason, stop = "stop", token
-        else:
-            if self.output_processor is not None:
-                try:
-                    stop = self.output_processor.on_token(live.request, token)
-                except Exception as caught:
-                    name = type(caught).__name__
-                    logger.error("the output processor failed for one request: %s", name)
-                    reason, error = "error", f"output processing failed: {name}"
-                if live.ended:  # it has aborted its own request: the terminal output is out
-                    self._dropped_rows += 1
-                    return
-            complete = False
-            if live.constraint is not None and reason is None:
-                try:
-                    live.constraint.accept(token)
-                    complete = live.constraint.ended
-                except Exception as caught:
-                    reason, stop, error = "error", None, _grammar_failed(caught)
-            if reason is None and stop is not None and may_stop:
-                reason = "stop"
-            elif reason is None and complete:
-                reason, stop = "stop", None
-            elif reason is None and count >= live.params.max_tokens:
-                reason, stop = "length", None
-        live.tokens[live.num_known] = token
-        live.num_known += 1
+        elif self.output_processor is not None or live.constraint is not None:
+            reason, stop, error = self._process(live, token, count >= params.min_tokens)
+            if live.ended:  # the processor has aborted its own request: the terminal output is out
+                self._dropped_rows += 1
+                return
+        if reason is None and count >= params.max_tokens:
+            reason, stop = "length", None
+        live.tokens[known] = token
+        live.num_known = known + 1
         live.metrics.token_times_s.append(now_s)
         if live.expected_ttft_s is not None:
             self.admission.learn(live.expected_ttft_s, now_s - live.metrics.arrival_s, now_s)
@@ -1267,6 +1447,8 @@ class Engine:
         if count == 1:
             self._prompt_tokens += live.prompt_len
         if reason is None:
+            if self._lengths_only:
+                return
             self._outputs.append(
                 StepOutput(
                     request=live.request,
@@ -1285,6 +1467,31 @@ class Engine:
                 new_token_ids=[token],
                 logprobs=logprobs,
             )
+
+    def _process(
+        self, live: _Live, token: int, may_stop: bool
+    ) -> tuple[FinishReason | None, str | None, str | None]:
+        """What output processor and grammar say to a token: reason to end, stop string and error."""
+        stop: str | None = None
+        if self.output_processor is not None:
+            try:
+                stop = self.output_processor.on_token(live.request, token)
+            except Exception as caught:
+                name = type(caught).__name__
+                logger.error("the output processor failed for one request: %s", name)
+                return "error", None, f"output processing failed: {name}"
+            if live.ended:
+                return None, None, None
+        complete = False
+        if live.constraint is not None:
+            try:
+                live.constraint.accept(token)
+                complete = live.constraint.ended
+            except Exception as caught:
+                return "error", None, _grammar_failed(caught)
+        if stop is not None and may_stop:
+            return "stop", stop, None
+        return ("stop" if complete else None), None, None
 
     # --- changes of state ------------------------------------------------------------------------------------------
 
@@ -1501,7 +1708,11 @@ class Engine:
         self._stalled += 1
         if self._stalled < STALL_LIMIT:
             return
-        self._stalled = 0
+        if self._check_plans and not self.debug and not self._policy_is_stuck:
+            # fcfs decides until something runs; if it finds nothing to run either, we come back.
+            self._stalled, self._policy_is_stuck = 0, True
+            return
+        self._stalled, self._policy_is_stuck = 0, False
         view = self.view()
         message = f"{self.policy.name} scheduled nothing in {STALL_LIMIT} iterations"
         if self.debug:
@@ -1583,7 +1794,7 @@ class Engine:
         tenant, num_of_tenant = request.tenant, 0
         if tenant is not None:
             number = self._tenants.get(tenant, -1)
-            num_of_tenant = int(np.count_nonzero(self._tenant[waiting] == number))
+            num_of_tenant = int(np.count_nonzero(self.table.tenant[waiting] == number))
         # Best-effort requests come behind those with objectives.
         before = waiting if request.slo_class == "be" else waiting[~self.table.best_effort[waiting]]
         return self._queue(waiting, before, blocks, num_of_tenant)
@@ -1614,7 +1825,7 @@ class Engine:
     def _by_tenant(self, rows: NDArray[Any]) -> dict[str | None, int]:
         if len(self._tenants) == 1:
             return {}
-        counts = np.bincount(self._tenant[rows], minlength=len(self._tenants)).tolist()
+        counts = np.bincount(self.table.tenant[rows], minlength=len(self._tenants)).tolist()
         return dict(zip(self._tenants, counts, strict=True))
 
     def _queue(
@@ -1755,6 +1966,7 @@ class Engine:
             iterations=dict(self._iterations),
             num_preemptions=self._num_preemptions,
             kind_switches=switches,
+            num_conversions=self._num_conversions,
             recomputed_tokens=self._recomputed_tokens,
             prefix_cache_queries=self._prefix_cache_queries,
             prefix_cache_hits=self._prefix_cache_hits,
@@ -1766,6 +1978,7 @@ class Engine:
             deferred_rows=self._deferred_rows,
             dropped_rows=self._dropped_rows,
             refused_plan_rows=self._refused_plan_rows,
+            fallback_iterations=self._fallback_iterations,
             step_failures=self._step_failures,
             compilations=self.executor.compilations,
             step_tokens=self._step_tokens.copy(),
@@ -1919,6 +2132,12 @@ class Engine:
             raise CacheIntegrityError(f"row {row} has no request")
         return live
 
+    def _lives(self, rows: NDArray[np.int32]) -> list[_Live]:
+        lives = [self._by_row[row] for row in rows.tolist()]
+        if None in lives:
+            raise CacheIntegrityError(f"rows {rows.tolist()}: one has no request")
+        return cast("list[_Live]", lives)
+
     def _grow_rows(self) -> None:
         more = self.table.capacity - self._status.size
 
@@ -1927,13 +2146,23 @@ class Engine:
 
         self._status = grown(self._status, _FREE)
         self._seat = grown(self._seat, NO_SEAT)
-        self._tenant = grown(self._tenant, 0)
         self._in_flight = grown(self._in_flight, 0)
         self._last_token = grown(self._last_token, 0)
         self._pinned = grown(self._pinned, NO_KIND)
         self._num_filled = grown(self._num_filled, 0)
         self._computed_once = grown(self._computed_once, 0)
+        self._place = grown(self._place, 0)
         self._by_row.extend([None] * more)
+
+
+def _conversions_of(rows: NDArray[np.int32], inputs: dict[int, NDArray[np.int32]]) -> Conversions:
+    """`StepBatch.conversions` of a step's rows; `inputs` are the blocks of those that are converted."""
+    at = np.flatnonzero(np.isin(rows, list(inputs)))
+    tables = [inputs[row] for row in rows[at].tolist()]
+    padded = np.full((at.size, max(t.size for t in tables)), NULL_BLOCK, np.int32)
+    for line, table in zip(padded, tables, strict=True):
+        line[: table.size] = table
+    return Conversions(rows=at, inputs=padded)
 
 
 def _grammar_failed(error: Exception) -> str:

@@ -12,6 +12,9 @@
 Ordinary outcomes inside the engine (no free block, nothing to schedule) are return values, not errors.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class AptJaxError(Exception):
     """Base of every error that apt-jax raises on purpose."""
@@ -77,3 +80,9 @@ def one_line(text: str) -> str:
     """`text` as it can stand in a message: other people's names and errors may hold newlines and control characters."""
     text = " ".join(text.split())
     return text if text.isprintable() else repr(text)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean X?"``, or nothing where nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -24,6 +24,18 @@ NULL_BLOCK = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversions:
+    """Rows of a step whose cached layer inputs become keys and values before the step writes anything."""
+
+    rows: NDArray[np.int64]
+    """(m,) rows of the batch, ascending. The batch has them as KV rows: their block tables name the blocks that positions
+    `[0, start)` are to be written to, which nobody else holds."""
+    inputs: NDArray[np.int32]
+    """(m, J) the X blocks of these positions, padded with `NULL_BLOCK`. Others may read them; no row of the step writes to
+    them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBatch:
     """One step, on the host. `n` rows; T = sum of `num_tokens`; J = most blocks of one row (of one half for KV).
 
@@ -62,6 +74,32 @@ class StepBatch:
     )
     """(m, 2) blocks (source, destination): before the step writes anything, all sources are read, then written to their
     destinations. No destination is there twice; m is at most 2 * max_num_seqs."""
+    conversions: Conversions | None = None
+    """Done after the copies and before the step; None: there are none."""
+
+    @property
+    def num_converted_tokens(self) -> int:
+        """Positions whose layer inputs become keys and values."""
+        return 0 if self.conversions is None else int(self.start[self.conversions.rows].sum())
+
+    def part(self, rows: NDArray[np.int64]) -> "StepBatch":
+        """A step of some rows, ascending, with what is their own: no masks, copies or conversions."""
+        starts = np.cumsum(self.num_tokens) - self.num_tokens
+        lens = self.num_tokens[rows]
+        within = np.arange(int(lens.sum())) - np.repeat(np.cumsum(lens) - lens, lens)
+        return StepBatch(
+            seats=self.seats[rows],
+            num_tokens=lens,
+            start=self.start[rows],
+            kind=self.kind[rows],
+            token_ids=self.token_ids[np.repeat(starts[rows], lens) + within],
+            block_tables=self.block_tables[rows],
+            samples=self.samples[rows],
+            position=self.position[rows],
+            params=[self.params[r] for r in rows.tolist()],
+            history=[self.history[r] for r in rows.tolist()],
+            prompt_len=self.prompt_len[rows],
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +158,8 @@ class Executor(Protocol):
     hidden_block_size: int
     """Layer inputs that a block holds: more than keys where they are narrower, fewer where they are wider."""
     max_num_seqs: int
+    can_convert: bool
+    """Whether steps may have `StepBatch.conversions`."""
 
     def execute(self, batch: StepBatch) -> StepHandle:
         """Dispatch one step; must not wait for it. After an exception the pool is gone: call `reset`."""

@@ -234,6 +234,7 @@ class HashExecutor:
         self.block_size = block_size
         self.hidden_block_size = block_size if hidden_block_size is None else hidden_block_size
         self.max_num_seqs = max_num_seqs
+        self.can_convert = True
         self.vocab_size = vocab_size
         self.clock = clock
         self.duration_s = duration_s
@@ -309,10 +310,11 @@ class HashExecutor:
         return np.where(kind == HIDDEN, self.hidden_block_size, self.block_size)
 
     def _write(self, batch: StepBatch) -> NDArray[np.int64]:
-        """Copy blocks, resolve tokens on the device and write the step's positions; returns the tokens, (T,)."""
+        """Copy blocks, convert rows, resolve tokens on the device and write the step's positions; returns the tokens, (T,)."""
         source, destination = batch.copies.T
         for memory in (self._token, self._position, self._tag):
             memory[destination] = memory[source]
+        self._convert(batch)
         n = batch.num_tokens.size
         row = np.repeat(np.arange(n), batch.num_tokens)
         first = np.cumsum(batch.num_tokens) - batch.num_tokens
@@ -333,6 +335,25 @@ class HashExecutor:
             self._position[block, slot[where]] = position[where]
             self._tag[block, slot[where]] = tag[where] if isinstance(tag, np.ndarray) else tag
         return tokens
+
+    def _convert(self, batch: StepBatch) -> None:
+        """Layer inputs to keys and values, all reads before all writes. What is no layer input of its position gives keys and
+        values of no token."""
+        conversions = batch.conversions
+        if conversions is None:
+            return
+        found = []
+        for row, blocks in zip(conversions.rows.tolist(), conversions.inputs, strict=True):
+            position = np.arange(int(batch.start[row]))
+            group, slot = np.divmod(position, self.hidden_block_size)
+            at = blocks[group], slot
+            right = (self._tag[at] == _TAG_X) & (self._position[at] == position)
+            found.append((row, position, np.where(right, self._token[at], _STALE_TOKEN)))
+        for row, position, tokens in found:
+            group, slot = np.divmod(position, self.block_size)
+            for half, tag in ((0, _TAG_K), (1, _TAG_V)):
+                at = batch.block_tables[row, half, group], slot
+                self._token[at], self._position[at], self._tag[at] = tokens, position, tag
 
     def _spoil(self, batch: StepBatch, row: int) -> None:
         """What a row wrote in this step is as bad as its logits: nobody may read it."""
@@ -451,10 +472,35 @@ class HashExecutor:
         )
         # Rows may read the same blocks, but what one writes, no other may hold.
         group = np.arange(tables.shape[2])
-        writes = (group >= (batch.start // sizes)[:, None]) & used
+        written_from = batch.start // sizes
+        conversions = batch.conversions
+        if conversions is not None:
+            rows, inputs = conversions.rows, conversions.inputs
+            require(rows.size and (np.diff(rows) > 0).all(), "converted rows in disorder")
+            require(rows[-1] < n and (batch.kind[rows] == KV).all(), "a converted row is no KV row")
+            held = -(-batch.start[rows] // self.hidden_block_size)
+            require((held >= 1).all(), "a row without cache is converted")
+            require(
+                inputs.shape == (rows.size, held.max()) and inputs.dtype == np.int32,
+                "layer inputs of converted rows",
+            )
+            require(
+                ((inputs != NULL_BLOCK) == (np.arange(held.max()) < held[:, None])).all()
+                and inputs.min() >= 0
+                and inputs.max() <= self.num_blocks,
+                "layer inputs of a converted row with holes",
+            )
+            written_from = written_from.copy()
+            written_from[rows] = 0
+        writes = (group >= written_from[:, None]) & used
         both = np.broadcast_to(writes[:, None], tables.shape) & (tables != NULL_BLOCK)
         holders = np.bincount(tables[tables != NULL_BLOCK], minlength=self.num_blocks + 1)
         require((holders[tables[both]] == 1).all(), "a row writes into a block of another row")
+        if conversions is not None:
+            require(
+                not np.isin(conversions.inputs, tables[both]).any(),
+                "layer inputs of a converted row are written to in this step",
+            )
         for row in range(n):
             own = tables[row][tables[row] != NULL_BLOCK]
             require(np.unique(own).size == own.size, "a row has a block twice")

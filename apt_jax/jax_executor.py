@@ -12,7 +12,9 @@ program, forward and sampling, and programs do not branch: they are compiled for
 without top-k and top-p ("draw").
 
 With prefix caching there is a third program, for a few numbers of copies: blocks that a step writes to begin as copies of
-cached ones (`StepBatch.copies`). It runs before the step and only where there is something to copy.
+cached ones (`StepBatch.copies`). It runs before the step and only where there is something to copy. Where policies may convert
+layer inputs to keys and values (`StepBatch.conversions`), a fourth does it likewise, for two numbers of X blocks: many of them
+are done in several calls.
 
 All are compiled for every bucket by `warm_up`; serving never compiles. The pools and the last-token memory are donated
 and rebound in the statement that calls the program. The host crosses to the device once a program: all integers of a
@@ -48,6 +50,7 @@ from apt_jax.cpu.tiles import tile_params
 from apt_jax.errors import ConfigError
 from apt_jax.executor import (
     NO_TOKEN,
+    Conversions,
     MaskedStepHandle,
     StepBatch,
     StepHandle,
@@ -55,7 +58,15 @@ from apt_jax.executor import (
     is_out_of_memory,
 )
 from apt_jax.hosts import Leader, Plan
-from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, greedy_tokens, logits
+from apt_jax.models.decoder import (
+    ConvertBatch,
+    DecoderBatch,
+    StepOptions,
+    convert_inputs,
+    decoder_step,
+    greedy_tokens,
+    logits,
+)
 from apt_jax.models.loader import free_memory_bytes
 from apt_jax.models.params import ModelParams, by_layers, fuse_products
 from apt_jax.models.quantize import quantize_params
@@ -74,6 +85,9 @@ _MIN_PREFILL_BUCKET = 32
 _MAX_COMPILERS = 8
 """Programs that are compiled at once."""
 
+
+CONVERT_TOKENS = (128, 1024)
+"""About how many layer inputs the programs convert that make keys and values of them."""
 
 _NO_COPIES = np.zeros((0, 2), np.int32)
 
@@ -144,6 +158,11 @@ def _forward_layout(
     )
 
 
+def _convert_layout(num_blocks: int, block_size: int) -> _Layout:
+    slots = (num_blocks * block_size,)
+    return _Layout(blocks=(num_blocks,), positions=slots, first_slots=slots, second_slots=slots)
+
+
 def _sample_layout(rows: int) -> _Layout:
     # temperature, top_p and min_p are float32 bit patterns.
     return _Layout(
@@ -197,6 +216,31 @@ class _Handle:
             top_ids=top_ids,
             top_logprobs=top_logprobs,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _JoinedHandle:
+    """A step in several parts, each with the rows of the batch that it ran."""
+
+    num_rows: int
+    parts: Sequence[tuple[NDArray[np.int64], StepHandle]]
+
+    def result(self) -> StepResult:
+        results = [(rows, handle.result()) for rows, handle in self.parts]
+
+        def joined(name: str) -> Any:
+            given = [
+                (rows, getattr(r, name)) for rows, r in results if getattr(r, name) is not None
+            ]
+            if not given:
+                return None
+            first = given[0][1]
+            out = np.zeros((self.num_rows, *first.shape[1:]), first.dtype)
+            for rows, values in given:
+                out[rows] = values
+            return out
+
+        return StepResult(**{f.name: joined(f.name) for f in dataclasses.fields(StepResult)})
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -286,10 +330,13 @@ class JaxExecutor:
         cache: block size, pool size, which kinds may occur, and how hidden rows attend.
         max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step; they fix the buckets.
         mixed: also compile steps in which decode rows and prompt chunks have their own attention paths; without it a
-            step with any chunk computes all its rows as chunks. None: where decode attention is a kernel of its own.
+            step with both is two programs, one after another (one that computes all rows as chunks where some sample under
+            a mask). None: where decode attention is a kernel of its own.
         attention: implementation, or its name for `apt_jax.pallas.attention_ops`; None: the platform's default.
         quantization: "int8": see `models.quantize`; None: weights as they are.
         mesh: of the devices that share the model, from `parallel.tensor_mesh`; None: one.
+        conversion: also compile what makes keys and values of cached layer inputs (`Plan.convert`), where both kinds are
+            offered. Without it `can_convert` is False.
 
     Raises:
         ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for the
@@ -309,6 +356,7 @@ class JaxExecutor:
         attention: str | AttentionOps | None = None,
         quantization: Quantization = None,
         mesh: Mesh | None = None,
+        conversion: bool = False,
     ) -> None:
         mesh = None if mesh is None or mesh.size == 1 else mesh
         self.num_devices = 1 if mesh is None else mesh.size
@@ -339,6 +387,7 @@ class JaxExecutor:
         self.hidden_block_size = (
             config.hidden_block_size(cache.block_size) if hidden else cache.block_size
         )
+        self.can_convert = conversion and all(self.kinds_offered)
         absorbs = hidden and cache.hidden_attention != "reproject"
         self.hidden_mode: HiddenMode | None = config.hidden_mode if absorbs else None
         # One that this process can ask.
@@ -388,8 +437,14 @@ class JaxExecutor:
             "decode": program(self._decode, donate=("pools", "last_tokens"), results=(pools, alike, alike)),
             "sample": program(self._sample, donate=("last_tokens",), results=alike),
             "copy": program(_copy_blocks, donate=("pools",), results=(pools,)),
+            "convert": program(self._convert, donate=("pools",), results=(pools,)),
         }  # fmt: skip
         self.copy_buckets = sorted({min(8, 2 * max_num_seqs), 2 * max_num_seqs})
+        per_block = self.hidden_block_size
+        self.convert_buckets = sorted(
+            {-(-min(n, max_model_len) // per_block) for n in CONVERT_TOKENS}
+        )
+        """X blocks, by program."""
         self._compiled_at_warm_up = 0
         self.leader: Leader | None = None
         """Told of every call, where there are other hosts that must make it too."""
@@ -616,6 +671,13 @@ class JaxExecutor:
         )
         return pools, last_tokens, tokens
 
+    def _convert(
+        self, params: ModelParams, pools: tuple[Array, ...], ints: Array, *, num_blocks: int
+    ) -> tuple[tuple[Array, ...]]:
+        batch = ConvertBatch(**_convert_layout(num_blocks, self.hidden_block_size).unpack(ints))
+        options = self._options(0, self.kinds_offered)
+        return (convert_inputs(params, pools, batch, self._own, options),)
+
     # ---- host side
 
     def reset(self) -> None:
@@ -714,11 +776,16 @@ class JaxExecutor:
             if variant != "full"
         ]
         copies = self.copy_buckets if self.cache_config.enable_prefix_caching else []
+        converts = self.convert_buckets if self.can_convert else []
         calls = [
             *(functools.partial(self._empty_forward_call, *shape) for shape in shapes),
             *(functools.partial(self._empty_sample_call, *variant) for variant in variants),
             *(functools.partial(self._empty_decode_call, *decode) for decode in decodes),
             *(functools.partial(self._copy_call, _NO_COPIES, size) for size in copies),
+            *(
+                functools.partial(self._convert_call, self._empty_convert(n)[1], n)
+                for n in converts
+            ),
         ]
         ahead = 0 if self._ops.branches else len(calls)
         total = ahead + len(calls)
@@ -784,6 +851,16 @@ class JaxExecutor:
         ints = np.zeros(layout.size, np.int32)
         views = layout.views(ints)
         views["seats"][:] = self.max_num_seqs
+        return views, ints
+
+    def _empty_convert(
+        self, num_blocks: int
+    ) -> tuple[dict[str, NDArray[np.int32]], NDArray[np.int32]]:
+        """A conversion of padding alone; fresh memory, as above."""
+        layout = _convert_layout(num_blocks, self.hidden_block_size)
+        ints = np.zeros(layout.size, np.int32)
+        views = layout.views(ints)
+        views["first_slots"][:] = views["second_slots"][:] = self._dropped_slot
         return views, ints
 
     def _no_masks(self, rows: int) -> NDArray[np.int32]:
@@ -853,10 +930,34 @@ class JaxExecutor:
         pairs[: len(copies)] = copies
         return _Call(self, "copy", (self._pools, pairs), {}, keeps=("_pools",))
 
+    def _convert_call(self, ints: NDArray[np.int32], num_blocks: int) -> "_Call":
+        """Gives nothing."""
+        return _Call(
+            self,
+            "convert",
+            (self.params, self._pools, ints),
+            {"num_blocks": num_blocks},
+            keeps=("_pools",),
+        )
+
     def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
         if len(batch.copies):
             self._copy_call(batch.copies, _bucket(self.copy_buckets, len(batch.copies))).run()
+        if batch.conversions is not None:
+            self._run_conversions(batch, batch.conversions)
+        single = batch.num_tokens == 1
+        if self.mixed or batch.masked is not None or single.all() or not single.any():
+            return self._dispatch(batch)
+        # Decode rows as chunks of one token take several times as long as in a program of their own.
+        parts = [np.flatnonzero(single), np.flatnonzero(~single)]
+        return _JoinedHandle(
+            num_rows=len(batch.seats),
+            parts=[(rows, self._dispatch(batch.part(rows))) for rows in parts],
+        )
+
+    def _dispatch(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
+        """`execute` by one forward program; where both kinds of rows are there and `mixed` is False, all as chunks."""
         chunked = np.any(batch.num_tokens > 1)
         decodes = (
             np.flatnonzero(batch.num_tokens == 1)
@@ -949,6 +1050,35 @@ class JaxExecutor:
         tokens = self._decode_call(ints, sample_ints, num_decode, kinds, variant).run()
         return done(tokens=tokens, logprobs=None)
 
+    def _run_conversions(self, batch: StepBatch, conversions: Conversions) -> None:
+        """Dispatch `StepBatch.conversions`: all X blocks of all rows, one after another, as many as a program takes at a time."""
+        start, inputs = batch.start[conversions.rows], conversions.inputs
+        per_block, block_size = self.hidden_block_size, self.block_size
+        i, group = np.nonzero(np.arange(inputs.shape[1]) < -(-start // per_block)[:, None])
+        positions = group[:, None] * per_block + np.arange(per_block)
+        used = positions < start[i, None]
+        positions = np.where(used, positions, 0)
+        column, slot = np.divmod(positions, block_size)
+        slots = []
+        for half in range(2):
+            blocks = batch.block_tables[conversions.rows[i, None], half, column]
+            slots.append(np.where(used, blocks * block_size + slot, self._dropped_slot))
+        at = 0
+        while at < len(i):
+            part = slice(at, at + self.convert_buckets[-1])
+            num_blocks = _bucket(self.convert_buckets, len(i[part]))
+            views, ints = self._empty_convert(num_blocks)
+            for name, values in (
+                ("blocks", inputs[i, group]),
+                ("positions", positions),
+                ("first_slots", slots[0]),
+                ("second_slots", slots[1]),
+            ):
+                flat = values[part].reshape(-1)
+                views[name][: flat.size] = flat
+            self._convert_call(ints, num_blocks).run()
+            at += num_blocks
+
     def run_plan(self, plan: Plan) -> Any:
         """Make a call as rank 0 makes it; what it gives can be waited for."""
         arrays: Sequence[Any] = plan.arrays
@@ -962,6 +1092,8 @@ class JaxExecutor:
             return self._sample_call(self._states, *arrays, **plan.static).run()
         if plan.program == "clear":
             return self.clear()
+        if plan.program == "convert":
+            return self._convert_call(*arrays, **plan.static).run()
         return self._copy_call(arrays[0], len(arrays[0])).run()
 
     def _masks(

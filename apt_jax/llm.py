@@ -50,6 +50,7 @@ from apt_jax.request import (
     SamplingParams,
 )
 from apt_jax.sched import KindSpec, Policy, StepCosts, make_policy
+from apt_jax.sched.view import converts
 from apt_jax.tokenizer import OutputText, Tokenizer, load_tokenizer
 from apt_jax.validation import RequestLimits, build_requests
 
@@ -452,7 +453,9 @@ def recalibrated(
 
     assert isinstance(parts.executor, JaxExecutor)
     model = calibrate(parts.executor, budget_s, progress)
-    parts.engine.kinds = tuple(model.kinds(parts.executor.kinds_offered))
+    parts.engine.kinds = tuple(
+        model.kinds(parts.executor.kinds_offered, absorbs=parts.executor.absorbs)
+    )
     parts.engine.costs = model.step_costs()
     return dataclasses.replace(parts, cost_model=model)
 
@@ -492,7 +495,7 @@ def build_engine(
         loaded, mesh = _load(config)
         tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
         template = None if tokenizer is None else _find_template(config, tokenizer)
-        executor = _make_executor(config, loaded, mesh)
+        executor = _make_executor(config, loaded, mesh, conversion=converts(policy))
         loaded_s = time.monotonic()
         with _room_for("the largest steps beside weights and cache", _SMALLER_STEPS):
             if warm_up:
@@ -597,7 +600,7 @@ def _load(config: EngineConfig) -> "tuple[LoadedModel, Mesh | None]":
 
 
 def _make_executor(
-    config: EngineConfig, loaded: "LoadedModel", mesh: "Mesh | None"
+    config: EngineConfig, loaded: "LoadedModel", mesh: "Mesh | None", *, conversion: bool = False
 ) -> "JaxExecutor":
     from apt_jax.jax_executor import JaxExecutor
 
@@ -612,6 +615,7 @@ def _make_executor(
             attention=config.attention_backend,
             quantization=config.quantization,
             mesh=mesh,
+            conversion=conversion,
         )
 
 
@@ -690,10 +694,12 @@ def _end_ids(
 def _kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[KindSpec]:
     kv, hidden = executor.kinds_offered
     if cost_model is not None:
-        return cost_model.kinds((kv, hidden))
+        return cost_model.kinds((kv, hidden), absorbs=executor.absorbs)
     return (
         KindSpec(name="kv", blocks_per_group=2, offered=kv),
-        KindSpec(name="hidden", blocks_per_group=1, offered=hidden),
+        KindSpec(
+            name="hidden", blocks_per_group=1, offered=hidden, reprojected=not executor.absorbs
+        ),
     )
 
 
@@ -764,7 +770,8 @@ class LLM:
         model: a bundled name (``tiny-opt``), a directory in Hugging Face format or in ours for Orbax, a ``.gguf`` file, a
             hub id (``owner/model``), or with ``load_format="dummy"`` any known size (``opt-125m``).
         cache: which cache kinds the scheduler may use.
-        scheduling_policy: a name from `apt_jax.sched.POLICIES`.
+        scheduling_policy: a name from `apt_jax.sched.POLICIES`, ``package.module:Class`` or an installed one; with options
+            of its own as in ``apt?violation_decay=0.4``.
         hidden_attention: how attention over a hidden cache is computed.
         dtype: of weights, activations and cache.
         tensor_parallel_size: devices that share the model.

@@ -170,6 +170,8 @@ class RequestMetrics:
     finished_s: float | None = None
     num_preemptions: int = 0
     num_kind_switches: int = 0
+    num_conversions: int = 0
+    """Times that its layer inputs became keys and values while it ran."""
     recomputed_tokens: int = 0
     """Positions computed again after preemptions."""
     num_cached_tokens: int = 0

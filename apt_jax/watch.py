@@ -62,6 +62,8 @@ class Iteration:
     scheduled: tuple[ScheduledRow, ...] = ()
     preempted: list[PreemptedRow] = dataclasses.field(default_factory=list)
     switched: list[KindSwitch] = dataclasses.field(default_factory=list)
+    converted: list[str] = dataclasses.field(default_factory=list)
+    """Ids of requests that went from layer inputs to keys and values without being computed again."""
     deferred: tuple[str, ...] = ()
     """Ids of requests that should have run and for which no block was there after all."""
     num_waiting: int = 0

@@ -15,9 +15,9 @@ from types import ModuleType
 import grpc
 
 from apt_jax import __version__
-from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError
+from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, nearest
 from serve.errors import CommandError
-from serve.options import Parser, nearest
+from serve.options import Parser
 
 _VERBS = {
     "serve": ("serve.verbs.serve", "serve a model over HTTP and gRPC"),

@@ -1,7 +1,7 @@
-"""`apt-jax demo`: one bursty load, three schedulers, over gRPC, on the bundled model with a small pool.
+"""`apt-jax demo`: one bursty load, four schedulers, over gRPC, on the bundled model with a small pool.
 
-The same arrivals of real prompts are replayed under first-come-first-served, Apt scheduling with keys and values alone,
-and Apt scheduling with the hybrid cache. Rate and objectives come from the calibration of this machine, so that the
+The same arrivals of real prompts are replayed under first-come-first-served, Apt-Serve's scheduling with keys and values alone and
+with the hybrid cache, and apt-plus. Rate and objectives come from the calibration of this machine, so that the
 picture holds on a slower one.
 """
 
@@ -42,6 +42,7 @@ RUNS: tuple[tuple[str, str, CacheMode], ...] = (
     ("fcfs, KV cache", "fcfs", "kv"),
     ("apt, KV cache", "apt", "kv"),
     ("apt, hybrid cache", "apt", "hybrid"),
+    ("apt-plus, hybrid", "apt-plus", "hybrid"),
 )
 """(title, policy, cache mode)"""
 

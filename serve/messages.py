@@ -216,6 +216,7 @@ def _finish(delta: OutputDelta, num_tokens: int) -> pb.Finish:
         num_preemptions=metrics.num_preemptions,
         num_kind_switches=metrics.num_kind_switches,
         recomputed_tokens=metrics.recomputed_tokens,
+        num_conversions=metrics.num_conversions,
     )
     if isinstance(delta.stop_reason, str):
         finish.stop_string = delta.stop_reason
@@ -298,6 +299,7 @@ def _iteration(iteration: Iteration, served_since_s: float) -> pb.Iteration:
             )
             for switch in iteration.switched
         ],
+        converted=iteration.converted,
         deferred=iteration.deferred,
         prefill_tokens=iteration.prefill_tokens,
         decode_tokens=iteration.decode_tokens,

@@ -703,6 +703,7 @@ def served(delta: OutputDelta) -> dict[str, Any]:
         "cached_prompt_tokens": metrics.num_cached_tokens,
         "num_preemptions": metrics.num_preemptions,
         "num_kind_switches": metrics.num_kind_switches,
+        "num_conversions": metrics.num_conversions,
         "recomputed_tokens": metrics.recomputed_tokens,
     }
 

@@ -462,7 +462,7 @@ def _answers() -> Schema:
             **{name: _FLAG for name in ("ttft_attained", "tbt_attained", "attained")},
         }),
         "cache_kind": {"enum": ["kv", "hidden", None]},
-        **{n: _COUNT for n in ("cached_prompt_tokens", "num_preemptions", "num_kind_switches", "recomputed_tokens")},
+        **{n: _COUNT for n in ("cached_prompt_tokens", "num_preemptions", "num_kind_switches", "num_conversions", "recomputed_tokens")},
     })  # fmt: skip
     named = {"token": _STRING, "logprob": _NUMBER, "bytes": {"type": "array", "items": _integer(0, 255)}}  # fmt: skip
     of_chat = {"content": _many(_all({**named, "top_logprobs": _many(_all(named))}))}

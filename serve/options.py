@@ -1,8 +1,7 @@
 """Command-line flags that several verbs share, and the configuration that they make."""
 
 import argparse
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,9 +14,9 @@ from apt_jax.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, nearest
 from apt_jax.request import StructuredOutputsParams
-from apt_jax.sched import POLICIES
+from apt_jax.sched import POLICIES, check_policy
 from apt_jax.validation import RequestLimits, build_request
 from serve.client import address
 
@@ -27,12 +26,10 @@ MODEL_HELP = (
     "bundled name (tiny-opt), directory in Hugging Face format or of apt-jax convert, .gguf file, hub id (owner/model or "
     "owner/model@revision), or with --load-format dummy a published size (opt-125m)"
 )
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean X?"``, or nothing where nothing is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+POLICY_HELP = (
+    f"{', '.join(sorted(POLICIES))}, an installed one, or package.module:Class; with options as in 'apt?violation_decay=0.4' "
+    "(docs/policies.md)"
+)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -186,9 +183,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
     group.add_argument(
         "--scheduling-policy",
-        choices=tuple(sorted(POLICIES)),
+        metavar="POLICY",
         default=scheduler.policy,
-        help="who runs, and with which cache",
+        help=f"who runs, and with which cache: {POLICY_HELP}",
     )
     group.add_argument(
         "--violation-decay",
@@ -318,6 +315,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     def seconds(ms: float | None) -> float:
         return float("inf") if ms is None else ms / 1e3
 
+    check_policy(args.scheduling_policy)
     return EngineConfig(
         model=args.model,
         tokenizer=args.tokenizer,

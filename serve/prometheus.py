@@ -218,7 +218,9 @@ class _Scrape(Collector):
             ("vllm:generation_tokens", "Tokens delivered.", stats.generation_tokens),
             ("vllm:prefix_cache_queries", "Tokens of requests that were scheduled for the first time.", stats.prefix_cache_queries),
             ("vllm:prefix_cache_hits", "Those of them whose cache was there.", stats.prefix_cache_hits),
+            ("aptjax:cache_conversions", "Times that a running request went from layer inputs to keys and values.", stats.num_conversions),
             ("aptjax:recomputed_tokens", "Positions computed again after preemptions and failures.", stats.recomputed_tokens),
+            ("aptjax:scheduler_fallbacks", "Iterations that fcfs scheduled, because the policy raised or its plan broke a promise.", stats.fallback_iterations),
             ("aptjax:requests_refused", "Requests that the engine did not take: queue full, too large, id in use.", stats.num_refused),
             ("aptjax:requests_doubtful", "Requests let in although their TTFT objective looked out of reach.", stats.num_doubtful),
         ):  # fmt: skip

@@ -216,6 +216,7 @@ def _of_call(record: CallRecord) -> _Attributes:
             "aptjax.cache.cached_tokens": sum(m.num_cached_tokens for m in metrics),
             "aptjax.preemptions": sum(m.num_preemptions for m in metrics),
             "aptjax.kind_switches": sum(m.num_kind_switches for m in metrics),
+            "aptjax.conversions": sum(m.num_conversions for m in metrics),
             "aptjax.recomputed_tokens": sum(m.recomputed_tokens for m in metrics),
         }
     return {name: value for name, value in known.items() if value is not None}
@@ -250,6 +251,7 @@ def _of_request(index: int, request: EngineRequest, metrics: RequestMetrics) -> 
         "aptjax.cache.cached_tokens": metrics.num_cached_tokens,
         "aptjax.preemptions": metrics.num_preemptions,
         "aptjax.kind_switches": metrics.num_kind_switches,
+        "aptjax.conversions": metrics.num_conversions,
         "aptjax.recomputed_tokens": metrics.recomputed_tokens,
     }
     return {name: value for name, value in known.items() if value is not None}

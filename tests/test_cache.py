@@ -137,6 +137,48 @@ class TestHybridCache:
         with pytest.raises(CacheIntegrityError, match="holds no cache"):
             cache.release(0)
 
+    def test_rows_that_grow_by_a_group_get_the_blocks_that_they_would_get_one_by_one(self):
+        rng = np.random.default_rng(0)
+        for _ in range(50):
+            caches = [make_cache(num_blocks=60, max_num_seqs=8) for _ in range(2)]
+            kinds = rng.integers(0, 2, 6).astype(np.int8)
+            tokens = rng.integers(1, 8, 6).astype(np.int32)
+            more = (tokens + rng.integers(0, 5, 6)).astype(np.int32)
+            owners = np.arange(10, 16)
+            together, alone = caches
+            seats = np.full(6, NO_SEAT, np.int32)
+            assert together.reserve_rows(owners, seats, tokens, kinds).all()
+            assert together.reserve_rows(owners, seats, more, kinds).all()
+            for sizes in (tokens, more):
+                for owner, size, kind in zip(
+                    owners.tolist(), sizes.tolist(), kinds.tolist(), strict=True
+                ):
+                    assert alone.reserve(owner, size, kind)
+            for name in (
+                "tables",
+                "num_groups",
+                "num_tokens",
+                "num_private",
+                "num_refs",
+                "generation",
+                "kind",
+            ):
+                assert np.array_equal(getattr(together, name), getattr(alone, name)), name
+            assert together.blocks_by_kind() == alone.blocks_by_kind()
+            together.check_integrity(owners.tolist())
+
+    def test_rows_that_grow_in_a_pool_that_is_short_are_served_in_order(self):
+        cache = make_cache(num_blocks=7, block_size=4)
+        seats, owners = np.full(3, NO_SEAT, np.int32), np.arange(3)
+        kinds = np.zeros(3, np.int8)
+        assert cache.reserve_rows(owners, seats, ids(4, 4, 0 + 1), kinds).all()  # 6 of 7 blocks
+        ok = cache.reserve_rows(owners, seats, ids(5, 5, 5), kinds)
+        assert ok.tolist() == [False, False, False]
+        cache.release(2)
+        ok = cache.reserve_rows(owners[:2], seats[:2], ids(5, 5), kinds[:2])
+        assert ok.tolist() == [True, False]
+        cache.check_integrity([0, 1])
+
     def test_rows_are_served_in_order_until_the_blocks_are_gone(self):
         cache = make_cache(num_blocks=4)
         cache.reserve(0, 3, HIDDEN)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from apt_jax.calibrate import (
 )
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
+from apt_jax.executor import Conversions, StepBatch
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.sched import StepCosts
@@ -54,7 +56,8 @@ def draw_step(rng: np.random.Generator) -> StepPoint:
     )
 
 
-def test_a_fit_finds_the_linear_coefficients_that_made_its_points() -> None:
+@pytest.mark.parametrize("one_program", [True, False])
+def test_a_fit_finds_the_linear_coefficients_that_made_its_points(one_program: bool) -> None:
     rng = np.random.default_rng(0)
     truth = StepCosts(
         prefill_base_s=2e-3,
@@ -67,29 +70,31 @@ def test_a_fit_finds_the_linear_coefficients_that_made_its_points() -> None:
         decode_per_hidden_token_s=9e-6,
         decode_per_request_s=2e-4,
         decode_per_hidden_request_s=1e-4,
+        one_program=one_program,
     )
     points = []
     for _ in range(200):
         p = draw_step(rng)
-        if p.is_prefill:  # a chunk of one token over cached ones would be a decode row to `step_s`
-            lens = [max(2, n) for n in p.num_tokens[:4]]
+        if p.is_prefill:
+            # In one program, decodes beside chunks hide what a chunk of one token would cost.
+            lens = [max(2, n) if one_program else n for n in p.num_tokens[:4]]
             p = dataclasses.replace(p, num_tokens=lens, start=p.start[:4], kind=p.kind[:4])
-        else:
+        if not p.is_prefill or not one_program:
             p = dataclasses.replace(p, start=[max(1, s) for s in p.start])
         points.append(dataclasses.replace(p, time_s=truth.step_s(*p.arrays())))
-    model = fit_cost_model(points, SHAPES)
+    model = fit_cost_model(points, dataclasses.replace(SHAPES, mixed=one_program))
     for field in dataclasses.fields(StepCosts):
         expected = getattr(truth, field.name)
         assert getattr(model.costs, field.name) == pytest.approx(expected, rel=1e-4), field.name
     assert model.linear_decode_quality.r2 > 0.999
     assert model.linear_prefill_quality.worst_relative_error < 1e-4
-    hidden = model.kinds((True, True))[HIDDEN]
+    hidden = model.kinds((True, True), absorbs=True)[HIDDEN]
     # t = c0 + c1 * tokens; this hidden kind has a negative c0.
     assert hidden.extra_base_s == pytest.approx(-1e-4, rel=1e-3)
     assert hidden.extra_per_token_s == pytest.approx(5e-6, rel=1e-3)
-    assert not model.kinds((True, False))[HIDDEN].offered
-    assert model.kinds((False, True))[HIDDEN].extra_base_s == 0.0
-    assert not model.kinds((False, True))[KV].offered
+    assert not model.kinds((True, False), absorbs=True)[HIDDEN].offered
+    assert model.kinds((False, True), absorbs=True)[HIDDEN].extra_base_s == 0.0
+    assert not model.kinds((False, True), absorbs=True)[KV].offered
 
 
 def test_a_fit_finds_the_staircase_that_made_its_points() -> None:
@@ -145,11 +150,12 @@ def test_tiles_are_counted_as_the_executor_visits_them(seed: int) -> None:
 def test_chunks_are_counted_in_pairs_of_tiles() -> None:
     step = StepPoint(num_tokens=[40, 1, 20], start=[0, 33, 64], kind=[0, 0, 1], time_s=1.0)
     found = dict(zip(SHAPES.feature_names(), SHAPES.features(*step.arrays()), strict=True))
-    assert found["program_0_64"] == 1
-    assert found["chunk"] == 3
-    assert found["own_tile"] == 3 + 1 + 1  # 40 tokens: one tile over itself, one over both
-    assert (found["kv_prefix_tile"], found["hidden_prefix_tile"]) == (2, 2)
-    assert found["prefix_tile"] == 2 + 2
+    assert found["program_0_64"] == found["program_1_0"] == 1  # the row that decodes has its own
+    assert (found["decode_kv"], found["decode_hidden"]) == (1, 0)
+    assert found["chunk"] == 2
+    assert found["own_tile"] == 3 + 1  # 40 tokens: one tile over itself, one over both
+    assert (found["kv_prefix_tile"], found["hidden_prefix_tile"]) == (0, 2)
+    assert found["prefix_tile"] == 2
 
 
 def test_a_step_beyond_the_programs_is_refused() -> None:
@@ -200,6 +206,29 @@ def test_every_cache_mode_can_be_calibrated(mode: CacheMode, mixed: bool) -> Non
         n = min(len(lens), executor.max_num_seqs)
         step = StepPoint(num_tokens=lens[-n:], start=[7] * n, kind=[kind] * n, time_s=0.0)
         assert model.programs.step_s(*step.arrays()) > 0
+
+
+def test_conversions_are_measured_where_they_can_be_asked_for(monkeypatch) -> None:
+    assert calibrate(make_executor(), 0.2).costs.convert_per_hidden_token_s == 0.0
+    executor = JaxExecutor(
+        PARAMS,
+        CONFIG,
+        cache=CacheConfig(block_size=BLOCK, num_blocks_override=400, mode="hybrid"),
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_model_len=128,
+        conversion=True,
+    )
+    assert calibration_path(executor) != calibration_path(make_executor())
+    real = executor._run_conversions
+
+    def slow(batch: StepBatch, conversions: Conversions) -> None:
+        real(batch, conversions)
+        time.sleep(1e-3 * float(batch.start[conversions.rows].sum()))
+
+    monkeypatch.setattr(executor, "_run_conversions", slow)
+    found = calibrate(executor, 0.2).costs.convert_per_hidden_token_s
+    assert found == pytest.approx(1e-3, rel=0.5)
 
 
 def bounded_executor(
@@ -325,6 +354,8 @@ MODEL = CostModel(
         decode_per_hidden_token_s=2e-6,
         decode_per_request_s=4e-5,
         decode_per_hidden_request_s=9e-5,
+        convert_per_hidden_token_s=3e-6,
+        one_program=SHAPES.mixed,
     ),
     programs=ProgramCosts(
         shapes=SHAPES,
@@ -348,7 +379,7 @@ def test_a_calibration_becomes_a_description_that_the_simulator_reads(
     assert (found.num_devices, found.block_size, found.num_blocks) == (1, BLOCK, 400)
     assert found.max_model_len == 128
     assert found.step_costs() == found.step_costs(mode) == MODEL.step_costs()
-    assert found.kinds("hybrid") == MODEL.kinds((True, True))
+    assert found.kinds("hybrid") == MODEL.kinds((True, True), absorbs=mode == "absorb")
     assert found.fit["decode"]["r2"] == 0.99
     assert found.programs == MODEL.programs
     other: HiddenAttention = "absorb" if mode == "reproject" else "reproject"

@@ -45,6 +45,7 @@ class Harness:
         budget: int = 64,
         overlap: bool = True,
         debug: bool = True,
+        check_plans: bool = False,
         offered: tuple[bool, bool] = BOTH,
         fault: Callable[[StepBatch], Fault | None] | None = None,
         processor=None,
@@ -84,6 +85,7 @@ class Harness:
             vocab_size=VOCAB_SIZE,
             output_processor=processor,
             debug=debug,
+            check_plans=check_plans,
         )
         self.requests: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -783,21 +785,24 @@ class TestFailures:
         assert h.engine.dead_reason == "the executor cannot be reset"
         assert h.last["r0"].finish_reason == "error"
 
-    def test_a_policy_that_fails_is_survived_once(self, overlap):
+    def test_fcfs_decides_where_the_policy_fails(self, overlap):
         count = itertools.count()
 
         def plan(view: SchedulerView) -> Plan:
-            if next(count) == fails_at[0]:
-                fails_at.pop(0)
-                raise ZeroDivisionError
+            if next(count) % 3 == 2:
+                raise ZeroDivisionError("no reason")
             return plan_all(view)
 
-        fails_at = [2, -1]
         h = Harness(policy=ScriptedPolicy(plan), overlap=overlap, debug=False)
-        h.add()
+        h.add(max_tokens=20)
+        h.add(max_tokens=20)
         h.drain()
         h.assert_all_as_expected()
-        fails_at = [next(count) + 2, next(count) + 3, -1]
+        assert h.engine.stats().fallback_iterations == next(count) // 3 > 5
+
+    def test_an_engine_whose_fallback_fails_too_ends(self):
+        h = Harness(policy=ScriptedPolicy(lambda view: [][0]), debug=False)
+        h.engine._fallback.schedule = lambda view: [][1]  # type: ignore[method-assign]
         h.add(max_tokens=20)
         with pytest.raises(EngineDeadError, match="the policy failed, twice"):
             h.step(10)

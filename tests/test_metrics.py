@@ -52,6 +52,15 @@ def test_bounds_of_a_distribution_rise(bounds):
         Distribution(bounds)
 
 
+def test_percentiles_are_numpys_to_the_last_bit():
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 3, 50, 100, 101, 102, 1000):
+        values = rng.exponential(rng.choice([1e-3, 1.0, 1e3]), size)
+        for q in (0, 37.3, 50, 90, 99, 100):
+            assert percentile(values, q) == float(np.percentile(values, q))
+    assert math.isnan(percentile([1.0, math.nan, 2.0], 50) or 0.0)
+
+
 def test_percentiles_interpolate_and_are_none_of_nothing():
     assert percentile([1.0, 2.0], 50) == 1.5
     assert percentile([], 50) is None

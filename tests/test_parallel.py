@@ -33,6 +33,7 @@ def test_tokens_are_those_of_one_device_and_the_pool_is_cut(case, several):
     one, cut = found["1"], found[str(several)]
     assert all(len(tokens) == 12 for tokens in one["tokens"])
     assert cut["tokens"] == one["tokens"]
+    assert cut["converted"] == one["converted"] == case.endswith("converted")
     model, kind, attention = CASES[case]
     repeats = max(1, several // MODELS[model].num_kv_heads)
     assert cut["pool bytes"] == [one["pool bytes"][0] * repeats // several] * several

@@ -32,7 +32,7 @@ from apt_jax.cpu import tiles
 from apt_jax.models.params import LayerParams, ModelParams, NormParams, QuantizedMatrix, TiledMatrix
 from apt_jax.pallas import AttentionOps
 from apt_jax.pallas.reference import KeyNorm, ScoreRules, rms_norm_heads, turn
-from apt_jax.pallas.xla import activate, dense, dot
+from apt_jax.pallas.xla import activate, dense, dot, fetch_blocks, project_kv
 from apt_jax.parallel import TensorParallel
 
 
@@ -63,6 +63,21 @@ class DecoderBatch:
     prefix_lens: Int32[Array, " R"]
     prefill_hidden: Bool[Array, " R"]
     num_prefill_rows: Int32[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertBatch:
+    """Layer inputs that become keys and values. G of their blocks, T = G * `hidden_block_size` slots, block after block."""
+
+    blocks: Int32[Array, " G"]
+    """The reserved block for padding."""
+    positions: Int32[Array, " T"]
+    """Position of each slot in its request."""
+    first_slots: Int32[Array, " T"]
+    """Pool slot for the slot's k, counted in keys; out of range for slots without a layer input, which are dropped."""
+    second_slots: Int32[Array, " T"]
+    """Likewise for its v."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -607,6 +622,43 @@ def decoder_step(
     return tuple(new_pools), out
 
 
+def convert_inputs(
+    params: ModelParams,
+    pools: tuple[Array, ...],
+    batch: ConvertBatch,
+    config: ModelConfig,
+    options: StepOptions,
+) -> tuple[Array, ...]:
+    """Compute keys and values of cached layer inputs and write them to other blocks: K and V as a step of the KV kind would have
+    cached them, but for rounding; no attention, no feed-forward.
+
+    Args:
+        pools: as in `decoder_step`. All of `batch.blocks` are read before anything is written.
+
+    Returns:
+        The pools.
+    """
+    dtype = params.dtype
+    angles = None
+    if config.rope is not None:
+        inv_freq = jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
+        angles = batch.positions.astype(jnp.float32)[:, None] * inv_freq
+    slots = jnp.concatenate([batch.first_slots, batch.second_slots])
+    inputs: dict[str, Any] = {} if options.tensor is None else {"tensor": options.tensor}
+    new_pools: list[Any] = []
+    for i, (p, pool) in enumerate(zip(params.layers, pools, strict=True)):
+        with jax.named_scope(f"layer{i}/convert"):
+            x = fetch_blocks(
+                pool, batch.blocks[None], options.hidden_block_size, None, p.wk.shape[2], **inputs
+            )[0].astype(dtype)
+            norm = None if p.k_norm is None else KeyNorm(scale=p.k_norm, eps=config.norm_eps)
+            k, v = project_kv(x, p.wk, p.bk, angles, norm), project_kv(x, p.wv, p.bv)
+            rows = _finite(jnp.concatenate([k, v])).astype(pool.dtype)
+            by_slot = pool.reshape(-1, config.lane).at[slots].set(rows, mode="drop")
+            new_pools.append(by_slot.reshape(pool.shape))
+    return tuple(new_pools)
+
+
 def logits(
     params: ModelParams,
     hidden: Float[Array, "B D"],
@@ -647,4 +699,4 @@ def _before_head(
     return hidden, params.embed if params.head is None else params.head
 
 
-__all__ = ["DecoderBatch", "StepOptions", "decoder_step", "embed", "greedy_tokens", "logits", "score_rules"]  # fmt: skip
+__all__ = ["ConvertBatch", "DecoderBatch", "StepOptions", "convert_inputs", "decoder_step", "embed", "greedy_tokens", "logits", "score_rules"]  # fmt: skip

@@ -250,7 +250,7 @@ def _own_slots(
     return own, start + position
 
 
-def _fetch_blocks(
+def fetch_blocks(
     pool: Array,
     ids: Int32[Array, "R G"],
     block_size: int,
@@ -266,7 +266,7 @@ def _fetch_blocks(
     """
     if tensor is not None:
         assert width is not None
-        share = _fetch_blocks(pool, ids, block_size, own, width // tensor.size)
+        share = fetch_blocks(pool, ids, block_size, own, width // tensor.size)
         return tensor.gather(share, 2)
     r, g = ids.shape
     blocks = pool[ids.reshape(-1)]
@@ -294,8 +294,8 @@ def decode_kv(
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
         del position
-        keys = _fetch_blocks(pool, ids[:, 0], block_size, None)
-        return keys, _fetch_blocks(pool, ids[:, 1], block_size, own)
+        keys = fetch_blocks(pool, ids[:, 0], block_size, None)
+        return keys, fetch_blocks(pool, ids[:, 1], block_size, own)
 
     return _decode(
         _spread_heads(q, num_kv_heads).astype(pool.dtype),
@@ -327,7 +327,7 @@ def decode_absorbed(
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
         del position
-        x = _fetch_blocks(pool, ids[:, 0], block_size, own, q_absorbed.shape[2])
+        x = fetch_blocks(pool, ids[:, 0], block_size, own, q_absorbed.shape[2])
         return x, x
 
     return _decode(
@@ -387,7 +387,7 @@ def decode_reprojected(
     num_kv_heads = wk.shape[0]
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-        x = _fetch_blocks(pool, ids[:, 0], block_size, own, wk.shape[2], tensor)
+        x = fetch_blocks(pool, ids[:, 0], block_size, own, wk.shape[2], tensor)
         flat = x.reshape(-1, x.shape[2])
         turns = None if angles is None else angles[position.reshape(-1)]
         keys, values = project_kv(flat, wk, bk, turns, key_norm), project_kv(flat, wv, bv)
@@ -431,7 +431,7 @@ def decode_v_absorbed(
         q = jnp.concatenate([q, q_absorbed.astype(pool.dtype)], axis=2)
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-        x = _fetch_blocks(pool, ids[:, 0], block_size, own, width, tensor)
+        x = fetch_blocks(pool, ids[:, 0], block_size, own, width, tensor)
         turns = angles[position.reshape(-1)]
         keys = project_kv(x.reshape(-1, width), wk_rotary, bk_rotary, turns, key_norm)
         keys = keys.reshape(*x.shape[:2], -1)
@@ -569,13 +569,13 @@ def prefill(
 
         def from_kv(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
             del position
-            both = _fetch_blocks(pool, ids, block_size, jnp.broadcast_to(own, (2, own.shape[1])))
+            both = fetch_blocks(pool, ids, block_size, jnp.broadcast_to(own, (2, own.shape[1])))
             return both[0], both[1]
 
         def from_hidden(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
             assert wk is not None
             assert wv is not None
-            x = _fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2], tensor)[0]
+            x = fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2], tensor)[0]
             turns = None if angles is None else angles[position[0]]
             return project_kv(x, wk, bk, turns, key_norm), project_kv(x, wv, bv)
 

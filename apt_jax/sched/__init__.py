@@ -1,25 +1,28 @@
 """Scheduling: the view that a policy gets, the knapsack and its solvers, the value model, the policies."""
 
-from collections.abc import Callable
 from typing import Any
 
 from apt_jax.config import SchedulerConfig
-from apt_jax.errors import ConfigError
 from apt_jax.sched.apt import AptPolicy
 from apt_jax.sched.apt_plus import AptPlusPolicy
 from apt_jax.sched.apt_s import AptSPolicy
 from apt_jax.sched.bros import BrosPolicy
-from apt_jax.sched.check import check_plan
+from apt_jax.sched.check import PlanError, check_plan
+from apt_jax.sched.deadline import EdfPolicy, FairBatchingPolicy, QoServePolicy
 from apt_jax.sched.exact import solve_exact
 from apt_jax.sched.fastgen import FastGenPolicy
 from apt_jax.sched.fcfs import FcfsPolicy
+from apt_jax.sched.fcfs_hybrid import FcfsHybridPolicy
 from apt_jax.sched.greedy import solve_greedy
 from apt_jax.sched.problem import NOT_CHOSEN, KnapsackProblem, Schedule
 from apt_jax.sched.random_order import RandomPolicy
+from apt_jax.sched.registry import ENTRY_POINTS, PolicyMaker, find_policy, make, source_digest
 from apt_jax.sched.round_robin import RoundRobinPolicy
+from apt_jax.sched.tgi import TgiPolicy
 from apt_jax.sched.unified import UnifiedPolicy
 from apt_jax.sched.view import (
     HIDDEN,
+    INTERFACE_VERSION,
     KV,
     NO_KIND,
     KindSpec,
@@ -29,9 +32,12 @@ from apt_jax.sched.view import (
     SchedulerView,
     StepCosts,
 )
+from apt_jax.sched.vllm_v1 import HrrnPolicy, LeastComputedPolicy, VllmV1Policy, VtcPolicy
 
 __all__ = [
+    "ENTRY_POINTS",
     "HIDDEN",
+    "INTERFACE_VERSION",
     "KV",
     "NOT_CHOSEN",
     "NO_KIND",
@@ -40,21 +46,34 @@ __all__ = [
     "AptPolicy",
     "AptSPolicy",
     "BrosPolicy",
+    "EdfPolicy",
+    "FairBatchingPolicy",
     "FastGenPolicy",
+    "FcfsHybridPolicy",
     "FcfsPolicy",
+    "HrrnPolicy",
     "KindSpec",
     "KnapsackProblem",
+    "LeastComputedPolicy",
     "Plan",
+    "PlanError",
     "Policy",
+    "PolicyMaker",
+    "QoServePolicy",
     "RandomPolicy",
     "RequestTable",
     "RoundRobinPolicy",
     "Schedule",
     "SchedulerView",
     "StepCosts",
+    "TgiPolicy",
     "UnifiedPolicy",
+    "VllmV1Policy",
+    "VtcPolicy",
     "check_plan",
+    "check_policy",
     "make_policy",
+    "policy_digest",
     "solve_exact",
     "solve_greedy",
 ]
@@ -64,6 +83,7 @@ _UNIFIED: dict[str, dict[str, Any]] = {
     "infermax": {"longest_first": True, "reserve": "estimate"},
     "rank-i": {"first": "nobody", "order": "input"},
     "rank-o": {"first": "nobody", "order": "output"},
+    "rank-org": {"first": "nobody"},
     "sarathi": {},
     "sarathi-nocp": {"chunked": False, "prefill_tokens": 4096},
     "sarathi-nohy": {"hybrid": False, "chunked": False, "prefill_tokens": 4096},
@@ -76,26 +96,39 @@ _EVICTION_FREE = ("fcfs", "sarathi", "sarathi-nocp", "sarathi-nohy", "sarathi-pc
 """Those of Table 1, which have a twin `<name>-ef` (§4.4)."""
 
 
-def _unified(name: str, **settings: Any) -> Callable[[SchedulerConfig, int], Policy]:
-    return lambda config, seed: UnifiedPolicy(name, **settings)
-
-
-POLICIES: dict[str, Callable[[SchedulerConfig, int], Policy]] = {
-    "apt": lambda config, seed: AptPolicy(violation_decay=config.violation_decay),
-    "apt-plus": lambda config, seed: AptPlusPolicy(config.violation_decay),
-    "apt-s": lambda config, seed: AptSPolicy(violation_decay=config.violation_decay),
-    "bros": lambda config, seed: BrosPolicy(),
-    "fastgen": lambda config, seed: FastGenPolicy(),
-    "fcfs": lambda config, seed: FcfsPolicy(),
-    "random": lambda config, seed: RandomPolicy(seed),
-    "round-robin": lambda config, seed: RoundRobinPolicy(),
-    **{name: _unified(name, **settings) for name, settings in _UNIFIED.items() if name != "fcfs"},
+POLICIES: dict[str, PolicyMaker] = {
+    "apt": PolicyMaker(AptPolicy),
+    "apt-plus": PolicyMaker(AptPlusPolicy),
+    "apt-s": PolicyMaker(AptSPolicy),
+    "bros": PolicyMaker(BrosPolicy),
+    "edf": PolicyMaker(EdfPolicy),
+    "fairbatching": PolicyMaker(FairBatchingPolicy),
+    "fastgen": PolicyMaker(FastGenPolicy),
+    "fcfs": PolicyMaker(FcfsPolicy),
+    "fcfs-hybrid": PolicyMaker(FcfsHybridPolicy),
+    "hrrn": PolicyMaker(HrrnPolicy),
+    "least-computed": PolicyMaker(LeastComputedPolicy),
+    "qoserve": PolicyMaker(QoServePolicy),
+    "random": PolicyMaker(RandomPolicy),
+    "round-robin": PolicyMaker(RoundRobinPolicy),
+    "tgi": PolicyMaker(TgiPolicy),
+    "vllm-v0": PolicyMaker(FcfsPolicy, {"name": "vllm-v0"}),
+    "vllm-v1": PolicyMaker(VllmV1Policy),
+    "vllm-v1-8192": PolicyMaker(VllmV1Policy, {"name": "vllm-v1-8192", "budget": 8192}),
+    "vtc": PolicyMaker(VtcPolicy),
     **{
-        f"{name}-ef": _unified(f"{name}-ef", **_UNIFIED[name], reserve="all")
+        name: PolicyMaker(UnifiedPolicy, {"name": name, **settings})
+        for name, settings in _UNIFIED.items()
+        if name != "fcfs"
+    },
+    **{
+        f"{name}-ef": PolicyMaker(
+            UnifiedPolicy, {"name": f"{name}-ef", **_UNIFIED[name], "reserve": "all"}
+        )
         for name in _EVICTION_FREE
     },
 }
-"""Policies by the name that `--scheduling-policy` takes: makers from a configuration and a seed."""
+"""Bundled policies by the name that `--scheduling-policy` takes."""
 
 
 def make_policy(
@@ -104,16 +137,23 @@ def make_policy(
     """A policy by name.
 
     Args:
-        name: a key of `POLICIES`; None: `config.policy`.
+        name: a key of `POLICIES`, an entry point of the group `ENTRY_POINTS`, or `package.module:Class`; with options
+            of its constructor, as in `apt?violation_decay=0.4`. None: `config.policy`.
         config: what the policy reads its settings from.
         seed: of policies that draw at random.
 
     Raises:
-        ConfigError: no policy has this name.
+        ConfigError: no policy has this name, or it cannot be made; one line.
     """
     config = SchedulerConfig() if config is None else config
-    name = config.policy if name is None else name
-    if name not in POLICIES:
-        known = ", ".join(sorted(POLICIES))
-        raise ConfigError(f"policy={name!r} must be one of {known} (--scheduling-policy)")
-    return POLICIES[name](config, seed)
+    return make(config.policy if name is None else name, POLICIES, config, seed)
+
+
+def check_policy(name: str) -> None:
+    """Raise the `ConfigError` of a name or of options that `make_policy` would refuse, without making the policy."""
+    find_policy(name, POLICIES)
+
+
+def policy_digest(name: str) -> str | None:
+    """Digest of the source files of a policy from outside this package; None for a bundled one."""
+    return source_digest(name, POLICIES)

@@ -5,6 +5,7 @@ request that must make room is preempted and recomputed.
 """
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,8 @@ RESERVE_TOKENS = 8
 AVERAGE_WEIGHT = 0.1
 """Of the newest step in T_avg."""
 
+Replacement = Literal["in-time", "any"]
+
 MOST_REPLACEMENTS = 4
 """Real-time requests that make way for best-effort ones in one step."""
 
@@ -54,10 +57,11 @@ def prefix_step_s(
     request_s = np.where(hidden, costs.decode_per_hidden_request_s, costs.decode_per_request_s)
     decode_s = np.where(decode, request_s, 0.0).cumsum()
     decode_s += costs.decode_base_s * np.logical_or.accumulate(decode)
-    prefill_s = (costs.prefill_per_token_s * c + costs.prefill_per_request_s * chunk).cumsum()
+    tokens = c if costs.one_program else np.where(chunk, c, 0.0)
+    prefill_s = (costs.prefill_per_token_s * tokens + costs.prefill_per_request_s * chunk).cumsum()
     prefill_s += costs.prefill_base_s
-    both_s = np.where(np.logical_or.accumulate(chunk), np.maximum(decode_s, prefill_s), decode_s)
-    return both_s + read_s.cumsum()
+    both_s = np.maximum(decode_s, prefill_s) if costs.one_program else decode_s + prefill_s
+    return np.where(np.logical_or.accumulate(chunk), both_s, decode_s) + read_s.cumsum()
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,6 +107,43 @@ class _Candidates:
         return (self.num_tokens > 1) | (self.start == 0)
 
 
+class _Groups:
+    """When the last group of each request's tokens came to its end, seen from one decision to the next.
+
+    Args:
+        size: tokens of a group after the first token, which is a group of its own.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._rank = np.zeros(0, np.int64)
+        self._group = np.zeros(0, np.int32)
+        self._since_s = np.zeros(0)
+
+    def since_s(
+        self, view: SchedulerView, rows: Rows, delivered: NDArray[np.int32]
+    ) -> NDArray[np.float64]:
+        """(n,) end of the last whole group of `rows`; the arrival before the first token.
+
+        Args:
+            view: what the decision is made from.
+            rows: (n,) requests.
+            delivered: (n,) output tokens that each has had.
+        """
+        table = view.table
+        grown = table.capacity - self._rank.size
+        if grown:
+            self._rank = np.concatenate([self._rank, np.full(grown, -1)])
+            self._group = np.concatenate([self._group, np.zeros(grown, np.int32)])
+            self._since_s = np.concatenate([self._since_s, np.zeros(grown)])
+        group, rank = (delivered - 1) // self._size, table.rank[rows]
+        new = (self._rank[rows] != rank) | (self._group[rows] != group)
+        which = rows[new]
+        self._rank[which], self._group[which] = rank[new], group[new]
+        self._since_s[which] = table.last_token_s[which]
+        return self._since_s[rows]
+
+
 class BrosPolicy:
     """Packs a step by urgency, up to the time that the most urgent request has left.
 
@@ -114,57 +155,76 @@ class BrosPolicy:
     Two more departures from Algorithm 1: what does not fit a step's time, tokens or blocks ends the admission of
     prompts, while decodes behind it still go; and the first request goes in any case.
 
+    *Token groups.* BROS's conclusion speaks of latency metrics of token groups, and k_i of Eq. 6 counts "remaining tokens
+    in the current token". With `token_group` = G > 1 the deadline after the first token is that of each G-th one, at G
+    times the TBT objective after the G-th before it, and k_i counts the tokens up to it. G = 1 is a deadline a token.
+
     *Best-effort requests* follow: those with cache, then waiting ones by the tokens that must be recomputed (which
-    stand for the paper's swapped blocks), less `AGING_TOKENS_PER_S` a second, so that none waits for ever. When the
+    stand for the paper's swapped blocks), less `aging_tokens_per_s` a second, so that none waits for ever. When the
     step has no time or place for the next one, real-time requests of the most remaining time are replaced, if they can
     wait for the next step and still be in time. Where no real-time request sets a deadline, time is no limit.
+
+    *Pulling* (§4.2). Only what holds cache is sorted. The waiting queue is in order of arrival, which is that of remaining
+    time while objectives are alike, so the two are merged, and no more is pulled than a step may have; the waiting queue is
+    sorted only where its order is another one.
 
     *Blocks.* Real-time requests take those of best-effort ones, the latest arrived first. Where running ones outgrow
     the pool even so, those with the most remaining time are preempted, but prompts under way last. A waiting request
     takes no block from a real-time one: its recomputation would be late. A best-effort request takes free blocks only.
 
     *Batch size.* Starts at `BASE_BATCH`, doubles after each step that time did not cut short, and goes back otherwise.
+    It stops doubling at `max_num_seqs`, which no step exceeds: with 256 there are two sizes, with 1,024 four.
 
     Without calibrated costs every step takes no time: the order stays, and nothing is cut short.
+
+    Args:
+        token_group: G, tokens that share a deadline.
+        aging_tokens_per_s: see above; 0 is the paper's order, in which a preempted request may wait for ever.
+        replacement: "in-time" as above; "any" is Algorithm 1, lines 26 to 32, which does not ask whether the replaced
+            request will be late (its first request stays all the same).
+        most_replacements: in one step; None: no limit, as in the paper.
     """
 
     name = "bros"
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        token_group: int = 1,
+        aging_tokens_per_s: float = AGING_TOKENS_PER_S,
+        replacement: Replacement = "in-time",
+        most_replacements: int | None = MOST_REPLACEMENTS,
+    ) -> None:
+        if token_group < 1:
+            raise ValueError(f"{token_group=} must be at least 1")
+        self.token_group = token_group
+        self.aging_tokens_per_s = aging_tokens_per_s
+        self.replacement: Replacement = replacement
+        self.most_replacements = most_replacements
         self._batch_size = BASE_BATCH
         self._average_s = 0.0
+        self._groups = _Groups(token_group)
 
     def schedule(self, view: SchedulerView) -> Plan:
         table = view.table
-        rows = np.concatenate([view.running, view.waiting])
-        if not rows.size:
+        running, waiting = view.running, view.waiting
+        if not running.size and not waiting.size:
             return Plan.idle()
-        kind = table.kind[rows]
-        kind[view.running.size :] = allowed_kinds(view, view.waiting).argmax(axis=1)
-        remaining = view.remaining(rows, kind)
-        steps = -(-remaining // np.int32(view.max_num_batched_tokens))
-        num_tokens = np.minimum(remaining, np.int32(view.max_num_batched_tokens))
-        start = table.num_cached[rows] + table.hit_tokens[rows, kind]
-        holds = np.arange(rows.size) < view.running.size
-        tokens = np.where(holds, start + num_tokens, target_tokens(view, rows, 1))
-        need = start_blocks_for(view, rows, tokens, kind)
-        need -= table.num_blocks[rows] + table.num_shared[rows]
-        slack_s = self._slack_s(view, rows, steps)
-        need = np.maximum(need, 0)
-        everyone = _Candidates(rows, kind, num_tokens, start, slack_s, holds, need)
-        best_effort = table.best_effort[rows]
-        everyone.slack_s[best_effort] = np.inf
-        real_time = everyone.take(~best_effort)
-        alone_s = _alone_s(view.costs, real_time)
-        late = real_time.slack_s < alone_s
-        limit_s = float(real_time.slack_s.min(initial=np.inf, where=~late))
-        order = np.lexsort((table.rank[real_time.rows], real_time.slack_s, late))
-        real_time, alone_s = real_time.take(order), alone_s[order]
-
-        step, victims, cut = self._real_time(view, real_time, everyone.take(best_effort), limit_s)
-        step, more_victims, cut_too = self._best_effort(
-            view, step, everyone.take(best_effort), victims, limit_s
+        pending = self._candidates(view, running, table.kind[running], holds=True)
+        kind = allowed_kinds(view, waiting).argmax(axis=1).astype(np.int8)
+        theirs, low = table.best_effort[running], table.best_effort[waiting]
+        queued = self._candidates(view, waiting[~low], kind[~low], holds=False)
+        real_time, limit_s = self._pull_real_time(view, pending.take(~theirs), queued)
+        index = np.flatnonzero(low)
+        if index.size:
+            index = index[self._pull_best_effort(view, waiting[index], kind[index])]
+        best_effort = pending.take(theirs).join(
+            self._candidates(view, waiting[index], kind[index], holds=False)
         )
+        best_effort.slack_s[:] = np.inf
+
+        step, victims, cut = self._real_time(view, real_time, best_effort, limit_s)
+        step, more_victims, cut_too = self._best_effort(view, step, best_effort, victims, limit_s)
         victims = np.concatenate([victims, more_victims])
         early = cut or cut_too
         if early:
@@ -184,15 +244,84 @@ class BrosPolicy:
             iteration="prefill" if prompts.all() else "mixed" if prompts.any() else "decode",
         )
 
+    def _candidates(
+        self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool
+    ) -> _Candidates:
+        """What `rows` would do in this step, all of which hold cache or none."""
+        table = view.table
+        remaining = view.remaining(rows, kind)
+        budget = np.int32(view.max_num_batched_tokens)
+        num_tokens = np.minimum(remaining, budget)
+        start = table.num_cached.take(rows)
+        if holds:
+            tokens = start + num_tokens
+            need = held_blocks_for(view, rows, tokens) - table.num_blocks.take(rows)
+        else:
+            start = start + table.hit_tokens[rows, kind]
+            need = start_blocks_for(view, rows, target_tokens(view, rows, 1), kind)
+        return _Candidates(
+            rows,
+            kind,
+            num_tokens,
+            start,
+            self._slack_s(view, rows, -(-remaining // budget)),
+            np.full(rows.size, holds),
+            np.maximum(need, 0),
+        )
+
     def _slack_s(
         self, view: SchedulerView, rows: Rows, steps: NDArray[np.int32]
     ) -> NDArray[np.float64]:
         table = view.table
-        target_s = np.where(
-            table.num_delivered[rows] == 0, table.slo_ttft_s[rows], table.slo_tbt_s[rows]
-        )
-        waited_s = view.now_s - table.last_token_s[rows]
-        return target_s - waited_s - (steps - 1) * self._average_s
+        delivered = table.num_delivered.take(rows)
+        tbt_s, since_s = table.slo_tbt_s.take(rows), table.last_token_s.take(rows)
+        if self.token_group > 1:
+            since_s = self._groups.since_s(view, rows, delivered)
+            tbt_s = self.token_group * tbt_s
+            behind = (delivered - 1) % self.token_group
+            steps = steps + np.where(delivered > 0, self.token_group - 1 - behind, 0)
+        target_s = np.where(delivered == 0, table.slo_ttft_s.take(rows), tbt_s)
+        return target_s - (view.now_s - since_s) - (steps - 1) * self._average_s
+
+    def _pull_real_time(
+        self, view: SchedulerView, pending: _Candidates, queued: _Candidates
+    ) -> tuple[_Candidates, float]:
+        """Those in the order of their remaining time, late ones last, waiting ones as far as a step may have them.
+
+        Returns:
+            The candidates, and the time that a step may take.
+        """
+        late, late_too = (c.slack_s < _alone_s(view.costs, c) for c in (pending, queued))
+        limit_s = np.inf
+        order: list[NDArray[np.intp]] = []
+        most = self._batch_size
+        for of_late in (False, True):
+            own = np.flatnonzero(late == of_late)
+            waiting = np.flatnonzero(late_too == of_late)
+            polled = poll(pending.slack_s[own], queued.slack_s[waiting], most)
+            order.append(np.concatenate([own, pending.rows.size + waiting])[polled])
+            most -= polled.size - own.size
+            if not of_late:
+                limit_s = min(
+                    float(pending.slack_s[own].min(initial=np.inf)),
+                    float(queued.slack_s[waiting].min(initial=np.inf)),
+                )
+        return pending.join(queued).take(np.concatenate(order)), limit_s
+
+    def _pull_best_effort(
+        self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8]
+    ) -> NDArray[np.intp]:
+        """Positions in waiting best-effort `rows` by what starting costs, as many as a step may have."""
+        table = view.table
+        cost = self.aging_tokens_per_s * (table.last_token_s[rows] - view.now_s)
+        again = table.num_preemptions[rows] > 0
+        own = np.flatnonzero(again)
+        if not own.size:
+            return poll(cost[:0], cost, self._batch_size)
+        cost[own] += view.remaining(rows[own], kind[own])
+        new = np.flatnonzero(~again)
+        index = np.concatenate([own, new])
+        return index[poll(cost[own], cost[new], self._batch_size)][: self._batch_size]
 
     def _real_time(
         self, view: SchedulerView, asked: _Candidates, best_effort: _Candidates, limit_s: float
@@ -206,7 +335,7 @@ class BrosPolicy:
         short = int(need[holds].sum()) - room
         if short > 0:
             kept, victims = _outgrown(view, asked.take(holds), room)
-            asked = asked.take(np.isin(asked.rows, kept))
+            asked = asked.take(_among(view, asked.rows, kept))
         else:
             seats = view.max_num_seqs - (view.running.size - theirs.size)
             fresh = np.flatnonzero(~holds)
@@ -238,7 +367,7 @@ class BrosPolicy:
         table = view.table
         preempted = victims
         if victims.size:
-            asked = asked.take(~np.isin(asked.rows, victims))
+            asked = asked.take(~_among(view, asked.rows, victims))
         no_victims = victims[:0]
         if not asked.rows.size:
             return step, no_victims, False
@@ -249,21 +378,14 @@ class BrosPolicy:
         spare = left - int(need[holds].sum())
         if spare < 0:
             kept, more = _outgrown(view, asked.take(holds), left)
-            asked = asked.take(np.isin(asked.rows, kept))
+            asked = asked.take(_among(view, asked.rows, kept))
         else:
             running = view.running
             if preempted.size:
-                running = running[~np.isin(running, preempted)]
+                running = running[~_among(view, running, preempted)]
             spare -= _reserve(view, running)
             seats = view.max_num_seqs - running.size - int(np.count_nonzero(~step.holds))
             fresh = np.flatnonzero(~holds)
-            rows = asked.rows[fresh]
-            again = np.where(
-                table.num_preemptions[rows] > 0, view.remaining(rows, asked.kind[fresh]), 0
-            )
-            waited_s = view.now_s - table.last_token_s[rows]
-            cost = again - AGING_TOKENS_PER_S * waited_s
-            fresh = fresh[np.lexsort((table.rank[rows], cost))]
             fits = (np.cumsum(need[fresh]) <= spare) & (np.arange(1, fresh.size + 1) <= seats)
             if preempted.size:
                 fits[:] = False  # what real-time requests have just taken is not given away
@@ -273,7 +395,7 @@ class BrosPolicy:
         num_real_time = step.rows.size
         packed, cut, shrunk = _fit(view, step.join(asked), num_real_time, self._batch_size, limit_s)
         if not shrunk and packed.rows.size < num_real_time + asked.rows.size:
-            out = asked.take(~np.isin(asked.rows, packed.rows))
+            out = asked.take(~_among(view, asked.rows, packed.rows))
             packed = self._replace(view, packed, num_real_time, out, limit_s)
         return packed, more, cut
 
@@ -286,12 +408,14 @@ class BrosPolicy:
         limit_s: float,
     ) -> _Candidates:
         """Real-time requests that can wait for the next step make way for best-effort ones, the least urgent first."""
-        for i in range(min(MOST_REPLACEMENTS, out.rows.size, num_real_time - 1)):
+        most = out.rows.size if self.most_replacements is None else self.most_replacements
+        for i in range(min(most, out.rows.size, num_real_time - 1)):
             last = num_real_time - 1 - i
-            one = step.take(np.array([last]))
-            step_s = view.costs.step_s(step.num_tokens, step.start, step.kind)
-            if one.slack_s[0] - step_s < _alone_s(view.costs, one)[0] + step_s:
-                break
+            if self.replacement == "in-time":
+                one = step.take(np.array([last]))
+                step_s = view.costs.step_s(step.num_tokens, step.start, step.kind)
+                if one.slack_s[0] - step_s < _alone_s(view.costs, one)[0] + step_s:
+                    break
             other = step.take(np.arange(step.rows.size) != last).join(out.take(np.array([i])))
             if (
                 other.rows.size > self._batch_size
@@ -301,6 +425,33 @@ class BrosPolicy:
                 break
             step = other
         return step
+
+
+def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) -> NDArray[np.intp]:
+    """Positions of `pending` and then `waiting` in order of their keys (BROS §4.2, Fig. 8).
+
+    Sorts the pending ones; the waiting queue is looked through and sorted only if it is not in order. Of equal keys pending
+    ones come first, then those that come first in their queue.
+
+    Args:
+        pending: (p,) keys of requests that hold cache.
+        waiting: (w,) keys of those that do not, in order of arrival.
+        most: of the waiting ones.
+
+    Returns:
+        (p + min(w, most),) positions in the two arrays one after the other.
+    """
+    first = pending.argsort(kind="stable")
+    in_order = (waiting[1:] >= waiting[:-1]).all()
+    second = np.arange(waiting.size) if in_order else waiting.argsort(kind="stable")
+    second = second[: max(most, 0)]
+    order = np.empty(first.size + second.size, np.intp)
+    at = np.searchsorted(waiting[second], pending[first]) + np.arange(first.size)
+    free = np.ones(order.size, np.bool_)
+    free[at] = False
+    order[at] = first
+    order[free] = second + first.size
+    return order
 
 
 def _alone_s(costs: StepCosts, asked: _Candidates) -> NDArray[np.float64]:
@@ -316,6 +467,13 @@ def _alone_s(costs: StepCosts, asked: _Candidates) -> NDArray[np.float64]:
     chunk_s = costs.prefill_per_request_s + costs.prefill_per_token_s * c + prefix_s * m
     chunk_s += costs.prefill_per_pair_s * c * (c + 2 * m)
     return np.where(asked.prompts, costs.prefill_base_s + chunk_s, costs.decode_base_s + decode_s)
+
+
+def _among(view: SchedulerView, rows: Rows, others: Rows) -> NDArray[np.bool_]:
+    """(n,) whether each of `rows` is one of `others`."""
+    chosen = np.zeros(view.table.capacity, np.bool_)
+    chosen[others] = True
+    return chosen[rows]
 
 
 def _reserve(view: SchedulerView, running: Rows) -> int:

@@ -2,9 +2,11 @@
 
 Two models from the same points, both by non-negative least squares on relative errors:
 
-* linear, what policies weigh (`StepCosts`), a phase at a time:
+* linear, what policies weigh (`StepCosts`), both phases together:
     prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c) + a3 * KV prefix + a4 * hidden prefix    c chunk, m cached prefix
     decode  = base + a5 * KV tokens + a6 * hidden tokens + a7 * KV requests + a8 * hidden requests
+  a step with both is their sum where it is two programs; where it is one, its decodes are fitted as chunks of one token, which is
+  only about what `StepCosts` makes of it;
 * by compiled program and tile (`ProgramCosts`), what predicts: the simulator, and the objectives of the demonstration.
 
 What a hidden request costs over a KV one, t = c0 + c1 * tokens (Apt-Serve Eq. 6 made affine), is c0 = a8 - a7 and
@@ -46,18 +48,22 @@ class StepPoint:
             np.asarray(self.kind, np.int8),
         )
 
-    def linear_features(self) -> list[float]:
-        """Features of the phase, in the order of `_PREFILL` or `_DECODE`."""
+    def linear_features(self, one_program: bool) -> list[float]:
+        """Features of both phases, in the order of `_PREFILL` and `_DECODE`."""
         num_tokens, start, kind = (a.astype(np.float64) for a in self.arrays())
-        hidden = kind == HIDDEN
+        hidden, decode = kind == HIDDEN, num_tokens == 1
+        if self.is_prefill and one_program:
+            decode[:] = False
+        features = [0.0] * (len(_PREFILL) + len(_DECODE))
         if self.is_prefill:
-            pairs = float(num_tokens @ (num_tokens + 2 * start))
-            prefixes = [float(start[rows].sum()) for rows in (~hidden, hidden)]
-            return [1.0, float(num_tokens.sum()), pairs, *prefixes]
-        read = start + 1
-        return [
-            1.0, read[~hidden].sum(), read[hidden].sum(), float((~hidden).sum()), float(hidden.sum()),
-        ]  # fmt: skip
+            c, m = num_tokens[~decode], start[~decode]
+            prefixes = [float(start[~decode & rows].sum()) for rows in (~hidden, hidden)]
+            features[: len(_PREFILL)] = [1.0, float(c.sum()), float(c @ (c + 2 * m)), *prefixes]
+        if decode.any():
+            kinds = (decode & ~hidden, decode & hidden)
+            read = [float((start[rows] + 1).sum()) for rows in kinds]
+            features[len(_PREFILL) :] = [1.0, *read, *(float(rows.sum()) for rows in kinds)]
+        return features
 
 
 _PREFILL = (
@@ -110,8 +116,13 @@ class CostModel:
         """The part that policies weigh."""
         return self.costs
 
-    def kinds(self, offered: tuple[bool, bool]) -> tuple[KindSpec, KindSpec]:
-        """Both cache kinds with their measured extra time; `offered` says which may be used."""
+    def kinds(self, offered: tuple[bool, bool], *, absorbs: bool) -> tuple[KindSpec, KindSpec]:
+        """Both cache kinds with their measured extra time.
+
+        Args:
+            offered: which may be used.
+            absorbs: attention over layer inputs works on them directly (`JaxExecutor.absorbs`).
+        """
         c, extra = self.costs, offered[KV] and offered[HIDDEN]
         extra_base_s = c.decode_per_hidden_request_s - c.decode_per_request_s
         extra_per_token_s = c.decode_per_hidden_token_s - c.decode_per_token_s
@@ -121,6 +132,7 @@ class CostModel:
                 name="hidden",
                 blocks_per_group=1,
                 offered=offered[HIDDEN],
+                reprojected=not absorbs,
                 extra_base_s=extra_base_s if extra else 0.0,
                 extra_per_token_s=extra_per_token_s if extra else 0.0,
             ),
@@ -198,18 +210,15 @@ def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostMo
     programs = ProgramCosts(
         shapes=shapes, coefficients=tuple(_solve(by_program, times, everything).tolist())
     )
-    linear_coefficients: dict[str, float] = {}
-    linear_qualities = []
-    for names, phase in ((_PREFILL, prefill), (_DECODE, ~prefill)):
-        features = np.zeros((len(points), len(names)))
-        for i in np.flatnonzero(phase).tolist():
-            features[i] = points[i].linear_features()
-        seen = _solve(features, times, phase & ~held)
-        linear_qualities.append(_quality(seen, features, times, held, phase))
-        found = _solve(features, times, phase)
-        linear_coefficients.update(zip(names, found.tolist(), strict=True))
+    linear = np.array([p.linear_features(shapes.mixed) for p in points])
+    seen = _solve(linear, times, ~held)
+    linear_qualities = [_quality(seen, linear, times, held, phase) for phase in (prefill, ~prefill)]
+    found = _solve(linear, times, everything).tolist()
+    costs = StepCosts(
+        **dict(zip((*_PREFILL, *_DECODE), found, strict=True)), one_program=shapes.mixed
+    )
     return CostModel(
-        costs=StepCosts(**linear_coefficients),
+        costs=costs,
         programs=programs,
         prefill_quality=qualities[0],
         decode_quality=qualities[1],

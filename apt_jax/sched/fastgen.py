@@ -35,6 +35,8 @@ class FastGenPolicy:
     name = "fastgen"
 
     def __init__(self, budget: int = 512) -> None:
+        if budget < 1:
+            raise ValueError(f"{budget=} must be at least 1")
         self.budget = budget
 
     def schedule(self, view: SchedulerView) -> Plan:

@@ -38,13 +38,14 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
        more than all of V, that option is the solution instead: V'.
     4. What is left is filled with further moves that fit, by efficiency. The value only grows.
 
-    `fill=False` leaves step 4 out, as the appendix does.
+    `fill=False` is the appendix to the letter: without step 4, V' is the gain of the increment alone, and the alternative runs its request with
+    the best option that fits (the listing's KV, which may be larger than M where the increment led to the hidden kind).
 
     Equal efficiencies are taken in the order of the requests (first increments before later ones): a problem has one
     solution.
 
-    Differences from the appendix: any number of kinds, zero costs, V' counts the whole option (the increment may be an
-    upgrade, and its option is worth more), and step 4.
+    Differences from the appendix: any number of kinds, zero costs, and with `fill` step 4, and V' counts the whole option (the
+    increment may be an upgrade, and its option is worth more).
     """
     kind, value, cost = _take_free_options(problem)
     capacity = problem.capacity
@@ -57,8 +58,14 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
     num_taken = int(np.searchsorted(np.cumsum(blocks), capacity, side="right"))
 
     first_out, leads_to = request[num_taken], column[num_taken]
-    if problem.value[first_out, leads_to] - value[first_out] > gain[:num_taken].sum():
-        request, column = request[num_taken : num_taken + 1], column[num_taken : num_taken + 1]
+    if fill:
+        alternative = problem.value[first_out, leads_to] - value[first_out]
+    else:
+        alternative = gain[num_taken]
+        fits = problem.cost[first_out] <= capacity
+        leads_to = np.where(fits, problem.value[first_out], -np.inf).argmax()
+    if alternative > gain[:num_taken].sum():
+        request, column = first_out[None], leads_to[None]
     else:
         request, column = request[:num_taken], column[:num_taken]
     kind[request] = column
@@ -135,6 +142,7 @@ def _two_kind_edges(
         costs[(costs > capacity) | (costs <= 0)] = np.inf
     slope = (values - from_value) / costs
     is_second = slope[1] > slope[0]
+    is_second |= (slope[1] == slope[0]) & (costs[1] < costs[0])  # the smaller step first
     steepest = np.maximum(slope[0], slope[1])
     keep = steepest > 0
     rows = np.flatnonzero(keep)

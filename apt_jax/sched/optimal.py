@@ -19,6 +19,12 @@ phases (`StepCosts`) is two inequalities, as every objective here only gains fro
 **Number of batches.** The program needs it beforehand. It is bounded so that the optimum is not lost: without chunks every
 batch generates a token, and no schedule may take longer than the best of a few simple ones that are tried first.
 
+**Starts.** The paper initialises the program with the output of other schedulers. SciPy hands HiGHS no first solution, so schedules
+that are given (`starts`, made by `policy_schedule`) do what can be done without: the best of them bounds the number of batches and
+cuts off all that is worse, and is the answer where the time is up before a better one is found. `find_better` asks the paper's
+other question, whether a schedule exists that is, say, 10 % better than a given one: the first such schedule is the answer, or the
+proof that there is none, which is often quicker than the optimum.
+
 **Where we differ from the paper.** A request's memory is free after its last batch (the paper leaves it to an eviction).
 An evicted request may run again from the next batch on, with either kind. In-between arrivals a batch may wait.
 
@@ -33,12 +39,23 @@ import collections
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from apt_jax.errors import ConfigError
-from apt_jax.sched.view import HIDDEN, NO_KIND, KindSpec, StepCosts
+from apt_jax.sched.check import checked_schedule
+from apt_jax.sched.view import (
+    HIDDEN,
+    NO_KIND,
+    NUM_KINDS,
+    KindSpec,
+    Policy,
+    RequestTable,
+    SchedulerView,
+    StepCosts,
+)
 
 Objective = Literal["latency", "completion", "ttft", "slo"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "completion", "ttft", "slo")
@@ -117,6 +134,11 @@ class OptimalProblem:
                 raise ValueError(
                     f"costs.{field.name}={getattr(self.costs, field.name)} must be at least 0"
                 )
+
+    @property
+    def direction(self) -> int:
+        """1 where less of the objective is better, -1 where more is."""
+        return -1 if self.objective == "slo" else 1
 
     def blocks(self, tokens: int, kind: int) -> int:
         """Blocks of `tokens` cached positions."""
@@ -458,6 +480,103 @@ def fcfs_schedule(problem: OptimalProblem, *, eviction: bool = True) -> OptimalS
     return _simple_schedule(problem, kind, reserve=not eviction, decode_first=False)
 
 
+_MAX_IDLE = 4
+"""Decisions in a row without any work after which a policy counts as stuck."""
+
+
+def policy_schedule(problem: OptimalProblem, policy: Policy) -> OptimalSchedule:
+    """What a policy makes of the problem, with as many seats as there are requests.
+
+    Args:
+        problem: the problem; each request fits alone.
+        policy: a fresh one. It reads output lengths from `max_tokens` where it reads them at all, and no objectives.
+
+    Raises:
+        ValueError: the policy breaks a rule of the problem, such as a prompt in pieces where chunks are off.
+        RuntimeError: it fails, breaks a promise of `Plan`, or leaves requests waiting for ever.
+    """
+    requests, n = problem.requests, len(problem.requests)
+    order = sorted(range(n), key=lambda i: (requests[i].arrival_s, i))
+    table = RequestTable(max(n, 1))
+    request_of: dict[int, int] = {}
+    kinds = list(problem.kinds)
+    while len(kinds) < NUM_KINDS:
+        kinds.append(KindSpec(name="none", blocks_per_group=1, offered=False))
+    steps: list[tuple[list[_Row], list[int]]] = []
+    preempt: list[int] = []
+    now_s, sent, idle = 0.0, 0, 0
+    while sent < n or request_of:
+        while sent < n and requests[order[sent]].arrival_s <= now_s:
+            i = order[sent]
+            row = table.add(
+                arrival_s=requests[i].arrival_s,
+                rank=sent,
+                prompt_len=requests[i].prompt_tokens,
+                max_tokens=requests[i].output_tokens,
+                slo_ttft_s=requests[i].slo_ttft_s,
+                slo_tbt_s=math.inf,
+            )
+            request_of[row] = i
+            sent += 1
+        rows = np.array(sorted(request_of, key=lambda r: int(table.rank[r])), np.int32)
+        holds = table.kind[rows] != NO_KIND
+        view = SchedulerView(
+            now_s=now_s,
+            table=table,
+            waiting=rows[~holds],
+            running=rows[holds],
+            free_blocks=problem.capacity_blocks - int(table.num_blocks[rows].sum()),
+            total_blocks=problem.capacity_blocks,
+            block_size=problem.block_size,
+            hidden_block_size=problem.hidden_block_size,
+            kinds=tuple(kinds),
+            max_num_seqs=n,
+            max_num_batched_tokens=problem.max_num_batched_tokens,
+            costs=problem.costs,
+        )
+        try:
+            plan = checked_schedule(policy, view)
+        except Exception as error:
+            raise RuntimeError(f"{policy.name} failed: {type(error).__name__}: {error}") from error
+        for row in plan.preempt.tolist():
+            preempt.append(request_of[row])
+            table.kind[row] = NO_KIND
+            table.num_cached[row] = table.num_blocks[row] = table.tokens_since_preemption[row] = 0
+            table.num_preemptions[row] += 1
+        if not plan.rows.size:
+            idle += 1
+            if sent < n:
+                now_s = max(now_s, requests[order[sent]].arrival_s)
+            elif idle > _MAX_IDLE:
+                raise RuntimeError(f"{policy.name} leaves {len(request_of)} requests waiting")
+            continue
+        idle = 0
+        done = []
+        batch: list[_Row] = []
+        for row, c, kind in zip(
+            plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True
+        ):
+            batch.append((request_of[row], c, int(table.num_cached[row]), kind))
+            table.num_cached[row] += c
+            table.kind[row] = kind
+            table.num_blocks[row] = problem.blocks(int(table.num_cached[row]), kind)
+            if table.num_cached[row] == table.num_tokens[row]:
+                done.append(row)
+        steps.append((batch, preempt))
+        preempt = []
+        now_s = _timed(problem, steps[-1:], now_s)[-1].end_s
+        table.note_tokens(np.array(done, np.int32), now_s)
+        for row in done:
+            table.num_tokens[row] += 1
+            table.num_outputs[row] += 1
+            table.tokens_since_preemption[row] += 1
+            if table.num_tokens[row] == table.max_tokens_total[row]:
+                table.note_length(int(table.num_outputs[row]))
+                table.remove(row)
+                del request_of[row]
+    return _schedule(problem, steps)
+
+
 def _best_simple(problem: OptimalProblem) -> OptimalSchedule:
     found = []
     for kind in [k for k, s in enumerate(problem.kinds) if s.offered]:
@@ -700,61 +819,35 @@ class _Program:
         )
 
 
-def solve_optimal(problem: OptimalProblem, *, time_limit_s: float | None = None) -> OptimalSchedule:
+def solve_optimal(
+    problem: OptimalProblem,
+    *,
+    time_limit_s: float | None = None,
+    starts: Sequence[OptimalSchedule] = (),
+) -> OptimalSchedule:
     """An optimal schedule, or the best found within the time limit with a bound on what is possible.
 
     Args:
         problem: the problem.
         time_limit_s: give up the proof after this time; None: never.
+        starts: schedules of the problem to begin from, made by other schedulers.
 
     Raises:
         ConfigError: a request can never run, or the program would be too large.
+        ValueError: a start breaks a rule of the problem.
         ImportError: SciPy is not installed.
     """
-    if (misfit := problem.misfit()) is not None:
-        raise ConfigError(f"request {misfit[0]} {misfit[1]}")
-    classes: dict[OptimalRequest, list[int]] = {}
-    for i, request in enumerate(problem.requests):
-        classes.setdefault(request, []).append(i)
-    graphs: dict[OptimalRequest, list[_Arc]] = {}
-    num_batches = max(r.output_tokens for r in classes)  # at least
-    for request in classes:
-        graphs[request] = _arcs(problem, request)
-        _check_size(graphs, num_batches)
-    simple = _best_simple(problem)
-    num_batches = _num_batches(problem, simple)
-    _check_size(graphs, num_batches)
-
-    program = _Program()
-    # Times are scaled to around 100 in all: HiGHS works with absolute tolerances.
-    span_s = max(simple.latency_s, 1e-12)
-    scale = 100.0 / span_s
-    costs = dataclasses.replace(
-        problem.costs,
-        **{
-            f.name: scale * getattr(problem.costs, f.name)
-            for f in dataclasses.fields(problem.costs)
-        },
-    )
-    flows: list[list[tuple[OptimalRequest, _Arc, int]]] = [[] for _ in range(num_batches)]
-    for request, members in classes.items():
-        _add_flow(program, problem, request, len(members), graphs[request], flows)
-    times = [_add_batch(program, problem, costs, flow, len(problem.requests)) for flow in flows]
-    _add_objective(program, problem, classes, flows, times, simple, scale)
-
-    answer = program.solve(time_limit_s)
+    made = _make_program(problem, starts)
+    simple, sign = made.simple, made.sign
+    answer = made.program.solve(time_limit_s)
     if answer.status not in (0, 1):
         raise RuntimeError(f"HiGHS failed: {answer.message}")
-    sign, unit = (-1.0, 1.0) if problem.objective == "slo" else (1.0, scale)
-    offset = 0.0
-    if problem.objective in ("ttft", "completion"):
-        offset = sum(r.arrival_s for r in problem.requests)
     bound = -math.inf if answer.mip_dual_bound is None else float(answer.mip_dual_bound)
-    bound = sign * bound / unit - offset
+    bound = sign * bound / made.unit - made.offset
     bound = sign * max(sign * bound, sign * _simple_bound(problem))
     found = simple
     if answer.x is not None:
-        solved = _schedule(problem, _read(classes, flows, answer.x))
+        solved = made.read(answer.x)
         if sign * solved.objective <= sign * simple.objective:
             found = solved
     gap = sign * (found.objective - bound)
@@ -767,6 +860,124 @@ def solve_optimal(problem: OptimalProblem, *, time_limit_s: float | None = None)
         found,
         bound=found.objective if proven else bound,
         status="optimal" if proven else "feasible",
+    )
+
+
+def find_better(
+    problem: OptimalProblem,
+    than: OptimalSchedule,
+    *,
+    by: float = 0.1,
+    time_limit_s: float | None = None,
+) -> tuple[Literal["yes", "no", "unknown"], OptimalSchedule | None]:
+    """Whether a schedule exists whose objective is at least a share `by` better than a given one's (InferMax §5).
+
+    Args:
+        problem: the problem.
+        than: a schedule of it.
+        by: 0.1: at most 0.9 times its latency (or sum), at least 1.1 times as many first tokens in time for "slo".
+        time_limit_s: give up after this time; None: never.
+
+    Returns:
+        "yes" and such a schedule, "no" and None if there is none, "unknown" and None when the time is up.
+
+    Raises:
+        ConfigError, ValueError, ImportError: as `solve_optimal`.
+    """
+    if not 0 <= by < 1:
+        raise ValueError(f"{by=} must lie in [0, 1)")
+    least = check_schedule(problem, than).objective
+    made = _make_program(problem, (than,))
+    wanted = least * (1 + by) if problem.objective == "slo" else least * (1 - by)
+    if made.sign * made.simple.objective <= made.sign * wanted:
+        return "yes", made.simple
+    program = made.program
+    terms = {i: cost for i, cost in enumerate(program.cost) if cost}
+    program.at_most(terms, made.sign * (wanted + made.offset) * made.unit * (1 + 1e-9))
+    program.cost = [0.0] * len(program.cost)
+    answer = program.solve(time_limit_s)
+    if answer.status not in (0, 1, 2):
+        raise RuntimeError(f"HiGHS failed: {answer.message}")
+    if answer.x is not None:
+        return "yes", made.read(answer.x)
+    return ("no" if answer.status == 2 else "unknown"), None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Made:
+    """The program of a problem and what its numbers mean."""
+
+    problem: OptimalProblem
+    program: _Program
+    classes: dict[OptimalRequest, list[int]]
+    flows: list[list[tuple[OptimalRequest, _Arc, int]]]
+    simple: OptimalSchedule
+    """The best schedule known beforehand."""
+    sign: float
+    """-1 where more is better."""
+    unit: float
+    """The program's objective is `sign * unit` times the problem's plus `offset`."""
+    offset: float
+
+    def read(self, x: np.ndarray) -> OptimalSchedule:
+        return _schedule(self.problem, _read(self.classes, self.flows, x))
+
+
+def _make_program(problem: OptimalProblem, starts: Sequence[OptimalSchedule]) -> _Made:
+    if (misfit := problem.misfit()) is not None:
+        raise ConfigError(f"request {misfit[0]} {misfit[1]}")
+    classes: dict[OptimalRequest, list[int]] = {}
+    for i, request in enumerate(problem.requests):
+        classes.setdefault(request, []).append(i)
+    graphs: dict[OptimalRequest, list[_Arc]] = {}
+    num_batches = max(r.output_tokens for r in classes)  # at least
+    for request in classes:
+        graphs[request] = _arcs(problem, request)
+        _check_size(graphs, num_batches)
+    sign, unit = (-1.0, 1.0) if problem.objective == "slo" else (1.0, 0.0)
+    simple = _best_simple(problem)
+    for start in starts:
+        replay = check_schedule(problem, start)
+        if sign * replay.objective < sign * simple.objective:
+            simple = dataclasses.replace(
+                start,
+                latency_s=replay.latency_s,
+                objective=replay.objective,
+                bound=math.nan,
+                status="feasible",
+            )
+    num_batches = _num_batches(problem, simple)
+    _check_size(graphs, num_batches)
+
+    program = _Program()
+    # Times are scaled to around 100 in all: HiGHS works with absolute tolerances.
+    span_s = max(simple.latency_s, 1e-12)
+    scale = 100.0 / span_s
+    costs = dataclasses.replace(
+        problem.costs,
+        **{
+            f.name: scale * getattr(problem.costs, f.name)
+            for f in dataclasses.fields(problem.costs)
+            if f.name != "one_program"
+        },
+    )
+    flows: list[list[tuple[OptimalRequest, _Arc, int]]] = [[] for _ in range(num_batches)]
+    for request, members in classes.items():
+        _add_flow(program, problem, request, len(members), graphs[request], flows)
+    times = [_add_batch(program, problem, costs, flow, len(problem.requests)) for flow in flows]
+    _add_objective(program, problem, classes, flows, times, simple, scale)
+    offset = 0.0
+    if problem.objective in ("ttft", "completion"):
+        offset = sum(r.arrival_s for r in problem.requests)
+    return _Made(
+        problem=problem,
+        program=program,
+        classes=classes,
+        flows=flows,
+        simple=simple,
+        sign=sign,
+        unit=unit or scale,
+        offset=offset,
     )
 
 
@@ -871,9 +1082,13 @@ def _add_batch(
         program.at_most({**columns, (has_prefill if phase == 1 else has_decode): -count}, 0)
     for has, active in ((has_prefill, prefills), (has_decode, decodes)):
         program.at_most({has: 1.0, **dict.fromkeys(active, -1.0)}, 0)
+    bases = {has_decode: costs.decode_base_s, has_prefill: costs.prefill_base_s}
+    if not costs.one_program:
+        program.at_most({time: -1.0, **bases, **_sum(_sum(decode, prefill), read)}, 0)
+        return time, has_prefill, has_decode
     # The decode side of StepCosts' maximum, then the prefill side with all tokens counted to it.
-    program.at_most({time: -1.0, has_decode: costs.decode_base_s, **_sum(decode, read)}, 0)
-    side = {time: -1.0, has_prefill: costs.prefill_base_s, **_sum(prefill, read)}
+    program.at_most({time: -1.0, has_decode: bases[has_decode], **_sum(decode, read)}, 0)
+    side = {time: -1.0, has_prefill: bases[has_prefill], **_sum(prefill, read)}
     if problem.hybrid_batching and costs.prefill_per_token_s and decodes:
         beside = program.column(num_requests, integer=False)  # decodes, if there are prefills
         program.at_most({**decodes, beside: -1.0, has_prefill: num_requests}, num_requests)

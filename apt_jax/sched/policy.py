@@ -7,7 +7,7 @@ to ten times faster than an index array.
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.view import Plan, SchedulerView
+from apt_jax.sched.view import NO_KIND, Plan, RequestTable, SchedulerView
 
 Rows = NDArray[np.int32]
 
@@ -19,7 +19,8 @@ def held_blocks_for(
 
     Shared ones are full, so at least one is left wherever a token is still to be computed.
     """
-    return view.blocks_for(tokens, view.table.kind[rows]) - view.table.num_shared[rows]
+    table = view.table
+    return view.blocks_for(tokens, table.kind.take(rows)) - table.num_shared.take(rows)
 
 
 def start_blocks_for(
@@ -39,24 +40,20 @@ def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) ->
     return blocks
 
 
-def hit_advantage_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64] | None:
-    """(n, num_kinds) time that waiting `rows` need to compute what they would find cached of another kind; None: 0."""
-    if not view.table.hit_tokens.any():
-        return None
-    hits = view.table.hit_tokens.take(rows, axis=0).T
-    offered = np.array([kind.offered for kind in view.kinds])
-    most = np.where(offered[:, None], hits, 0).max(axis=0)
-    return (view.costs.prefill_per_token_s * np.maximum(most - hits, 0)).T
-
-
 def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
     """(n, num_kinds): kinds on offer with which the whole pool holds the request at its greatest length.
 
     With any other it would grow until the pool is full and could never end. Where no kind does, the smallest one on
     offer is allowed.
     """
-    offered = np.array([kind.offered for kind in view.kinds])
-    blocks = view.block_options(view.table.max_tokens_total.take(rows)).T
+    offered = view.offered
+    tokens = view.table.max_tokens_total.take(rows)
+    longest = view.block_options(tokens.max(initial=0, keepdims=True))[0]
+    if offered.any() and (longest[offered] <= view.total_blocks).all():  # the ordinary case
+        allowed = np.empty((offered.size, rows.size), np.bool_)
+        allowed[:] = offered[:, None]
+        return allowed.T
+    blocks = view.block_options(tokens).T
     allowed = offered[:, None] & (blocks <= view.total_blocks)
     hopeless = ~allowed.any(axis=0)
     if hopeless.any():
@@ -71,6 +68,100 @@ def target_tokens(view: SchedulerView, rows: Rows, ahead: int) -> NDArray[np.int
     return np.minimum(
         table.num_tokens.take(rows) + np.int32(ahead), table.max_tokens_total.take(rows)
     )
+
+
+def share_tokens(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
+    """(n,) tokens of `budget` in order: each row gets what it wants until nothing is left."""
+    before = np.cumsum(wanted) - wanted
+    return np.clip(budget - before, 0, wanted).astype(np.int32)
+
+
+def blocks_after(
+    view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """(n,) blocks that running `rows` hold after `num_tokens` more positions, those shared with others left out."""
+    table = view.table
+    needed = held_blocks_for(view, rows, table.num_cached.take(rows) + num_tokens)
+    return np.maximum(needed, table.num_blocks.take(rows))
+
+
+def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> int:
+    """How many of all running `rows`, the last to be preempted first, keep their cache and still get their blocks.
+
+    The rows behind them must be preempted. That is what a loop does which takes the rows one by one and preempts the
+    last of them while the next one does not fit.
+    """
+    need = blocks_after(view, rows, num_tokens)
+    capacity = view.free_blocks + int(view.table.num_blocks.take(rows).sum())
+    return int(np.searchsorted(np.cumsum(need), capacity, side="right"))
+
+
+def admissible(
+    view: SchedulerView, waiting: Rows, free_blocks: int
+) -> tuple[Rows, NDArray[np.int32], NDArray[np.int8]]:
+    """The first of `waiting`, in their order, for whose whole prompts there are blocks and seats.
+
+    The first one that does not fit ends it.
+
+    Returns:
+        Rows, the tokens that are left to compute of each, and the kinds that they take.
+    """
+    waiting = waiting[: max(view.max_num_seqs - view.running.size, 0)]
+    if not waiting.size or free_blocks < 1:
+        none = waiting[:0]
+        return none, none, none.astype(np.int8)
+    kind = allowed_kinds(view, waiting).argmax(axis=1)
+    blocks = start_blocks_for(view, waiting, view.table.num_tokens.take(waiting), kind)
+    num = int(np.searchsorted(np.cumsum(blocks), free_blocks, side="right"))
+    waiting, kind = waiting[:num], kind[:num]
+    return waiting, view.remaining(waiting, kind), kind.astype(np.int8)
+
+
+def step_plan(
+    view: SchedulerView,
+    rows: Rows,
+    num_tokens: NDArray[np.int32],
+    kind: NDArray[np.int8],
+    preempt: Rows,
+) -> Plan:
+    """The step of `rows`, those of no tokens left out; its name says what is in it."""
+    runs = num_tokens > 0
+    if not runs.all():
+        rows, num_tokens, kind = rows[runs], num_tokens[runs], kind[runs]
+    if not rows.size:
+        return Plan.idle(preempt)
+    holds = view.table.kind.take(rows) != NO_KIND
+    decodes = int(np.count_nonzero(holds & (view.remaining(rows) == 1)))
+    iteration = "mixed" if 0 < decodes < rows.size else "decode" if decodes else "prefill"
+    return Plan(rows=rows, num_tokens=num_tokens, kind=kind, preempt=preempt, iteration=iteration)
+
+
+class RequestNotes:
+    """A number for each request that a policy remembers between calls, by row.
+
+    Rows are used again by later requests; a rank is not. So a row is new where its rank is not the one noted.
+
+    Args:
+        dtype: of the numbers.
+    """
+
+    def __init__(self, dtype: type) -> None:
+        self._rank = np.full(0, -1, np.int64)
+        self.values = np.zeros(0, dtype)
+        """(capacity,) by row; valid for rows that `new` has been asked about."""
+
+    def new(self, table: RequestTable, rows: Rows) -> NDArray[np.bool_]:
+        """(n,) which of `rows` are asked about for the first time; their numbers are set to 0."""
+        if self._rank.size < table.capacity:
+            more = table.capacity - self._rank.size
+            self._rank = np.concatenate([self._rank, np.full(more, -1, np.int64)])
+            self.values = np.concatenate([self.values, np.zeros(more, self.values.dtype)])
+        rank = table.rank.take(rows)
+        new = self._rank.take(rows) != rank
+        if new.any():
+            self._rank[rows[new]] = rank[new]
+            self.values[rows[new]] = 0
+        return new
 
 
 def split_running(view: SchedulerView) -> tuple[Rows, Rows]:
@@ -95,7 +186,9 @@ class StepPacker:
         self.preempt = view.running[:0] if preempt is None else preempt
         self.tokens_left = view.max_num_batched_tokens
         self.seats_left = view.max_num_seqs - (view.running.size - self.preempt.size)
-        self.blocks_left = view.free_blocks + int(view.table.num_blocks[self.preempt].sum())
+        self.blocks_left = view.free_blocks
+        if self.preempt.size:
+            self.blocks_left += int(view.table.num_blocks[self.preempt].sum())
         self._sizes, self._per_group = view.block_sizes.tolist(), view.blocks_per_group.tolist()
         self._decoding = view.running[:0]
         self._rows: list[int] = []
@@ -145,6 +238,8 @@ class StepPacker:
         in one piece or not begun, unless prompts may be `split`. With `in_order` the first that does not go ends it, else later ones may
         still go.
         """
+        if not rows.size:
+            return
         view, table = self.view, self.view.table
         found = table.hit_tokens[rows, kind]
         lengths = table.num_tokens.take(rows) - found

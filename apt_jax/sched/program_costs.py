@@ -29,7 +29,7 @@ class ProgramShapes:
     max_num_seqs: int
     """Most rows that a step may have, at most the last bucket's."""
     mixed: bool
-    """Decode rows have their own attention beside chunks; else a step with any chunk computes all rows as chunks."""
+    """Decode rows have their own attention beside chunks; else a step with both is two programs, one after another."""
     rows_per_tile: int
     """Decode rows that attend together."""
     tokens_per_tile: int
@@ -69,30 +69,27 @@ class ProgramShapes:
         self, num_tokens: NDArray[np.int32], start: NDArray[np.int32], kind: NDArray[np.int8]
     ) -> NDArray[np.float64]:
         """(num_coefficients,) what is in a step; arguments as of `StepCosts.step_s`, at least one row."""
-        chunked = bool((num_tokens > 1).any())
-        decode = np.zeros(num_tokens.size, np.bool_)
-        if not chunked:
-            decode[:] = True
-        elif self.mixed:
-            decode = num_tokens == 1
+        decode = num_tokens == 1
         num_decode, chunk = int(np.count_nonzero(decode)), ~decode
-        num_chunk_tokens = int(num_tokens[chunk].sum())
-        if not chunked:
-            program = (_bucket(self.decode_buckets, num_decode), 0)
-        else:
-            program = (
-                self.decode_buckets[-1] if num_decode else 0,
-                _bucket(self.prefill_buckets, num_chunk_tokens),
-            )
+        padded_rows = padded_tokens = 0
+        if num_decode < num_tokens.size:
+            padded_tokens = _bucket(self.prefill_buckets, int(num_tokens[chunk].sum()))
+        if num_decode:
+            beside = self.mixed and padded_tokens
+            padded_rows = self.decode_buckets[-1] if beside else _bucket(self.decode_buckets, num_decode)  # fmt: skip
+        used = [(padded_rows, padded_tokens)]
+        if padded_rows and padded_tokens and not self.mixed:
+            used = [(padded_rows, 0), (0, padded_tokens)]
         programs = self.programs()
         out = np.zeros(len(programs) + len(_SHARED))
-        out[programs.index(program)] = 1.0
+        for program in used:
+            out[programs.index(program)] = 1.0
         parts = out[len(programs) :]
-        if num_decode:
-            self._decode_parts(program[0], start[decode] + 1, kind[decode], parts)
-        if chunked:
+        if padded_rows:
+            self._decode_parts(padded_rows, start[decode] + 1, kind[decode], parts)
+        if padded_tokens:
             tokens, prefix, hidden = num_tokens[chunk], start[chunk], kind[chunk] == HIDDEN
-            query, key = min(self.query_tile, program[1]), min(self.key_tile, program[1])
+            query, key = min(self.query_tile, padded_tokens), min(self.key_tile, padded_tokens)
             query_tiles = -(-tokens // query)
             prefix_tiles = -(-prefix // self.key_tile)
             # Tile i of the queries meets the keys of tokens 0 to (i + 1) * query.

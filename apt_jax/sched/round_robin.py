@@ -23,18 +23,25 @@ than half of the pool would only recompute each other otherwise."""
 class RoundRobinPolicy:
     """Two first-come-first-served queues that take turns; a class without anything to do leaves its turn to the other.
 
+    A turn is one iteration of one class, its decodes and prefills in the same step: BROS's round robin runs on its own
+    engine (§7.1), which batches requests "regardless of the stages" (§6). With `mixed=False` a turn is a prefill or a
+    decode, as in vLLM's classic.
+
     Inside a class `FcfsPolicy` decides. Where it would evict one of its own, or has nothing to run, the other class's
     decoding requests make room, the latest arrived first, as far as the class then holds at most half of the pool: a
     share that each can take back, so that they do not evict each other in every turn. A class that holds nothing may
     take what its first request needs, from those that have had `QUANTUM_TOKENS`. Prompts
     under way are not interrupted, and the blocks that they still need are left to them.
+
+    Args:
+        mixed: whether a turn may hold both phases.
     """
 
     name = "round-robin"
 
-    def __init__(self) -> None:
+    def __init__(self, *, mixed: bool = True) -> None:
         self._best_effort_next = False
-        self._inside = FcfsPolicy()
+        self._inside = FcfsPolicy(mixed=mixed)
 
     def schedule(self, view: SchedulerView) -> Plan:
         for best_effort in (self._best_effort_next, not self._best_effort_next):

@@ -90,6 +90,8 @@ class UnifiedPolicy:
         prefill_tokens: int = 512,
         reserve: Reserve = "input",
     ) -> None:
+        if prefill_tokens < 1:
+            raise ValueError(f"{prefill_tokens=} must be at least 1")
         self.name = name
         self.first = first
         self.order = order

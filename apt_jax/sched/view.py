@@ -1,14 +1,27 @@
 """What a policy sees and what it answers. NumPy only: no device, no block ids, no clock.
 
 The engine owns one `RequestTable`; a policy reads it through a `SchedulerView` and returns a `Plan`.
+docs/writing_a_policy.md is the tutorial.
 """
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+INTERFACE_VERSION = 1
+"""Version of what a policy from outside this package relies on: `SchedulerView` and all that it holds, `Plan` and its
+promises, `Policy`, and what docs/writing_a_policy.md names of `apt_jax.sched.policy`. A policy declares the one that it
+was written for (`interface_version`).
+
+It rises when a policy that was right could misread a view or have its plan refused: something is removed, renamed or
+means something else, a promise of `Plan` is added or made stricter, a field of `Plan` has no default. It does not rise
+for columns, fields with a default and functions that are added.
+"""
 
 NO_KIND = -1
 """`RequestTable.kind` of a request that holds no cache."""
@@ -28,6 +41,9 @@ class KindSpec:
     """Blocks of a group of token positions (`SchedulerView.block_sizes`): 2 for keys and values, 1 for layer inputs."""
     offered: bool = True
     """False: the model or the `--cache` flag rules this kind out."""
+    reprojected: bool = True
+    """Attention first restores the keys and values of all cached positions, in every step (Apt-Serve §3.1). False: it works on
+    what is cached."""
     extra_base_s: float = 0.0
     """c0 of t = c0 + c1 * tokens, seconds a request and decode iteration over KV; may be negative."""
     extra_per_token_s: float = 0.0
@@ -47,7 +63,9 @@ class StepCosts:
                  decode:   per_token * (m + 1), a coefficient a kind
 
     A step of one phase takes linear + read. In a mixed step the linear layers run once over all tokens, so it takes
-    both reads, and the linear part of whichever phase is dearer with all tokens counted to it.
+    both reads, and the linear part of whichever phase is dearer with all tokens counted to it. Where it is two programs
+    (`one_program` is False, as on CPUs) it takes both phases one after another. A prompt of one token counts as a chunk here,
+    though an executor may run it with the decodes.
     """
 
     prefill_base_s: float = 0.0
@@ -65,6 +83,11 @@ class StepCosts:
     decode_per_hidden_request_s: float = 0.0
     decode_per_hidden_token_s: float = 0.0
     """Per cached hidden token read."""
+    convert_per_hidden_token_s: float = 0.0
+    """Per cached token whose keys and values are computed from its layer input (`Plan.convert`), once; the step itself
+    then counts the row as a KV one. 0: not known."""
+    one_program: bool = True
+    """A mixed step is one program; else its decodes and its chunks are two."""
 
     def step_s(
         self,
@@ -114,12 +137,15 @@ class StepCosts:
             hidden_m = float(m[kind[chunk] == HIDDEN].sum())
             read_s += self.prefill_per_kv_prefix_s * (float(m.sum()) - hidden_m)
             read_s += self.prefill_per_hidden_prefix_s * hidden_m
-        prefill_s = (
-            self.prefill_base_s
-            + self.prefill_per_request_s * (n - num_decode)
-            + self.prefill_per_token_s * (tokens + num_decode)
-        )
+        prefill_s = self.prefill_base_s + self.prefill_per_request_s * (n - num_decode)
+        if not self.one_program:
+            return linear_s + prefill_s + self.prefill_per_token_s * tokens + read_s
+        prefill_s += self.prefill_per_token_s * (tokens + num_decode)
         return max(linear_s, prefill_s) + read_s
+
+    def conversion_s(self, num_tokens: int) -> float:
+        """What a step takes in addition for `Plan.convert` of rows with so many cached tokens together, seconds."""
+        return self.convert_per_hidden_token_s * num_tokens
 
 
 class RequestTable:
@@ -153,6 +179,7 @@ class RequestTable:
         ("num_kind_switches", np.int32),
         ("tokens_since_preemption", np.int32),
         ("best_effort", np.bool_),  # class "be", without objectives of its own (BROS §2)
+        ("tenant", np.int32),  # number of who sent it; 0: nobody in particular
         ("live", np.bool_),
         # By kind, (capacity, NUM_KINDS), what a waiting request would find cached; 0 for all others.
         ("hit_tokens", np.int32),  # positions that need not be computed
@@ -179,6 +206,7 @@ class RequestTable:
     num_kind_switches: NDArray[np.int32]
     tokens_since_preemption: NDArray[np.int32]
     best_effort: NDArray[np.bool_]
+    tenant: NDArray[np.int32]
     live: NDArray[np.bool_]
     hit_tokens: NDArray[np.int32]
     hit_blocks: NDArray[np.int32]
@@ -204,6 +232,7 @@ class RequestTable:
         slo_ttft_s: float,
         slo_tbt_s: float,
         best_effort: bool = False,
+        tenant: int = 0,
     ) -> int:
         """Take a row for a new request (no cache, no outputs) and return its number. Grows when full."""
         if not self._free:
@@ -219,16 +248,22 @@ class RequestTable:
         self.slo_ttft_s[row] = slo_ttft_s
         self.slo_tbt_s[row] = slo_tbt_s
         self.best_effort[row] = best_effort
+        self.tenant[row] = tenant
         self.live[row] = True
         return row
 
     def note_tokens(self, rows: NDArray[np.int32], now_s: float) -> None:
         """One token is delivered to each of `rows` (no row twice): sets `last_token_s` and counts what came late."""
-        gap_s = now_s - self.last_token_s[rows]
-        first = self.num_delivered[rows] == 0
-        self.ttft_missed[rows] |= first & (gap_s > self.slo_ttft_s[rows])
-        self.num_late_gaps[rows] += ~first & (gap_s > self.slo_tbt_s[rows])
-        self.num_delivered[rows] += 1
+        gap_s = now_s - self.last_token_s.take(rows)
+        delivered = self.num_delivered.take(rows)
+        late = gap_s > self.slo_tbt_s.take(rows)
+        if not delivered.all():
+            first = delivered == 0
+            self.ttft_missed[rows] |= first & (gap_s > self.slo_ttft_s.take(rows))
+            late &= ~first
+        if late.any():
+            self.num_late_gaps[rows[late]] += 1
+        self.num_delivered[rows] = delivered + 1
         self.last_token_s[rows] = now_s
 
     def note_length(self, num_outputs: int) -> None:
@@ -247,6 +282,16 @@ class RequestTable:
         self.live[row] = False
         self.kind[row] = NO_KIND
         self._free.append(row)
+
+    def read_only(self) -> "RequestTable":
+        """The same columns for readers: writing to them raises ValueError. Right until the table is changed."""
+        table = copy.copy(self)
+        table._free = []
+        for name in (*(name for name, _ in self._FIELDS), "output_lengths"):
+            column = getattr(self, name).view()
+            column.flags.writeable = False
+            setattr(table, name, column)
+        return table
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return (self.capacity, NUM_KINDS) if name.startswith("hit_") else (self.capacity,)
@@ -287,17 +332,24 @@ class SchedulerView:
     the pool. So taking cache from requests frees at least their `num_blocks`."""
     hidden_block_size: int | None = None
     """Layer inputs that a block holds; None: `block_size`."""
+    can_convert: bool = False
+    """Whether `Plan.convert` may be used: both kinds are on offer, and the executor can do it."""
 
-    @property
+    @functools.cached_property
     def block_sizes(self) -> NDArray[np.int32]:
         """(num_kinds,) token positions of a group."""
         hidden = self.block_size if self.hidden_block_size is None else self.hidden_block_size
         return np.array([self.block_size, hidden], np.int32)[: len(self.kinds)]
 
-    @property
+    @functools.cached_property
     def blocks_per_group(self) -> NDArray[np.int32]:
         """(num_kinds,) blocks that a group takes."""
         return np.array([kind.blocks_per_group for kind in self.kinds], np.int32)
+
+    @functools.cached_property
+    def offered(self) -> NDArray[np.bool_]:
+        """(num_kinds,) whether the kind is on offer."""
+        return np.array([kind.offered for kind in self.kinds])
 
     def remaining(
         self, rows: NDArray[np.int32], kind: NDArray[np.integer] | int | None = None
@@ -319,11 +371,16 @@ class SchedulerView:
             tokens: of any shape.
             kind: of that shape, or one for all.
         """
-        return -(-tokens // self.block_sizes[kind]) * self.blocks_per_group[kind]
+        same = self.hidden_block_size in (None, self.block_size)
+        size = self.block_size if same else self.block_sizes[kind]  # one number divides faster
+        return -(-tokens // size) * self.blocks_per_group[kind]
 
     def block_options(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """(n, num_kinds): `blocks_for` of (n,) `tokens` with each kind, made along memory and transposed."""
-        groups = -(-tokens[None] // self.block_sizes[:, None])
+        if self.hidden_block_size in (None, self.block_size):
+            groups = -(-tokens // self.block_size)
+        else:
+            groups = -(-tokens[None] // self.block_sizes[:, None])
         return (groups * self.blocks_per_group[:, None]).T
 
 
@@ -334,10 +391,13 @@ class Plan:
     Promises that the engine checks before it acts:
       * `rows` are live, unique, and none is in `preempt`; `1 <= num_tokens <= remaining` (of the row's kind: cached
         prefixes are not computed again); their sum is at most `max_num_batched_tokens`, their count with other cache holders at most `max_num_seqs`;
-      * a row that holds cache keeps its kind (to change it: preempt now, run it in a later iteration);
-      * the blocks needed fit `free_blocks` plus `num_blocks` of what is in `preempt`. Where they do not after all (a
-        failed allocation, a prefix that was shared with a preempted request), the engine defers the rows that come last
-        in `rows`.
+      * a row that holds cache keeps its kind (to change it: `convert`, or preempt now and run it in a later iteration);
+      * rows in `convert` are unique, among `rows`, hold the hidden kind (which `kind` says), and could be held by the whole
+        pool as keys and values at their greatest length; there are none unless `SchedulerView.can_convert`;
+      * the blocks needed fit `free_blocks` plus `num_blocks` of what is in `preempt`. A row in `convert` needs the KV blocks
+        of all its positions, the new one among them, beside its hidden blocks: those are free for the next step. Where they
+        do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the engine defers the
+        rows that come last in `rows`; a row that cannot be converted then runs as a hidden one.
     """
 
     rows: NDArray[np.int32]
@@ -347,6 +407,9 @@ class Plan:
     """Rows from `running` whose cache is dropped before anything is allocated; they are recomputed later."""
     iteration: str
     """"prefill", "decode", "mixed" or "idle"; for logs and metrics only."""
+    convert: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """Rows that hold the hidden kind and shall hold KV from this step on, without being preempted: their keys and values
+    are computed from the cached layer inputs, which costs `StepCosts.convert_per_hidden_token_s` a cached token."""
 
     @classmethod
     def idle(cls, preempt: NDArray[np.int32] | None = None) -> "Plan":
@@ -362,10 +425,21 @@ class Plan:
 
 
 class Policy(Protocol):
-    """A scheduling policy: a pure decision. Stateless, or with state that `schedule` alone changes."""
+    """A scheduling policy: a pure decision. Stateless, or with state that `schedule` alone changes.
+
+    One from outside this package also declares `interface_version: int`, the `INTERFACE_VERSION` that it was written for.
+    One that uses `Plan.convert` has an attribute ``converts = True``: without it servers compile no programs for that, and
+    `SchedulerView.can_convert` is False.
+    """
 
     name: str
+    """In logs, metrics and tables."""
 
     def schedule(self, view: SchedulerView) -> Plan:
         """Decide one iteration. Must not modify `view.table`."""
         ...
+
+
+def converts(policy: Policy) -> bool:
+    """Whether a policy may use `Plan.convert`."""
+    return bool(getattr(policy, "converts", False))

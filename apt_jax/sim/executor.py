@@ -27,7 +27,9 @@ class _Handle:
 class SimulatedExecutor:
     """An `Executor` whose steps take as long as a cost model says and always sample token 0.
 
-    Steps queue behind each other as on a device; `result` moves the clock to the end of its step.
+    As on a device: `execute` takes the host's time and dispatches; a step begins when it is dispatched and the one before
+    it has ended; `result` moves the clock to the end of its step. So with `SchedulerConfig.overlap` the host of the next
+    step works while the device works, and each decision is made one step ahead of what it decides.
 
     Args:
         clock: the engine's clock.
@@ -36,10 +38,12 @@ class SimulatedExecutor:
         block_size: keys, or values, that a block holds.
         hidden_block_size: layer inputs that a block holds; None: `block_size`.
         max_num_seqs: seats.
+        host_s: seconds of the host before every dispatch.
+        can_convert: whether layer inputs may become keys and values within a step.
 
     Attributes:
         num_steps: steps executed.
-        busy_s: seconds that the simulated device has worked.
+        busy_s: seconds that the simulated device has worked, without the host's.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class SimulatedExecutor:
         block_size: int,
         max_num_seqs: int,
         hidden_block_size: int | None = None,
+        host_s: float = 0.0,
+        can_convert: bool = True,
     ) -> None:
         self.clock = clock
         self.step_s = step_s
@@ -58,6 +64,8 @@ class SimulatedExecutor:
         self.block_size = block_size
         self.hidden_block_size = block_size if hidden_block_size is None else hidden_block_size
         self.max_num_seqs = max_num_seqs
+        self.host_s = host_s
+        self.can_convert = can_convert
         self.num_steps = 0
         self.busy_s = 0.0
         self._busy_until_s = 0.0
@@ -66,6 +74,8 @@ class SimulatedExecutor:
         duration_s = self.step_s(batch)
         self.num_steps += 1
         self.busy_s += duration_s
+        if self.host_s:
+            self.clock.advance_to(self.clock.now_s() + self.host_s)
         self._busy_until_s = max(self._busy_until_s, self.clock.now_s()) + duration_s
         return _Handle(self.clock, self._busy_until_s, batch.samples)
 

@@ -28,8 +28,9 @@ FORMAT_VERSION = 1
 """Value of `format` in a description file."""
 
 _MODES = ("kv", "reproject", "absorb")
-_COEFFICIENTS = tuple(field.name for field in dataclasses.fields(StepCosts))
+_COEFFICIENTS = tuple(f.name for f in dataclasses.fields(StepCosts) if f.name != "one_program")
 _HIDDEN_COEFFICIENTS = tuple(name for name in _COEFFICIENTS if "hidden" in name)
+_OPTIONAL_COEFFICIENTS = ("convert_per_hidden_token_s",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,12 @@ class Hardware:
         if not self.costs:
             raise ValueError(f"costs: {' or '.join(known)} is missing")
         given, first = next(iter(self.costs.items()))
+        one_program = self.programs is None or self.programs.shapes.mixed
         for mode, costs in self.costs.items():
+            if costs.one_program != one_program:
+                raise ValueError(
+                    f"costs.{mode}.one_program: {costs.one_program} must be {one_program}, as programs has it"
+                )
             for name in _COEFFICIENTS:
                 value = getattr(costs, name)
                 if not (math.isfinite(value) and value >= 0):
@@ -111,6 +117,11 @@ class Hardware:
         self, hidden_attention: Literal["auto", "reproject", "absorb"] = "auto"
     ) -> StepCosts:
         """Coefficients with one way to attend over hidden cache.
+
+        What a conversion of layer inputs to keys and values takes (`StepCosts.convert_per_hidden_token_s`) is, where the
+        description does not say, what attention that reprojects takes for a cached token: it computes the same keys and values and
+        reads them once, where a conversion writes them. Where that is not described either, computing the token again, which is
+        more.
 
         Args:
             hidden_attention: ``auto`` takes absorption where it is described, else reprojection. Without a hidden kind
@@ -132,18 +143,28 @@ class Hardware:
             raise ConfigError(
                 f"hidden_attention={hidden_attention!r} is not described for {self.model} on {self.name}: {reason} (--hidden-attention)"
             )
-        return self.costs[hidden_attention]
+        costs = self.costs[hidden_attention]
+        if costs.convert_per_hidden_token_s:
+            return costs
+        convert_s = costs.prefill_per_token_s
+        if "reproject" in self.costs:
+            convert_s = self.costs["reproject"].decode_per_hidden_token_s
+        return dataclasses.replace(costs, convert_per_hidden_token_s=convert_s)
 
     def kinds(
         self,
         cache: Literal["kv", "hidden", "hybrid"],
         hidden_attention: Literal["auto", "reproject", "absorb"] = "auto",
+        *,
+        rho_us: float | None = None,
     ) -> tuple[KindSpec, KindSpec]:
         """Both cache kinds, indexed by `sched.view.KV` and `HIDDEN`, with the extra time t = c0 + c1 * tokens.
 
         Args:
             cache: kinds that may be used. ``hybrid`` means KV where the model has no hidden kind.
             hidden_attention: see `step_costs`.
+            rho_us: microseconds a cached token that policies charge the hidden kind with: t = rho m, Apt-Serve Eq. 6.
+                None: what a step really takes longer.
 
         Raises:
             ConfigError: ``hidden`` where the model has no hidden kind, or an unknown name.
@@ -160,12 +181,15 @@ class Hardware:
         both = cache == "hybrid" and possible
         extra_base_s = costs.decode_per_hidden_request_s - costs.decode_per_request_s
         extra_per_token_s = costs.decode_per_hidden_token_s - costs.decode_per_token_s
+        if rho_us is not None:
+            extra_base_s, extra_per_token_s = 0.0, 1e-6 * rho_us
         return (
             KindSpec(name="kv", blocks_per_group=2, offered=cache != "hidden"),
             KindSpec(
                 name="hidden",
                 blocks_per_group=self.hidden_blocks_per_group or 2,
                 offered=cache != "kv" and possible,
+                reprojected=hidden_attention == "reproject" or "absorb" not in self.costs,
                 extra_base_s=extra_base_s if both else 0.0,
                 extra_per_token_s=extra_per_token_s if both else 0.0,
             ),
@@ -178,6 +202,8 @@ def save_hardware(hardware: Hardware, path: Path | str) -> None:
     data = {"format": FORMAT_VERSION, **dataclasses.asdict(hardware)}
     if hardware.hidden_block_size is None:
         del data["hidden_block_size"]
+    for costs in data["costs"].values():
+        del costs["one_program"]  # `programs` says it
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(
@@ -285,6 +311,9 @@ def _hardware(data: object) -> Hardware:
     for name in ("hidden_blocks_per_group", "hidden_block_size"):
         if fields.get(name) is not None:
             fields[name] = _integer(fields[name], name)
+    programs = fields.get("programs")
+    if programs is not None:
+        programs = _programs(_object(programs, "programs"))
     costs = {}
     for mode, values in _object(fields["costs"], "costs").items():
         coefficients = _numbers(values, f"costs.{mode}")
@@ -292,9 +321,10 @@ def _hardware(data: object) -> Hardware:
             if name not in _COEFFICIENTS:
                 raise ValueError(f"costs.{mode}.{name}: unknown coefficient")
         for name in _COEFFICIENTS:
-            if name not in coefficients:
+            if name not in coefficients and name not in _OPTIONAL_COEFFICIENTS:
                 raise ValueError(f"costs.{mode}.{name}: missing")
-        costs[mode] = StepCosts(**coefficients)
+        one_program = programs is None or programs.shapes.mixed
+        costs[mode] = StepCosts(**coefficients, one_program=one_program)
     basis = _object(fields["basis"], "basis")
     for name, value in basis.items():
         if not isinstance(value, str):
@@ -303,9 +333,6 @@ def _hardware(data: object) -> Hardware:
         part: _numbers(values, f"fit.{part}")
         for part, values in _object(fields.get("fit", {}), "fit").items()
     }
-    programs = fields.get("programs")
-    if programs is not None:
-        programs = _programs(_object(programs, "programs"))
     parsed = {"costs": costs, "basis": basis, "fit": fit, "programs": programs}
     return Hardware(**{**fields, **parsed})
 

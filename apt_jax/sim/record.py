@@ -63,7 +63,7 @@ class RecordingExecutor:
         self.inner, self.clock = inner, clock
         self.num_blocks, self.block_size = inner.num_blocks, inner.block_size
         self.hidden_block_size = inner.hidden_block_size
-        self.max_num_seqs = inner.max_num_seqs
+        self.max_num_seqs, self.can_convert = inner.max_num_seqs, inner.can_convert
         self.durations_s: list[float] = []
         self._timer = timer
         self._busy_until_s = 0.0
@@ -127,6 +127,7 @@ class Decision:
     rows: tuple[tuple[int, int, int], ...]
     """(request, tokens, kind) in the order of the plan."""
     preempt: tuple[int, ...]
+    convert: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,6 +137,8 @@ class Run:
     decisions: list[Decision]
     durations_s: list[float]
     """Of its steps."""
+    can_convert: bool
+    """Of its executor."""
     result: SimulationResult
 
 
@@ -157,6 +160,7 @@ class _Witness:
             iteration=plan.iteration,
             rows=tuple(rows),
             preempt=tuple(rank[plan.preempt].tolist()),
+            convert=tuple(rank[plan.convert].tolist()),
         )
         self.decisions.append(decision)
         return plan
@@ -193,7 +197,12 @@ def run_recorded(
     result = simulate(
         config, hardware=hardware, workload=workload, policy=policy, executor=record, debug=True
     )
-    return Run(decisions=policy.decisions, durations_s=recorders[0].durations_s, result=result)
+    return Run(
+        decisions=policy.decisions,
+        durations_s=recorders[0].durations_s,
+        can_convert=executor.can_convert,
+        result=result,
+    )
 
 
 def run_replayed(
@@ -206,13 +215,24 @@ def run_replayed(
     """
     policy, replay = _witness(config), Replay(recorded.durations_s)
     result = simulate(
-        config, hardware=hardware, workload=workload, policy=policy, step_s=replay, debug=True
+        config,
+        hardware=hardware,
+        workload=workload,
+        policy=policy,
+        step_s=replay,
+        can_convert=recorded.can_convert,
+        debug=True,
     )
     if replay.num_used != len(recorded.durations_s):
         raise RuntimeError(
             f"{replay.num_used} steps where {len(recorded.durations_s)} were recorded"
         )
-    return Run(decisions=policy.decisions, durations_s=recorded.durations_s, result=result)
+    return Run(
+        decisions=policy.decisions,
+        durations_s=recorded.durations_s,
+        can_convert=recorded.can_convert,
+        result=result,
+    )
 
 
 def difference(first: Run, second: Run) -> str | None:

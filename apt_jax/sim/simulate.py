@@ -10,7 +10,9 @@ later. It joins that iteration. A replica's engine is not told of requests that 
 Everything above the executor is the code that serves. A run depends on its configuration alone: the same seed draws the
 same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
 
-Prefix caching is off: traces tell lengths and no contents, so nothing is known of common beginnings.
+Prefix caching is on where the trace says which prompts begin alike (its column `hash_ids`): prompts are then made of such tokens
+that the engine finds what is common. Most traces tell lengths and no contents. Outputs are never found in a later prompt, since
+nothing is known of them, and a request that is drawn twice is found whole.
 """
 
 import collections
@@ -35,7 +37,7 @@ from apt_jax.sched import HIDDEN, Policy, make_policy
 from apt_jax.sim.executor import SimulatedExecutor
 from apt_jax.sim.hardware import Hardware, load_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES, ReplicaState, Router
-from apt_jax.sim.trace import Trace, draw_arrivals, load_trace, scale_arrivals
+from apt_jax.sim.trace import Trace, draw_arrivals, load_trace, prompts_of, scale_arrivals
 
 _IDLE_S = 0.01
 """Where a policy lets requests wait with nothing running, time goes on by this much, or to the next arrival."""
@@ -64,9 +66,19 @@ class SimulationConfig:
     """Drawn from the trace at random; with recorded arrivals its first ones."""
     seed: int = 0
     policy: str = "apt"
+    """Of `apt_jax.sched.POLICIES`, or from outside; with options (`apt_jax.sched.make_policy`)."""
     violation_decay: float = 0.0
     cache: CacheMode = "hybrid"
     hidden_attention: HiddenAttention = "auto"
+    rho_us: float | None = None
+    """Microseconds a cached token that policies charge the hidden kind with (rho of Apt-Serve Eq. 6), whatever a step
+    really takes; no charge a request. None: what a step really takes longer with it."""
+    host_s: float = 0.0
+    """Seconds of the host for every step. The device is idle meanwhile, unless steps overlap and it has one to run."""
+    overlap: bool | None = None
+    """Whether a step is decided and dispatched while the one before it runs (`SchedulerConfig.overlap`), so that a new request
+    waits for up to two steps. None: as the described engine does: yes where the description was calibrated by this
+    engine on its machine, no for published profiles, whose engines (vLLM of 2024, the papers') go step by step."""
     slo: SLO = SLO(ttft_s=1.0, tbt_s=1.0)  # noqa: RUF009 - frozen
     output_scale: float = 1.0
     drop_too_long: bool = False
@@ -81,6 +93,13 @@ class SimulationConfig:
     """Engines, each on hardware of its own, that share the requests."""
     routing_policy: str = "round_robin"
     """Which replica a request goes to: a name of `apt_jax.sim.routing.ROUTING_POLICIES`."""
+    enable_prefix_caching: bool | None = None
+    """Requests that begin alike share cache, by the `hash_ids` of the trace. None: where the trace has them."""
+    hash_block_tokens: int = 512
+    """Prompt tokens that one of the trace's `hash_ids` stands for; 512 in the traces of Mooncake."""
+    tenants: int = 1
+    """Who sends requests: of k tenants the first sends twice as many as the second, three times as many as the third,
+    and so on (Zipf's law), drawn for each request."""
 
     def __post_init__(self) -> None:
         def require(ok: bool, message: str) -> None:
@@ -100,12 +119,23 @@ class SimulationConfig:
             0 < self.output_scale <= 1000,
             f"output_scale={self.output_scale!r} must be positive (--output-scale)",
         )
+        rho_us = self.rho_us
+        require(
+            rho_us is None or 0 <= rho_us < 1e6,
+            f"rho_us={rho_us!r} must lie in [0, 1e6) microseconds (--rho-us)",
+        )
+        require(
+            0 <= self.host_s < 1e3,
+            f"host_s={self.host_s!r} must lie in [0, 1000) seconds (--host-ms)",
+        )
         require(self.seed >= 0, f"seed={self.seed} must be at least 0 (--seed)")
         for name, flag in (
             ("max_num_seqs", "--max-num-seqs"),
             ("max_num_batched_tokens", "--max-num-batched-tokens"),
             ("num_blocks", "--num-blocks-override"),
             ("replicas", "--replicas"),
+            ("tenants", "--tenants"),
+            ("hash_block_tokens", "--hash-block-tokens"),
         ):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name}={value} must be at least 1 ({flag})")
@@ -125,10 +155,32 @@ class Workload:
     best_effort: NDArray[np.bool_]
     slos: Sequence[SLO] | None = None
     """Objectives of each request; None: `SimulationConfig.slo` of all."""
+    tenant: NDArray[np.int32] | None = None
+    """Number of who sends each request; None: all come from one."""
+    prompts: Sequence[NDArray[np.int32]] | None = None
+    """Token ids of each prompt, of `prompt_tokens` length; None: only lengths are known, and nothing is found cached."""
 
     def slo(self, index: int, default: SLO) -> SLO:
         """The objectives of one request."""
         return default if self.slos is None else self.slos[index]
+
+    def share_with_gaps(self, more_than: int = 100) -> float:
+        """Share of the requests with more than so many gaps between output tokens.
+
+        The P99 of more than 100 gaps forgives the longest one, so that such a request may be preempted once and still attain.
+        """
+        return float(np.mean(self.output_tokens - 1 > more_than))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TenantCounts:
+    """One tenant's part of a run."""
+
+    num_sent: int
+    slo_attainment: float
+    output_tokens: int
+    ttft_p50_s: float | None
+    """None: no request of it came to a first token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +202,13 @@ class SimulationResult:
     summary: Summary
     preemptions: int
     recomputed_tokens: int
+    fallback_iterations: int
+    """Iterations that `fcfs` scheduled, because the policy failed: the run is not the policy's where there are any."""
     kind_switches: int
+    prefix_hit_fraction: float
+    """Share of the prompt tokens of scheduled requests that were found cached; 0 without prefix caching."""
+    conversions: int
+    """Times that a running request went from layer inputs to keys and values."""
     hidden_token_fraction: float
     """Share of decoded tokens whose request held the hidden kind."""
     iterations: int
@@ -165,6 +223,28 @@ class SimulationResult:
     replicas: tuple[ReplicaCounts, ...]
     routed_to: NDArray[np.int32]
     """(requests,) index of the replica of each."""
+    tenants: tuple[TenantCounts, ...] = ()
+    """By tenant; empty where there is one."""
+
+    @property
+    def slo_attainment(self) -> float:
+        """Share of the requests that attained their objectives."""
+        return self.summary.slo_attainment
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second, from the first arrival to the last token."""
+        return self.summary.tokens_per_s
+
+    @property
+    def ttft_p99_s(self) -> float | None:
+        """P99 of TTFT over completed requests, seconds: how long the last ones wait."""
+        return self.summary.ttft_s.p99
+
+    @property
+    def duration_s(self) -> float:
+        """First arrival to last token, seconds (makespan)."""
+        return self.summary.duration_s
 
     def as_dict(self) -> dict[str, Any]:
         """The result keys of `apt-jax simulate --json`."""
@@ -185,7 +265,10 @@ class SimulationResult:
             "num_completed": s.num_completed,
             "preemptions": self.preemptions,
             "recomputed_tokens": self.recomputed_tokens,
+            "fallback_iterations": self.fallback_iterations,
             "kind_switches": self.kind_switches,
+            "prefix_hit_fraction": self.prefix_hit_fraction,
+            "conversions": self.conversions,
             "hidden_token_fraction": self.hidden_token_fraction,
             "iterations": self.iterations,
             "iterations_by_type": self.iterations_by_type,
@@ -193,6 +276,7 @@ class SimulationResult:
             "schedule_ms": {"p50": self.schedule_ms[0], "p99": self.schedule_ms[1]},
             "sim_wall_s": self.sim_wall_s,
             "replicas": [dataclasses.asdict(replica) for replica in self.replicas],
+            "tenants": [dataclasses.asdict(tenant) for tenant in self.tenants],
         }
 
 
@@ -258,7 +342,17 @@ def draw_workload(trace: Trace, config: SimulationConfig) -> Workload:
         output_tokens=picked.output_tokens,
         arrival_s=arrival_s,
         best_effort=np.zeros(n, np.bool_) if best_effort is None else best_effort,
+        tenant=_draw_tenants(n, config) if config.tenants > 1 else None,
+        prompts=None
+        if picked.hash_ids is None or config.enable_prefix_caching is False
+        else prompts_of(picked, config.hash_block_tokens),
     )
+
+
+def _draw_tenants(num_requests: int, config: SimulationConfig) -> NDArray[np.int32]:
+    shares = 1.0 / np.arange(1, config.tenants + 1)
+    rng = np.random.default_rng([config.seed, 0x7E4])
+    return rng.choice(config.tenants, num_requests, p=shares / shares.sum()).astype(np.int32)
 
 
 class TimedExecutor(Executor, Protocol):
@@ -281,6 +375,7 @@ def simulate(
     executor: Callable[[VirtualClock], TimedExecutor] | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_step: Callable[[Engine], None] | None = None,
+    can_convert: bool = True,
     debug: bool = False,
 ) -> SimulationResult:
     """Run one simulation.
@@ -292,9 +387,11 @@ def simulate(
         policy: None: the one that `config` names. An object serves one replica.
         step_s: durations of steps; None: the hardware's cost model.
         executor: makes another one than `SimulatedExecutor` for the run's clock, which it must advance
-            (`apt_jax.sim.record`); its pool and block size must be the hardware's.
+            (`apt_jax.sim.record`); its pool and block size must be the hardware's. `host_s` is then only predicted.
         progress: told (ended requests, all) now and then.
         on_step: called with the engine that has run it after every iteration, for pictures.
+        can_convert: whether policies may convert layer inputs to keys and values, at
+            `StepCosts.convert_per_hidden_token_s` a token.
         debug: the engine checks its accounting after every step.
 
     Raises:
@@ -306,19 +403,39 @@ def simulate(
         workload = draw_workload(fitting(load_trace(config.trace), hardware, config), config)
     costs = hardware.step_costs(config.hidden_attention)
     timing = hardware.programs or costs
+    overlap = hardware.programs is not None if config.overlap is None else config.overlap
+    # A cost model that is fitted to whole steps has the host's time in them.
+    if config.host_s and not overlap and hardware.programs is None:
+        costs = dataclasses.replace(
+            costs,
+            prefill_base_s=costs.prefill_base_s + config.host_s,
+            decode_base_s=costs.decode_base_s + config.host_s,
+        )
     max_num_seqs, budget = _bounds(config, hardware)
     scheduler = SchedulerConfig(
         policy=config.policy,
         violation_decay=config.violation_decay,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        max_num_queued_reqs=max(workload.arrival_s.size, 1),
-        overlap=False,
+        # Room for all, and more than any tenant's share of it: nobody is refused for the length of the queue.
+        max_num_queued_reqs=max(2 * workload.arrival_s.size, 1),
+        overlap=overlap,
     )
+    prefixes = config.enable_prefix_caching
+    if prefixes is None:
+        prefixes = workload.prompts is not None
+    if prefixes and workload.prompts is None:
+        raise ConfigError(
+            f"trace {config.trace} has no column hash_ids: nothing is known of common beginnings (--enable-prefix-caching)"
+        )
     if policy is not None and config.replicas > 1:
         raise ConfigError(
             "a policy object serves one replica: name the policy in the configuration"
         )
+
+    def predicted_s(batch: StepBatch) -> float:
+        step_s = timing.step_s(batch.num_tokens, batch.start, batch.kind)
+        return step_s + costs.conversion_s(batch.num_converted_tokens)
 
     def replica() -> "_Replica":
         clock = VirtualClock()
@@ -327,27 +444,30 @@ def simulate(
             if executor is not None
             else SimulatedExecutor(
                 clock,
-                step_s or (lambda batch: timing.step_s(batch.num_tokens, batch.start, batch.kind)),
+                step_s or predicted_s,
                 num_blocks=config.num_blocks or hardware.num_blocks,
                 block_size=hardware.block_size,
                 hidden_block_size=hardware.hidden_block_size,
                 max_num_seqs=max_num_seqs,
+                host_s=config.host_s,
+                can_convert=can_convert,
             )
         )
         engine = Engine(
             timed,
             make_policy(config=scheduler, seed=config.seed) if policy is None else policy,
             clock,
-            hardware.kinds(config.cache, config.hidden_attention),
+            hardware.kinds(config.cache, config.hidden_attention, rho_us=config.rho_us),
             scheduler,
-            # Traces have lengths and no contents: made-up prompts are all alike and would be found in the cache.
+            # Prompts of which only lengths are known are all alike, and would be found in the cache.
             CacheConfig(
-                block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=False
+                block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=prefixes
             ),
             costs=costs,
             debug=debug,
+            lengths_only=executor is None and step_s is None,
         )
-        return _Replica(engine, timed, clock)
+        return _Replica(engine, timed, clock, overlap)
 
     replicas = [replica() for _ in range(config.replicas)]
     sent = _requests(workload, config)
@@ -374,7 +494,11 @@ def simulate(
         summary=summary,
         preemptions=sum(one.num_preemptions for one in stats),
         recomputed_tokens=sum(one.recomputed_tokens for one in stats),
+        fallback_iterations=sum(one.fallback_iterations for one in stats),
         kind_switches=sum(sum(one.kind_switches.values()) for one in stats),
+        prefix_hit_fraction=sum(one.prefix_cache_hits for one in stats)
+        / max(sum(one.prefix_cache_queries for one in stats), 1),
+        conversions=sum(one.num_conversions for one in stats),
         hidden_token_fraction=sum(replica.hidden_tokens for replica in replicas)
         / max(sum(one.generation_tokens for one in stats), 1),
         iterations=sum(replica.executor.num_steps for replica in replicas),
@@ -398,7 +522,28 @@ def simulate(
             for replica, one in zip(replicas, stats, strict=True)
         ),
         routed_to=routed_to,
+        tenants=_by_tenant(workload.tenant, records),
     )
+
+
+def _by_tenant(
+    tenant: NDArray[np.int32] | None, records: Sequence[RequestRecord]
+) -> tuple[TenantCounts, ...]:
+    if tenant is None:
+        return ()
+    counts = []
+    for number in range(int(tenant.max(initial=0)) + 1):
+        mine = [records[i] for i in np.flatnonzero(tenant == number).tolist()]
+        summary = summarize(mine)
+        counts.append(
+            TenantCounts(
+                num_sent=len(mine),
+                slo_attainment=summary.slo_attainment,
+                output_tokens=sum(len(record.token_times_s) for record in mine),
+                ttft_p50_s=summary.ttft_s.p50,
+            )
+        )
+    return tuple(counts)
 
 
 def _bounds(config: SimulationConfig, hardware: Hardware) -> tuple[int, int]:
@@ -421,15 +566,17 @@ def _bounds(config: SimulationConfig, hardware: Hardware) -> tuple[int, int]:
 class _Replica:
     """An engine with its clock, the requests sent to it, and what a router may know of it."""
 
-    def __init__(self, engine: Engine, executor: TimedExecutor, clock: VirtualClock) -> None:
+    def __init__(
+        self, engine: Engine, executor: TimedExecutor, clock: VirtualClock, overlap: bool
+    ) -> None:
         self.engine, self.executor, self._clock = engine, executor, clock
+        self._overlap = overlap
         self.next_s = math.inf
         """When its next iteration begins; infinite: there is nothing to do."""
         self.num_sent = self.hidden_tokens = 0
         self._inbox: list[EngineRequest] = []
         self._coming = Coming()
         self._rate = TokenRate()
-        self._num_tokens = 0
         self._in_step: ReplicaState | None = None
         """How things stood when the last step was put together, with the time that it should end at as `busy_s`."""
 
@@ -440,7 +587,10 @@ class _Replica:
     def _look_at_step(self, batch: StepBatch) -> None:
         self._coming = Coming()
         step_s = self.engine.costs.step_s(batch.num_tokens, batch.start, batch.kind)
-        self._in_step = self._look(self._clock.now_s() + step_s)
+        begin_s = self._clock.now_s()
+        if self._overlap and self._in_step is not None:  # the step before still runs
+            begin_s = max(begin_s, self._in_step.busy_s)
+        self._in_step = self._look(begin_s + step_s)
 
     def _look(self, busy_s: float) -> ReplicaState:
         engine, view = self.engine, self.engine.view()
@@ -454,7 +604,7 @@ class _Replica:
             free_blocks=view.free_blocks,
             queued_tokens=int(view.table.num_tokens[view.waiting].sum()),
             tokens_per_s=self._rate.update(
-                self._clock.now_s(), self._num_tokens, self.executor.busy_s
+                self._clock.now_s(), self.engine.num_generated, self.executor.busy_s
             ),
             least_blocks=engine.least_blocks,
         )
@@ -465,7 +615,10 @@ class _Replica:
             left_s = max(self._in_step.busy_s - now_s, 0.0)
             return dataclasses.replace(self._in_step, busy_s=left_s, coming=self._coming)
         self._clock.advance_to(now_s)
-        return self._look(0.0)
+        left_s = 0.0
+        if self._overlap and self._in_step is not None:
+            left_s = max(self._in_step.busy_s - now_s, 0.0)
+        return self._look(left_s)
 
     def send(self, request: EngineRequest) -> None:
         """A request comes, now."""
@@ -492,15 +645,14 @@ class _Replica:
                 num_refused += 1
         self._inbox.clear()
         self._coming = Coming()
-        before = self.executor.num_steps
+        before, began_s = self.executor.num_steps, self._clock.now_s()
         outputs = self.engine.step()
-        self._num_tokens += sum(len(output.new_token_ids) for output in outputs)
         self.next_s = self._clock.now_s() if self.engine.has_work else math.inf
         if self.executor.num_steps > before:
             plan = self.engine.last_plan
             if plan is not None and plan.kind.any():
                 self.hidden_tokens += int(np.count_nonzero(plan.kind == HIDDEN))
-        elif not outputs:
+        elif not outputs and self._clock.now_s() == began_s:  # and no step has ended either
             self.next_s += _IDLE_S
         return outputs, num_refused
 
@@ -525,11 +677,14 @@ def _requests(workload: Workload, config: SimulationConfig) -> list[EngineReques
             EngineRequest(
                 request_id=str(i),
                 prompt=None,
-                prompt_token_ids=_prompt(prompt_len),
+                prompt_token_ids=_prompt(prompt_len)
+                if workload.prompts is None
+                else workload.prompts[i],
                 params=params,
                 slo=workload.slo(i, config.slo),
                 arrival_s=arrival_s,
                 slo_class="be" if best_effort else "rt",
+                tenant=None if workload.tenant is None else str(workload.tenant[i]),
             )
         )
     return requests

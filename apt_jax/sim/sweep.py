@@ -18,6 +18,7 @@ import numpy as np
 
 from apt_jax import __version__
 from apt_jax.errors import ConfigError
+from apt_jax.sched import policy_digest
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.simulate import SimulationConfig, simulate
 
@@ -46,12 +47,20 @@ class EffectiveRate:
 
 
 def run_key(config: SimulationConfig, **more: Any) -> str:
-    """Names a run in a store: the configuration, the contents of files it names, and the version of this package."""
+    """Names a run in a store: the configuration, the contents of files it names, those of a policy from outside among
+    them, and the version of this package.
+
+    Raises:
+        ConfigError: no such policy.
+    """
     facts: dict[str, Any] = {"version": __version__, **dataclasses.asdict(config), **more}
     for field in ("trace", "hardware"):
         path = Path(str(facts[field]))
         if path.is_file():
             facts[field] = hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = policy_digest(config.policy)
+    if digest is not None:
+        facts["policy_source"] = digest
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 

@@ -1,7 +1,10 @@
 """Traces: how long prompts and outputs are, and when requests arrive.
 
 A trace file is CSV (or gzipped CSV) with the columns `prompt_tokens`, `output_tokens` and optionally `arrival_s` (seconds,
-not falling) and `class` (`rt` or `be`); other columns are ignored. `traces/` holds those that the papers use, by name.
+not falling), `class` (`rt` or `be`) and `hash_ids`; other columns are ignored. `traces/` holds those that the papers use, by name.
+
+`hash_ids` are whole numbers, separated by spaces, one a block of so many prompt tokens (`prompts_of`): requests that begin
+with the same numbers begin with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
 """
 
 import csv
@@ -10,6 +13,7 @@ import difflib
 import gzip
 import io
 import math
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -32,6 +36,8 @@ class Trace:
     """Recorded arrivals, not falling; None: only lengths are known."""
     best_effort: NDArray[np.bool_] | None = None
     """Class "be"; None: all real-time."""
+    hash_ids: Sequence[NDArray[np.int64]] | None = None
+    """Names of the blocks of each prompt, from its beginning; None: nothing is known of the contents."""
     lines: NDArray[np.int32] | None = None
     """Line of the file that each request came from, for messages."""
 
@@ -51,6 +57,7 @@ class Trace:
             output_tokens=self.output_tokens[index],
             arrival_s=pick(self.arrival_s),
             best_effort=pick(self.best_effort),
+            hash_ids=None if self.hash_ids is None else [self.hash_ids[i] for i in index.tolist()],
             lines=pick(self.lines),
         )
 
@@ -165,6 +172,7 @@ def _parse(text: str, name: str) -> Trace:
     arrivals: list[float] = []
     lengths: dict[str, list[int]] = {"prompt_tokens": [], "output_tokens": []}
     best_effort: list[bool] = []
+    hash_ids: list[NDArray[np.int64]] = []
     lines: list[int] = []
     for row in reader:
         if not any(cell.strip() for cell in row):
@@ -190,6 +198,8 @@ def _parse(text: str, name: str) -> Trace:
                     f"{name} line {line}: class={cell!r:.40} must be rt or be (--trace)"
                 )
             best_effort.append(cell == "be")
+        if "hash_ids" in at:
+            hash_ids.append(_hashes(row[at["hash_ids"]], name, line))
         lines.append(line)
     if not lines:
         raise ConfigError(f"{name}: holds no request (--trace)")
@@ -199,6 +209,7 @@ def _parse(text: str, name: str) -> Trace:
         output_tokens=np.array(lengths["output_tokens"], np.int32),
         arrival_s=np.array(arrivals) if arrivals else None,
         best_effort=np.array(best_effort) if best_effort else None,
+        hash_ids=hash_ids or None,
         lines=np.array(lines, np.int32),
     )
 
@@ -213,6 +224,58 @@ def _length(cell: str, name: str, line: int, column: str) -> int:
             f"{name} line {line}: {column}={cell.strip()!r:.40} must be a whole number of at least 1 (--trace)"
         )
     return value
+
+
+def _hashes(cell: str, name: str, line: int) -> NDArray[np.int64]:
+    try:
+        return np.array([int(part) for part in cell.split()], np.int64)
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            f"{name} line {line}: hash_ids={cell.strip()!r:.40} must be whole numbers of 64 bits, separated by spaces (--trace)"
+        ) from None
+
+
+def prompts_of(trace: Trace, block_tokens: int) -> list[NDArray[np.int32]]:
+    """Token ids of each prompt, made from its `hash_ids`: equal where the blocks have equal names, and nowhere else.
+
+    Positions [j * block_tokens, (j + 1) * block_tokens) are block j. What goes on after the last named block is the request's own.
+
+    Args:
+        trace: has `hash_ids`.
+        block_tokens: prompt tokens of a block.
+
+    Raises:
+        ConfigError: a request names more blocks than its prompt has.
+    """
+    assert trace.hash_ids is not None
+    prompts = []
+    for i, (length, names) in enumerate(
+        zip(trace.prompt_tokens.tolist(), trace.hash_ids, strict=True)
+    ):
+        num_blocks = -(-length // block_tokens)
+        if names.size > num_blocks:
+            where = f" line {trace.lines[i]}" if trace.lines is not None else ""
+            raise ConfigError(
+                f"{trace.name}{where}: {names.size} hash_ids for {length} prompt tokens, which are {num_blocks} blocks of {block_tokens} (--hash-block-tokens)"
+            )
+        named = np.repeat(_scramble(names.view(np.uint64)), block_tokens)[:length]
+        own = np.full(length - named.size, _scramble(np.array([i], np.uint64) ^ _OWN)[0])
+        at = np.arange(length, dtype=np.uint64)
+        at[: named.size] %= np.uint64(block_tokens)
+        prompts.append(
+            (_scramble(np.concatenate([named, own]) + at) >> np.uint64(34)).astype(np.int32)
+        )
+    return prompts
+
+
+_OWN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64 bits without pattern (the finaliser of SplitMix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def _number(cell: str, name: str, line: int) -> float:

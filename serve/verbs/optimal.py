@@ -7,9 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.status import Status
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from apt_jax.errors import ConfigError
+from apt_jax.sched import make_policy
 from apt_jax.sched.optimal import (
     OBJECTIVES,
     OptimalProblem,
@@ -24,6 +25,8 @@ from apt_jax.sched.optimal import (
     OptimalSchedule,
     Replay,
     check_schedule,
+    find_better,
+    policy_schedule,
     solve_optimal,
 )
 from apt_jax.sim.hardware import load_hardware
@@ -114,6 +117,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         help="stop the search after this time and show the best schedule found",
     )
+    parser.add_argument(
+        "--start",
+        metavar="POLICY[,POLICY...]",
+        default="",
+        help="begin from what these policies make of the requests; the search is cut off at the best of them",
+    )
+    parser.add_argument(
+        "--better-by",
+        type=options.positive(float),
+        metavar="PERCENT",
+        help="ask only whether a schedule exists that is so much better than the best of --start",
+    )
     options.add_json_argument(parser)
     parser.add_argument("--png", metavar="FILE", help="draw the schedule; needs matplotlib")
 
@@ -131,9 +146,24 @@ def run(args: argparse.Namespace) -> int:
             import matplotlib as _  # noqa: F401 - better known before the search than after
         except ImportError:
             raise CommandError("--png needs matplotlib: pip install 'apt-jax[demo]'") from None
+    starts = _starts(problem, args.start)
     start_s = time.monotonic()
     try:
-        schedule = _solve(problem, args.time_limit)
+        if args.better_by is not None:
+            best = min(starts.values(), key=lambda s: s.objective * problem.direction)
+            answer = _beside_a_spinner(
+                lambda: find_better(
+                    problem, best, by=args.better_by / 100, time_limit_s=args.time_limit
+                ),
+                args.time_limit,
+            )
+            return _tell_better(args, problem, best, *answer)
+        schedule = _beside_a_spinner(
+            lambda: solve_optimal(
+                problem, time_limit_s=args.time_limit, starts=tuple(starts.values())
+            ),
+            args.time_limit,
+        )
     except ConfigError as error:
         raise ConfigError(f"{args.requests}: {error} (--requests, --chunk-step)") from None
     solve_s = time.monotonic() - start_s
@@ -141,7 +171,13 @@ def run(args: argparse.Namespace) -> int:
     to_stdout = args.json == "-"
     if not to_stdout:
         _print(problem, schedule, replay, solve_s)
-    write_json(args.json, _facts(problem, schedule, replay, solve_s))
+        if starts:
+            print_table(
+                "starts",
+                [(name, _value(problem, start.objective)) for name, start in starts.items()],
+            )
+    values = {name: start.objective for name, start in starts.items()}
+    write_json(args.json, {**_facts(problem, schedule, replay, solve_s), "starts": values})
     if args.png is not None:
         _draw(problem, schedule, replay, args.png)
     return 0
@@ -154,6 +190,10 @@ def _where(args: argparse.Namespace, trace: Trace, row: int) -> str:
 def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
     if (args.objective == "slo") != (args.slo_ttft_ms is not None):
         raise ConfigError("--objective slo and --slo-ttft-ms go together")
+    if args.better_by is not None and not args.start:
+        raise ConfigError("--better-by needs something to be better than: --start POLICY")
+    if args.better_by is not None and args.better_by >= 100:
+        raise ConfigError(f"--better-by {args.better_by:g} must be below 100 (percent)")
     if args.chunk is not None and not args.chunk_step <= args.chunk <= args.max_num_batched_tokens:
         raise ConfigError(
             f"--chunk {args.chunk} must be between --chunk-step {args.chunk_step} and "
@@ -219,14 +259,67 @@ def _quiet_stdout() -> Iterator[None]:
         os.close(null)
 
 
-def _solve(problem: OptimalProblem, time_limit_s: float) -> OptimalSchedule:
-    """`solve_optimal` beside a spinner, so that Ctrl-C works while HiGHS runs."""
-    found: list[OptimalSchedule] = []
+def _starts(problem: OptimalProblem, text: str) -> dict[str, OptimalSchedule]:
+    """Schedules by name of the policy."""
+    starts = {}
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            policy = make_policy(name)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("--scheduling-policy", "--start")) from None
+        try:
+            starts[name] = policy_schedule(problem, policy)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{name} makes no schedule of this problem: {error} (--start, --chunk, --no-hybrid-batching, --no-eviction)"
+            ) from None
+    return starts
+
+
+def _value(problem: OptimalProblem, objective: float) -> str:
+    if problem.objective == "slo":
+        return f"{objective:.0f} of {len(problem.requests)} in time"
+    return f"{1e3 * objective:.3f} ms"
+
+
+def _tell_better(
+    args: argparse.Namespace,
+    problem: OptimalProblem,
+    best: OptimalSchedule,
+    answer: str,
+    found: OptimalSchedule | None,
+) -> int:
+    if args.json != "-":
+        rows = [("best start", _value(problem, best.objective)), ("better", answer)]
+        if found is not None:
+            rows.append(("found", _value(problem, found.objective)))
+        print_table(f"a schedule that is {args.better_by:g} % better", rows)
+    write_json(
+        args.json,
+        {
+            "objective": problem.objective,
+            "better_by_percent": args.better_by,
+            "start": best.objective,
+            "answer": answer,
+            "value": None if found is None else found.objective,
+        },
+    )
+    if found is not None and args.png is not None:
+        _draw(problem, found, check_schedule(problem, found), args.png)
+    return 0
+
+
+T = TypeVar("T")
+
+
+def _beside_a_spinner(solve: Callable[[], T], time_limit_s: float) -> T:
+    """What `solve` returns; in a thread beside a spinner, so that Ctrl-C works while HiGHS runs."""
+    found: list[T] = []
     failed: list[Exception] = []
 
     def work() -> None:
         try:
-            found.append(solve_optimal(problem, time_limit_s=time_limit_s))
+            found.append(solve())
         except Exception as error:  # raised again below, in the thread that waits
             failed.append(error)
 

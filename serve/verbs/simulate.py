@@ -15,7 +15,7 @@ from rich.table import Table
 
 from apt_jax.config import SLO, SchedulerConfig
 from apt_jax.llm import ProgressBars
-from apt_jax.sched import POLICIES
+from apt_jax.sched import check_policy
 from apt_jax.sim.hardware import known_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulate import SimulationConfig, simulate
@@ -28,17 +28,12 @@ from serve.output import print_table, write_json
 
 def _list_of(kind: Any) -> Any:
     def convert(text: str) -> list[Any]:
-        return [kind(part) for part in text.split(",") if part]
+        values = [kind(part) for part in text.split(",") if part]
+        if not values:
+            raise argparse.ArgumentTypeError(f"{text!r:.40} holds nothing")
+        return values
 
     return convert
-
-
-def _policy(text: str) -> str:
-    if text not in POLICIES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r:.40} must be one of {', '.join(sorted(POLICIES))}{options.nearest(text, POLICIES)}"
-        )
-    return text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         metavar="NAME|FILE",
         default=default.trace,
-        help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(known_traces())}",
+        help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class][,hash_ids], or one of {', '.join(known_traces())}",
     )
     group.add_argument(
         "--rate",
@@ -95,6 +90,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="factor on output lengths",
     )
     group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="requests that begin alike share cache, by the column hash_ids of the trace; without it where the trace has one",
+    )
+    group.add_argument(
+        "--hash-block-tokens",
+        type=options.positive(int),
+        metavar="N",
+        default=default.hash_block_tokens,
+        help="prompt tokens that one of the trace's hash_ids stands for; default 512, as in the traces of Mooncake",
+    )
+    group.add_argument(
         "--drop-too-long",
         action="store_true",
         help="leave out requests that can never fit instead of refusing the trace",
@@ -112,13 +120,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=default.routing_policy,
         help="which replica a request goes to: in turn, the least loaded as the gateway smg reckons, or where most time is left to its TTFT objective; default round_robin",
     )
+    group.add_argument(
+        "--tenants",
+        type=options.positive(int),
+        metavar="N",
+        default=default.tenants,
+        help="who sends the requests, for the policy vtc: of N tenants the first sends twice as many as the second, three times as many as the third, ...; default 1",
+    )
     group = parser.add_argument_group("scheduling")
     group.add_argument(
         "--scheduling-policy",
-        type=_list_of(_policy),
-        metavar="P[,P...]",
+        type=_list_of(str),
+        metavar="POLICY[,POLICY...]",
         default=[default.policy],
-        help=f"one or several of {', '.join(sorted(POLICIES))}; default apt",
+        help=f"one or several of {options.POLICY_HELP}; default {default.policy}",
     )
     group.add_argument(
         "--cache",
@@ -131,6 +146,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "reproject", "absorb"),
         default=default.hidden_attention,
         help="cost of the hidden kind: the paper's (reproject) or ours (absorb)",
+    )
+    group.add_argument(
+        "--rho-us",
+        type=float,
+        metavar="US",
+        help="microseconds a cached token that policies charge hidden cache with (rho of Apt-Serve Eq. 6), whatever it really costs: 70 is what the authors' probe most likely gave, 5 the same in float16; without it the true cost, 15.9 for OPT-13B reprojected on an A100",
+    )
+    group.add_argument(
+        "--host-ms",
+        type=float,
+        metavar="MS",
+        default=0.0,
+        help="milliseconds of the host for every step, during which the device is idle unless steps overlap; default 0",
+    )
+    group.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="a step is decided and dispatched while the one before it runs, as `apt-jax serve` does; without it as the described engine does: yes for descriptions of `apt-jax calibrate`, no for the papers' engines",
     )
     group.add_argument(
         "--violation-decay",
@@ -219,6 +253,11 @@ def config_of(args: argparse.Namespace) -> SimulationConfig:
         violation_decay=args.violation_decay,
         cache=args.cache,
         hidden_attention=args.hidden_attention,
+        rho_us=args.rho_us,
+        host_s=args.host_ms / 1e3,
+        overlap=args.overlap,
+        enable_prefix_caching=args.enable_prefix_caching,
+        hash_block_tokens=args.hash_block_tokens,
         slo=SLO(ttft_s=args.slo_ttft_ms / 1e3, tbt_s=args.slo_tbt_ms / 1e3),
         output_scale=args.output_scale,
         drop_too_long=args.drop_too_long,
@@ -227,12 +266,15 @@ def config_of(args: argparse.Namespace) -> SimulationConfig:
         num_blocks=args.num_blocks_override,
         replicas=args.replicas,
         routing_policy=args.routing_policy,
+        tenants=args.tenants,
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    base = config_of(args)
     policies: Sequence[str] = args.scheduling_policy
+    for policy in policies:
+        check_policy(policy)
+    base = config_of(args)
     num_seeds = args.seeds or (3 if args.find_rate is not None else 1)
     seeds = range(args.seed, args.seed + num_seeds)
     several = args.rates or args.find_rate is not None or num_seeds > 1 or len(policies) > 1
@@ -288,9 +330,12 @@ def _report_one(values: dict[str, Any]) -> None:
             ("output tokens/s", f"{values['tokens_per_s']:.1f}"),
             ("goodput (requests/s)", f"{values['goodput']:.2f}"),
             ("preemptions, recomputed tokens", f"{values['preemptions']}, {values['recomputed_tokens']}"),
+            *([("iterations left to fcfs, as the policy failed", str(values["fallback_iterations"]))] if values["fallback_iterations"] else []),
+            *([("prompt tokens found cached (%)", f"{100 * values['prefix_hit_fraction']:.1f}")] if values["prefix_hit_fraction"] else []),
             ("tokens decoded from hidden cache (%)", f"{100 * values['hidden_token_fraction']:.1f}"),
             ("iterations", f"{values['iterations']} {values['iterations_by_type']}"),
             *([("requests by replica", ", ".join(str(r["num_sent"]) for r in replicas))] if len(replicas) > 1 else []),
+            *[(f"tenant {i}: requests, attainment (%), tokens", f"{t['num_sent']}, {100 * t['slo_attainment']:.1f}, {t['output_tokens']}") for i, t in enumerate(values["tenants"])],
             ("scheduling call p50, p99 (ms)", "{p50:.3f}, {p99:.3f}".format(**values["schedule_ms"])),
             ("simulated, took (s)", f"{values['duration_s']:.1f}, {values['sim_wall_s']:.1f}"),
         ],
@@ -331,7 +376,14 @@ def _report_sweep(
             spread = f" ± {np.std(cell, ddof=1):.1f}" if len(cell) > 1 else ""
             texts.append(f"{np.mean(cell):.1f}{spread}")
         table.add_row(policy, *texts)
-    Console(highlight=False, emoji=False).print(table)
+    console = Console(highlight=False, emoji=False)
+    console.print(table)
+    for policy in policies:
+        ours = [r for c, r in zip(grid, runs, strict=True) if c.policy == policy]
+        left = sum(r.get("fallback_iterations", 0) for r in ours)
+        if left:
+            total = sum(r["iterations"] for r in ours)
+            console.print(f"{policy} failed in {left:,} of {total:,} iterations, which fcfs scheduled", markup=False)  # fmt: skip
     if args.png:
         _plot(args.png, args, policies, rates, cells)
     write_json(args.json, {"runs": list(runs)})

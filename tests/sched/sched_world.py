@@ -56,16 +56,19 @@ class World:
         costs: StepCosts | None = None,
         per_token_s: float = 1e-5,
         base_s: float = 0.0,
+        can_convert: bool = False,
     ) -> None:
         self.table = RequestTable(4)
         self.num_blocks = num_blocks
         self.block_size, self.hidden_block_size = block_size, hidden_block_size
         self.kinds = kinds(mode, base_s, per_token_s)
+        self.mode_is_kv = mode == "kv"
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.costs = StepCosts() if costs is None else costs
+        self.can_convert = can_convert
         self.now_s = 0.0
-        self.num_steps = 0
+        self.num_steps = self.num_conversions = 0
         self.finished: list[int] = []
         self.last_kind: dict[int, int] = {}
         self._rank = 0
@@ -78,6 +81,7 @@ class World:
         arrival_s: float | None = None,
         ttft_s: float = np.inf,
         tbt_s: float = np.inf,
+        tenant: int = 0,
     ) -> int:
         row = self.table.add(
             arrival_s=self.now_s if arrival_s is None else arrival_s,
@@ -86,6 +90,7 @@ class World:
             max_tokens=max_tokens,
             slo_ttft_s=ttft_s,
             slo_tbt_s=tbt_s,
+            tenant=tenant,
         )
         self._rank += 1
         return row
@@ -130,6 +135,7 @@ class World:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             costs=self.costs,
+            can_convert=self.can_convert,
         )
 
     def schedule(self, policy: Policy) -> Plan:
@@ -152,6 +158,9 @@ class World:
         for row, n, kind in zip(
             plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True
         ):
+            if row in plan.convert:
+                kind = KV
+                self.num_conversions += 1
             if table.kind[row] == NO_KIND:
                 table.num_kind_switches[row] += self.last_kind.get(row, kind) != kind
                 self.last_kind[row] = kind
@@ -210,4 +219,42 @@ def drain(world: World, policy: Policy, arrivals: list[Arrival], limit: int) -> 
     )
 
 
-__all__ = ["HIDDEN", "KV", "Arrival", "World", "blocks", "drain", "kinds"]
+def random_world(rng: np.random.Generator) -> World:
+    """Waiting and running requests as an engine could hold them; every prompt fits a step."""
+    world = World(
+        num_blocks=0,
+        block_size=int(rng.choice([1, 4, 16])),
+        mode=str(rng.choice(["kv", "hybrid", "hybrid", "hybrid"])),
+        max_num_seqs=int(rng.integers(2, 24)),
+        max_num_batched_tokens=int(rng.choice([70, 120, 400])),
+        per_token_s=float(rng.choice([0.0, 1e-5, 3e-4, 1e-2])),
+    )
+    world.now_s = 10.0
+    slos = (0.05, 0.5, 3.0, np.inf)
+    num_running = int(rng.integers(0, world.max_num_seqs + 1))
+    for i in range(num_running + int(rng.integers(0, 20))):
+        row = world.add(
+            int(rng.integers(1, 50)),
+            int(rng.integers(21, 40)),
+            arrival_s=float(rng.uniform(4, 10)),
+            ttft_s=float(rng.choice(slos)),
+            tbt_s=float(rng.choice(slos)),
+        )
+        if i < num_running:
+            kind = KV if world.mode_is_kv else int(rng.integers(2))
+            world.hold(row, kind, num_outputs=int(rng.integers(1, 20)))
+            last_s = 10.0 - float(rng.choice([0.01, 0.03, 0.2, 2.0]) * rng.random())
+            world.table.last_token_s[row] = max(last_s, float(world.table.arrival_s[row]) + 1e-3)
+        elif rng.random() < 0.4:  # preempted
+            outputs = int(rng.integers(1, 20))
+            world.table.num_outputs[row] = world.table.num_delivered[row] = outputs
+            world.table.num_tokens[row] += outputs
+            world.table.last_token_s[row] = rng.uniform(float(world.table.arrival_s[row]), 10)
+    need = sum(2 * world.blocks(int(n), HIDDEN) for n in world.table.num_tokens[world.table.live])
+    longest = max((int(n) for n in world.table.max_tokens_total[world.table.live]), default=1)
+    least = max(world.used_blocks, world.blocks(longest, HIDDEN))
+    world.num_blocks = least + int(need * rng.choice([0.0, 0.02, 0.1, 0.4, 1.5]))
+    return world
+
+
+__all__ = ["HIDDEN", "KV", "Arrival", "World", "blocks", "drain", "kinds", "random_world"]

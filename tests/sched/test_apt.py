@@ -1,10 +1,12 @@
+import dataclasses
 import time
 
 import numpy as np
 import pytest
-from sched_world import HIDDEN, KV, World
+from sched_world import HIDDEN, KV, Arrival, World, drain
 
-from apt_jax.sched import NO_KIND, AptPolicy, Plan, StepCosts, solve_greedy
+from apt_jax.sched import NO_KIND, AptPolicy, Plan, StepCosts, make_policy
+from apt_jax.sched.view import converts
 
 COSTS = StepCosts(prefill_base_s=0.01, prefill_per_token_s=1e-3)
 
@@ -55,26 +57,6 @@ def test_prefill_when_nothing_runs_even_without_pending_time():
     assert world.schedule(AptPolicy()).iteration == "prefill"
 
 
-def test_hopeless_requests_do_not_force_prefill_where_that_would_make_someone_late():
-    world = World(num_blocks=1000, costs=COSTS)
-    world.hold(world.add(8, tbt_s=0.1), KV)
-    world.add(8, ttft_s=1.0)
-    set_pending(world, r0=0.04, r1=50.0)
-    assert world.schedule(AptPolicy()).iteration == "decode"
-    # With the decay of Apt-Serve §6.6 it still counts for 20 seconds.
-    assert world.schedule(AptPolicy(violation_decay=0.4)).iteration == "prefill"
-
-
-def test_hopeless_requests_are_let_in_while_that_harms_nobody():
-    world = World(num_blocks=1000, costs=COSTS)
-    world.hold(world.add(8, tbt_s=1.0), KV)
-    world.add(8, ttft_s=1.0)
-    set_pending(world, r0=0.04, r1=50.0)
-    assert world.schedule(AptPolicy()).iteration == "prefill"
-    set_pending(world, r0=0.6, r1=50.0)
-    assert world.schedule(AptPolicy()).iteration == "decode"
-
-
 # --- prefill -------------------------------------------------------------------------------------------------------
 
 
@@ -102,26 +84,59 @@ def test_hidden_is_avoided_when_kv_has_the_better_efficiency():
     assert decided(world.schedule(AptPolicy())) == {0: (15, KV), 1: (15, KV)}
 
 
-def test_violated_requests_come_after_all_others():
+def test_a_violated_request_counts_with_its_pending_time_for_the_iteration_type():
+    world = World(num_blocks=1000)
+    world.hold(world.add(8, tbt_s=0.1), KV)
+    world.add(8, ttft_s=1.0)
+    set_pending(world, r0=0.04, r1=50.0)
+    assert world.schedule(AptPolicy()).iteration == "prefill"
+
+
+def test_violated_requests_come_after_all_others_and_small_ones_first_among_them():
     world = World(num_blocks=16, mode="kv", max_num_batched_tokens=1000)
     for _ in range(2):
         world.add(15, 1, ttft_s=10.0)
     for _ in range(2):
         world.add(15, 1, ttft_s=100.0)
-    set_pending(world, r0=30.0, r1=40.0, r2=3.0, r3=2.0)
+    world.add(3, 1, ttft_s=10.0)
+    set_pending(world, r0=30.0, r1=40.0, r2=3.0, r3=2.0, r4=11.0)
     assert sorted(decided(world.schedule(AptPolicy()))) == [2, 3]
-    # among violated ones the longest pending first
+    # the near-zero constant is the same for all: the smallest has the most of it a block
     world.table.slo_ttft_s[:] = 0.1
-    assert sorted(decided(world.schedule(AptPolicy()))) == [0, 1]
+    assert sorted(decided(world.schedule(AptPolicy()))) == [0, 4]
 
 
-def test_value_per_token_decides_who_shares_the_step_and_nothing_is_begun_by_halves():
+def test_the_marginal_gain_decides_who_shares_the_step_and_the_first_that_does_not_fit_ends_it():
     world = World(num_blocks=1000, max_num_batched_tokens=20)
-    for length in (12, 12, 6):
+    for length in (12, 12, 7):
         world.add(length)
     set_pending(world, r0=3.0, r1=4.0, r2=1.6)
-    # per token 0.25, 0.33, 0.27: 12 + 6 tokens, then 12 more do not fit
-    assert decided(world.schedule(AptPolicy())) == {1: (12, KV), 2: (6, KV)}
+    # a block of the hidden kind: 0.75, 1.0 and 0.8 seconds; 12 + 7 tokens, then 12 more do not fit
+    assert decided(world.schedule(AptPolicy())) == {1: (12, KV), 2: (7, KV)}
+    set_pending(world, r0=3.3, r1=4.0, r2=1.6)
+    assert decided(world.schedule(AptPolicy())) == {1: (12, KV)}
+
+
+def test_kinds_are_chosen_for_those_that_can_begin():
+    # Memory for the keys and values of one; the other cannot begin in this step, so nobody makes room for it.
+    world = World(num_blocks=8, max_num_batched_tokens=20)
+    for _ in range(2):
+        world.add(15, 1)
+    set_pending(world, r0=5.0, r1=5.0)
+    assert decided(world.schedule(AptPolicy())) == {0: (15, KV)}
+
+
+def test_a_prefill_leaves_the_keys_and_values_of_the_running_queue_free():
+    # 32 blocks; the hidden one holds 5 and counts as 10 (Eq. 7), which leaves 22: two prompts with 8 each.
+    world = World(num_blocks=32, max_num_batched_tokens=1000, per_token_s=1.0)
+    world.hold(world.add(15, 30), HIDDEN, num_outputs=2)
+    for _ in range(3):
+        world.add(15, 1)
+    set_pending(world, r0=0.1, r1=5.0, r2=4.0, r3=3.0)
+    assert sorted(decided(world.schedule(AptPolicy()))) == [1, 2]
+    world.num_blocks = 31
+    assert sorted(decided(world.schedule(AptPolicy(prefill_memory="held")))) == [1, 2, 3]
+    assert sorted(decided(world.schedule(AptPolicy()))) == [1, 2]
 
 
 def test_a_prompt_longer_than_a_step_is_computed_in_chunks_and_goes_on_first():
@@ -146,17 +161,6 @@ def test_the_blocks_of_a_begun_prompt_are_set_aside():
     assert decided(world.step(policy)) == {0: (10, KV)}
 
 
-def test_admission_leaves_the_next_blocks_to_what_decodes():
-    world = World(num_blocks=20, mode="kv")
-    world.hold(
-        world.add(15, 100), KV, num_outputs=1
-    )  # 8 blocks, the next token needs 2 more, 8 tokens 4
-    world.add(10, 100)  # 6 blocks
-    world.add(10, 100)
-    set_pending(world, r0=0.1, r1=5.0, r2=4.0)
-    assert sorted(decided(world.schedule(AptPolicy()))) == [1]
-
-
 def test_seats_limit_admission():
     world = World(num_blocks=1000, max_num_seqs=3)
     world.hold(world.add(5), KV)
@@ -164,16 +168,6 @@ def test_seats_limit_admission():
         world.add(5)
     set_pending(world, r0=0.1, r1=1.0, r2=2.0, r3=3.0, r4=4.0, r5=5.0)
     assert sorted(decided(world.schedule(AptPolicy()))) == [4, 5]
-
-
-def test_Q5_a_request_preempted_again_and_again_goes_first():
-    world = World(num_blocks=8, mode="kv")
-    for _ in range(2):
-        world.add(15, 1)
-    set_pending(world, r0=9.0, r1=1.0)
-    assert sorted(decided(world.schedule(AptPolicy()))) == [0]
-    world.table.num_preemptions[1] = 8
-    assert sorted(decided(world.schedule(AptPolicy()))) == [1]
 
 
 # --- decode --------------------------------------------------------------------------------------------------------
@@ -202,23 +196,6 @@ def test_the_least_urgent_request_is_preempted():
     assert (plan.rows.tolist(), plan.preempt.tolist()) == ([0, 2], [1])
 
 
-def test_the_most_valuable_request_stays_even_if_the_knapsack_would_drop_it():
-    world = World(num_blocks=20, mode="kv")
-    world.hold(world.add(31, 3), KV, num_outputs=2)  # 18 blocks for the next position, value 2.2
-    world.hold(world.add(3, 30), KV, num_outputs=2)  # 4 blocks, value 2 and much better a block
-    world.table.num_blocks[:2] = (16, 2)
-    set_pending(world, r0=2.2, r1=2.0)
-    plan = world.schedule(AptPolicy())
-    assert (plan.rows.tolist(), plan.preempt.tolist()) == ([0], [1])
-
-
-def test_a_request_preempted_too_often_stays():
-    world = full_pool()
-    set_pending(world, r0=3.0, r1=1.0, r2=2.0)
-    world.table.num_preemptions[1] = 8
-    assert world.schedule(AptPolicy()).preempt.tolist() == [2]
-
-
 def test_hidden_halves_what_is_needed():
     world = full_pool("hidden")
     assert world.used_blocks == 12
@@ -239,88 +216,68 @@ def test_a_preempted_request_keeps_its_rank_and_is_recomputed_whole():
     assert decided(world.schedule(policy))[0] == (17, KV)
 
 
-def test_a_switch_is_charged_with_its_recomputation(monkeypatch):
-    problems = []
-
-    def spy(problem, **options):
-        problems.append(problem)
-        return solve_greedy(problem, **options)
-
-    monkeypatch.setattr("apt_jax.sched.apt.solve_greedy", spy)
-    world = full_pool("hybrid", COSTS)
-    set_pending(world, r0=3.0, r1=1.0, r2=2.0)
-    world.table.tokens_since_preemption[:3] = (64, 64, 31)
-    assert world.schedule(AptPolicy()).preempt.tolist() == [1]
-    # The request of most value stays in any case; the others: p, and p - 3 (t + recomputation / 64) of 17 tokens
-    recompute_s = 0.01 + 17e-3
-    hidden = 1.0 - 3 * (17e-5 + recompute_s / 64)
-    assert problems[0].value == pytest.approx(np.array([[1.0, hidden], [2.0, -np.inf]]))
-    assert problems[0].cost.tolist() == [[10, 5], [10, 5]]
-    assert problems[0].capacity == 26 - 10
+def test_the_most_seconds_a_block_stay():
+    world = World(num_blocks=20, mode="kv")
+    world.hold(world.add(31, 3), KV, num_outputs=2)  # 18 blocks for the next position, value 2.2
+    world.hold(world.add(3, 30), KV, num_outputs=2)  # 4 blocks, value 2
+    world.table.num_blocks[:2] = (16, 2)
+    set_pending(world, r0=1.9, r1=2.0)
+    plan = world.schedule(AptPolicy())
+    assert (plan.rows.tolist(), plan.preempt.tolist()) == ([1], [0])
 
 
-def test_who_is_chosen_with_the_other_kind_gives_its_cache_up():
-    # Seven blocks are too few for KV of the second one (10) and enough for hidden (5).
-    world = World(num_blocks=17 + 1, costs=StepCosts(prefill_per_token_s=1e-6))
-    for _ in range(2):
-        world.hold(world.add(15, 3), KV, num_outputs=2)
-    set_pending(world, r0=3.0, r1=2.0)
-    world.table.tokens_since_preemption[:2] = 64
+def test_V_prime_keeps_a_large_request_that_is_worth_more_than_all_others():
+    world = World(num_blocks=20, mode="kv")
+    world.hold(world.add(31, 3), KV, num_outputs=2)
+    world.hold(world.add(3, 30), KV, num_outputs=2)
+    world.table.num_blocks[:2] = (16, 2)
+    set_pending(world, r0=2.2, r1=2.0)
     plan = world.schedule(AptPolicy())
     assert (plan.rows.tolist(), plan.preempt.tolist()) == ([0], [1])
 
 
-def test_a_slow_cache_makes_way_first_but_not_for_nothing():
-    # The hidden one costs all more than it gains: it goes, although it has the largest pending time after the first.
-    world = World(num_blocks=22, per_token_s=1.0, costs=COSTS)
-    for kind in (KV, KV, HIDDEN):
+def hybrid_pair(num_blocks: int, **options: float) -> World:
+    """A request with KV and one with the hidden kind; the next positions take 10 and 5 blocks."""
+    world = World(num_blocks=num_blocks, **options)  # pyright: ignore[reportArgumentType]
+    for kind in (KV, HIDDEN):
         world.hold(world.add(15, 3), kind, num_outputs=2)
-    world.num_blocks = world.used_blocks + 4
-    set_pending(world, r0=3.0, r1=1.0, r2=2.0)
-    assert world.schedule(AptPolicy()).preempt.tolist() == [2]
-    world.num_blocks += 1
-    assert world.schedule(AptPolicy()).preempt.tolist() == []
+    set_pending(world, r0=3.0, r1=2.0)
+    return world
 
 
-def idle_hidden(extra_s: float, costs: StepCosts, settled: int = 64) -> Plan:
-    """Two hidden requests in an ample pool."""
-    world = World(num_blocks=1000, per_token_s=0.0, base_s=extra_s, costs=costs)
-    for _ in range(2):
-        world.hold(world.add(15, 200), HIDDEN, num_outputs=64)
-    world.table.tokens_since_preemption[:2] = settled
-    set_pending(world, r0=9.0, r1=9.0)
-    return world.schedule(AptPolicy())
+def test_who_is_chosen_with_the_other_kind_gives_its_cache_up():
+    # Room for keys and values of both: the hidden one shall have them, and is recomputed.
+    plan = hybrid_pair(20).schedule(AptPolicy())
+    assert (plan.rows.tolist(), plan.preempt.tolist()) == ([0], [1])
+    # Room for 15 blocks: hidden first for both, then the upgrade of the first: all stay.
+    plan = hybrid_pair(15).schedule(AptPolicy())
+    assert (plan.rows.tolist(), plan.preempt.tolist()) == ([0, 1], [])
 
 
-def test_a_kind_changes_when_64_tokens_pay_for_the_recomputation():
-    recompute_s = (0.01 + 79 * 1e-3) / 64
-    assert idle_hidden(0.9 * recompute_s, COSTS).preempt.tolist() == []
-    plan = idle_hidden(1.1 * recompute_s, COSTS)
-    assert (plan.rows.tolist(), plan.preempt.tolist()) == ([1], [0])
+def test_a_hidden_request_that_costs_the_others_too_much_gives_its_cache_up():
+    # 2 requests times 17 tokens times 0.1 s is more than the 2 s that it gains.
+    plan = hybrid_pair(15, per_token_s=0.1).schedule(AptPolicy())
+    assert (plan.rows.tolist(), plan.preempt.tolist()) == ([0], [1])
 
 
-def test_no_change_of_kind_with_unknown_costs_or_just_after_one():
-    assert idle_hidden(1.0, StepCosts()).preempt.size == 0
-    assert idle_hidden(1.0, COSTS, settled=31).preempt.size == 0
+def test_Q6_a_running_request_keeps_its_kind_where_attention_needs_no_reprojection():
+    world = hybrid_pair(20)
+    world.kinds = (world.kinds[KV], dataclasses.replace(world.kinds[HIDDEN], reprojected=False))
+    assert not world.schedule(AptPolicy()).preempt.size
+    assert world.schedule(AptPolicy(keep_kind=False)).preempt.tolist() == [1]
+    assert not hybrid_pair(20).schedule(AptPolicy(keep_kind=True)).preempt.size
+    # It may still be given up for want of room.
+    world.num_blocks = 14
+    assert world.schedule(AptPolicy()).preempt.tolist() == [1]
 
 
-def test_Q6_at_most_two_switches_in_64_tokens():
-    world = World(num_blocks=1000, per_token_s=0.0, base_s=1.0, costs=COSTS)
-    world.hold(world.add(15, 200), HIDDEN, num_outputs=60)
-    set_pending(world, r0=9.0)
-    for switches, outputs, expected in ((1, 60, [0]), (2, 60, []), (2, 64, [0]), (4, 64, [])):
-        world.table.num_kind_switches[0] = switches
-        world.table.num_outputs[0] = outputs
-        assert world.schedule(AptPolicy()).preempt.tolist() == expected
-
-
-def test_the_youngest_begun_prompt_makes_way_when_not_even_one_request_can_decode():
+def test_a_begun_prompt_goes_on_where_nothing_else_would_run():
     world = World(num_blocks=10, mode="kv", max_num_batched_tokens=8)
     world.hold(world.add(7, 10), KV, num_outputs=2)  # 4 blocks, needs 6
     world.hold(world.add(15, 2), KV, cached=12)  # 6 blocks, needs 8
     set_pending(world, r0=5.0, r1=1.0)
     plan = world.schedule(AptPolicy())
-    assert (plan.rows.tolist(), plan.preempt.tolist()) == ([0], [1])
+    assert (plan.rows.tolist(), plan.preempt.tolist()) == ([1], [0])
 
 
 def test_blocked_prompts_are_untangled():
@@ -359,3 +316,29 @@ def test_deciding_over_two_hundred_waiting_and_sixty_four_running_takes_well_und
         times_s.append(time.perf_counter() - start_s)
     # About 0.3 ms; the bound leaves room for a busy machine.
     assert min(times_s) < 1.5e-3, f"fastest of 100: {1e3 * min(times_s):.2f} ms"
+
+
+def test_with_convert_who_moves_to_keys_and_values_keeps_its_cache():
+    policy = make_policy("apt?convert=true")
+    assert converts(policy)
+    assert not converts(AptPolicy())
+    # 12 blocks are held, 3 grow; keys and values of the second take 10 beside its layer inputs.
+    for num_blocks, expected in ((25, [1]), (24, [])):
+        world = hybrid_pair(num_blocks, can_convert=True, base_s=1e-3)
+        world.table.max_tokens_total[1] = 40  # many steps to gain in
+        plan = world.step(policy)
+        assert (plan.rows.tolist(), plan.preempt.tolist()) == ([0, 1], [])
+        assert plan.convert.tolist() == expected
+        assert world.table.kind[1] == (KV if expected else HIDDEN)
+    # An engine that cannot: the paper's decision.
+    plan = hybrid_pair(20).schedule(policy)
+    assert (plan.rows.tolist(), plan.preempt.tolist()) == ([0], [1])
+
+
+def test_with_convert_all_are_served_under_pressure():
+    rng = np.random.default_rng(1)
+    arrivals = [Arrival(int(rng.integers(0, 60)), int(rng.integers(1, 30)), int(rng.integers(5, 40))) for _ in range(60)]  # fmt: skip
+    world = World(num_blocks=80, can_convert=True)
+    drain(world, make_policy("apt?convert=true"), arrivals, limit=8000)
+    assert len(world.finished) == 60
+    assert world.num_conversions > 0

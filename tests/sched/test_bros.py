@@ -4,10 +4,12 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sched_world import HIDDEN, KV, World
 
 from apt_jax.sched import StepCosts, make_policy
-from apt_jax.sched.bros import BASE_BATCH, BrosPolicy, prefix_step_s
+from apt_jax.sched.bros import BASE_BATCH, MOST_REPLACEMENTS, BrosPolicy, poll, prefix_step_s
 
 COSTS = StepCosts(
     prefill_base_s=0.01, prefill_per_token_s=1e-3, decode_base_s=0.01, decode_per_request_s=1e-4
@@ -19,10 +21,12 @@ def best_effort(world: World, row: int) -> int:
     return row
 
 
-def test_times_of_prefixes_are_those_of_steps():
+@pytest.mark.parametrize("one_program", [True, False])
+def test_times_of_prefixes_are_those_of_steps(one_program):
     rng = np.random.default_rng(1)
+    numbers = [name for name in StepCosts.__dataclass_fields__ if name != "one_program"]
     costs = StepCosts(
-        **{name: float(rng.uniform(1e-4, 1e-2)) for name in StepCosts.__dataclass_fields__}
+        **{name: float(rng.uniform(1e-4, 1e-2)) for name in numbers}, one_program=one_program
     )
     for _ in range(20):
         n = int(rng.integers(1, 30))
@@ -41,6 +45,91 @@ def test_the_least_remaining_time_goes_first():
     world.table.last_token_s[decoding] = world.now_s
     plan = world.schedule(make_policy("bros"))
     assert plan.rows.tolist() == [decoding, urgent, relaxed]
+
+
+@given(
+    pending=st.lists(st.integers(0, 9), max_size=8),
+    waiting=st.lists(st.integers(0, 9), max_size=12),
+    in_order=st.booleans(),
+    most=st.integers(0, 14),
+)
+def test_polling_two_queues_is_sorting_them(pending, waiting, in_order, most):
+    if in_order:
+        waiting.sort()
+    keys = np.array([*pending, *waiting], float)
+    p = len(pending)
+    is_waiting = np.arange(keys.size) >= p
+    expected = [int(i) for i in np.lexsort((is_waiting, keys))]
+    later = [i for i in expected if i >= p][most:]
+    got = poll(keys[:p], keys[p:], most)
+    assert got.tolist() == [i for i in expected if i not in later]
+
+
+def test_waiting_requests_that_a_step_cannot_have_change_nothing():
+    """Only as many are pulled as the batch may have."""
+    rng = np.random.default_rng(5)
+    world = World(num_blocks=90000, mode="kv", max_num_seqs=900, max_num_batched_tokens=9000)
+    for i in range(2 * BASE_BATCH):
+        row = world.add(2, arrival_s=-0.4 + i / 1000, ttft_s=float(rng.uniform(0.6, 0.9)))
+        world.table.best_effort[row] = i % 3 == 0
+    slack_s = world.table.arrival_s + world.table.slo_ttft_s
+    rt = np.flatnonzero(world.table.live & ~world.table.best_effort)
+    plan = world.schedule(make_policy("bros"))
+    expected = rt[np.argsort(slack_s[rt], kind="stable")][:BASE_BATCH]
+    kept = BASE_BATCH - MOST_REPLACEMENTS
+    assert plan.rows[:kept].tolist() == expected[:kept].tolist()
+    assert world.table.best_effort[plan.rows[kept:]].all()
+    assert plan.rows.size == BASE_BATCH
+
+
+def test_a_group_of_tokens_shares_a_deadline():
+    world = World(num_blocks=400, mode="kv", costs=COSTS)
+    row = world.add(10, tbt_s=0.05)
+    policy = BrosPolicy(token_group=4)
+    for _ in range(3):
+        world.step(policy, seconds=0.01)
+    table = world.table  # the first token at 0.01 s, two of its group of four since
+    assert table.num_delivered[row] == 3
+    world.now_s = 0.1
+    rows = np.array([row], np.int32)
+    view = world.view()
+    left_s = policy._slack_s(view, rows, np.ones(1, np.int32))
+    # Due 4 x 0.05 s after the first token; two tokens of the group are still to come, this one included.
+    assert left_s[0] == pytest.approx(0.21 - 0.1 - policy._average_s)
+    single = BrosPolicy()._slack_s(view, rows, np.ones(1, np.int32))
+    assert single[0] == pytest.approx(0.05 - (0.1 - 0.03))
+
+
+def test_best_effort_has_time_that_a_group_can_spare():
+    def tokens(group: int) -> int:
+        world = World(num_blocks=400, mode="kv", costs=COSTS)
+        world.table.last_token_s[world.hold(world.add(10, tbt_s=0.04), KV)] = world.now_s
+        best_effort(world, world.add(60))
+        return int(world.schedule(BrosPolicy(token_group=group)).num_tokens.sum())
+
+    # 0.04 s for one token; 0.12 s for three, of which two come after this step.
+    assert tokens(1) < tokens(3) == 61
+
+
+def test_replacement_as_the_paper_has_it_asks_for_no_time():
+    world = World(
+        num_blocks=4000, mode="kv", max_num_seqs=400, max_num_batched_tokens=1000, costs=COSTS
+    )
+    for _ in range(BASE_BATCH):
+        world.hold(world.add(10, tbt_s=9.0), KV)
+    be = [best_effort(world, world.hold(world.add(10), KV)) for _ in range(6)]
+    # This step takes 0.023 s, so the next one would be late; 0.05 s are left.
+    world.table.last_token_s[world.table.live] = -8.95
+    in_time = world.schedule(BrosPolicy()).rows.tolist()
+    assert not set(be) & set(in_time)
+    plan = world.schedule(BrosPolicy(replacement="any", most_replacements=None))
+    assert plan.rows.size == BASE_BATCH
+    assert set(be) <= set(plan.rows.tolist())
+
+
+def test_a_token_group_has_a_token():
+    with pytest.raises(ValueError, match="token_group=0"):
+        BrosPolicy(token_group=0)
 
 
 def test_a_step_ends_before_the_first_deadline():

@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 
 from apt_jax.errors import ConfigError
-from apt_jax.sched import KindSpec, StepCosts
+from apt_jax.sched import KindSpec, StepCosts, UnifiedPolicy, make_policy
 from apt_jax.sched.optimal import (
     OBJECTIVES,
     OptimalBatch,
     OptimalProblem,
     OptimalRequest,
+    OptimalSchedule,
     check_schedule,
+    fcfs_schedule,
+    find_better,
+    policy_schedule,
     solve_optimal,
 )
 
@@ -262,6 +266,14 @@ def test_random_instances_with_arrivals_chunks_kinds_and_objectives(seed):
     check_optimal(random_problem(rng, int(rng.choice([1, 2, 2, 3, 3, 4]))))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_batches_of_two_programs_take_both_phases_one_after_another(seed):
+    rng = np.random.default_rng([18, seed])
+    problem = random_problem(rng, int(rng.choice([2, 2, 3])))
+    costs = dataclasses.replace(problem.costs, one_program=False)
+    check_optimal(dataclasses.replace(problem, costs=costs, hybrid_batching=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(400))
 def test_more_random_instances(seed):
@@ -385,3 +397,102 @@ def test_missing_scipy_is_said_clearly(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match="pip install scipy"):
         solve_optimal(problem_of((1, 2), (1, 1), capacity=2))
+
+
+# --- starts and the question for a better one -----------------------------------------------------------------------
+
+
+def starts_of(problem: OptimalProblem) -> list[OptimalSchedule]:
+    names = ("fcfs", "sarathi-nocp", "sarathi-nocp-ef", "rank-org")
+    return [policy_schedule(problem, make_policy(name)) for name in names]
+
+
+def test_policies_make_schedules_that_the_optimum_bounds():
+    seen = set()
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        lengths = [(int(rng.integers(1, 9)), int(rng.integers(1, 4))) for _ in range(3)]
+        problem = problem_of(*lengths, capacity=int(rng.integers(12, 20)))
+        starts = starts_of(problem)
+        best = solve_optimal(problem, starts=starts)
+        assert best.status == "optimal"
+        assert best.latency_s == pytest.approx(solve_optimal(problem).latency_s)
+        for start in starts:
+            assert check_schedule(problem, start).latency_s == start.latency_s
+            assert start.latency_s >= best.latency_s - 1e-9
+            seen.add(round(start.latency_s / best.latency_s, 3) > 1)
+    assert seen == {True, False}
+
+
+def test_with_ample_memory_a_policy_is_what_the_paper_says_it_is():
+    problem = problem_of((4, 3), (6, 2), capacity=100)
+    start = policy_schedule(problem, make_policy("fcfs"))
+    assert [b.rows for b in start.batches] == [(0, 1), (0, 1), (0,)]
+    assert start.latency_s == pytest.approx(fcfs_schedule(problem).latency_s)
+
+
+def test_arrivals_are_waited_for():
+    requests = (
+        OptimalRequest(prompt_tokens=2, output_tokens=1),
+        OptimalRequest(prompt_tokens=2, output_tokens=2, arrival_s=50.0),
+    )
+    problem = OptimalProblem(
+        requests=requests, capacity_blocks=10, max_num_batched_tokens=10, costs=COSTS
+    )
+    start = policy_schedule(problem, make_policy("fcfs"))
+    assert [b.start_s for b in start.batches][:2] == [0.0, 50.0]
+
+
+def test_a_start_is_the_answer_where_the_time_is_up():
+    problem = problem_of(*[(2, 4)] * 4, capacity=6)
+    best = solve_optimal(problem)
+    alone = solve_optimal(problem, time_limit_s=1e-3)
+    assert best.latency_s < alone.latency_s
+    again = solve_optimal(problem, time_limit_s=1e-3, starts=[fcfs_schedule(problem), best])
+    assert again.latency_s == pytest.approx(best.latency_s)
+    assert again.batches == best.batches
+
+
+def test_a_start_of_another_problem_is_refused():
+    other = solve_optimal(problem_of((4, 3), (4, 3), capacity=100))
+    with pytest.raises(ValueError, match="above M"):
+        solve_optimal(problem_of((4, 3), (4, 3), capacity=7), starts=[other])
+
+
+def test_a_policy_that_breaks_a_rule_is_refused():
+    problem = problem_of((9, 3), (9, 3), capacity=40)
+    with pytest.raises(ValueError, match="piece"):
+        policy_schedule(problem, UnifiedPolicy("pieces", prefill_tokens=12))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_better_schedule_is_found_exactly_where_there_is_one(objective):
+    said = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        lengths = [(int(rng.integers(2, 9)), int(rng.integers(1, 4))) for _ in range(3)]
+        problem = dataclasses.replace(
+            problem_of(*lengths, capacity=int(rng.integers(12, 16))), objective=objective
+        )
+        if objective == "slo":
+            requests = [dataclasses.replace(r, slo_ttft_s=14.0) for r in problem.requests]
+            problem = dataclasses.replace(problem, requests=tuple(requests))
+        start = fcfs_schedule(problem)
+        best = solve_optimal(problem).objective
+        for by in (0.02, 0.1, 0.3):
+            answer, found = find_better(problem, start, by=by)
+            wanted = start.objective * (1 + by if objective == "slo" else 1 - by)
+            exists = best >= wanted if objective == "slo" else best <= wanted
+            assert answer == ("yes" if exists else "no")
+            said.append(answer)
+            if found is not None:
+                value = check_schedule(problem, found).objective
+                assert value >= wanted if objective == "slo" else value <= wanted * (1 + 1e-6)
+    assert "no" in said
+    assert objective == "slo" or "yes" in said
+
+
+def test_the_time_may_be_too_short_to_know():
+    problem = problem_of(*[(i, 6) for i in (2, 3, 4, 5, 6, 7)], capacity=20)
+    start = fcfs_schedule(problem)
+    assert find_better(problem, start, by=0.6, time_limit_s=0.01) == ("unknown", None)

@@ -3,7 +3,7 @@
 import numpy as np
 from sched_world import KV, World
 
-from apt_jax.sched import make_policy
+from apt_jax.sched import RoundRobinPolicy, make_policy
 
 
 def best_effort(world: World, row: int) -> int:
@@ -28,6 +28,37 @@ def test_a_class_without_work_leaves_its_turn():
     assert [world.step(policy).rows.tolist() for _ in range(3)] == [[be]] * 3
     rt = world.add(8, 6)
     assert [world.step(policy).rows.tolist() for _ in range(4)] == [[rt], [be], [rt], [be]]
+
+
+def test_a_turn_holds_both_phases_unless_they_are_kept_apart():
+    def turns(policy: RoundRobinPolicy) -> list[tuple[str, list[int]]]:
+        world = World(num_blocks=400, mode="kv")
+        old = [best_effort(world, world.hold(world.add(8, 6), KV)), world.hold(world.add(8, 6), KV)]
+        new = [best_effort(world, world.add(8, 6)), world.add(8, 6)]
+        assert (old, new) == ([0, 1], [2, 3])
+        plans = [world.step(policy) for _ in range(4)]
+        return [(plan.iteration, plan.rows.tolist()) for plan in plans]
+
+    assert turns(RoundRobinPolicy()) == [
+        ("mixed", [1, 3]),
+        ("mixed", [0, 2]),
+        ("decode", [1, 3]),
+        ("decode", [0, 2]),
+    ]
+    assert turns(RoundRobinPolicy(mixed=False)) == [
+        ("prefill", [3]),
+        ("prefill", [2]),
+        ("decode", [1, 3]),
+        ("decode", [0, 2]),
+    ]
+
+
+def test_nobody_is_admitted_while_those_that_decode_outgrow_the_pool():
+    world = World(num_blocks=16, mode="kv")
+    rows = [world.hold(world.add(15), KV, num_outputs=2) for _ in range(2)]  # 8 blocks, 10 next
+    world.add(1)
+    plan = world.schedule(RoundRobinPolicy())
+    assert (plan.rows.tolist(), plan.preempt.tolist()) == (rows[:1], rows[1:])
 
 
 def test_the_latest_of_the_other_class_makes_room():

@@ -243,6 +243,7 @@ def busy(*, num_blocks: int = 100_000, budget: int = 4096) -> World:
         ("sarathi-nohy", "decode", {0: 1, 1: 1}),
         ("vllm-hy", "mixed", {2: 600, 3: 2000, 0: 1, 1: 1}),
         ("rank-i", "mixed", {1: 1, 0: 1, 5: 100, 2: 410}),
+        ("rank-org", "mixed", {0: 1, 1: 1, 2: 510}),
     ],
 )
 def test_table_1_in_one_step_each(name, iteration, tokens):

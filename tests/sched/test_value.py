@@ -4,12 +4,19 @@ from sched_world import HIDDEN, KV, World
 
 from apt_jax.sched.value import NEAR_ZERO, option_values, urgency
 
-LATE = NEAR_ZERO
-
 
 def rows_of(world: World) -> np.ndarray:
     view = world.view()
     return np.concatenate([view.waiting, view.running])
+
+
+def values(world: World, **options) -> np.ndarray:
+    view, rows = world.view(), rows_of(world)
+    return option_values(view, rows, urgency(view, rows), rows.size, **options)
+
+
+def violated(world: World) -> list[bool]:
+    return urgency(world.view(), rows_of(world)).violated.tolist()
 
 
 def test_pending_time_is_since_arrival_and_then_since_the_last_token():
@@ -31,20 +38,14 @@ def test_hidden_costs_all_requests_its_extra_time():
     for _ in range(3):
         world.add(20, arrival_s=0.0)
     world.now_s = 4.0
-    view = world.view()
-    urgent = urgency(view, view.waiting)
-    value = option_values(view, view.waiting, urgent.pending_s, urgent.weight, urgent.num_counted)
-    assert value == pytest.approx(np.tile([4.0, 4 - 3 * 0.3], (3, 1)))
+    assert values(world) == pytest.approx(np.tile([4.0, 4 - 3 * 0.3], (3, 1)))
 
 
 def test_negative_extra_time_makes_hidden_worth_more():
     world = World(num_blocks=1000, per_token_s=-0.01)
     world.add(20, arrival_s=0.0)
     world.now_s = 4.0
-    view = world.view()
-    urgent = urgency(view, view.waiting)
-    value = option_values(view, view.waiting, urgent.pending_s, urgent.weight, urgent.num_counted)
-    assert value[0, HIDDEN] == pytest.approx(4.2)
+    assert values(world)[0, HIDDEN] == pytest.approx(4.2)
 
 
 @pytest.mark.parametrize(("mode", "only"), [("kv", KV), ("hidden", HIDDEN)])
@@ -52,73 +53,55 @@ def test_a_request_without_choice_is_not_charged(mode, only):
     world = World(num_blocks=1000, mode=mode, per_token_s=1.0)
     world.add(20, arrival_s=0.0)
     world.now_s = 4.0
-    view = world.view()
-    value = option_values(view, view.waiting, np.array([4.0]), np.array([1.0]), 1)
+    value = values(world)
     assert value[0, only] == 4.0
     assert value[0, 1 - only] == -np.inf
+
+
+def test_one_kind_each_on_request():
+    world = World(num_blocks=1000, per_token_s=1.0)
+    for _ in range(2):
+        world.add(20, arrival_s=0.0)
+    world.now_s = 4.0
+    only = np.array([HIDDEN, KV], np.int8)
+    assert values(world, only=only).tolist() == [[-np.inf, 4.0], [4.0, -np.inf]]
 
 
 def test_a_kind_that_cannot_hold_the_request_to_its_end_is_not_allowed():
     world = World(num_blocks=10, block_size=4)  # KV: at most 20 positions, hidden: 40
     world.add(5, 16, arrival_s=0.0)
-    view = world.view()
-    assert option_values(view, view.waiting, np.ones(1), np.ones(1), 1).tolist() == [[-np.inf, 1.0]]
+    world.now_s = 1.0
+    assert values(world).tolist() == [[-np.inf, 1.0]]
 
 
-def fallback(world: World, decay: float = 0.0) -> dict[int, float]:
-    rows = rows_of(world)
-    return dict(zip(rows.tolist(), urgency(world.view(), rows, decay).weight.tolist(), strict=True))
-
-
-def test_a_request_that_missed_its_first_token_has_near_zero_value_and_is_not_counted():
-    world = World(num_blocks=100)
-    late = world.add(5, arrival_s=0.0, ttft_s=5.0)
-    good = world.add(5, arrival_s=6.0, ttft_s=5.0)
+def test_a_violated_request_has_the_constant_value_and_one_kind():
+    world = World(num_blocks=1000)
+    world.add(5, arrival_s=0.0, ttft_s=5.0)
+    world.add(5, arrival_s=6.0, ttft_s=5.0)
     world.now_s = 10.0
-    assert fallback(world) == {late: LATE, good: 1.0}
-    urgent = urgency(world.view(), rows_of(world))
-    assert urgent.num_counted == 1
-    assert urgent.weighted_s.tolist() == pytest.approx([10 * LATE, 4.0])
+    assert violated(world) == [True, False]
+    value = values(world)
+    assert value[0].tolist() == [NEAR_ZERO, -np.inf]
+    assert value[1] == pytest.approx([4.0, 4.0 - 2 * 1e-5 * 5])
 
 
 def test_violation_decay_is_the_factor():
-    world = World(num_blocks=100)
-    late = world.add(5, arrival_s=0.0, ttft_s=5.0)
+    world = World(num_blocks=1000)
+    world.add(5, arrival_s=0.0, ttft_s=5.0)
     world.now_s = 10.0
-    assert fallback(world, 0.4) == {late: 0.4}
-    assert fallback(world, 1.0) == {late: 1.0}
+    assert values(world, violation_decay=0.4)[0] == pytest.approx([4.0, 0.4 * (10 - 5e-5)])
 
 
-def test_a_late_first_token_counts_for_ever():
+def test_only_the_objective_of_the_state_now_counts():
     world = World(num_blocks=100)
     row = world.add(5, arrival_s=0.0, ttft_s=1.0, tbt_s=1.0)
     world.hold(row, KV, num_outputs=0)
     world.table.note_tokens(np.array([row], np.int32), 2.0)
-    world.now_s = 2.1
     assert world.table.ttft_missed[row]
-    assert fallback(world) == {row: LATE}
-
-
-def test_the_open_gap_counts_as_soon_as_it_is_too_long():
-    world = World(num_blocks=100)
-    row = world.hold(world.add(5, arrival_s=0.0, tbt_s=1.0), KV, num_outputs=3)
-    world.table.last_token_s[row] = 5.0
-    world.now_s = 5.9
-    assert fallback(world) == {row: 1.0}
-    world.now_s = 6.1
-    assert fallback(world) == {row: LATE}
-
-
-def test_one_late_gap_in_a_hundred_is_within_the_99th_percentile():
-    world = World(num_blocks=1000)
-    row = world.hold(world.add(5, arrival_s=0.0, tbt_s=1.0), KV, num_outputs=50)
-    world.table.num_late_gaps[row] = 1
-    world.table.last_token_s[row] = world.now_s = 60.0
-    assert fallback(world) == {row: LATE}
-    world.table.num_outputs[row] = 101
-    assert fallback(world) == {row: 1.0}
-    world.table.num_late_gaps[row] = 2
-    assert fallback(world) == {row: LATE}
+    world.now_s = 2.9
+    assert violated(world) == [False]
+    world.now_s = 3.1
+    assert violated(world) == [True]
 
 
 def test_notes_of_delivered_tokens():

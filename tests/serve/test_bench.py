@@ -203,7 +203,7 @@ def test_known_delays_are_measured_and_judged(tmp_path):
     fast_ttft = [r for r in ok if float(r["ttft_ms"]) < 700]
     assert len(fast_ttft) == 10
     assert len([r for r in fast_ttft if r["slo_attained"] == "1"]) == 5
-    # The slow gap is the first one: it misses the objective, and is not there for the client of the paper's authors.
+    # The slow gap is the first one: it misses the objective, and is not there where the first gap is dropped.
     slow_gap = [r for r in fast_ttft if r["slo_attained"] == "0"]
     assert all(float(r["p99_tbt_ms"]) > 1000 and float(r["p99_tbt_drop_first_ms"]) < 600 for r in slow_gap)  # fmt: skip
 
@@ -647,7 +647,7 @@ def test_prompts_classes_and_refusals_reach_an_engine(tmp_path):
     refused = values["statuses"]["RESOURCE_EXHAUSTED"]
     assert refused + values["statuses"]["ok"] == 12
     assert refused >= 6
-    assert values["slo_attainment"] == (12 - refused) / 12
+    assert values["slo_attainment"] == pytest.approx((12 - refused) / 12, abs=1e-5)
     assert {(r["prompt_tokens"], r["output_tokens"]) for r in rows if r["status"] == "ok"} <= {("6", "8"), ("3", "5")}  # fmt: skip
     assert all(r["error"] and r["slo_attained"] == "0" for r in rows if r["status"] != "ok")
 

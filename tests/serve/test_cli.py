@@ -117,7 +117,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--grpc-prot", "1"), "unknown flag '--grpc-prot'; did you mean --grpc-port?"),
         (("serve", "--max-num-seq=3"), "did you mean --max-num-seqs?"),
         (("serve", "--cache", "hybird"), "--cache: 'hybird' must be one of kv, hidden, hybrid; did you mean hybrid?"),
-        (("serve", "--scheduling-policy", "atp"), "--scheduling-policy: 'atp' must be one of"),
+        (("serve", "--scheduling-policy", "atp"), "policy='atp' must be one of"),
         (("serve", "--block-size", "abc"), "--block-size: 'abc' is not an integer"),
         (("serve", "--device-memory-utilization", "half"), "--device-memory-utilization: 'half' is not a number"),
         (("simulate", "--num-requests", "1.5"), "--num-requests: '1.5' is not an integer"),

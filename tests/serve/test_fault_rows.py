@@ -58,12 +58,12 @@ def test_C16_a_retry_of_a_live_request_is_a_request_of_its_own_and_counts():
         gate = served.parts.executor.gate  # type: ignore[attr-defined]
         gate.clear()
         body = {"prompt": "same", "max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
-        tasks = []
-        for live in (1, 2):
-            tasks.append(asyncio.create_task(served.post("/v1/completions", body)))
-            await served.until(
-                lambda live=live: len(served.engine._inbox) + served.parts.engine.num_live == live
-            )
+        tasks = [asyncio.create_task(served.post("/v1/completions", body))]
+        await served.until(
+            lambda: served.engine._outlook is not None
+        )  # its step runs, it waits no more
+        tasks.append(asyncio.create_task(served.post("/v1/completions", body)))
+        await served.until(lambda: len(served.engine._inbox) + served.parts.engine.num_live == 2)
         third = asyncio.create_task(served.post("/v1/completions", body))
         await served.until(
             lambda: third.done() or len(served.engine._inbox) + served.parts.engine.num_live == 3

@@ -749,7 +749,13 @@ def test_every_number_of_the_engine_is_on_the_wire():
     stats = toy_parts().engine.stats()
     wire = set(pb.GetStatsResponse.DESCRIPTOR.fields_by_name)
     internal = {"deferred_rows", "dropped_rows", "refused_plan_rows"}
-    internal |= {"step_tokens", "schedule_s", "busy_s", "cost_errors"}  # for /metrics and loads
+    internal |= {
+        "step_tokens",
+        "schedule_s",
+        "busy_s",
+        "cost_errors",
+        "fallback_iterations",
+    }  # for /metrics and loads
     assert set(type(stats).__dataclass_fields__) - wire == internal
 
 

@@ -40,6 +40,28 @@ def test_hidden_cache_is_chosen_and_marked(requests, capsys):
     assert "Dh" in capsys.readouterr().out
 
 
+def test_schedules_of_policies_are_starts(requests, tmp_path, capsys):
+    facts = tmp_path / "o.json"
+    flags = ["--capacity-tokens", "64", "--start", "fcfs, fcfs-ef", "--json", str(facts)]
+    assert cli.main(["optimal", "--requests", str(requests), *flags]) == 0
+    assert "starts" in capsys.readouterr().out
+    written = json.loads(facts.read_text())
+    assert list(written["starts"]) == ["fcfs", "fcfs-ef"]
+    assert all(value >= written["value"] for value in written["starts"].values())
+
+
+@pytest.mark.parametrize(("percent", "answer"), [("1", "yes"), ("90", "no")])
+def test_is_there_a_better_schedule(requests, tmp_path, capsys, percent, answer):
+    facts = tmp_path / "o.json"
+    flags = ["--capacity-tokens", "66", "--start", "fcfs-ef", "--better-by", percent]
+    argv = ["optimal", "--requests", str(requests), *flags, "--json", str(facts)]
+    assert cli.main(argv) == 0
+    assert answer in capsys.readouterr().out
+    written = json.loads(facts.read_text())
+    assert written["answer"] == answer
+    assert (written["value"] is None) == (answer == "no")
+
+
 def test_layer_inputs_of_another_width_take_the_blocks_of_the_engine(requests, tmp_path, capsys):
     """34 of them take two blocks of 17, half of a pool for 32 tokens with keys and values; as wide as keys 34 of 64."""
     hardware = load_hardware("llama-2-7b", "h100-80gb")
@@ -96,6 +118,10 @@ def test_json_goes_to_stdout_alone(requests, capsys):
         (LENGTHS, ["--chunk", "5000"], "--chunk 5000 must be between"),
         (LENGTHS, ["--objective", "slo"], "--slo-ttft-ms go together"),
         (LENGTHS, ["--hardware", "abacus"], "known:"),
+        (LENGTHS, ["--start", "fcsf"], "did you mean fcfs"),
+        (LENGTHS.replace("32", "400"), ["--start", "sarathi"], "runs a piece"),
+        (LENGTHS, ["--better-by", "10"], "needs something to be better than"),
+        (LENGTHS, ["--better-by", "100", "--start", "fcfs"], "must be below 100"),
     ],
 )
 def test_bad_input_is_one_line(requests, capsys, text, flags, message):

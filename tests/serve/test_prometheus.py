@@ -53,8 +53,8 @@ def test_the_names_of_the_contract_are_there():
     gauges = ["vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info", "aptjax:blocks"]  # fmt: skip
     counters = [
         "vllm:num_preemptions", "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:prefix_cache_queries",
-        "vllm:prefix_cache_hits", "aptjax:slo_attained", "aptjax:slo_missed", "aptjax:cache_kind_switch", "aptjax:recomputed_tokens",
-        "aptjax:scheduler_decision", "aptjax:compilations",
+        "vllm:prefix_cache_hits", "aptjax:slo_attained", "aptjax:slo_missed", "aptjax:cache_kind_switch", "aptjax:cache_conversions",
+        "aptjax:recomputed_tokens",        "aptjax:scheduler_decision", "aptjax:compilations",
     ]  # fmt: skip
     histograms = [
         "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",

@@ -87,7 +87,8 @@ def test_replicas_share_the_requests(tmp_path, capsys):
         (["--hardware", "b200"], "a100-40gb"),
         (["--model", "gpt-5"], "opt-13b"),
         (["--trace", "nope.csv"], "nope.csv"),
-        (["--scheduling-policy", "fcfz"], "did you mean fcfs"),
+        (["--scheduling-policy", "apt,fcfz"], "did you mean fcfs"),
+        (["--scheduling-policy", "apt?violation_decay=0.4,apt?decay=1"], "no option 'decay'"),
         (["--rate", "-1"], "--rate"),
         (["--cv", "1000"], "--cv"),
         (["--num-requests", "0"], "--num-requests"),
@@ -117,7 +118,7 @@ def test_a_trace_without_arrivals_needs_a_rate(capsys):
 
 
 def _by_parser(args: list[str]) -> bool:
-    return args[0] in ("--scheduling-policy", "--cache", "--routing-policy") or args[1] in (
+    return args[0] in ("--cache", "--routing-policy") or args[1] in (
         "-1",
         "0",
     )

@@ -259,12 +259,12 @@ def test_a_description_survives_a_file(opt: Hardware, tmp_path: Path) -> None:
 def test_a_malformed_file_names_the_field(
     opt: Hardware, tmp_path: Path, at: tuple[str, ...], value: object, says: str
 ) -> None:
-    data = {"format": 1, **dataclasses.asdict(opt)}
-    inner = data
+    path = tmp_path / "broken.json"
+    save_hardware(opt, path)
+    inner = data = json.loads(path.read_text())
     for name in at[:-1]:
         inner = inner[name]
     inner[at[-1]] = value
-    path = tmp_path / "broken.json"
     path.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=says) as error:
         load_hardware("opt-13b", str(path))
@@ -274,7 +274,8 @@ def test_a_malformed_file_names_the_field(
 
 def test_a_missing_field_and_a_missing_coefficient_are_named(opt: Hardware, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
-    data = {"format": 1, **dataclasses.asdict(opt)}
+    save_hardware(opt, path)
+    data = json.loads(path.read_text())
     del data["costs"]["absorb"]["decode_base_s"]
     path.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=r"costs.absorb.decode_base_s: missing"):

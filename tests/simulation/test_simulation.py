@@ -3,9 +3,9 @@
 import collections
 
 import pytest
-from simulation_harness import simulate
+from simulation_harness import REAL_POLICIES, draw_scenario, scenario_rng, simulate
 
-NUM_SEEDS = 320
+NUM_SEEDS = 360
 
 RARE_STATES = {
     "a kind switch hidden to kv": 20,
@@ -23,6 +23,12 @@ RARE_STATES = {
     "blocks cached at the end": 20,
     "bad row with >= 2 bystanders": 10,
     "chunked prefill": 20,
+    "conversion": 100,
+    "conversion of shared layer inputs": 2,
+    "conversion of two rows": 10,
+    "conversion put off": 5,
+    "conversion with a token in flight": 50,
+    "conversion within a prompt": 50,
     "drained with preempted requests": 20,
     "ends at a block border": 20,
     "engine ended after two failures": 3,
@@ -65,6 +71,13 @@ def test_every_promise_holds_and_rare_states_occur():
         total += simulate(seed).sometimes
     missing = {name: total[name] for name, least in RARE_STATES.items() if total[name] < least}
     assert not missing
+
+
+def test_every_policy_is_drawn():
+    drawn = {
+        draw_scenario(scenario_rng(seed)).policy.partition("+")[0] for seed in range(NUM_SEEDS)
+    }
+    assert drawn >= set(REAL_POLICIES)
 
 
 @pytest.mark.parametrize("seed", [1, 13, 77])

@@ -9,7 +9,7 @@ from apt_jax.config import SLO, CacheConfig, HiddenAttention, ModelConfig, Sched
 from apt_jax.engine import Engine
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import HIDDEN, KV, KindSpec, make_policy
+from apt_jax.sched import HIDDEN, KV, KindSpec, Policy, make_policy
 
 CONDITIONS = ["one at a time", "batched", "forced preemptions", "chunked prefill"]
 MODES: list[tuple[str, HiddenAttention]] = [
@@ -35,17 +35,19 @@ def greedy(
     max_tokens: int,
     kind: str,
     condition: str,
-    policy: str = "apt",
+    policy: str | Policy = "apt",
 ) -> list[list[int]]:
     """The output tokens of each prompt, the end-of-sequence token left out. Checks integrity, and that all blocks are free at the end."""
     budget = 48 if condition == "chunked prefill" else executor.max_num_batched_tokens
-    scheduler = SchedulerConfig(policy=policy, max_num_seqs=16, max_num_batched_tokens=budget)
+    scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=budget)
+    if isinstance(policy, str):
+        policy = make_policy(policy, scheduler)
     kinds = (
         KindSpec(name="kv", blocks_per_group=2, offered=kind in ("kv", "hybrid")),
         KindSpec(name="hidden", blocks_per_group=1, offered=kind in ("hidden", "hybrid")),
     )
     engine = Engine(
-        executor, make_policy(policy, scheduler), WallClock(), kinds, scheduler,
+        executor, policy, WallClock(), kinds, scheduler,
         dataclasses.replace(executor.cache_config), vocab_size=executor.config.vocab_size, debug=True,
     )  # fmt: skip
     eos = executor.config.eos_token_id

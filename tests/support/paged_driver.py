@@ -48,6 +48,7 @@ def make_executor(
         max_model_len=128,
         mixed=mixed,
         attention=ops,
+        conversion=kwargs.pop("conversion", False),
     )
 
 

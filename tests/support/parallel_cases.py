@@ -20,6 +20,7 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 from generation import greedy
+from random_policy import Chaos, RandomPolicy
 
 from apt_jax import parallel
 from apt_jax.config import CacheConfig, ModelConfig, RopeConfig
@@ -66,10 +67,12 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "opt, hidden, absorbed": ("opt", "hidden", "absorb"),
     "opt, hidden, reprojected": ("opt", "hidden", "reproject"),
     "opt, both": ("opt", "hybrid", "absorb"),
+    "opt, converted": ("opt", "hybrid", "absorb"),
     "llama, kv": ("llama", "kv", "auto"),
     "llama, hidden, values absorbed": ("llama", "hidden", "absorb"),
     "llama, hidden, reprojected": ("llama", "hidden", "reproject"),
     "llama, both": ("llama", "hybrid", "absorb"),
+    "norm of each key, converted": ("qwen3", "hybrid", "reproject"),
     "fewer key heads than devices": ("llama grouped", "kv", "auto"),
     "alibi, kv": ("bloom", "kv", "auto"),
     "alibi, hidden": ("bloom", "hidden", "absorb"),
@@ -105,6 +108,7 @@ def make_executor(model: str, kind: str, attention: Any, size: int) -> JaxExecut
         max_model_len=96,
         attention="xla",
         mesh=None if size == 1 else parallel.tensor_mesh(size),
+        conversion=True,
     )
 
 
@@ -115,10 +119,14 @@ def run(case: str, sizes: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for size in sizes:
         executor = make_executor(model, kind, attention, size)
-        tokens = greedy(executor, prompts, 12, kind, "forced preemptions")
+        policy = "apt"
+        if case.endswith("converted"):  # from layer inputs to keys and values, while they run
+            policy = RandomPolicy(3, Chaos(convert=0.7))
+        tokens = greedy(executor, prompts, 12, kind, "forced preemptions", policy)
         pool = executor._pools[0]
         found[str(size)] = {
             "tokens": tokens,
+            "converted": getattr(executor.programs["convert"], "_cache_size")() > 0,  # noqa: B009
             "pool bytes": sorted(shard.data.nbytes for shard in pool.addressable_shards),
             "collectives": parallel.collectives_of(executor.compiled_decode_step(), "layer1"),
         }

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from apt_jax.sched.view import Plan, Policy, SchedulerView
+from apt_jax.sched.view import HIDDEN, KV, Plan, Policy, SchedulerView
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -21,6 +21,8 @@ class Chaos:
     """A request that starts takes the other kind (`PerturbedPolicy`), or a random one (`RandomPolicy`)."""
     shuffle: float = 0.0
     """Requests are gone through in random order."""
+    convert: float = 0.0
+    """A request that starts takes the hidden kind; a hidden one that runs, and for which there is room, is converted to KV."""
 
 
 def _blocks(view: SchedulerView, tokens: int, kind: int) -> int:
@@ -37,13 +39,30 @@ def _start_blocks(view: SchedulerView, row: int, length: int, kind: int) -> int:
     return _blocks(view, end, kind) - int(view.table.hit_blocks[row, kind])
 
 
-def _plan(rows: list[int], num_tokens: list[int], kind: list[int], preempt: list[int]) -> Plan:
+def _convert_blocks(view: SchedulerView, row: int, length: int) -> int | None:
+    """Of a running request that is converted and computes `length` tokens; None where it may not be."""
+    table = view.table
+    if not view.can_convert or table.kind[row] != HIDDEN:
+        return None
+    if _blocks(view, int(table.max_tokens_total[row]), KV) > view.total_blocks:
+        return None
+    return _blocks(view, int(table.num_cached[row]) + length, KV)
+
+
+def _plan(
+    rows: list[int],
+    num_tokens: list[int],
+    kind: list[int],
+    preempt: list[int],
+    convert: list[int],
+) -> Plan:
     return Plan(
         rows=np.array(rows, np.int32),
         num_tokens=np.array(num_tokens, np.int32),
         kind=np.array(kind, np.int8),
         preempt=np.array(preempt, np.int32),
         iteration="mixed" if rows else "idle",
+        convert=np.array(convert, np.int32),
     )
 
 
@@ -73,6 +92,7 @@ class RandomPolicy:
         rows: list[int] = []
         num_tokens: list[int] = []
         kinds: list[int] = []
+        convert: list[int] = []
         while running:
             row = running.pop(0)
             most = min(budget, int(table.num_tokens[row] - table.num_cached[row]))
@@ -81,6 +101,10 @@ class RandomPolicy:
             length, kind = self._length(most), int(table.kind[row])
             held = int(table.num_blocks[row]) + int(table.num_shared[row])
             need = _blocks(view, int(table.num_cached[row]) + length, kind) - held
+            as_kv = _convert_blocks(view, row, length)
+            if as_kv is not None and as_kv <= free and self._chance(self.chaos.convert):
+                need = as_kv
+                convert.append(row)
             while need > free and running:
                 victim = running.pop()
                 preempt.append(victim)
@@ -106,7 +130,9 @@ class RandomPolicy:
             if not options:
                 break
             kind = options[0]
-            if self._chance(self.chaos.flip):
+            if HIDDEN in options and self._chance(self.chaos.convert):
+                kind = HIDDEN
+            elif self._chance(self.chaos.flip):
                 kind = int(self._rng.choice(options))
             free -= _start_blocks(view, row, length, kind)
             length = _left(view, row, length, kind)
@@ -115,7 +141,7 @@ class RandomPolicy:
             rows.append(row)
             num_tokens.append(length)
             kinds.append(kind)
-        return _plan(rows, num_tokens, kinds, preempt)
+        return _plan(rows, num_tokens, kinds, preempt, convert)
 
 
 class PerturbedPolicy:
@@ -136,6 +162,7 @@ class PerturbedPolicy:
         rows: list[int] = []
         num_tokens: list[int] = []
         kinds: list[int] = []
+        convert: list[int] = []
         free = view.free_blocks + sum(int(table.num_blocks[r]) for r in preempt)
         planned = zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True)
         for row, length, kind in planned:
@@ -146,16 +173,22 @@ class PerturbedPolicy:
             holds = bool(table.num_cached[row])
             other = 1 - kind
             flippable = not holds and view.kinds[other].offered
+            flip = max(chaos.flip, chaos.convert if other == HIDDEN else 0.0)
             if (
                 flippable
-                and chaos.flip
-                and rng.random() < chaos.flip
+                and flip
+                and rng.random() < flip
                 and _start_blocks(view, row, length, other) <= free
             ):
                 kind = other
             if holds:
                 held = int(table.num_blocks[row]) + int(table.num_shared[row])
                 need = _blocks(view, int(table.num_cached[row]) + length, kind) - held
+                as_kv = _convert_blocks(view, row, length)
+                wanted = row in plan.convert or (chaos.convert and rng.random() < chaos.convert)
+                if wanted and as_kv is not None and as_kv <= free:
+                    need = as_kv
+                    convert.append(row)
             else:
                 need = _start_blocks(view, row, length, kind)
                 length = _left(view, row, length, kind)
@@ -165,4 +198,4 @@ class PerturbedPolicy:
             rows.append(row)
             num_tokens.append(length)
             kinds.append(kind)
-        return _plan(rows, num_tokens, kinds, preempt)
+        return _plan(rows, num_tokens, kinds, preempt, convert)

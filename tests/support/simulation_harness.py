@@ -92,6 +92,11 @@ class Scenario:
     """A request's prompt begins with tokens of an earlier request."""
 
 
+def scenario_rng(seed: int) -> np.random.Generator:
+    """Where everything of a seed is drawn from, the scenario first."""
+    return np.random.default_rng([20_250_622, seed])
+
+
 def draw_scenario(rng: np.random.Generator) -> Scenario:
     """Swarm: each fault is there or not, then its rate is drawn (RELIABILITY §3.3)."""
 
@@ -101,7 +106,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
     second_failure = bool(rng.random() < 0.04)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     # Layer inputs may have another width than keys, but are smaller than keys and values.
-    sizes = rng.spawn(1)[0]
+    sizes, conversions = rng.spawn(2)
     is_odd = sizes.random() < 0.4
     inputs = int(sizes.integers(block_size // 2 + 1, 2 * block_size + 2))
     hidden_block_size = inputs if is_odd else block_size
@@ -124,7 +129,12 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         debug=bool(rng.random() < 0.5),
         policy=policy,
         chaos=Chaos(
-            preempt=rate(0.2), skip=rate(0.3), chunk=rate(0.6), flip=rate(0.7), shuffle=rate(0.5)
+            preempt=rate(0.2),
+            skip=rate(0.3),
+            chunk=rate(0.6),
+            flip=rate(0.7),
+            shuffle=rate(0.5),
+            convert=float(conversions.uniform(0.2, 1.0)),
         ),
         num_requests=int(rng.integers(5, 40)),
         burst=float(rng.choice([0.2, 1.0, 5.0])),
@@ -203,6 +213,7 @@ class _CheckedPolicy:
             all((before[n] == getattr(table, n)).all() for n in before),
             "the policy changed the table",
         )
+        self._note["conversion planned"] += plan.convert.size
         if plan.rows.size:
             starts = table.num_cached[plan.rows] == 0
             self._note["mixed prefill and decode"] += bool(starts.any() and not starts.all())
@@ -238,7 +249,7 @@ class Simulation:
     ) -> None:
         self.seed = seed
         self.full_checks = full_checks
-        self.rng = np.random.default_rng([20_250_622, seed])
+        self.rng = scenario_rng(seed)
         self.scenario = scenario = draw_scenario(self.rng)
         self.note: collections.Counter[str] = collections.Counter()
         self.clock = VirtualClock()
@@ -386,6 +397,17 @@ class Simulation:
 
         def noting_execute(batch: StepBatch):
             note["block copied"] += bool(len(batch.copies))
+            if batch.conversions is not None:
+                rows = batch.conversions.rows
+                note["conversion"] += rows.size
+                note["conversion of two rows"] += bool(rows.size > 1)
+                note["conversion beside a copy"] += bool(len(batch.copies))
+                note["conversion within a prompt"] += bool((batch.num_tokens[rows] > 1).any())
+                note["conversion with a token in flight"] += bool((batch.token_ids == -1).any())
+                shared = np.isin(
+                    batch.conversions.inputs, batch.block_tables[batch.block_tables > 0]
+                )
+                note["conversion of shared layer inputs"] += bool(shared.any())
             first = batch.block_tables[:, 0]
             both = np.bincount(first[first > 0]) > 1
             note["block read by two rows"] += bool(both.any())
@@ -623,6 +645,14 @@ class Simulation:
             stats.num_preemptions == sum(m.num_preemptions for m in self._metrics.values()),
             "preemptions are miscounted",
         )
+        _expect(
+            stats.num_conversions == sum(m.num_conversions for m in self._metrics.values()),
+            "conversions are miscounted",
+        )
+        if self.full_checks:
+            put_off = self.note["conversion planned"] - stats.num_conversions
+            _expect(put_off >= 0, "a conversion that was not asked for")
+            self.note["conversion put off"] += put_off
         self.note["a kind switch kv to hidden"] += stats.kind_switches["kv", "hidden"]
         self.note["a kind switch hidden to kv"] += stats.kind_switches["hidden", "kv"]
         self.note["stop found late, row in flight dropped"] += stats.dropped_rows

@@ -178,7 +178,7 @@ class Logprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., token_text: _Optional[str] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "timings", "slo", "cache_kind", "num_preemptions", "num_kind_switches", "recomputed_tokens")
+    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "timings", "slo", "cache_kind", "num_preemptions", "num_kind_switches", "recomputed_tokens", "num_conversions")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class Finish(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_KIND_SWITCHES_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONVERSIONS_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     stop_string: str
     stop_token_id: int
@@ -199,7 +200,8 @@ class Finish(_message.Message):
     num_preemptions: int
     num_kind_switches: int
     recomputed_tokens: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., slo: _Optional[_Union[SloResult, _Mapping]] = ..., cache_kind: _Optional[_Union[CacheKind, str]] = ..., num_preemptions: _Optional[int] = ..., num_kind_switches: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+    num_conversions: int
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., slo: _Optional[_Union[SloResult, _Mapping]] = ..., cache_kind: _Optional[_Union[CacheKind, str]] = ..., num_preemptions: _Optional[int] = ..., num_kind_switches: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_conversions: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_prompt_tokens")
@@ -244,7 +246,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("model", "scheduling_policy", "cache", "uptime_s", "max_model_len", "num_waiting", "num_running", "num_ending", "waiting_prompt_tokens", "requests_by_kind", "total_blocks", "free_blocks", "blocks_by_kind", "block_size", "iterations", "finished", "num_refused", "num_preemptions", "kind_switches", "recomputed_tokens", "prompt_tokens", "generation_tokens", "step_failures", "compilations", "host_p50_ms", "host_p99_ms", "schedule_p50_ms", "dispatch_p50_ms", "schedule_p99_ms", "mask_p50_ms", "mask_p99_ms", "prefix_cache_queries", "prefix_cache_hits", "cached_blocks", "waiting_uncached_tokens", "num_doubtful", "expected_wait_s")
+    __slots__ = ("model", "scheduling_policy", "cache", "uptime_s", "max_model_len", "num_waiting", "num_running", "num_ending", "waiting_prompt_tokens", "requests_by_kind", "total_blocks", "free_blocks", "blocks_by_kind", "block_size", "iterations", "finished", "num_refused", "num_preemptions", "kind_switches", "recomputed_tokens", "prompt_tokens", "generation_tokens", "step_failures", "compilations", "host_p50_ms", "host_p99_ms", "schedule_p50_ms", "dispatch_p50_ms", "schedule_p99_ms", "mask_p50_ms", "mask_p99_ms", "prefix_cache_queries", "prefix_cache_hits", "cached_blocks", "waiting_uncached_tokens", "num_doubtful", "expected_wait_s", "num_conversions")
     class RequestsByKindEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -317,6 +319,7 @@ class GetStatsResponse(_message.Message):
     WAITING_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DOUBTFUL_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONVERSIONS_FIELD_NUMBER: _ClassVar[int]
     model: str
     scheduling_policy: str
     cache: str
@@ -354,7 +357,8 @@ class GetStatsResponse(_message.Message):
     waiting_uncached_tokens: int
     num_doubtful: int
     expected_wait_s: float
-    def __init__(self, model: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., cache: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_ending: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., requests_by_kind: _Optional[_Mapping[str, int]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks_by_kind: _Optional[_Mapping[str, int]] = ..., block_size: _Optional[int] = ..., iterations: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., num_refused: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kind_switches: _Optional[_Mapping[str, int]] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., step_failures: _Optional[int] = ..., compilations: _Optional[int] = ..., host_p50_ms: _Optional[float] = ..., host_p99_ms: _Optional[float] = ..., schedule_p50_ms: _Optional[float] = ..., dispatch_p50_ms: _Optional[float] = ..., schedule_p99_ms: _Optional[float] = ..., mask_p50_ms: _Optional[float] = ..., mask_p99_ms: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., waiting_uncached_tokens: _Optional[int] = ..., num_doubtful: _Optional[int] = ..., expected_wait_s: _Optional[float] = ...) -> None: ...
+    num_conversions: int
+    def __init__(self, model: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., cache: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_ending: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., requests_by_kind: _Optional[_Mapping[str, int]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks_by_kind: _Optional[_Mapping[str, int]] = ..., block_size: _Optional[int] = ..., iterations: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., num_refused: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kind_switches: _Optional[_Mapping[str, int]] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., step_failures: _Optional[int] = ..., compilations: _Optional[int] = ..., host_p50_ms: _Optional[float] = ..., host_p99_ms: _Optional[float] = ..., schedule_p50_ms: _Optional[float] = ..., dispatch_p50_ms: _Optional[float] = ..., schedule_p99_ms: _Optional[float] = ..., mask_p50_ms: _Optional[float] = ..., mask_p99_ms: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., waiting_uncached_tokens: _Optional[int] = ..., num_doubtful: _Optional[int] = ..., expected_wait_s: _Optional[float] = ..., num_conversions: _Optional[int] = ...) -> None: ...
 
 class WatchSchedulerRequest(_message.Message):
     __slots__ = ("capacity",)
@@ -371,7 +375,7 @@ class WatchSchedulerResponse(_message.Message):
     def __init__(self, num_dropped: _Optional[int] = ..., iterations: _Optional[_Iterable[_Union[Iteration, _Mapping]]] = ...) -> None: ...
 
 class Iteration(_message.Message):
-    __slots__ = ("number", "uptime_s", "type", "scheduled", "preempted", "switched", "deferred", "prefill_tokens", "decode_tokens", "num_waiting", "num_running", "free_blocks", "schedule_ms", "step_ms", "failed")
+    __slots__ = ("number", "uptime_s", "type", "scheduled", "preempted", "switched", "deferred", "prefill_tokens", "decode_tokens", "num_waiting", "num_running", "free_blocks", "schedule_ms", "step_ms", "failed", "converted")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +391,7 @@ class Iteration(_message.Message):
     SCHEDULE_MS_FIELD_NUMBER: _ClassVar[int]
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    CONVERTED_FIELD_NUMBER: _ClassVar[int]
     number: int
     uptime_s: float
     type: str
@@ -402,7 +407,8 @@ class Iteration(_message.Message):
     schedule_ms: float
     step_ms: float
     failed: bool
-    def __init__(self, number: _Optional[int] = ..., uptime_s: _Optional[float] = ..., type: _Optional[str] = ..., scheduled: _Optional[_Iterable[_Union[ScheduledRow, _Mapping]]] = ..., preempted: _Optional[_Iterable[_Union[PreemptedRow, _Mapping]]] = ..., switched: _Optional[_Iterable[_Union[KindSwitch, _Mapping]]] = ..., deferred: _Optional[_Iterable[str]] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., schedule_ms: _Optional[float] = ..., step_ms: _Optional[float] = ..., failed: _Optional[bool] = ...) -> None: ...
+    converted: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., uptime_s: _Optional[float] = ..., type: _Optional[str] = ..., scheduled: _Optional[_Iterable[_Union[ScheduledRow, _Mapping]]] = ..., preempted: _Optional[_Iterable[_Union[PreemptedRow, _Mapping]]] = ..., switched: _Optional[_Iterable[_Union[KindSwitch, _Mapping]]] = ..., deferred: _Optional[_Iterable[str]] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., schedule_ms: _Optional[float] = ..., step_ms: _Optional[float] = ..., failed: _Optional[bool] = ..., converted: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScheduledRow(_message.Message):
     __slots__ = ("request_id", "num_tokens", "start", "kind")

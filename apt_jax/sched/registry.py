@@ -1,0 +1,311 @@
+"""Policies by name, with options: those of this package, of installed packages, and classes of any module.
+
+    NAME                    a bundled policy, or an entry point of the group `apt_jax.scheduling_policies`
+    package.module:Class    a class, imported from where Python looks and then from the current directory
+    ...?option=value&...    either, with keyword arguments of its constructor
+
+A class from outside this package must declare `interface_version` (see `apt_jax.sched.view.INTERFACE_VERSION`).
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import json
+import operator
+import os
+import secrets
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from apt_jax.config import SchedulerConfig
+from apt_jax.errors import ConfigError, nearest, one_line
+from apt_jax.sched.view import INTERFACE_VERSION, Policy
+
+ENTRY_POINTS = "apt_jax.scheduling_policies"
+"""Group of entry points: a package that declares one is found by its name."""
+
+_FLAG = "(--scheduling-policy)"
+_HOW = "(docs/writing_a_policy.md, --scheduling-policy)"
+
+_loaded: dict[str, bytes] = {}
+"""Digests of the files of modules from outside, as they were when they were imported."""
+_process = secrets.token_hex(16)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyMaker:
+    """A policy's class and the arguments that make it the one of this name.
+
+    A constructor argument called `violation_decay` or `seed` gets what the configuration says, unless `settings` or the
+    options do.
+    """
+
+    cls: type[Any]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __call__(
+        self, config: SchedulerConfig, seed: int, options: Mapping[str, Any] | None = None
+    ) -> Policy:
+        values: dict[str, Any] = {"violation_decay": config.violation_decay, "seed": seed}
+        accepted = _parameters(self.cls)
+        values = {name: value for name, value in values.items() if name in accepted}
+        return self.cls(**{**values, **self.settings, **(options or {})})
+
+    @property
+    def is_bundled(self) -> bool:
+        return _is_ours(self.cls.__module__)
+
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Arguments that may be given as options; the name of a bundled policy is its own."""
+        accepted = _parameters(self.cls)
+        return {n: p for n, p in accepted.items() if not (n == "name" and self.is_bundled)}
+
+
+def is_bundled(policy: Policy) -> bool:
+    """Whether a policy is of this package: its plans keep their promises, by its tests."""
+    return _is_ours(type(policy).__module__)
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] == "apt_jax"
+
+
+def find_policy(
+    text: str, bundled: Mapping[str, PolicyMaker]
+) -> tuple[PolicyMaker, dict[str, Any]]:
+    """What `--scheduling-policy` names, and the values of its options; nothing is made yet.
+
+    Raises:
+        ConfigError: one line: no such policy or option, a module that cannot be imported, another interface.
+    """
+    name, mark, query = text.partition("?")
+    if name in bundled:
+        maker = bundled[name]
+    elif ":" in name:
+        maker = PolicyMaker(_load_class(name, name))
+    else:
+        maker = PolicyMaker(_load_class(_installed(name, bundled), name))
+    return maker, _options(text, maker, query) if mark else {}
+
+
+def make(
+    text: str, bundled: Mapping[str, PolicyMaker], config: SchedulerConfig, seed: int
+) -> Policy:
+    """The policy that `text` names.
+
+    Raises:
+        ConfigError: see `find_policy`; or it cannot be made with these options, or has no name.
+    """
+    maker, options = find_policy(text, bundled)
+    if "violation_decay" in options:  # has the bounds of the flag
+        dataclasses.replace(config, violation_decay=options["violation_decay"])
+    try:
+        policy = maker(config, seed, options)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"policy={text!r:.200} cannot be made: {_told(error)} {_FLAG}") from error
+    name = getattr(policy, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"policy={text!r:.200} has no `name`, a string for logs {_HOW}")
+    return policy
+
+
+def source_digest(text: str, bundled: Mapping[str, PolicyMaker]) -> str | None:
+    """Digest of the files that define a policy from outside, its base classes among them; None for a bundled one.
+
+    Of a class that has no file (a notebook's) it is another one in each process.
+    """
+    maker, _ = find_policy(text, bundled)
+    if maker.is_bundled:
+        return None
+    digest = hashlib.sha256()
+    for cls in maker.cls.__mro__:
+        if cls is not object and not _is_ours(cls.__module__):
+            file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+            digest.update(Path(file).read_bytes() if file else _process.encode())
+    return digest.hexdigest()
+
+
+# --- classes from outside ------------------------------------------------------------------------------------------
+
+
+def _installed(name: str, bundled: Mapping[str, PolicyMaker]) -> str:
+    """`package.module:Class` of the entry point of this name."""
+    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    found = sorted({f"{p.module}:{p.attr}" for p in points if p.name == name})
+    if len(found) > 1:
+        raise ConfigError(
+            f"policy={name!r} is declared by several packages: name one of {', '.join(found)} {_FLAG}"
+        )
+    if found:
+        return found[0]
+    known = sorted({*bundled, *points.names})
+    raise ConfigError(
+        f"policy={name!r:.200} must be one of {', '.join(known)}, or package.module:Class{nearest(name, known)} {_FLAG}"
+    )
+
+
+def _load_class(path: str, name: str) -> type:
+    """The class at `package.module:Class`, which `name` stands for in errors, with the interface of this version."""
+    what = f"policy={name!r:.200}" + ("" if path == name else f" ({path})")
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{what} is not package.module:Class {_FLAG}")
+    try:
+        module = _import(module_name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what} cannot be imported: {_told(error)} {_FLAG}") from error
+    try:
+        cls = operator.attrgetter(attribute)(module)
+    except AttributeError:
+        classes = [n for n, v in vars(module).items() if isinstance(v, type)]
+        hint = nearest(attribute, classes)
+        if module_name == "__main__":
+            hint = ": other processes do not see classes of a notebook, put it in a file"
+        raise ConfigError(f"{what}: {module_name} has no {attribute!r:.60}{hint} {_FLAG}") from None
+    if not isinstance(cls, type):
+        raise ConfigError(f"{what} is not a class but {type(cls).__name__} {_HOW}")
+    if not callable(getattr(cls, "schedule", None)):
+        raise ConfigError(f"{what} has no method schedule(view) {_HOW}")
+    if _is_ours(cls.__module__):
+        return cls
+    version = getattr(cls, "interface_version", None)
+    if version is None:
+        raise ConfigError(
+            f"{what} does not say which interface it is written for: `interface_version = {INTERFACE_VERSION}` is this apt-jax's {_HOW}"
+        )
+    if version != INTERFACE_VERSION:
+        raise ConfigError(
+            f"{what} is written for interface_version {version!r:.40}; this apt-jax has {INTERFACE_VERSION} {_HOW}"
+        )
+    return cls
+
+
+def _import(name: str) -> types.ModuleType:
+    """Import a module; again where its file has changed since, as notebooks want it."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last: nothing that is installed is hidden by a file that lies about
+    importlib.invalidate_caches()
+    was_there = name in sys.modules
+    module = importlib.import_module(name)
+    file = getattr(module, "__file__", None)
+    if _is_ours(name) or not file or not os.path.isfile(file):
+        return module
+    digest = hashlib.sha256(Path(file).read_bytes()).digest()
+    if was_there and _loaded.get(name, digest) != digest and name != "__main__":
+        module = importlib.reload(module)
+    _loaded[name] = digest
+    return module
+
+
+def _told(error: BaseException) -> str:
+    """An error of somebody else's code in a line, with the place that raised it."""
+    text = f"{type(error).__name__}: {one_line(str(error)):.300}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if (
+        frames
+        and not frames[-1].filename.startswith("<")
+        and not _in_this_package(frames[-1].filename)
+    ):
+        text += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    return text
+
+
+def _in_this_package(filename: str) -> bool:
+    return Path(filename).is_relative_to(Path(__file__).parents[1]) or "importlib" in filename
+
+
+# --- options -------------------------------------------------------------------------------------------------------
+
+
+def _parameters(cls: type[Any]) -> dict[str, inspect.Parameter]:
+    """Arguments of a constructor that can be given by name."""
+    try:
+        found = inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # not written in Python
+        return {}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: p for name, p in found.items() if p.kind in by_name}
+
+
+def _options(text: str, maker: PolicyMaker, query: str) -> dict[str, Any]:
+    accepted = maker.options()
+    try:
+        hints = typing.get_type_hints(maker.cls.__init__)
+    except Exception:  # names that are known to a type checker only
+        hints = {}
+    values: dict[str, Any] = {}
+    for part in query.split("&"):
+        option, equals, given = part.partition("=")
+        where = f"policy={text!r:.200}"
+        if not equals or not option:
+            raise ConfigError(f"{where}: {part!r:.60} is not option=value {_FLAG}")
+        if option not in accepted:
+            known = f"has the options {', '.join(accepted)}" if accepted else "has no options"
+            raise ConfigError(
+                f"{where}: no option {option!r:.60}{nearest(option, accepted)}; it {known} {_FLAG}"
+            )
+        if option in values:
+            raise ConfigError(f"{where}: {option} is there twice {_FLAG}")
+        default = accepted[option].default
+        hint = hints.get(option, Any)
+        if hint is Any and default not in (None, inspect.Parameter.empty):
+            hint = type(default)
+        try:
+            values[option] = _value(given, hint)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {option}={given!r:.60} {error} {_FLAG}") from None
+    return values
+
+
+def _value(text: str, hint: Any) -> Any:
+    """`text` as a value of the type that a constructor asks for: numbers, truth, one of some words, text, nothing.
+
+    Raises:
+        ValueError: it is none; the message is the predicate of a sentence.
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for one in sorted(args, key=lambda one: one is str):  # anything is text
+            try:
+                return _value(text, one)
+            except ValueError:
+                continue
+        raise ValueError(f"is not of type {hint}")
+    if origin is typing.Literal:
+        for one in args:
+            if str(one) == text:
+                return one
+        raise ValueError(
+            f"must be one of {', '.join(map(str, args))}{nearest(text, map(str, args))}"
+        )
+    if hint is str:
+        return text
+    try:
+        value = json.loads(text.lower().replace("none", "null"))
+    except ValueError:
+        value = text
+    if hint is Any:
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is float and is_number:
+        return float(value)
+    if hint is int and is_number and isinstance(value, int):
+        return value
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint in (None, type(None)) and value is None:
+        return None
+    words = {float: "a number", int: "an integer", bool: "true or false"}
+    if hint in words:
+        raise ValueError(f"is not {words[hint]}")
+    raise ValueError("cannot be given as text")
