@@ -1,282 +1,303 @@
-"""What `apt-plus` gains over Apt-Serve as published, what each of its parts contributes, and whether it is ever worse.
+"""`apt-plus` against Apt-Serve as published and against vLLM's scheduler, and what each of its rules contributes.
 
-    python -m benchmarks.apt_plus parts        effective throughput at 90 % attainment, one part at a time left out
-    python -m benchmarks.apt_plus everywhere   attainment beside apt's: every trace, CV 1, 5 and 10, two loads
-    python -m benchmarks.apt_plus made_up      the same on traces made up for it: short prompts, long ones, two sorts, all alike
+    python -m benchmarks.apt_plus rates     effective throughput at 90 % attainment, ratios to the better `apt` on the same seeds
+    python -m benchmarks.apt_plus cells     attainment, tokens/s, TTFT p99 and recomputed tokens: every trace, CV 1, 5 and 10, two loads
+    python -m benchmarks.apt_plus parts     one rule at a time left out or changed
 
-Simulated OPT-13B on an A100 of 40 GB (and Llama-2-7B on one of 80 GB for traces beyond OPT's 2,048 tokens). "apt" is the
-paper's policy with the paper's reprojection cost, with KV alone and with the hybrid cache; `apt-plus` uses absorption where
-the model allows it. Finished runs are kept in the store, so that an interrupted benchmark goes on.
+Simulated OPT-13B on one A100 of 40 GB (Llama-2-7B on one of 80 GB for traces beyond OPT's 2,048 tokens). `apt` is the
+paper's policy, with keys and values, with the paper's hybrid cache (reprojection), and with that cache and the rho that the
+authors' probe most likely gave. `apt-plus` uses absorption where the model allows it, and so does `vllm-v1`, which goes for
+throughput, on the hidden cache alone. Llama-2 has rotary embedding, so no absorption: `apt-plus` has the hybrid cache by
+reprojection there, `vllm-v1` keys and values.
+
+Constants were chosen with seeds from 100 on (`parts` uses these), on ShareGPT and LongBench and with a look at mooncake-conv
+and azure-conv. `rates` and `cells` judge on seeds from 0 on, `cells` also on four traces that were not looked at. Differences and ratios are paired by seed, with 95 % intervals. Finished
+runs are kept in the store, so that an interrupted benchmark goes on.
 """
 
 import argparse
-import concurrent.futures
 import csv
 import dataclasses
-import functools
-import hashlib
-import json
-import multiprocessing
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apt_jax.config import SLO
-from apt_jax.llm import ProgressBars
-from apt_jax.sched import Policy, make_policy, solve_exact, solve_greedy
+from apt_jax.sched import INTERFACE_VERSION, SchedulerView
 from apt_jax.sched.apt_plus import AptPlusPolicy
-from apt_jax.sim.simulate import SimulationConfig, simulate
-from apt_jax.sim.sweep import Store, bisect_rate
+from apt_jax.sched.policy import Rows
+from apt_jax.sim.simulate import SimulationConfig
+from benchmarks.paper.apt_serve import RHO_US, attainment, crossings, seeded
+from benchmarks.paper.common import (
+    Runs,
+    add_options,
+    half_width,
+    mean,
+    new_figure,
+    paired,
+    save_figure,
+    write_csv,
+)
 
 RESULTS = Path(__file__).resolve().parent / "results" / "apt-plus"
 
-Make = Callable[[], Policy]
-# name: (cache, hidden attention, policy)
-VARIANTS: dict[str, tuple[str, str, Make]] = {
-    "apt, KV": ("kv", "reproject", lambda: make_policy("apt")),
-    "apt, hybrid (the paper's)": ("hybrid", "reproject", lambda: make_policy("apt")),
-    "apt, hybrid with absorption": ("hybrid", "absorb", lambda: make_policy("apt")),
-    "apt, all hidden with absorption": ("hidden", "absorb", lambda: make_policy("apt")),
-    "apt-plus": ("hybrid", "absorb", lambda: make_policy("apt-plus")),
-    "apt-plus, KV": ("kv", "reproject", lambda: make_policy("apt-plus")),
-    "apt-plus, reprojection": ("hybrid", "reproject", lambda: make_policy("apt-plus")),
-    "without mixed steps": ("hybrid", "absorb", lambda: AptPlusPolicy(mixed=False)),
-    "without foreseeing lateness": ("hybrid", "absorb", lambda: AptPlusPolicy(foresee=False)),
-    "without making room for others": ("hybrid", "absorb", lambda: AptPlusPolicy(sacrifice=False)),
-    "without filling up": (
-        "hybrid",
-        "absorb",
-        lambda: AptPlusPolicy(solver=functools.partial(solve_greedy, fill=False)),
-    ),
-    "with the exact solver": ("hybrid", "absorb", lambda: AptPlusPolicy(solver=solve_exact)),
-    "clairvoyant": ("hybrid", "absorb", lambda: AptPlusPolicy(clairvoyant=True)),
-}
-
-LOADS = {
-    # trace: (model, hardware, SLO, output scale)
-    "sharegpt": ("opt-13b", "a100-40gb", SLO(ttft_s=1.0, tbt_s=1.0), 1.0),
-    "humaneval": ("opt-13b", "a100-40gb", SLO(ttft_s=0.5, tbt_s=0.5), 1.0),
-    "longbench": ("opt-13b", "a100-40gb", SLO(ttft_s=4.0, tbt_s=1.0), 0.4),
-    "wikitext": ("opt-13b", "a100-40gb", SLO(ttft_s=4.0, tbt_s=1.0), 1.0),
-    "bros-sharegpt": ("opt-13b", "a100-40gb", SLO(ttft_s=1.0, tbt_s=1.0), 1.0),
-    "bros-lmsys": ("opt-13b", "a100-40gb", SLO(ttft_s=1.0, tbt_s=1.0), 1.0),
-    "azure-conv": ("llama-2-7b", "a100-80gb", SLO(ttft_s=2.0, tbt_s=0.5), 1.0),
-    "mooncake-conv": ("llama-2-7b", "a100-80gb", SLO(ttft_s=4.0, tbt_s=1.0), 1.0),
+APT_KV, APT_HYBRID, APT_PROBED = (
+    "apt, KV",
+    "apt, hybrid by reprojection",
+    "apt, hybrid, rho as probed",
+)
+PLUS = "apt-plus"
+ABSORB = {"cache": "hybrid", "hidden_attention": "absorb"}
+HIDDEN = {"cache": "hidden", "hidden_attention": "absorb"}
+SYSTEMS: dict[str, dict[str, Any]] = {
+    APT_KV: {"policy": "apt", "cache": "kv", "hidden_attention": "reproject"},
+    APT_HYBRID: {"policy": "apt", "cache": "hybrid", "hidden_attention": "reproject"},
+    APT_PROBED: {"policy": "apt", "cache": "hybrid", "hidden_attention": "reproject", "rho_us": RHO_US},
+    PLUS: {"policy": "apt-plus", **ABSORB},
+    "vllm-v1, hidden": {"policy": "vllm-v1", **HIDDEN},
+}  # fmt: skip
+APTS = (APT_KV, APT_HYBRID, APT_PROBED)
+PICTURED = {
+    **{name: SYSTEMS[name] for name in (PLUS, APT_HYBRID, APT_KV)},
+    "vllm-v1, KV": {"policy": "vllm-v1", "cache": "kv", "hidden_attention": "reproject"},
 }
 
 
-def config_of(
-    trace: str, num_requests: int, seed: int, cv: float | None = None
-) -> SimulationConfig:
-    model, hardware, slo, scale = LOADS[trace]
+class LargestFirst(AptPlusPolicy):
+    """`apt-plus`, but of those that may pause the one with most blocks goes first, as the paper's knapsack drops them."""
+
+    interface_version = INTERFACE_VERSION
+
+    def _pause_order(
+        self, view: SchedulerView, decoding: Rows
+    ) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+        is_free = self.may_wait(view, decoding)
+        return np.lexsort((-view.table.num_blocks.take(decoding), ~is_free)), is_free
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    PLUS: SYSTEMS[PLUS],
+    "keys and values alone": {**SYSTEMS[APT_KV], "policy": "apt-plus"},
+    "late gaps are not spent": {"policy": "apt-plus?spend_late_gaps=false", **ABSORB},
+    "nobody pauses for others": {"policy": "apt-plus?urgent_s=0", **ABSORB},
+    "pauses at once, not when urgent": {"policy": "apt-plus?urgent_s=1e9", **ABSORB},
+    "the largest pause first": {"policy": "benchmarks.apt_plus:LargestFirst", **ABSORB},
+    "pauses without a bound": {"policy": "apt-plus?recompute_share=1e9", **ABSORB},
+    "half of the bound": {"policy": "apt-plus?recompute_share=0.03", **ABSORB},
+    "twice the bound": {"policy": "apt-plus?recompute_share=0.12", **ABSORB},
+    "pauses for large requests too": {"policy": "apt-plus?largest_share=1.0", **ABSORB},
+    "no reserve for growth": {"policy": "apt-plus?reserve_tokens=0", **ABSORB},
+    "late ones need no more room": {"policy": "apt-plus?leftover_tokens=16", **ABSORB},
+    "the paper's decisions, all hidden by absorption": {"policy": "apt", **HIDDEN},
+    "the paper's decisions, hybrid by absorption": {"policy": "apt", **ABSORB},
+}
+
+TRACES = {
+    # trace: (model, hardware, SLO, rates of `cells`)
+    "sharegpt": ("opt-13b", "a100-40gb", SLO(ttft_s=1.0, tbt_s=1.0), (4.0, 8.0)),
+    "longbench": ("opt-13b", "a100-40gb", SLO(ttft_s=4.0, tbt_s=1.0), (1.0, 1.3)),
+    "humaneval": ("opt-13b", "a100-40gb", SLO(ttft_s=0.5, tbt_s=0.5), (8.0, 14.0)),
+    "wikitext": ("opt-13b", "a100-40gb", SLO(ttft_s=4.0, tbt_s=1.0), (0.8, 1.6)),
+    "bros-sharegpt": ("opt-13b", "a100-40gb", SLO(ttft_s=1.0, tbt_s=1.0), (3.0, 6.0)),
+    "bros-lmsys": ("opt-13b", "a100-40gb", SLO(ttft_s=1.0, tbt_s=1.0), (3.0, 6.0)),
+    "azure-conv": ("llama-2-7b", "a100-80gb", SLO(ttft_s=2.0, tbt_s=0.5), (3.0, 6.0)),
+    "mooncake-conv": ("llama-2-7b", "a100-80gb", SLO(ttft_s=4.0, tbt_s=1.0), (1.5, 4.0)),
+}
+TUNED = ("sharegpt", "longbench")
+FIRST_TUNING_SEED = 100
+
+
+def config_of(trace: str, system: dict[str, Any], **changes: Any) -> SimulationConfig:
+    """One run; a model without absorption gets reprojection, and keys and values where the hidden kind was to be the only one."""
+    model, hardware, slo, _ = TRACES[trace]
+    if model != "opt-13b":
+        cache = "kv" if system["cache"] == "hidden" else system["cache"]
+        system = {**system, "cache": cache, "hidden_attention": "reproject"}
     return SimulationConfig(
-        model=model,
-        hardware=hardware,
-        trace=trace,
-        slo=slo,
-        output_scale=scale,
-        num_requests=num_requests,
-        seed=seed,
-        rate=1.0,
-        cv=1.0 if cv is None else cv,
-        drop_too_long=True,
-    )
+        **{"model": model, "hardware": hardware, "trace": trace, "slo": slo, "rate": 1.0, "drop_too_long": True, **system, **changes}
+    )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """One unit of work: the rate at a target (`rate` None), or the attainment at a rate."""
-
-    variant: str
-    config: SimulationConfig
-    target: float = 0.9
-    guess: float = 4.0
-
-    @property
-    def key(self) -> str:
-        code = "".join(
-            (Path(__file__).resolve().parents[1] / "apt_jax" / name).read_text()
-            for name in ("sched/apt_plus.py", "sched/apt.py", "sim/simulate.py")
-        )
-        facts = json.dumps([dataclasses.asdict(self), code], default=str, sort_keys=True)
-        return hashlib.sha256(facts.encode()).hexdigest()[:20]
-
-    def attainment(self, rate: float) -> float:
-        cache, attention, make = VARIANTS[self.variant]
-        offered = "kv" if self.config.model != "opt-13b" and attention == "absorb" else cache
-        config = dataclasses.replace(
-            self.config,
-            rate=rate,
-            cache=offered,
-            hidden_attention="reproject" if offered == "kv" else attention,
-        )
-        return simulate(config, policy=make()).summary.slo_attainment
-
-
-def _rate(task: Task) -> dict:
-    rate, runs = bisect_rate(task.attainment, target=task.target, guess=task.guess, tolerance=0.03)
-    return {"rate": rate, "runs": runs}
+def rates(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
+    """Effective throughput at 90 %: rates by seed, and the ratio to the better `apt` on each seed."""
+    starts = {"sharegpt": (4.0, 14.0), "longbench": (1.2, 1.7)}
+    systems = (*APTS, PLUS)
+    shapes = [(trace, cv) for trace in traces for cv in cvs]
+    tasks, keys = [], []
+    for trace, cv in shapes:
+        for name in systems:
+            start = starts.get(trace, TRACES[trace][3])[name == PLUS] / cv**0.5
+            config = config_of(trace, SYSTEMS[name], cv=cv, num_requests=runs.num_requests)
+            for one in seeded(config, runs.seeds):
+                tasks.append((one, (0.9,), (start,)))
+                keys.append((trace, cv, name))
+    found: dict[Any, list[float]] = {}
+    for key, result in zip(keys, runs.map("rates", crossings, tasks), strict=True):
+        found.setdefault(key, []).append(result["rates"][0])
+    table = []
+    for trace, cv in shapes:
+        of = {name: np.array(found[trace, cv, name]) for name in systems}
+        better = np.max([of[name] for name in APTS], axis=0)
+        ratio = (of[PLUS] / better).tolist()
+        table.append(
+            {"trace": trace, "cv": cv, **{name: float(r.mean()) for name, r in of.items()},
+             "ratio": mean(ratio), "half_width": half_width(ratio), "least": min(ratio), "seeds": len(ratio), "requests": runs.num_requests}
+        )  # fmt: skip
+        print(table[-1], flush=True)
+    merge_csv(runs.out / "rates.csv", table)
 
 
-def _attainment(task: Task) -> dict:
-    return {"attainment": task.attainment(task.config.rate or 1.0)}
+def merge_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
+    """Write a table; rows that the file has of other traces, CVs and rates stay if they have the same columns."""
+    key = ("trace", "cv", "rate")
+
+    def of(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[k] if k == "trace" else float(row[k]) for k in key if k in row)
+
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = {of(row): row for row in csv.DictReader(file) if set(row) == set(table[0])}
+    rows |= {of(row): row for row in table}
+    write_csv(path, list(rows.values()))
 
 
-def run_all(
-    function: Callable[[Task], dict], tasks: list[Task], args: argparse.Namespace
-) -> list[dict]:
-    """Results in the order of the tasks; what the store has is not run again."""
-    store = Store(args.out / "runs.jsonl")
-    keys = [function.__name__ + task.key for task in tasks]
-    missing = {k: t for k, t in zip(keys, tasks, strict=True) if store.get(k) is None}
-    bars = ProgressBars()
-    done = len(tasks) - len(missing)
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(args.workers, context) as pool:
-        futures = {pool.submit(function, task): key for key, task in missing.items()}
-        for future in concurrent.futures.as_completed(futures):
-            store.put(futures[future], future.result())
-            done += 1
-            bars("runs", done, len(tasks))
-    bars.close()
-    return [store.get(key) or {} for key in keys]
+COSTS = ("tokens_per_s", "ttft_p99_s", "recomputed_tokens")
 
 
-def write(path: Path, header: list[str], rows: list[list]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)
-    widths = [max(len(str(r[i])) for r in [header, *rows]) for i in range(len(header))]
-    for row in [header, *rows]:
-        print("  ".join(str(v).ljust(w) for v, w in zip(row, widths, strict=True)))
+def _measured(
+    runs: Runs,
+    what: str,
+    shapes: Sequence[tuple[str, float, float]],
+    systems: dict[str, dict[str, Any]],
+) -> dict[tuple[str, float, float, str], list[dict[str, Any]]]:
+    """`attainment` of (trace, CV, rate) shapes and systems, one for each seed."""
+    keys, tasks = [], []
+    for trace, cv, rate in shapes:
+        for name, system in systems.items():
+            config = config_of(trace, system, cv=cv, rate=rate, num_requests=runs.num_requests)
+            for one in seeded(config, runs.seeds):
+                keys.append((trace, cv, rate, name))
+                tasks.append((one,))
+    found: dict[tuple[str, float, float, str], list[dict[str, Any]]] = {}
+    for key, result in zip(keys, runs.map(what, attainment, tasks), strict=True):
+        found.setdefault(key, []).append(result)
+    return found
 
 
-def parts(args: argparse.Namespace) -> None:
-    guesses = {"sharegpt": 4.0, "longbench": 2.2, "humaneval": 10.0}
-    seeds = range(args.seeds)
-    tasks = [
-        Task(variant, config_of(trace, args.requests, seed), 0.9, guesses[trace])
-        for trace in args.traces or ("sharegpt", "longbench")
-        for variant in VARIANTS
-        for seed in seeds
-    ]
-    found = iter(run_all(_rate, tasks, args))
-    rows = []
-    for trace in args.traces or ("sharegpt", "longbench"):
-        base = 0.0
-        for variant in VARIANTS:
-            rates = [next(found)["rate"] for _ in seeds]
-            if variant == "apt, KV":
-                base = float(np.mean(rates))
-            rows.append(
-                [
-                    trace,
-                    variant,
-                    f"{np.mean(rates):.2f}",
-                    f"{np.std(rates, ddof=1) if len(rates) > 1 else 0:.2f}",
-                    f"{np.mean(rates) / base:.2f}" if base else "-",
-                ]
-            )
-    write(
-        args.out / "parts.csv",
-        ["trace", "variant", "requests/s at 90 %", "std over seeds", "over apt, KV"],
-        rows,
-    )
+def cells(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
+    """Every system in every cell, and of `apt-plus` the paired difference to the better `apt` of the cell."""
+    shapes = [(trace, cv, rate) for trace in traces for cv in cvs for rate in TRACES[trace][3]]
+    found = _measured(runs, "cells", shapes, SYSTEMS)
+    table = []
+    for shape in shapes:
+        at = {name: [100 * r["slo"] for r in found[*shape, name]] for name in SYSTEMS}
+        better = max(APTS, key=lambda name: mean(at[name]))
+        gain, half = paired(at[PLUS], at[better])
+        of = {name: {k: mean([r[k] for r in found[*shape, name]]) for k in COSTS} for name in SYSTEMS}  # fmt: skip
+        most = max(of[name]["tokens_per_s"] for name in SYSTEMS)
+        apt, plus = of[better], of[PLUS]
+        table.append(
+            {"trace": shape[0], "cv": shape[1], "rate": shape[2], **{name: mean(v) for name, v in at.items()},
+             "better_apt": better, "gain": gain, "half_width": half, "tokens_of_best_percent": 100 * plus["tokens_per_s"] / most,
+             "ttft_p99_s": plus["ttft_p99_s"], "ttft_p99_s_of_apt": apt["ttft_p99_s"],
+             "recomputed": plus["recomputed_tokens"], "recomputed_by_apt": apt["recomputed_tokens"],
+             "seeds": len(runs.seeds), "requests": runs.num_requests}
+        )  # fmt: skip
+    merge_csv(runs.out / "cells.csv", table)
+    for row in table:
+        print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()})
 
 
-COMPARED = ("apt, KV", "apt, hybrid (the paper's)", "apt-plus")
+def parts(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
+    """Rules left out, on the tuning seeds."""
+    runs = dataclasses.replace(runs, seeds=tuple(FIRST_TUNING_SEED + s for s in runs.seeds))
+    shapes = [s for s in (("sharegpt", 1.0, 14.0), ("sharegpt", 5.0, 8.0), ("longbench", 1.0, 1.75)) if s[0] in traces and s[1] in cvs]  # fmt: skip
+    found = _measured(runs, "parts", shapes, PARTS)
+    table = []
+    for shape in shapes:
+        base = [100 * r["slo"] for r in found[*shape, PLUS]]
+        for name in PARTS:
+            of = found[*shape, name]
+            at = [100 * r["slo"] for r in of]
+            gain, half = paired(at, base)
+            table.append(
+                {"trace": shape[0], "cv": shape[1], "rate": shape[2], "variant": name, "slo_percent": mean(at), "difference": gain,
+                 "half_width": half, **{k: mean([r[k] for r in of]) for k in COSTS}, "seeds": len(at), "requests": runs.num_requests}
+            )  # fmt: skip
+            print({k: round(v, 1) if isinstance(v, float) else v for k, v in table[-1].items()})
+    write_csv(runs.out / "parts.csv", table)
 
 
-def beside_apt(
-    configs: list[tuple[str, SimulationConfig]], args: argparse.Namespace, name: str
-) -> None:
-    """Attainment under `COMPARED` of every (trace, configuration), seeds averaged."""
-    tasks = [
-        Task(variant, dataclasses.replace(config, seed=seed))
-        for _, config in configs
-        for variant in COMPARED
-        for seed in range(args.seeds)
-    ]
-    found = iter(run_all(_attainment, tasks, args))
-    rows = []
-    for trace, config in configs:
-        means = [
-            100 * float(np.mean([next(found)["attainment"] for _ in range(args.seeds)]))
-            for _ in COMPARED
-        ]
-        gain = means[2] - max(means[:2])
-        rows.append([trace, config.cv, config.rate, *(f"{m:.1f}" for m in means), f"{gain:+.1f}"])
-    write(args.out / f"{name}.csv", ["trace", "CV", "requests/s", *COMPARED, "gain"], rows)
+def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
+    """Goodput (requests/s within their objectives) against the rate, arrivals of the first CV."""
+    rates_of = {"sharegpt": (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0), "longbench": (0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)}  # fmt: skip
+    traces = [trace for trace in traces if trace in rates_of]
+    shapes = [(trace, cvs[0], rate) for trace in traces for rate in rates_of[trace]]
+    found = _measured(runs, "picture", shapes, PICTURED)
+    figure, axes = new_figure(1, len(traces), width=5.2, height=4.0)
+    table = []
+    for axis, trace in zip(axes[0], traces, strict=True):
+        for name in PICTURED:
+            y = [
+                [rate * r["slo"] for r in found[trace, cvs[0], rate, name]]
+                for rate in rates_of[trace]
+            ]
+            axis.errorbar(rates_of[trace], [mean(v) for v in y], [half_width(v) for v in y], label=name, marker=".", capsize=2,
+                          lw=2.4 if name == PLUS else 1.2)  # fmt: skip
+            table += [
+                {"trace": trace, "system": name, "rate": rate, "goodput": mean(v), "half_width": half_width(v), "seeds": len(v),
+                 "requests": runs.num_requests}
+                for rate, v in zip(rates_of[trace], y, strict=True)
+            ]  # fmt: skip
+        axis.plot(rates_of[trace], rates_of[trace], color="gray", ls=":", lw=0.8)
+        axis.set(xlabel="requests/s", ylabel="requests/s within their objectives", title=f"{trace}, OPT-13B, one A100 40 GB, simulated")  # fmt: skip
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize="small")
+    save_figure(figure, runs.out / "goodput.png")
+    write_csv(runs.out / "goodput.csv", table)
 
 
-def everywhere(args: argparse.Namespace) -> None:
-    rates = {
-        "sharegpt": (3.0, 6.0),
-        "humaneval": (8.0, 12.0),
-        "longbench": (1.5, 3.0),
-        "wikitext": (0.8, 1.6),
-        "bros-sharegpt": (3.0, 6.0),
-        "bros-lmsys": (3.0, 6.0),
-        "azure-conv": (3.0, 6.0),
-        "mooncake-conv": (1.5, 4.0),
-    }
-    configs = [
-        (trace, dataclasses.replace(config_of(trace, args.requests, 0, cv), rate=rate))
-        for trace in args.traces or rates
-        for cv in (1.0, 5.0, 10.0)
-        for rate in rates[trace]
-    ]
-    beside_apt(configs, args, "everywhere")
+COMMANDS = {
+    # name: (function, requests a run, seeds, traces)
+    "rates": (rates, 500, 10, TUNED),
+    "cells": (cells, 500, 5, tuple(TRACES)),
+    "parts": (parts, 500, 5, TUNED),
+    "picture": (picture, 300, 5, TUNED),
+}
 
 
-def made_up(args: argparse.Namespace) -> None:
-    rng = np.random.default_rng(77)
-    n = 3000
-    one_sort = rng.random(n) < 0.5
-    drawn = {
-        "short-long": (rng.lognormal(3.5, 0.5, n), rng.lognormal(6.3, 0.4, n)),
-        "long-short": (rng.lognormal(6.8, 0.3, n), rng.lognormal(3.0, 0.7, n)),
-        "two-sorts": (
-            np.where(one_sort, rng.lognormal(3.0, 0.4, n), rng.lognormal(6.7, 0.3, n)),
-            np.where(one_sort, rng.lognormal(6.0, 0.4, n), rng.lognormal(2.5, 0.4, n)),
-        ),
-        "all-alike": (np.full(n, 300.0), np.full(n, 200.0)),
-    }
-    rates = {"short-long": (1.8, 3.5), "long-short": (3.0, 6.0), "two-sorts": (2.5, 5.0), "all-alike": (3.0, 6.0)}  # fmt: skip
-    directory = args.out / "traces"
-    directory.mkdir(exist_ok=True)
-    configs = []
-    for trace, (prompt, output) in drawn.items():
-        prompt = np.clip(prompt, 1, 1500).astype(int)
-        output = np.clip(output, 1, 2040 - prompt).astype(int)
-        path = directory / f"{trace}.csv"
-        rows = [f"{p},{o}" for p, o in zip(prompt.tolist(), output.tolist(), strict=True)]
-        path.write_text("\n".join(["prompt_tokens,output_tokens", *rows]) + "\n")
-        base = dataclasses.replace(config_of("sharegpt", args.requests, 0), trace=str(path))
-        configs += [
-            (trace, dataclasses.replace(base, cv=cv, rate=rate))
-            for cv in (1.0, 5.0, 10.0)
-            for rate in rates[trace]
-        ]
-    beside_apt(configs, args, "made-up")
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("parts", "everywhere", "made_up"))
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--traces", nargs="*")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    {"parts": parts, "everywhere": everywhere, "made_up": made_up}[args.what](args)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (function, requests, seeds, traces) in COMMANDS.items():
+        one = commands.add_parser(
+            name, help=(function.__doc__ or "").splitlines()[0].replace("%", "%%")
+        )
+        add_options(one, requests=requests, seeds=seeds)
+        one.set_defaults(out=RESULTS)
+        one.add_argument("--traces", nargs="+", choices=list(TRACES), default=list(traces))
+        one.add_argument(
+            "--cv",
+            nargs="+",
+            type=float,
+            default=[1.0, 5.0, 10.0],
+            help="of arrivals; default 1 5 10",
+        )
+    args = parser.parse_args(argv)
+    COMMANDS[args.command][0](Runs.from_args(args), args.traces, args.cv)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -131,7 +131,7 @@ def run_batch(
     )
     offered = (mode != "hidden", mode != "kv")
     engine = Engine(
-        executor, make_policy(config=scheduler), WallClock(), costs.kinds(offered), scheduler, executor.cache_config,
+        executor, make_policy(config=scheduler), WallClock(), costs.kinds(offered, absorbs=executor.absorbs), scheduler, executor.cache_config,
         costs=costs.step_costs(), vocab_size=executor.config.vocab_size,
     )  # fmt: skip
     rng = np.random.default_rng(seed)

@@ -1,10 +1,10 @@
 """Speed and quality of the greedy scheduler.
 
 Times `solve_greedy` (with building and checking the problem) on problems of 100 to 100,000 requests with two cache
-kinds, and `AptPolicy.schedule` on whole views. One thread of NumPy; sorting and memory traffic limit it. Then compares
+kinds, and `schedule` of every policy on whole views. One thread of NumPy; sorting and memory traffic limit it. Then compares
 it with the exact solver (HiGHS) on random problems; that takes about 3 to 10 ms each.
 
-    python benchmarks/greedy_scheduler.py [--problems 20000] [--seed 0] [--json FILE]
+    python benchmarks/greedy_scheduler.py [--problems 20000] [--policies apt,fcfs] [--seed 0] [--json FILE]
 """
 
 import argparse
@@ -22,15 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from apt_jax.errors import ConfigError
 from apt_jax.sched import (
-    AptPolicy,
-    FcfsPolicy,
+    POLICIES,
     KindSpec,
     KnapsackProblem,
-    Policy,
     RequestTable,
     SchedulerView,
     StepCosts,
+    make_policy,
     solve_exact,
     solve_greedy,
 )
@@ -134,23 +134,25 @@ def serving_view(
     )
 
 
-def measure_policies(rng: np.random.Generator) -> list[dict[str, object]]:
+def measure_policies(
+    rng: np.random.Generator, names: list[str], repeats: int
+) -> list[dict[str, object]]:
     cases = (
         ("64 running, 200 waiting", 64, 200, 8000),
         ("64 running, pool full", 64, 0, 0),
+        ("200 running, 1400 waiting", 200, 1400, 24000),
         ("1600 waiting", 0, 1600, 8000),
     )
-    policies: tuple[Policy, ...] = (AptPolicy(), FcfsPolicy())
     results: list[dict[str, object]] = []
     for name, num_running, num_waiting, num_blocks in cases:
         view = serving_view(rng, num_running, num_waiting, num_blocks)
-        for policy in policies:
-            times_s = []
-            for _ in range(503):
+        for policy_name in names:
+            policy, times_s = make_policy(policy_name), []
+            for _ in range(3 + repeats):
                 start_s = time.perf_counter()
                 policy.schedule(view)
                 times_s.append(time.perf_counter() - start_s)
-            results.append({"policy": policy.name, "case": name, **percentiles_ms(times_s[3:])})
+            results.append({"policy": policy_name, "case": name, **percentiles_ms(times_s[3:])})
     return results
 
 
@@ -220,7 +222,25 @@ def main() -> None:
         "--seed", type=int, default=0, help="of the random problems (default %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument(
+        "--policies",
+        default=",".join(sorted(POLICIES)),
+        metavar="POLICY[,POLICY...]",
+        help="whose calls are timed; package.module:Class too (default: all)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=500,
+        help="calls of each policy on each view (default %(default)s)",
+    )
     options = parser.parse_args()
+    names = options.policies.split(",")
+    try:
+        for name in names:
+            make_policy(name)
+    except ConfigError as error:
+        parser.error(str(error))
     if options.problems < 0:
         parser.error(f"--problems {options.problems} must be at least 0")
     rng = np.random.default_rng(options.seed)
@@ -231,11 +251,12 @@ def main() -> None:
         print(
             f"{r['requests']:>8,} requests x 2 kinds           {r['min_ms']:>9.3f}{r['median_ms']:>12.3f}{r['p99_ms']:>10.3f}"
         )
-    policies = measure_policies(rng)
-    print(f"\n{'schedule()':<36}{'min ms':>10}{'median ms':>12}{'p99 ms':>10}")
+    width = 31 + max(5, *map(len, names))
+    policies = measure_policies(rng, names, options.repeats)
+    print(f"\n{'schedule()':<{width}}{'min ms':>10}{'median ms':>12}{'p99 ms':>10}")
     for r in policies:
         print(
-            f"{r['policy']!s:<6}{r['case']!s:<30}{r['min_ms']:>10.3f}{r['median_ms']:>12.3f}{r['p99_ms']:>10.3f}"
+            f"{r['policy']!s:<{width - 30}}{r['case']!s:<30}{r['min_ms']:>10.3f}{r['median_ms']:>12.3f}{r['p99_ms']:>10.3f}"
         )
     ratio = None
     if options.problems:

@@ -467,7 +467,9 @@ def _absorb(reproject: StepCosts, model: Model, card: Card, tp: int) -> StepCost
 
 
 def _rounded(costs: StepCosts) -> StepCosts:
-    return StepCosts(**{k: float(f"{v:.6g}") for k, v in dataclasses.asdict(costs).items()})
+    numbers = dataclasses.asdict(costs)
+    one_program = numbers.pop("one_program")
+    return StepCosts(**{k: float(f"{v:.6g}") for k, v in numbers.items()}, one_program=one_program)
 
 
 def _pool_tokens(model: Model, card: Card, tp: int) -> int:

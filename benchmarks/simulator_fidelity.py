@@ -19,7 +19,7 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,8 @@ from apt_jax.jax_executor import JaxExecutor
 from apt_jax.llm import EngineParts, ProgressBars, build_engine, with_scheduler
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.sched.cost_model import CostModel
+from apt_jax.sim.hardware import Hardware
 from apt_jax.sim.record import difference, run_recorded, run_replayed
 from apt_jax.sim.simulate import SimulationConfig, Workload, simulate
 from apt_jax.sim.trace import draw_arrivals
@@ -45,7 +47,7 @@ class Watched:
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
         self.num_blocks, self.block_size = inner.num_blocks, inner.block_size
-        self.hidden_block_size = inner.hidden_block_size
+        self.hidden_block_size, self.can_convert = inner.hidden_block_size, inner.can_convert
         self.max_num_seqs = inner.max_num_seqs
         self.steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
@@ -76,8 +78,8 @@ def draw(num_requests: int, rate: float, max_len: int, seed: int) -> Workload:
     )
 
 
-def serve(parts: EngineParts, config: SimulationConfig, workload: Workload) -> list[float]:
-    """Serve in real time; `percentiles` of what the requests saw."""
+def serve(parts: EngineParts, config: SimulationConfig, workload: Workload) -> Summary:
+    """Serve in real time: what the requests saw."""
     engine, clock = with_scheduler(parts, config.policy, config.cache).engine, WallClock()
     begin_s, n = clock.now_s() + 0.1, workload.arrival_s.size
     records: list[RequestRecord] = []
@@ -103,7 +105,7 @@ def serve(parts: EngineParts, config: SimulationConfig, workload: Workload) -> l
         for output in engine.step():
             if output.finish_reason is not None:
                 records.append(RequestRecord.from_metrics(output.metrics, ok=True))
-    return percentiles(summarize(records))
+    return summarize(records)
 
 
 def shape_of(step: tuple[np.ndarray, np.ndarray, np.ndarray]) -> tuple[int, ...]:
@@ -120,7 +122,27 @@ def percentiles(s: Summary) -> list[float]:
     return [1e3 * (v or 0.0) for v in values]
 
 
-def main() -> None:
+def calibrated(
+    config: EngineConfig, seconds: float
+) -> tuple[EngineParts, JaxExecutor, CostModel, Hardware]:
+    """An engine that weighs this machine's costs, its executor, the costs, and what it is to the simulator.
+
+    Args:
+        config: the engine's.
+        seconds: about how long the calibration may take.
+    """
+    bars = ProgressBars()
+    parts = build_engine(config, calibrate=False, progress=bars)
+    executor = parts.executor
+    assert isinstance(executor, JaxExecutor)
+    model = calibrate(executor, seconds, lambda done, total: bars("calibrating", done, total))
+    bars.close()
+    parts.engine.kinds = tuple(model.kinds(executor.kinds_offered, absorbs=executor.absorbs))
+    parts.engine.costs = model.step_costs()
+    return parts, executor, model, describe(model, executor, parts.model_name)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -129,24 +151,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="for calibration")
     parser.add_argument("--policies", nargs="*", default=["fcfs", "apt", "sarathi", "apt-plus"])
     parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
 
-    bars = ProgressBars()
     config = EngineConfig(
         model="tiny-opt",
-        # Prompts are made up and all alike: nothing may be found of them.
+        # Prompts are synthetic and all alike: nothing may be found of them.
         cache=CacheConfig(num_blocks_override=160, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
     )
-    parts = build_engine(config, calibrate=False, progress=bars)
-    executor = parts.executor
-    assert isinstance(executor, JaxExecutor)
-    model = calibrate(executor, args.seconds, lambda done, total: bars("calibrating", done, total))
-    bars.close()
-    parts.engine.kinds = tuple(model.kinds(executor.kinds_offered))
-    parts.engine.costs = model.step_costs()
-    hardware = describe(model, executor, parts.model_name)
+    parts, executor, model, hardware = calibrated(config, args.seconds)
     workload = draw(args.requests, args.rate, executor.max_model_len, seed=1)
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}"
@@ -168,7 +182,7 @@ def main() -> None:
             num_requests=args.requests,
         )
         executor.reset()
-        served = serve(parts, run_config, workload)
+        served = percentiles(serve(parts, run_config, workload))
         executor.reset()
         watched = Watched(executor)
         recorded = run_recorded(run_config, hardware, workload, watched)

@@ -280,7 +280,7 @@ class Limited:
         self.inner = inner
         self.num_blocks = min(num_blocks, inner.num_blocks)
         self.block_size, self.max_num_seqs = inner.block_size, inner.max_num_seqs
-        self.hidden_block_size = inner.hidden_block_size
+        self.hidden_block_size, self.can_convert = inner.hidden_block_size, inner.can_convert
         self.steps: list[tuple[Any, Any, Any]] = []
 
     def execute(self, batch: StepBatch) -> StepHandle:
@@ -427,11 +427,11 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
     engine_config = EngineConfig(
         model=size.model, load_format="dummy", dtype=size.dtype,  # pyright: ignore[reportArgumentType]
         scheduler=SchedulerConfig(max_num_seqs=size.max_seqs, max_num_batched_tokens=size.prefill_buckets[-1]),
-        cache=CacheConfig(enable_prefix_caching=False),  # prompts are made up and all alike
+        cache=CacheConfig(enable_prefix_caching=False),  # prompts are synthetic and all alike
     )  # fmt: skip
     parts = make_parts(
         engine_config, limited,
-        kinds=model.kinds(executor.kinds_offered), vocab_size=config.vocab_size, max_model_len=executor.max_model_len,
+        kinds=model.kinds(executor.kinds_offered, absorbs=executor.absorbs), vocab_size=config.vocab_size, max_model_len=executor.max_model_len,
         costs=model.step_costs(), model_config=config, cost_model=model,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 A case is a frozen dataclass with a `run() -> dict` of numbers. `run_cases` runs those that the store lacks, under a key
 made of the case, the sources that its policy and the simulator come from, and the version of the package: an interrupted
-command goes on where it was, and a changed policy is measured anew.
+command goes on where it was, and a changed policy is measured again.
 """
 
 import concurrent.futures
@@ -43,10 +43,15 @@ def _sources(policy: str) -> str:
     """Digest of the modules that a policy's decisions come from, of the simulator and of the cost models."""
     files = set((ROOT / "apt_jax/sim/descriptions").glob("*.json"))
     files |= {ROOT / "apt_jax/sim/simulate.py", ROOT / "benchmarks/paper/infermax_fig15.py"}
-    files |= {ROOT / "apt_jax/sched" / name for name in ("policy.py", "unified.py", "view.py")}
+    files |= {
+        ROOT / "apt_jax/sched" / name for name in ("fcfs.py", "policy.py", "unified.py", "view.py")
+    }
     if policy in POLICIES:
         made = POLICIES[policy](SchedulerConfig(policy=policy), 0)
         files.add(Path(str(sys.modules[type(made).__module__].__file__)))
+    else:  # a variant that a script makes
+        files |= {ROOT / "apt_jax/sched" / name for name in ("bros.py", "round_robin.py")}
+        files.add(ROOT / "benchmarks/paper/longest_wait.py")
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(file.read_bytes())

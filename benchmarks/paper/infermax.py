@@ -1,24 +1,34 @@
-"""InferMax Fig. 5, 8, 9, 10 to 12 and 16 in simulation: offline batches under memory pressure, and one hour of a real load.
+"""InferMax Figs. 3 to 6, 8 to 14 and 16: offline batches under memory pressure, and one hour of a real load.
 
-Times are simulated; nothing is timed on this machine. Setup of §4.1: Llama-2-7B on an A100, M = 100K tokens of cache,
-C = 4096, all requests there at time 0, no limit on how many run. Memory is counted in tokens (blocks of one token), except
-in Fig. 16. Objectives play no part: they are set out of reach.
+Times are simulated, but for Figs. 13 and 14, which time the engine on this machine. Setup of §4.1: Llama-2-7B on an A100,
+M = 100K tokens of cache, C = 4096, all requests there at time 0, no limit on how many run. Memory is counted in tokens (blocks
+of one token), except in Figs. 13, 14 and 16. Objectives play no part: they are set out of reach.
 
-    fig5     B = 1024 equal requests, I and O from 1 to 1024: vLLM (fcfs), Sarathi, Sarathi with P = C
+    fig3     how well lines fit measured operators: R2 (needs the profiles, --profiles)
+    fig4     B = 32 equal requests: vLLM (fcfs) and its group, Sarathi, Sarathi without mixed steps
+    fig5     B = 1024, I and O from 1 to 1024: vLLM, Sarathi, Sarathi with P = C, and those that behave like them
+    fig6     tokens/s of the same runs over I and over O
     fig8     O = B = 1024: the same three and their eviction-free twins
     fig9     O = 32, B = 1024, M from 100 tokens to 1M
     fig10_12 two kinds of requests mixed: rank by input, by output, by neither; three shuffles
+    sorting  keeping long requests (§6) on those mixes and on equal requests: the 1.4 x of §1
+    fig13    Fig. 5 on the engine itself, small, on the CPU of this machine, against the simulator (infermax_engine.py)
+    fig14    Fig. 9 likewise
     fig16    the Azure conversation hour on Llama-3-70B, four A100, M = 100K, C = 16384, arrivals as recorded
 
-Two cost models, for the paper gives the form of its own but not the coefficients: `linear`, InferMax §3.2 fitted to public
-measurements of operators (see infermax_fig15.py), and `measured`, the bundled description, fitted to whole steps
-(`--costs linear measured` for both). Fig. 16 has the bundled description alone.
+`--grid` says how many I and O Figs. 4 to 9 have: coarse 3, fine 6 (powers of 4), full 11 (powers of 2).
+
+Three cost models, for the paper gives the form of its own but not the coefficients: `linear`, InferMax §3.2 fitted to public
+measurements of operators (see infermax_fig15.py); `per-prefill`, the same with 1.5 ms a prefill request, a term that the paper has;
+and `measured`, the bundled description, fitted to whole steps (`--costs linear per-prefill measured` for all). Fig. 16 has the
+bundled description alone.
 
     python benchmarks/paper/infermax.py all [--quick] [--out DIRECTORY] [--workers N] [--store FILE]
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 import sys
@@ -31,8 +41,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 from cases import effect, largest, print_facts, run_cases
-from common import RESULTS, compare, new_figure, print_rows, save_figure, write_csv, write_rows
-from infermax_fig15 import linear_costs
+from common import (
+    RESULTS,
+    claim,
+    compare,
+    new_figure,
+    print_rows,
+    save_figure,
+    write_csv,
+    write_rows,
+)
+from infermax_fig15 import linear_costs, per_prefill_costs
 
 from apt_jax.config import SLO
 from apt_jax.engine import Engine
@@ -51,7 +70,10 @@ SHOWN = {
     "fcfs": "vLLM",
     "sarathi": "Sarathi",
     "sarathi-pc": "Sarathi P=C",
-    "rank-none": "no rank",
+    "rank-org": "no rank",
+    "sarathi-nohy": "Sarathi no hybrid",
+    "sarathi-nocp": "Sarathi no chunks",
+    "vllm-hy": "vLLM hybrid",
     "algorithm-1": "vLLM, no watermark",
     "sorting": "sorting alone",
     "infermax-c": "infermax P=C",
@@ -59,7 +81,16 @@ SHOWN = {
     "rank-o": "by output",
 }
 BASES = ("fcfs", "sarathi", "sarathi-pc")
-COSTS = ("linear", "measured")
+COSTS = ("linear", "per-prefill", "measured")
+GRIDS = {
+    # I, and O of Figs. 4 to 6
+    "coarse": ((1, 256, 1024), (1, 32, 1024)),
+    "fine": (tuple(4**k for k in range(6)), (1, 8, 32, 256, 1024)),
+    "full": (tuple(2**k for k in range(11)), tuple(2**k for k in range(11))),
+}
+ALIKE = {"sarathi-nocp": "sarathi-pc", "vllm-hy": "fcfs"}
+"""Schedulers that the paper groups with another one (§4.3)."""
+SIZES = (16, 64, 256, 1024)
 SMALL, LARGE = (8, 16), (512, 1024)
 GROUPS = {
     "SISO": (SMALL, SMALL),
@@ -80,8 +111,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "sorting": {"longest_first": True},
     "infermax-c": {"longest_first": True, "reserve": "estimate", "prefill_tokens": 16384},
-    # The one group of all requests that rank-i and rank-o sort, in order of arrival.
-    "rank-none": {"first": "nobody"},
 }
 """Configurations of the unified algorithm that have no name as a policy. A step has at most C tokens in any case."""
 INDEFINITE = 20_000_000
@@ -134,7 +163,8 @@ class Offline:
 
     def hardware(self) -> Hardware:
         described = load_hardware("llama-2-7b", "a100-80gb")
-        costs = described.costs if self.costs == "measured" else {"reproject": linear_costs()}
+        fitted = {"linear": linear_costs, "per-prefill": per_prefill_costs}
+        costs = described.costs if self.costs == "measured" else {"reproject": fitted[self.costs]()}
         return dataclasses.replace(
             described, block_size=1, num_blocks=2 * self.capacity, costs=costs, fit={}
         )
@@ -254,6 +284,24 @@ class Options:
     quick: bool
     costs: tuple[str, ...]
     mixes: tuple[str, ...]
+    grid: str
+    sizes: tuple[int, ...]
+    num_seeds: int
+    chosen_prompts: tuple[int, ...] | None
+    engine_model: str
+    profiles: Path
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """I of Figs. 4 to 8."""
+        if self.chosen_prompts:
+            return self.chosen_prompts
+        return (32, 1024) if self.quick else GRIDS[self.grid][0]
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """O of Figs. 4 to 6."""
+        return (1, 32) if self.quick else GRIDS[self.grid][1]
 
     def run(self, cases: Sequence[Any]) -> dict[Any, dict[str, Any]]:
         return run_cases(cases, self.store, self.workers)
@@ -296,18 +344,123 @@ METRICS = (
 )
 
 
-def fig5(options: Options) -> list[Row]:
-    num = 64 if options.quick else 1024
-    prompts = (32, 1024) if options.quick else (1, 256, 1024)
-    outputs = (32,) if options.quick else (1, 32, 1024)
-    costs = options.costs
+def fig3(options: Options) -> list[Row]:
+    """Fits of §3.2 to one layer of Llama-2-7B on an A100, from public measurements of operators."""
+    try:
+        points = _operators(options.profiles)
+    except FileNotFoundError as error:
+        print(f"fig3 left out: no profiles at {error.filename} (--profiles)", file=sys.stderr)
+        return []
+    targets = {
+        "layer": ("I-r2-nonattn", "tokens"),
+        "decode attention": ("I-r2-decode", "KVs read"),
+        "prefill attention": ("I-r2-prefill", "sum of c^2"),
+    }
+    rows, table = [], []
+    figure, axes = new_figure(1, 3)
+    for axis, (part, (target, x)) in zip(axes[0], targets.items(), strict=True):
+        size, ms = (np.array(values) for values in zip(*points[part], strict=True))
+        slope, bias = np.polyfit(size, ms, 1)
+        r2 = 1 - float(((ms - bias - slope * size) ** 2).sum() / ((ms - ms.mean()) ** 2).sum())
+        rows.append(compare(target, r2))
+        table += [
+            {"part": part, "size": s, "ms": t, "fit_ms": bias + slope * s} for s, t in points[part]
+        ]
+        axis.plot(size, ms, ".", label="measured")
+        ends = np.array([size.min(), size.max()])
+        axis.plot(ends, bias + slope * ends, "r", label=f"R2 = {r2:.3f}")
+        axis.set(title=part, xlabel=x, ylabel="ms a layer")
+        axis.legend(fontsize="x-small")
+    write_csv(options.out / "infermax_fig3.csv", table)
+    save_figure(figure, options.out / "infermax_fig3.png")
+    return rows
+
+
+def _operators(directory: Path) -> dict[str, list[tuple[float, float]]]:
+    """(size, ms) of the parts of a layer; at most 4096 tokens, 131072 tokens read, 8 prompts of at most 4096."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from hardware_descriptions import MODELS, Profiles
+
+    profiles, model = Profiles(directory), MODELS["llama-2-7b"]
+    layer = [
+        (float(n), 1e3 * profiles.vidur_s("a100", model.vidur, 1, "layer_sum_ms", n))
+        for n in (1, 8, 16, 32, 64, 128, 256, 512, 768, *range(1024, 4097, 512))
+    ]
+    lengths = [2**k for k in range(4, 17)]
+    attention: dict[str, list[tuple[float, float]]] = {"decode": [], "prefill": []}
+    for phase, batch, length in itertools.product(
+        attention, (1, 2, 4, 8, 16, 32, 64, 128, 256), lengths
+    ):
+        prefill = phase == "prefill"
+        if (batch > 8 or length > 4096) if prefill else batch * length > 131072:
+            continue
+        seconds = profiles.attention_s(phase, "a100_sxm", model, 1, batch, length)
+        if seconds is not None:
+            size = batch * length**2 if prefill else batch * length
+            attention[phase].append((float(size), 1e3 * seconds))
+    return {
+        "layer": layer,
+        "decode attention": attention["decode"],
+        "prefill attention": attention["prefill"],
+    }
+
+
+def fig4(options: Options) -> list[Row]:
+    prompts, outputs, costs = options.prompts, options.outputs, options.costs
+    policies = ("fcfs", "sarathi", "sarathi-nohy", "sarathi-pc", "sarathi-nocp", "vllm-hy")
 
     def case(c: str, o: int, i: int, p: str) -> Offline:
-        return Offline(policy=p, num_requests=num, prompt=i, output=o, costs=c)
+        return Offline(policy=p, num_requests=32, prompt=i, output=o, costs=c)
 
-    results = options.run(
-        list(itertools.starmap(case, itertools.product(costs, outputs, prompts, BASES)))
-    )
+    cells = list(itertools.product(costs, outputs, prompts))
+    results = options.run([case(*cell, p) for cell in cells for p in policies])
+    write_csv(options.out / "infermax_fig4.csv", _rows(results))
+
+    def of(cell: tuple[str, int, int], policy: str, metric: str = "latency_s") -> float:
+        return results[case(*cell, policy)][metric]
+
+    rows = []
+    for c in costs:
+        own = [cell for cell in cells if cell[0] == c]
+        several = [cell for cell in own if cell[1] > 1]
+        long = [cell for cell in own if cell[2] >= 256 and cell[1] >= 32]
+        claims = (
+            ("I-42-evict", "no scheduler evicts", [of(x, p, "evictions") == 0 for x in own for p in policies]),
+            ("I-42-vllm", "vLLM has the least latency (within 1 %)", [of(x, "fcfs") <= 1.01 * min(of(x, p) for p in policies) for x in own]),
+            ("I-42-group", "P = C, no chunks and vLLM hybrid are within 10 % of vLLM", [abs(of(x, p) / of(x, "fcfs") - 1) <= 0.1 for x in own for p in policies[3:]]),
+            ("I-42-sar", "Sarathi's TPOT is above vLLM's at O = 32, I < 1024", [of(x, "sarathi", "tpot_s") > of(x, "fcfs", "tpot_s") for x in several if x[1] == 32 and 32 <= x[2] < 1024]),
+            ("I-42-sar-long", "Sarathi's TPOT is below vLLM's at O = 32, I = 1024", [of(x, "sarathi", "tpot_s") < of(x, "fcfs", "tpot_s") for x in several if x[1:] == (32, 1024)]),
+            ("I-42-nohy", "Sarathi without mixed steps has the most latency at I of 256 or more, O of 32 or more", [of(x, "sarathi-nohy") >= max(of(x, p) for p in policies) for x in long]),
+        )  # fmt: skip
+        rows += [
+            claim(name, "Sec 4.2 / Fig 4", text, holds, variant=c)
+            for name, text, holds in claims
+            if holds
+        ]
+        panels: list[Panel] = [
+            (
+                f"O = {o}",
+                label,
+                {shown(p): (prompts, [of((c, o, i), p, m) for i in prompts]) for p in policies[:3]},
+            )
+            for m, label in METRICS[:4]
+            for o in outputs
+        ]
+        _plot(options.out / f"infermax_fig4_{c}.png", panels, columns=len(outputs), x="I")
+    return rows
+
+
+def _high(options: Options, c: str, o: int, i: int, p: str) -> Offline:
+    """A run of Figs. 5 and 6."""
+    num = 64 if options.quick else 1024
+    return Offline(policy=p, num_requests=num, prompt=i, output=o, costs=c)
+
+
+def fig5(options: Options) -> list[Row]:
+    prompts, outputs, costs = options.prompts, options.outputs, options.costs
+    case = functools.partial(_high, options)
+    cells = list(itertools.product(costs, outputs, prompts))
+    results = options.run([case(*cell, p) for cell in cells for p in (*BASES, *ALIKE)])
     write_csv(options.out / "infermax_fig5.csv", _rows(results))
     rows = []
     for c in costs:
@@ -320,6 +473,18 @@ def fig5(options: Options) -> list[Row]:
         for target, values in (("I-43-lat", slower), ("I-43-tpot", faster)):
             most, where = largest(values)
             rows.append(effect(target, most, variant=c, where=where))
+        for policy, like in ALIKE.items():
+            holds = [
+                abs(
+                    results[case(*x, policy)]["latency_s"] / results[case(*x, like)]["latency_s"]
+                    - 1
+                )
+                <= 0.1
+                for x in cells
+                if x[0] == c
+            ]
+            text = f"{shown(policy)} has the latency of {shown(like)} within 10 %"
+            rows.append(claim(f"I-43-{policy}", "Sec 4.3", text, holds, variant=c))
         panels: list[Panel] = [
             (
                 f"O = {o}",
@@ -336,10 +501,47 @@ def fig5(options: Options) -> list[Row]:
     return rows
 
 
+def fig6(options: Options) -> list[Row]:
+    prompts, outputs, costs = options.prompts, options.outputs, options.costs
+    case = functools.partial(_high, options)
+    results = options.run(
+        [case(*cell, p) for cell in itertools.product(costs, outputs, prompts) for p in BASES]
+    )
+    write_csv(options.out / "infermax_fig6.csv", _rows(results))
+    rows = []
+    for c in costs:
+        rate = {
+            (p, o, i): results[case(c, o, i, p)]["tokens_per_s"]
+            for p, o, i in itertools.product(BASES, outputs, prompts)
+        }
+        falls = [
+            rate[p, o, later] < rate[p, o, i]
+            for p, o in itertools.product(BASES, outputs)
+            for i, later in itertools.pairwise(prompts)
+        ]
+        inner = [
+            rate[p, outputs[-1], i] < max(rate[p, o, i] for o in outputs[:-1])
+            for p, i in itertools.product(BASES, prompts)
+        ]
+        rows.append(claim("I-43-tps-i", "Fig 6", "TPS falls as I grows", falls, variant=c))
+        text = "TPS falls beyond a certain O"
+        rows.append(claim("I-43-tps-o", "Fig 6", text, inner, variant=c))
+        panels: list[Panel] = [
+            (
+                shown(p),
+                "tokens/s",
+                {f"I = {i}": (outputs, [rate[p, o, i] for o in outputs]) for i in prompts},
+            )
+            for p in BASES
+        ]
+        _plot(options.out / f"infermax_fig6_{c}.png", panels, columns=3, x="O")
+    return rows
+
+
 def fig8(options: Options) -> list[Row]:
     num = 32 if options.quick else 1024
     output, capacity = (64, 2048) if options.quick else (1024, 100_000)
-    prompts = (8, 64) if options.quick else (1, 256, 1024)
+    prompts = (8, 64) if options.quick else options.prompts
     costs = options.costs
     shown_here = ("algorithm-1", *TWINS)
 
@@ -351,7 +553,8 @@ def fig8(options: Options) -> list[Row]:
     results = options.run(
         list(itertools.starmap(case, itertools.product(costs, prompts, shown_here)))
     )
-    write_csv(options.out / "infermax_fig8.csv", _rows(results))
+    kind = "" if costs == COSTS[:1] else "_" + "_".join(costs)
+    write_csv(options.out / f"infermax_fig8{kind}.csv", _rows(results))
     targets = {
         "fcfs": ("I-44-tps-vllm", "I-44-ttft", "I-44-tpot"),
         "algorithm-1": ("I-44-tps-vllm", "I-44-ttft", "I-44-tpot"),
@@ -399,7 +602,7 @@ def fig9(options: Options) -> list[Row]:
 
     def prompts(capacity: int) -> list[int]:
         # What fits beside 31 tokens of output; InferMax crops its axes likewise.
-        lengths = (16, 64) if options.quick else (1, 16, 64, 1024)
+        lengths = (16, 64) if options.quick else sorted({16, 64, *options.prompts})
         return [i for i in lengths if i + 31 <= capacity]
 
     def case(c: str, m: int, i: int, p: str) -> Offline:
@@ -461,10 +664,10 @@ def fig9(options: Options) -> list[Row]:
 
 def fig10_12(options: Options) -> list[Row]:
     mixes = ("SISO+LILO", "SILO+LISO") if options.quick else options.mixes
-    sizes = (16,) if options.quick else (16, 64, 256, 1024)
-    seeds = (0, 1) if options.quick else (0, 1, 2)
+    sizes = (16,) if options.quick else options.sizes
+    seeds = (0, 1) if options.quick else tuple(range(options.num_seeds))
     costs = options.costs
-    policies = ("rank-none", "rank-i", "rank-o")
+    policies = ("rank-org", "rank-i", "rank-o")
 
     def case(c: str, mix: str, b: int, s: int, p: str) -> Offline:
         return Offline(policy=p, num_requests=b, mix=mix, costs=c, seed=s)
@@ -472,15 +675,17 @@ def fig10_12(options: Options) -> list[Row]:
     results = options.run(
         list(itertools.starmap(case, itertools.product(costs, mixes, sizes, seeds, policies)))
     )
-    write_csv(options.out / "infermax_fig10_12.csv", _rows(results))
+    # Runs with other sizes stand beside those with all.
+    part = "" if sizes == SIZES or options.quick else f"_B{max(sizes)}"
+    write_csv(options.out / f"infermax_fig10_12{part}.csv", _rows(results))
     claims = (
         # target, metric, policy ahead, policies behind, mixes
-        ("I-46-lat", "latency_s", "rank-i", ("rank-o", "rank-none"), MIXES),
+        ("I-46-lat", "latency_s", "rank-i", ("rank-o", "rank-org"), MIXES),
         ("I-46-ttft-o", "ttft_s", "rank-i", ("rank-o",), MIXES),
-        ("I-46-ttft-n", "ttft_s", "rank-i", ("rank-none",), MIXES),
-        ("I-46-tpot", "tpot_s", "rank-i", ("rank-o", "rank-none"), WITH_LILO),
+        ("I-46-ttft-n", "ttft_s", "rank-i", ("rank-org",), MIXES),
+        ("I-46-tpot", "tpot_s", "rank-i", ("rank-o", "rank-org"), WITH_LILO),
         ("I-46-tpot-o-i", "tpot_s", "rank-o", ("rank-i",), WITHOUT_LILO),
-        ("I-46-tpot-o-n", "tpot_s", "rank-o", ("rank-none",), WITHOUT_LILO),
+        ("I-46-tpot-o-n", "tpot_s", "rank-o", ("rank-org",), WITHOUT_LILO),
     )
     rows = []
     for c in costs:
@@ -495,7 +700,8 @@ def fig10_12(options: Options) -> list[Row]:
                 if mix in which
             }
             _, where = largest({k: float(np.mean(v)) for k, v in by_seed.items()})
-            rows.append(effect(name, by_seed[where], variant=c, where=where))
+            variant = f"{c}, B up to {max(sizes)}" if part else c
+            rows.append(effect(name, by_seed[where], variant=variant, where=where))
 
         def mean(mix: str, metric: str, p: str, b: int, c: str = c) -> float:
             return float(np.mean([results[case(c, mix, b, s, p)][metric] for s in seeds]))
@@ -509,7 +715,180 @@ def fig10_12(options: Options) -> list[Row]:
                 )
                 for mix in mixes
             ]
-            _plot(options.out / f"infermax_fig{number}_{c}.png", panels, columns=3, x="B")
+            _plot(options.out / f"infermax_fig{number}{part}_{c}.png", panels, columns=3, x="B")
+    return rows
+
+
+def sorting(options: Options) -> list[Row]:
+    """§1: keeping long requests cuts latency "by up to 1.4x for our analysis workloads without regression".
+
+    B is the largest of `--sizes`; with fewer than 1,024 requests M is less in proportion.
+    """
+    bases = ("fcfs", "algorithm-1", "sarathi", "sarathi-pc")
+    ours = ("sorting", "infermax", "infermax-c")
+    seeds = (0,) if options.quick else tuple(range(options.num_seeds))
+    num = 64 if options.quick else max(options.sizes)
+    capacity = 4096 if options.quick else 100_000 * num // 1024
+    mixes = options.mixes[:2] if options.quick else options.mixes
+    equal = [(i, o) for o in options.outputs for i in options.prompts if o > 1]
+
+    def mixed(c: str, mix: str, s: int, p: str) -> Offline:
+        return Offline(policy=p, num_requests=num, mix=mix, capacity=capacity, costs=c, seed=s)
+
+    def same(c: str, i: int, o: int, p: str) -> Offline:
+        return Offline(policy=p, num_requests=num, prompt=i, output=o, capacity=capacity, costs=c)
+
+    policies = (*bases, *ours)
+    results = options.run(
+        [
+            *(mixed(*x) for x in itertools.product(options.costs, mixes, seeds, policies)),
+            *(same(c, i, o, p) for c in options.costs for i, o in equal for p in policies),
+        ]
+    )
+    write_csv(options.out / "infermax_sorting.csv", _rows(results))
+    rows = []
+    for c, base, policy in itertools.product(options.costs, bases, ours):
+        by_seed = {
+            mix: [
+                results[mixed(c, mix, s, base)]["latency_s"]
+                / results[mixed(c, mix, s, policy)]["latency_s"]
+                for s in seeds
+            ]
+            for mix in mixes
+        }
+        by_seed |= {
+            f"I={i} O={o}": [
+                results[same(c, i, o, base)]["latency_s"]
+                / results[same(c, i, o, policy)]["latency_s"]
+            ]
+            for i, o in equal
+        }
+        name = f"{c}, {shown(policy)} over {shown(base)}"
+        _, where = largest({k: float(np.mean(v)) for k, v in by_seed.items()})
+        rows.append(effect("I-abs-sim", by_seed[where], variant=name, where=where))
+        holds = [float(np.mean(v)) >= 0.99 for v in by_seed.values()]
+        text = "no workload gets slower (by more than 1 %)"
+        rows.append(claim("I-abs-noregression", "Sec 1", text, holds, variant=name))
+    return rows
+
+
+def fig13(options: Options) -> list[Row]:
+    from infermax_engine import OnEngine
+
+    lengths = (8,) if options.quick else (8, 64)
+    outputs = (4,) if options.quick else (8, 64)
+
+    def case(o: int, i: int, p: str) -> OnEngine:
+        return OnEngine(
+            policy=p,
+            prompt=i,
+            output=o,
+            num_requests=8 if options.quick else 32,
+            capacity=1024,
+            model=options.engine_model,
+            calibration_s=4.0 if options.quick else 30.0,
+            repeats=1 if options.quick else 3,
+        )
+
+    cells = list(itertools.product(outputs, lengths))
+    results = run_cases([case(*x, p) for x in cells for p in BASES], options.store, 1)
+    write_csv(options.out / "infermax_fig13.csv", _rows(results))
+    errors = [100 * abs(r["error"]) for r in results.values()]
+    variant = f"{options.engine_model} on this CPU"
+    rows = [
+        compare("I-err-max", max(errors), variant=variant),
+        compare("I-err-avg", float(np.mean(errors)), variant=variant),
+    ]
+    same_order = [
+        (results[case(*x, a)]["latency_s"] < results[case(*x, b)]["latency_s"])
+        == (
+            results[case(*x, a)]["simulated_latency_s"]
+            < results[case(*x, b)]["simulated_latency_s"]
+        )
+        for x in cells
+        for a, b in itertools.combinations(BASES, 2)
+        if abs(results[case(*x, a)]["latency_s"] / results[case(*x, b)]["latency_s"] - 1) > 0.1
+    ]
+    text = "of two schedulers more than 10 % apart the simulator has the same one ahead"
+    if same_order:
+        rows.append(claim("I-47-order", "Sec 4.7 / Fig 13", text, same_order, variant=variant))
+    panels: list[Panel] = []
+    for o in outputs:
+        curves: Curves = {}
+        for p in BASES:
+            curves[shown(p)] = (lengths, [results[case(o, i, p)]["latency_s"] for i in lengths])
+            curves[f"{shown(p)}, host"] = (
+                lengths,
+                [results[case(o, i, p)]["host_s"] for i in lengths],
+            )
+        panels.append((f"O = {o}", "device time (s)", curves))
+    for o in outputs:
+        curves = {
+            shown(p): (lengths, [100 * results[case(o, i, p)]["error"] for i in lengths])
+            for p in BASES
+        }
+        panels.append((f"O = {o}", "error of the simulator (%)", curves))
+    _plot(options.out / "infermax_fig13.png", panels, columns=len(outputs), x="I")
+    return rows
+
+
+def fig14(options: Options) -> list[Row]:
+    from infermax_engine import OnEngine
+
+    capacities = (64, 256) if options.quick else (64, 256, 1024, 4096)
+    lengths = (8,) if options.quick else (4, 32)
+    output = 8 if options.quick else 16
+    bases = ("fcfs", "sarathi")
+
+    def prompts(m: int) -> list[int]:
+        return [i for i in lengths if i + output <= m]
+
+    def case(m: int, i: int, p: str) -> OnEngine:
+        return OnEngine(
+            policy=p,
+            prompt=i,
+            output=output,
+            num_requests=8 if options.quick else 32,
+            capacity=m,
+            model=options.engine_model,
+            calibration_s=4.0 if options.quick else 30.0,
+            repeats=1 if options.quick else 2,
+        )
+
+    twins = [p for base in bases for p in (base, twin(base))]
+    results = run_cases(
+        [case(m, i, p) for m in capacities for i in prompts(m) for p in twins], options.store, 1
+    )
+    write_csv(options.out / "infermax_fig14.csv", _rows(results))
+    rows = []
+    for m, target in zip(
+        capacities,
+        ("I-45-real-100", "I-45-real-1k", "I-45-real-10k", "I-45-real-100k"),
+        strict=False,
+    ):
+        gains = {
+            f"{shown(p)} I={i}": results[case(m, i, p)]["tokens_per_s"]
+            / results[case(m, i, twin(p))]["tokens_per_s"]
+            for p in bases
+            for i in prompts(m)
+        }
+        if target in ("I-45-real-10k", "I-45-real-100k"):
+            gains = {name: 1 / gain for name, gain in gains.items()}
+        most, where = largest(gains)
+        rows.append(effect(target, most, variant=f"engine on this CPU, M = {m}", where=where))
+    panels: list[Panel] = [
+        (
+            f"M = {m}",
+            label,
+            {
+                shown(p): (prompts(m), [results[case(m, i, p)][metric] for i in prompts(m)])
+                for p in twins
+            },
+        )
+        for metric, label in METRICS[:5]
+        for m in capacities
+    ]
+    _plot(options.out / "infermax_fig14.png", panels, columns=len(capacities), x="I")
     return rows
 
 
@@ -560,7 +939,19 @@ def fig16(options: Options) -> list[Row]:
     return rows
 
 
-FIGURES = {"fig5": fig5, "fig8": fig8, "fig9": fig9, "fig10_12": fig10_12, "fig16": fig16}
+FIGURES = {
+    "fig3": fig3,
+    "fig4": fig4,
+    "fig5": fig5,
+    "fig6": fig6,
+    "fig8": fig8,
+    "fig9": fig9,
+    "fig10_12": fig10_12,
+    "sorting": sorting,
+    "fig13": fig13,
+    "fig14": fig14,
+    "fig16": fig16,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -572,6 +963,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--costs", nargs="+", choices=COSTS, default=COSTS[:1])
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=MIXES, help="of Fig. 10 to 12")
+    parser.add_argument("--grid", choices=tuple(GRIDS), default="coarse", help="of I and O")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        default=SIZES,
+        help="B of Fig. 10 to 12; of sorting the largest",
+    )
+    parser.add_argument("--prompts", nargs="+", type=int, help="I, instead of the grid's")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="shuffles of Fig. 10 to 12 and of sorting; default 3"
+    )
+    parser.add_argument(
+        "--engine-model",
+        default="tiny-opt",
+        help="of Figs. 13 and 14; others than tiny-opt (opt-125m) have random weights",
+    )
+    parser.add_argument(
+        "--profiles",
+        type=Path,
+        default=Path(__file__).resolve().parents[3] / "shared" / "data" / "profiles",
+        help="measured operators, as benchmarks/hardware_descriptions.py takes them; for fig3",
+    )
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     options = Options(
@@ -581,11 +995,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         quick=args.quick,
         costs=tuple(args.costs),
         mixes=tuple(args.mixes),
+        grid=args.grid,
+        sizes=tuple(args.sizes),
+        num_seeds=args.seeds,
+        chosen_prompts=None if args.prompts is None else tuple(args.prompts),
+        engine_model=args.engine_model,
+        profiles=args.profiles,
     )
     for name in FIGURES if "all" in args.figures else args.figures:
         rows = FIGURES[name](options)
-        print_rows(rows)
-        write_rows(args.out / "infermax.csv", rows)
+        if rows:
+            print_rows(rows)
+            write_rows(args.out / "infermax.csv", rows)
     print_facts("infermax.py")
     return 0
 

@@ -1,0 +1,19 @@
+"""Every benchmark that compares policies explains itself."""
+
+import importlib
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["apt_plus", "live_attainment", "schedulers", "simulator_fidelity", "vllm_scheduler", "paper.apt_serve", "paper.bros",
+     "paper.infermax"],
+)  # fmt: skip
+def test_help(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"benchmarks.{module}").main(["--help"])
+    assert end.value.code == 0
+    assert "usage:" in capsys.readouterr().out
