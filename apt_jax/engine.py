@@ -762,7 +762,7 @@ class Engine:
             return Plan.idle()
         try:
             plan = self._decide(view)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a library may exit
             if self.debug:
                 raise
             try:
@@ -784,11 +784,14 @@ class Engine:
             return checked_schedule(self.policy, view)
         return self.policy.schedule(view)
 
-    def _fall_back(self, view: SchedulerView, error: Exception) -> Plan:
+    def _fall_back(self, view: SchedulerView, error: BaseException) -> Plan:
         """The policy has raised, or made a plan that cannot be used: `fcfs`, which keeps no state, decides this iteration."""
         plan = self._fallback.schedule(view)
         self._fallback_iterations += 1
-        now_s, last_s = self.clock.now_s(), self._fallback_logged_s
+        now_s, last_s = (
+            self._timer(),
+            self._fallback_logged_s,
+        )  # not simulated time: somebody reads it
         if last_s is None or now_s - last_s >= FALLBACK_LOG_S:
             self._fallback_logged_s = now_s
             logger.error(

@@ -536,7 +536,7 @@ def policy_schedule(problem: OptimalProblem, policy: Policy) -> OptimalSchedule:
         )
         try:
             plan = checked_schedule(policy, view)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RuntimeError(f"{policy.name} failed: {type(error).__name__}: {error}") from error
         for row in plan.preempt.tolist():
             preempt.append(request_of[row])

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import itertools
 import json
 import operator
 import os
@@ -105,12 +106,16 @@ def make(
     """
     maker, options = find_policy(text, bundled)
     if "violation_decay" in options:  # has the bounds of the flag
-        dataclasses.replace(config, violation_decay=options["violation_decay"])
+        try:
+            dataclasses.replace(config, violation_decay=options["violation_decay"])
+        except ConfigError as error:
+            reason = str(error).replace("(--violation-decay)", _FLAG)
+            raise ConfigError(f"policy={text!r:.200}: {reason}") from None
     try:
         policy = maker(config, seed, options)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"policy={text!r:.200} cannot be made: {_told(error)} {_FLAG}") from error
     name = getattr(policy, "name", None)
     if not isinstance(name, str) or not name:
@@ -157,12 +162,19 @@ def _load_class(path: str, name: str) -> type:
     """The class at `package.module:Class`, which `name` stands for in errors, with the interface of this version."""
     what = f"policy={name!r:.200}" + ("" if path == name else f" ({path})")
     module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"{what} is not package.module:Class {_FLAG}")
+    if not all(map(str.isidentifier, module_name.split("."))) or not attribute:
+        raise ConfigError(
+            f"{what} is not package.module:Class; the module is looked for where Python looks and in the current directory {_FLAG}"
+        )
     try:
         module = _import(module_name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what} cannot be imported: {_told(error)} {_FLAG}") from error
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name in _prefixes(module_name):
+            hint = f"; it is looked for where Python looks and in {Path.cwd()}"
+            if module_name.endswith(".py"):
+                hint = f"; did you mean {module_name.removesuffix('.py')}:{attribute}?"
+        raise ConfigError(f"{what} cannot be imported: {_told(error)}{hint} {_FLAG}") from error
     try:
         cls = operator.attrgetter(attribute)(module)
     except AttributeError:
@@ -205,6 +217,11 @@ def _import(name: str) -> types.ModuleType:
         module = importlib.reload(module)
     _loaded[name] = digest
     return module
+
+
+def _prefixes(name: str) -> set[str]:
+    """A module and the packages that it is in."""
+    return set(itertools.accumulate(name.split("."), "{}.{}".format))
 
 
 def _told(error: BaseException) -> str:

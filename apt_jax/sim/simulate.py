@@ -82,7 +82,8 @@ class SimulationConfig:
     slo: SLO = SLO(ttft_s=1.0, tbt_s=1.0)  # noqa: RUF009 - frozen
     output_scale: float = 1.0
     drop_too_long: bool = False
-    """Leave out requests that are longer than the model allows instead of refusing the trace."""
+    """Leave out requests that are longer than the model or the pool allows instead of refusing the trace. Bundled traces
+    always do (`SimulationResult.num_left_out`)."""
     max_num_seqs: int | None = None
     """None: 256, as vLLM has it, or what a calibrated description was measured up to."""
     max_num_batched_tokens: int | None = None
@@ -204,6 +205,8 @@ class SimulationResult:
     recomputed_tokens: int
     fallback_iterations: int
     """Iterations that `fcfs` scheduled, because the policy failed: the run is not the policy's where there are any."""
+    num_left_out: int
+    """Requests of the trace that can never fit this model and pool: none of them was drawn."""
     kind_switches: int
     prefix_hit_fraction: float
     """Share of the prompt tokens of scheduled requests that were found cached; 0 without prefix caching."""
@@ -266,6 +269,7 @@ class SimulationResult:
             "preemptions": self.preemptions,
             "recomputed_tokens": self.recomputed_tokens,
             "fallback_iterations": self.fallback_iterations,
+            "num_left_out": self.num_left_out,
             "kind_switches": self.kind_switches,
             "prefix_hit_fraction": self.prefix_hit_fraction,
             "conversions": self.conversions,
@@ -399,8 +403,12 @@ def simulate(
     """
     started = time.perf_counter()
     hardware = hardware or load_hardware(config.model, config.hardware, config.num_devices)
+    num_left_out = 0
     if workload is None:
-        workload = draw_workload(fitting(load_trace(config.trace), hardware, config), config)
+        trace = load_trace(config.trace)
+        kept = fitting(trace, hardware, config)
+        num_left_out = trace.num_requests - kept.num_requests
+        workload = draw_workload(kept, config)
     costs = hardware.step_costs(config.hidden_attention)
     timing = hardware.programs or costs
     overlap = hardware.programs is not None if config.overlap is None else config.overlap
@@ -495,6 +503,7 @@ def simulate(
         preemptions=sum(one.num_preemptions for one in stats),
         recomputed_tokens=sum(one.recomputed_tokens for one in stats),
         fallback_iterations=sum(one.fallback_iterations for one in stats),
+        num_left_out=num_left_out,
         kind_switches=sum(sum(one.kind_switches.values()) for one in stats),
         prefix_hit_fraction=sum(one.prefix_cache_hits for one in stats)
         / max(sum(one.prefix_cache_queries for one in stats), 1),

@@ -5,6 +5,7 @@ One run, or a sweep over rates, policies and seeds, or the effective throughput 
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apt_jax.config import SLO, SchedulerConfig
+from apt_jax.errors import ConfigError
 from apt_jax.llm import ProgressBars
 from apt_jax.sched import check_policy
 from apt_jax.sim.hardware import known_hardware
@@ -24,6 +26,10 @@ from apt_jax.sim.trace import known_traces
 from serve import options
 from serve.errors import CommandError
 from serve.output import print_table, write_json
+
+LEFT_OUT = "requests of the trace that can never fit, left out"
+BURST_TTFTS = 10
+"""A run whose requests all arrive within so many TTFT objectives is a burst: its rate says nothing of a load that lasts."""
 
 
 def _list_of(kind: Any) -> Any:
@@ -105,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drop-too-long",
         action="store_true",
-        help="leave out requests that can never fit instead of refusing the trace",
+        help="leave out requests that can never fit instead of refusing the trace; bundled traces always do, and the result says how many",
     )
     group.add_argument(
         "--replicas",
@@ -233,7 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep finished runs here, and do not run again what is in it",
     )
     group.add_argument(
-        "--png", metavar="FILE", help="plot attainment against the rate (with --rates)"
+        "--png", metavar="FILE", help="plot attainment against the rate (needs --rates)"
     )
     options.add_json_argument(parser)
 
@@ -270,7 +276,24 @@ def config_of(args: argparse.Namespace) -> SimulationConfig:
     )
 
 
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse what would be ignored, or counted twice, and a picture that could not be written after all runs."""
+    ways = {"--rate": args.rate, "--rates": args.rates, "--find-rate": args.find_rate}
+    given = [flag for flag, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other: leave one out")
+    for flag, values in (("--scheduling-policy", args.scheduling_policy), ("--rates", args.rates)):
+        twice = [value for value in values or () if values.count(value) > 1]
+        if twice:
+            raise ConfigError(f"{twice[0]} is there twice: name it once ({flag})")
+    if args.png and not args.rates:
+        raise ConfigError("--png plots attainment against the rate: give --rates R1,R2,...")
+    if args.png and not Path(args.png).absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {args.png} (no such directory) (--png)")
+
+
 def run(args: argparse.Namespace) -> int:
+    _check_flags(args)
     policies: Sequence[str] = args.scheduling_policy
     for policy in policies:
         check_policy(policy)
@@ -331,6 +354,7 @@ def _report_one(values: dict[str, Any]) -> None:
             ("goodput (requests/s)", f"{values['goodput']:.2f}"),
             ("preemptions, recomputed tokens", f"{values['preemptions']}, {values['recomputed_tokens']}"),
             *([("iterations left to fcfs, as the policy failed", str(values["fallback_iterations"]))] if values["fallback_iterations"] else []),
+            *([(LEFT_OUT, f"{values['num_left_out']:,}")] if values["num_left_out"] else []),
             *([("prompt tokens found cached (%)", f"{100 * values['prefix_hit_fraction']:.1f}")] if values["prefix_hit_fraction"] else []),
             ("tokens decoded from hidden cache (%)", f"{100 * values['hidden_token_fraction']:.1f}"),
             ("iterations", f"{values['iterations']} {values['iterations_by_type']}"),
@@ -349,6 +373,11 @@ def _report_rates(
         (p, f"{r.mean:.2f} ± {r.std:.2f} requests/s") for p, r in zip(policies, rates, strict=True)
     ]
     print_table(f"effective throughput at {100 * args.find_rate:g} % attainment", rows)
+    console = Console(highlight=False, emoji=False)
+    for policy, rate in zip(policies, rates, strict=True):
+        lasts_s = args.num_requests / rate.mean if rate.mean else math.inf
+        if lasts_s < BURST_TTFTS * args.slo_ttft_ms / 1e3:
+            console.print(f"{policy}: all {args.num_requests:,} requests arrive within {lasts_s:.2g} s, a single burst; more --num-requests tell what rate lasts", markup=False)  # fmt: skip
     found = {p: r.as_dict() for p, r in zip(policies, rates, strict=True)}
     values: dict[str, Any] = {"by_policy": found}
     if len(policies) == 1:
@@ -384,6 +413,9 @@ def _report_sweep(
         if left:
             total = sum(r["iterations"] for r in ours)
             console.print(f"{policy} failed in {left:,} of {total:,} iterations, which fcfs scheduled", markup=False)  # fmt: skip
+    left_out = max(r.get("num_left_out", 0) for r in runs)
+    if left_out:
+        console.print(f"{LEFT_OUT}: {left_out:,}", markup=False)
     if args.png:
         _plot(args.png, args, policies, rates, cells)
     write_json(args.json, {"runs": list(runs)})

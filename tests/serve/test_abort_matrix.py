@@ -243,7 +243,9 @@ def test_nothing_is_left(state, way):
         await served.until(lambda: parts.engine.num_live == 1)
         victim = await start(way, served, fields, reads)
         try:
-            if state != "compiling its form":  # it may come in time for the step that is about to be held
+            if (
+                state != "compiling its form"
+            ):  # it may come in time for the step that is about to be held
                 await served.until(lambda: served.engine._inbox or parts.engine.num_live == 2)
             gate.set()
             await served.until(held.reached.is_set, 40)

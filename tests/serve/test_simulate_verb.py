@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from apt_jax.sim.trace import load_trace
 from serve.cli import main
 
 KEYS = {
@@ -67,6 +68,28 @@ def test_find_rate(tmp_path, capsys):
     assert "requests/s" in capsys.readouterr().out
 
 
+def test_a_rate_that_is_a_burst_is_said(capsys):
+    args = ["--trace", "humaneval", "--scheduling-policy", "fcfs", "--seeds", "1", "--workers", "1"]
+    assert main(["simulate", *args, "--num-requests", "5", "--find-rate", "0.5"]) == 0
+    assert "all 5 requests arrive within" in " ".join(capsys.readouterr().out.split())
+
+
+def test_requests_that_never_fit_are_counted(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = ["simulate", "--num-requests", "5", "--rate", "2", "--num-blocks-override", "40", "--workers", "1"]  # fmt: skip
+    left_out = {}
+    for cache in ("kv", "hybrid"):
+        assert main([*args, "--cache", cache, "--json", str(path)]) == 0
+        left_out[cache] = json.loads(path.read_text())["num_left_out"]
+        assert f"{left_out[cache]:,}" in capsys.readouterr().out
+    lengths = load_trace("sharegpt")
+    total = lengths.prompt_tokens.astype(int) + lengths.output_tokens
+    # 40 blocks of 16 positions, of which keys and values take two each.
+    assert left_out == {"kv": int((total > 320).sum()), "hybrid": int((total > 640).sum())}
+    assert main([*args, "--scheduling-policy", "fcfs,apt"]) == 0
+    assert "can never fit, left out" in capsys.readouterr().out
+
+
 def test_replicas_share_the_requests(tmp_path, capsys):
     path = tmp_path / "out.json"
     args = ["simulate", *QUICK, "--rate", "20", "--replicas", "3", "--routing-policy", "expected_slack", "--json", str(path)]  # fmt: skip
@@ -96,12 +119,19 @@ def test_replicas_share_the_requests(tmp_path, capsys):
         (["--find-rate", "1.5"], "--find-rate"),
         (["-tp", "3"], "3"),
         (["--replicas", "0"], "--replicas"),
+        (["--rates", "2,3", "--rate", "2"], "--rate and --rates exclude each other"),
+        (["--find-rate", "0.9", "--rates", "2,3"], "--rates and --find-rate exclude each other"),
+        (["--scheduling-policy", "apt,fcfs,apt"], "apt is there twice"),
+        (["--rates", "2,2"], "2.0 is there twice"),
+        (["--rate", "2", "--png", "x.png"], "--rates"),
+        (["--rates", "2", "--png", "/no/such/directory/x.png"], "--png"),
         (["--routing-policy", "leastload"], "--routing-policy"),
         (["--model", "gpt-5", "--replicas", "2"], "opt-13b"),
     ],
 )
 def test_bad_input_is_one_line(args, message, capsys):
-    given = args if "--rate" in args else ["--rate", "2", *args]
+    rated = {"--rate", "--rates", "--find-rate"} & set(args)
+    given = args if rated else ["--rate", "2", *args]
     with pytest.raises(SystemExit) if _by_parser(args) else _nothing() as caught:
         code = main(["simulate", "--num-requests", "5", *given])
     if caught is not None:

@@ -73,8 +73,13 @@ def _raise(view: SchedulerView, plan: Plan) -> Plan:
     raise ZeroDivisionError("no reason")
 
 
+def _exit(view: SchedulerView, plan: Plan) -> Plan:
+    raise SystemExit(3)
+
+
 BROKEN: dict[str, Callable[[SchedulerView, Plan], Any]] = {
     "raises": _raise,
+    "exits": _exit,
     "raises in lookup": lambda view, plan: [][0],
     "nothing": lambda view, plan: None,
     "words": lambda view, plan: "run all",
