@@ -237,7 +237,7 @@ def parts(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
 
 
 def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
-    """Goodput (requests/s within their objectives) against the rate, arrivals of the first CV."""
+    """Arrivals a second that attain their objectives (rate times attainment), against the rate; arrivals of the first CV."""
     rates_of = {"sharegpt": (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0), "longbench": (0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)}  # fmt: skip
     traces = [trace for trace in traces if trace in rates_of]
     shapes = [(trace, cvs[0], rate) for trace in traces for rate in rates_of[trace]]
@@ -253,12 +253,12 @@ def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
             axis.errorbar(rates_of[trace], [mean(v) for v in y], [half_width(v) for v in y], label=name, marker=".", capsize=2,
                           lw=2.4 if name == PLUS else 1.2)  # fmt: skip
             table += [
-                {"trace": trace, "system": name, "rate": rate, "goodput": mean(v), "half_width": half_width(v), "seeds": len(v),
+                {"trace": trace, "system": name, "rate": rate, "attained_per_s": mean(v), "half_width": half_width(v), "seeds": len(v),
                  "requests": runs.num_requests}
                 for rate, v in zip(rates_of[trace], y, strict=True)
             ]  # fmt: skip
         axis.plot(rates_of[trace], rates_of[trace], color="gray", ls=":", lw=0.8)
-        axis.set(xlabel="requests/s", ylabel="requests/s within their objectives", title=f"{trace}, OPT-13B, one A100 40 GB, simulated")  # fmt: skip
+        axis.set(xlabel="requests that arrive a second", ylabel="of these, within their objectives", title=f"{trace}, OPT-13B, one A100 40 GB, simulated")  # fmt: skip
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize="small")
@@ -284,8 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         one = commands.add_parser(
             name, help=(function.__doc__ or "").splitlines()[0].replace("%", "%%")
         )
-        add_options(one, requests=requests, seeds=seeds)
-        one.set_defaults(out=RESULTS)
+        add_options(one, requests=requests, seeds=seeds, out=RESULTS)
         one.add_argument("--traces", nargs="+", choices=list(TRACES), default=list(traces))
         one.add_argument(
             "--cv",

@@ -220,8 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    add_options(parser, requests=1000, seeds=5)
-    parser.set_defaults(out=RESULTS)
+    add_options(parser, requests=1000, seeds=5, out=RESULTS)
     parser.add_argument(
         "--policies",
         type=_policies,

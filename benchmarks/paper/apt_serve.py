@@ -477,9 +477,13 @@ def _effective_table(
     ]
 
 
+_SHARES = ("slo", "ttft", "tbt")
+"""What of a point is a share of the requests."""
+
+
 def _points_table(found: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]) -> Rows:
     return [
-        {"dataset": d, "model": m, "system": s, "seed": seed, "rate": 2 ** (int(step) / _STEPS), **{f"{k}_percent": 100 * v for k, v in point.items()}}
+        {"dataset": d, "model": m, "system": s, "seed": seed, "rate": 2 ** (int(step) / _STEPS), **{(f"{k}_percent" if k in _SHARES else k): (100 * v if k in _SHARES else v) for k, v in point.items()}}
         for (d, m, s), results in found.items()
         for seed, result in enumerate(results)
         for step, point in result["at"].items()

@@ -138,15 +138,17 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def add_options(parser: argparse.ArgumentParser, *, requests: int, seeds: int = 3) -> None:
-    """Options that every command has; `requests` and `seeds` are the defaults."""
+def add_options(
+    parser: argparse.ArgumentParser, *, requests: int, seeds: int = 3, out: Path = RESULTS
+) -> None:
+    """Options that every command has; `requests`, `seeds` and `out` are the defaults."""
     parser.add_argument(
         "--quick", action="store_true", help="few requests, one seed: seconds instead of minutes"
     )
     parser.add_argument("--seeds", type=int, metavar="N", help=f"default {seeds}; quick: 1")
     parser.add_argument("--requests", type=int, metavar="N", help=f"default {requests}; quick: 100")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=str(RESULTS))
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"default {out}")
     parser.add_argument(
         "--store",
         type=Path,
