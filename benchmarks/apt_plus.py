@@ -193,7 +193,7 @@ def _measured(
 
 
 def cells(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
-    """Every system in every cell, and of `apt-plus` the paired difference to the better `apt` of the cell."""
+    """Every system in every cell, of `apt-plus` the paired difference to the better `apt` of the cell, and what no policy can exceed."""
     shapes = [(trace, cv, rate) for trace in traces for cv in cvs for rate in TRACES[trace][3]]
     found = _measured(runs, "cells", shapes, SYSTEMS)
     table = []
@@ -206,7 +206,8 @@ def cells(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
         apt, plus = of[better], of[PLUS]
         table.append(
             {"trace": shape[0], "cv": shape[1], "rate": shape[2], **{name: mean(v) for name, v in at.items()},
-             "better_apt": better, "gain": gain, "half_width": half, "tokens_of_best_percent": 100 * plus["tokens_per_s"] / most,
+             "better_apt": better, "gain": gain, "half_width": half,
+             "bound": mean([100 * r["bound"] for r in found[*shape, PLUS]]), "tokens_of_best_percent": 100 * plus["tokens_per_s"] / most,
              "ttft_p99_s": plus["ttft_p99_s"], "ttft_p99_s_of_apt": apt["ttft_p99_s"],
              "recomputed": plus["recomputed_tokens"], "recomputed_by_apt": apt["recomputed_tokens"],
              "seeds": len(runs.seeds), "requests": runs.num_requests}

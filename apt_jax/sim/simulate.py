@@ -34,6 +34,7 @@ from apt_jax.executor import Executor, StepBatch
 from apt_jax.metrics import RequestRecord, Summary, TokenRate, summarize
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import HIDDEN, Policy, make_policy
+from apt_jax.sim.attainable import attainable_share
 from apt_jax.sim.executor import SimulatedExecutor
 from apt_jax.sim.hardware import Hardware, load_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES, ReplicaState, Router
@@ -207,6 +208,9 @@ class SimulationResult:
     """Iterations that `fcfs` scheduled, because the policy failed: the run is not the policy's where there are any."""
     num_left_out: int
     """Requests of the trace that can never fit this model and pool: none of them was drawn."""
+    slo_attainment_bound: float | None
+    """Share of the requests that no policy can exceed (`apt_jax.sim.attainable`). None: with prefix caching, classes, objectives
+    of single requests, and step times that are not `StepCosts` of a description."""
     kind_switches: int
     prefix_hit_fraction: float
     """Share of the prompt tokens of scheduled requests that were found cached; 0 without prefix caching."""
@@ -270,6 +274,7 @@ class SimulationResult:
             "recomputed_tokens": self.recomputed_tokens,
             "fallback_iterations": self.fallback_iterations,
             "num_left_out": self.num_left_out,
+            "slo_attainment_bound": self.slo_attainment_bound,
             "kind_switches": self.kind_switches,
             "prefix_hit_fraction": self.prefix_hit_fraction,
             "conversions": self.conversions,
@@ -440,6 +445,20 @@ def simulate(
         raise ConfigError(
             "a policy object serves one replica: name the policy in the configuration"
         )
+    bound = None
+    if (
+        (executor, step_s, hardware.programs, workload.slos) == (None,) * 4
+        and not prefixes
+        and not workload.best_effort.any()
+    ):
+        bound = attainable_share(
+            workload.arrival_s,
+            workload.prompt_tokens,
+            costs,
+            ttft_s=config.slo.ttft_s,
+            step_tokens=budget,
+            replicas=config.replicas,
+        )
 
     def predicted_s(batch: StepBatch) -> float:
         step_s = timing.step_s(batch.num_tokens, batch.start, batch.kind)
@@ -504,6 +523,7 @@ def simulate(
         recomputed_tokens=sum(one.recomputed_tokens for one in stats),
         fallback_iterations=sum(one.fallback_iterations for one in stats),
         num_left_out=num_left_out,
+        slo_attainment_bound=bound,
         kind_switches=sum(sum(one.kind_switches.values()) for one in stats),
         prefix_hit_fraction=sum(one.prefix_cache_hits for one in stats)
         / max(sum(one.prefix_cache_queries for one in stats), 1),

@@ -137,6 +137,7 @@ def attainment(config: SimulationConfig) -> dict[str, Any]:
         "recomputed_tokens": result.recomputed_tokens,
         "preemptions": result.preemptions,
         "makespan_s": s.duration_s,
+        "bound": result.slo_attainment_bound,
     }
 
 
@@ -477,7 +478,7 @@ def _effective_table(
     ]
 
 
-_SHARES = ("slo", "ttft", "tbt")
+_SHARES = ("slo", "ttft", "tbt", "bound")
 """What of a point is a share of the requests."""
 
 

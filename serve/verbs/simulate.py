@@ -339,7 +339,7 @@ def _report_one(values: dict[str, Any]) -> None:
         p = values[name]
         return " / ".join("-" if p[q] is None else f"{p[q]:.3f}" for q in ("p50", "p90", "p99"))
 
-    config, replicas = values["config"], values["replicas"]
+    config, replicas, bound = values["config"], values["replicas"], values["slo_attainment_bound"]
     where = f"{config['model']} on {config['hardware']}"
     if len(replicas) > 1:
         where += f", {len(replicas)} replicas by {config['routing_policy']}"
@@ -347,6 +347,7 @@ def _report_one(values: dict[str, Any]) -> None:
         f"{config['policy']}, {config['cache']} cache: {where}, {config['trace']}",
         [
             ("SLO attainment (%)", f"{100 * values['slo_attainment']:.1f}"),
+            *([("of which no policy can exceed (%)", f"{100 * bound:.1f}")] if bound is not None and bound < 1 else []),
             ("TTFT, TBT attainment (%)", f"{100 * values['ttft_attainment']:.1f}, {100 * values['tbt_attainment']:.1f}"),
             ("TTFT p50 / p90 / p99 (s)", span("ttft_s")),
             ("P99 TBT p50 / p90 / p99 (s)", span("tbt_s")),

@@ -1,0 +1,96 @@
+"""The bound on attainment: against all subsets of small instances, and above what policies attain."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from apt_jax.config import SLO
+from apt_jax.sim.attainable import attainable_share, least_prefill_s, most_on_time
+from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.simulate import SimulationConfig, simulate
+
+
+def fits(chosen, arrival_s, work_s, within_s) -> bool:
+    """Whether each interval from an arrival to a deadline has room for what lies in it: enough, with preemption, on one machine."""
+    return all(
+        sum(work_s[i] for i in chosen if arrival_s[a] <= arrival_s[i] <= arrival_s[b])
+        <= arrival_s[b] + within_s - arrival_s[a] + 1e-9
+        for a in chosen
+        for b in chosen
+        if arrival_s[a] <= arrival_s[b]
+    )
+
+
+def most_by_trying(arrival_s, work_s, within_s) -> int:
+    n = len(arrival_s)
+    return max(
+        len(chosen)
+        for size in range(n + 1)
+        for chosen in itertools.combinations(range(n), size)
+        if fits(chosen, arrival_s, work_s, within_s)
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_most_of_all_subsets(seed):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 10))
+    arrival_s = np.sort(rng.choice([0.0, 0.5, 1.0, 2.0, 3.0, rng.uniform(0, 3)], n))
+    work_s = rng.uniform(0.05, 1.5, n) if seed % 2 else rng.integers(1, 5, n) / 4
+    within_s = float(rng.choice([0.5, 1.0, 2.0]))
+    assert most_on_time(arrival_s, work_s, within_s) == most_by_trying(arrival_s, work_s, within_s)
+
+
+def test_nobody_and_everybody():
+    none = np.empty(0)
+    assert most_on_time(none, none, 1.0) == 0
+    assert most_on_time(np.arange(5.0), np.full(5, 2.0), 1.0) == 0
+    assert most_on_time(np.arange(5.0), np.full(5, 0.9), 1.0) == 5
+    assert most_on_time(np.zeros(5), np.full(5, 0.3), 1.0) == 3
+
+
+def test_a_prompt_takes_at_least_its_own_steps():
+    """In any chunks, alone or beside others, a step of prompts takes no less than what its tokens are counted with."""
+    costs = load_hardware("opt-13b", "a100-40gb").step_costs("absorb")
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(2, 2000, 40).astype(np.int32)
+    left, took_s = prompts.copy(), 0.0
+    while left.any():
+        share = np.minimum(left, rng.integers(2, 300, left.size)).astype(np.int32)
+        share = np.where(left - share == 1, left, share)  # no chunk of a single token
+        share = np.where(np.cumsum(share) <= 2048, share, 0).astype(np.int32)
+        rows = np.flatnonzero(share)
+        took_s += costs.step_s(share[rows], (prompts - left)[rows], np.zeros(rows.size, np.int8))
+        left -= share
+    assert took_s >= least_prefill_s(prompts, costs, 2048).sum() - 1e-9
+
+
+def test_replicas_and_prompts_that_take_too_long():
+    costs = load_hardware("opt-13b", "a100-40gb").step_costs("absorb")
+    arrival_s = np.zeros(40)
+    prompts = np.full(40, 1000, np.int32)
+    shares = [attainable_share(arrival_s, prompts, costs, ttft_s=1.0, step_tokens=2048, replicas=r) for r in (1, 2, 4)]  # fmt: skip
+    assert 0 < shares[0] < shares[1] < shares[2] <= 1
+    assert attainable_share(arrival_s, prompts, costs, ttft_s=1e-3, step_tokens=2048, replicas=1000) == 0  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sarathi", "vllm-v1", "qoserve", "apt", "apt-plus"])
+@pytest.mark.parametrize(("trace", "rate", "cv", "ttft_s"), [("longbench", 2.0, 10.0, 4.0), ("sharegpt", 20.0, 8.0, 0.3)])  # fmt: skip
+def test_no_policy_attains_more(policy, trace, rate, cv, ttft_s):
+    config = SimulationConfig(
+        trace=trace, rate=rate, cv=cv, num_requests=60, policy=policy, slo=SLO(ttft_s=ttft_s, tbt_s=1.0)
+    )  # fmt: skip
+    result = simulate(config)
+    assert result.slo_attainment_bound is not None
+    assert result.summary.ttft_attainment <= result.slo_attainment_bound < 1
+    assert result.as_dict()["slo_attainment_bound"] == result.slo_attainment_bound
+
+
+def test_where_nothing_is_known_there_is_none():
+    config = SimulationConfig(trace="humaneval", rate=4.0, num_requests=5, policy="fcfs")
+    assert simulate(config).slo_attainment_bound == 1.0
+    assert simulate(config, step_s=lambda batch: 0.01).slo_attainment_bound is None
+    slos = simulate(dataclasses.replace(config, slo=SLO(ttft_s=1e-4, tbt_s=1.0)))
+    assert slos.slo_attainment_bound == slos.slo_attainment == 0.0
