@@ -446,11 +446,9 @@ def simulate(
             "a policy object serves one replica: name the policy in the configuration"
         )
     bound = None
-    if (
-        (executor, step_s, hardware.programs, workload.slos) == (None,) * 4
-        and not prefixes
-        and not workload.best_effort.any()
-    ):
+    of_cost_model = executor is None and step_s is None and hardware.programs is None
+    alike = workload.slos is None and not workload.best_effort.any() and not prefixes
+    if of_cost_model and alike:
         bound = attainable_share(
             workload.arrival_s,
             workload.prompt_tokens,
