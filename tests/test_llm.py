@@ -317,7 +317,7 @@ SMALL = {**TINY, "vocab_size": 280, "hidden_size": 32, "word_embed_proj_dim": 32
 def small_model(tmp_path, monkeypatch):
     """A directory with a random model of two layers and a tokenizer of bytes."""
     monkeypatch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(tmp_path / "cache"))
-    monkeypatch.setattr("apt_jax.llm.use_compile_cache", lambda: False)
+    monkeypatch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
     path = tmp_path / "small"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(SMALL))
@@ -392,7 +392,7 @@ def bundled(tmp_path_factory):
     """The bundled model with few shapes to compile; tests leave it as they found it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(tmp_path_factory.mktemp("cache")))
-        patch.setattr("apt_jax.llm.use_compile_cache", lambda: False)
+        patch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
         return LLM("tiny-opt", **FEW_PROGRAMS)
 
 
@@ -521,7 +521,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_or_mismatching_checkpoint_is_one_line(damage, tmp_path, monkeypatch):
-    monkeypatch.setattr("apt_jax.llm.use_compile_cache", lambda: False)
+    monkeypatch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
     path = tmp_path / "model"
     shutil.copytree(BUNDLED, path)
     DAMAGES[damage](path)

@@ -577,7 +577,7 @@ def tiny_opt(tmp_path_factory):
     (folder / "chat.jinja").write_text(CHAT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(folder))
-        patch.setattr("apt_jax.llm.use_compile_cache", lambda: False)
+        patch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
         llm = LLM("tiny-opt", chat_template=str(folder / "chat.jinja"), max_num_seqs=4, max_num_batched_tokens=64,
                   max_model_len=128, num_blocks_override=64, warm_up=False, use_tqdm=False)  # fmt: skip
     with in_thread(lambda: http_serving(llm.parts)) as served:

@@ -27,7 +27,7 @@ def bundled(tmp_path_factory):
     template.write_text(CHAT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(tmp_path_factory.mktemp("cache")))
-        patch.setattr("apt_jax.llm.use_compile_cache", lambda: False)
+        patch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
         llm = LLM("tiny-opt", chat_template=str(template), **FEW_PROGRAMS)
     yield llm
     assert llm.parts.chat_template is not None

@@ -1,0 +1,276 @@
+"""From a configuration to an engine that runs.
+
+`build_engine` makes everything once, for every front end: model, tokenizer, executor (compiled), costs (calibrated or
+loaded), policy, engine.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from apt_jax.cache_dir import private_dir
+from apt_jax.chat import ChatTemplate, load_chat_template
+from apt_jax.config import EngineConfig
+from apt_jax.errors import ConfigError
+from apt_jax.executor import is_out_of_memory
+from apt_jax.frontend.components import EngineParts, make_parts
+from apt_jax.frontend.progress import Progress, of_stage
+from apt_jax.sched import KindSpec, make_policy
+from apt_jax.sched.view import converts
+from apt_jax.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from apt_jax.hosts import Hosts, Leader
+    from apt_jax.jax_executor import JaxExecutor
+    from apt_jax.models import LoadedModel
+    from apt_jax.sched.cost_model import CostModel
+
+DEFAULT_CALIBRATION_S = 10.0
+"""Approximate duration of a calibration at start, seconds; `apt-jax calibrate` takes longer and measures better."""
+
+_SMALLER_WEIGHTS = "choose a smaller model, a 16-bit --dtype or --quantization"
+_SMALLER_STEPS = "lower --device-memory-utilization, --num-blocks-override, --max-num-batched-tokens or --max-num-seqs"
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    warm_up: bool = True,
+    calibrate: bool = True,
+    calibration_s: float = DEFAULT_CALIBRATION_S,
+    progress: Progress | None = None,
+    on_joined: "Callable[[Leader], None]" = lambda leader: None,
+) -> EngineParts:
+    """Load a model and make the engine that serves it.
+
+    Args:
+        config: what to build.
+        warm_up: compile every program now; False: each is compiled when it is first needed.
+        calibrate: measure step costs if none are stored for this model, machine and configuration; stored ones are used in
+            any case.
+        calibration_s: approximate duration of the measurement, seconds.
+        progress: called while programs are prepared and step costs measured.
+        on_joined: called with the other hosts of the replica, if any, once they have joined.
+
+    Raises:
+        ModelLoadError: model or tokenizer cannot be used.
+        ConfigError: the configuration does not suit the model or the machine.
+    """
+    # JAX takes a second to import; validation and simulation do not need it.
+    from apt_jax.calibrate import calibration_path, load_calibration, load_or_calibrate
+    from apt_jax.hosts import Leader
+
+    policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
+    started = time.monotonic()
+    with all_hosts(config) as hosts:
+        leader = hosts if isinstance(hosts, Leader) else None
+        if leader is not None:
+            on_joined(leader)
+        loaded, mesh = load_weights(config)
+        tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
+        template = None if tokenizer is None else _find_template(config, tokenizer)
+        executor = make_executor(config, loaded, mesh, conversion=converts(policy))
+        loaded_s = time.monotonic()
+        with room_for_steps():
+            if warm_up:
+                executor.warm_up(of_stage(progress, "preparing"))
+            warm_s = time.monotonic()
+            executor.leader = leader
+            if calibrate:
+                cost_model = load_or_calibrate(executor, calibration_s, of_stage(progress, "calibrating"))
+            else:
+                cost_model = load_calibration(calibration_path(executor))
+        parts = make_parts(
+            config,
+            executor,
+            kinds=_kinds(executor, cost_model),
+            vocab_size=loaded.config.vocab_size,
+            max_model_len=executor.max_model_len,
+            tokenizer=tokenizer,
+            eos_token_ids=_end_ids(loaded.eos_token_ids, tokenizer, template),
+            policy=policy,
+            costs=None if cost_model is None else cost_model.step_costs(),
+            model_config=loaded.config,
+            cost_model=cost_model,
+            chat_template=template,
+            hf_config=loaded.hf_config,
+            stored=(loaded.format, loaded.weights),
+        )
+        return dataclasses.replace(
+            parts, load_s=loaded_s - started, warm_up_s=warm_s - loaded_s, calibration_s=time.monotonic() - warm_s
+        )
+
+
+def recalibrated(
+    parts: EngineParts, budget_s: float, progress: Callable[[int, int], None] | None = None
+) -> EngineParts:
+    """Measure step costs now, for about `budget_s` seconds, and use them in the same engine; loads and stores nothing.
+
+    Overwrites the pool: call it before anything is served.
+    """
+    from apt_jax.calibrate import calibrate
+    from apt_jax.jax_executor import JaxExecutor
+
+    assert isinstance(parts.executor, JaxExecutor)
+    model = calibrate(parts.executor, budget_s, progress)
+    parts.engine.kinds = tuple(_kinds(parts.executor, model))
+    parts.engine.costs = model.step_costs()
+    return dataclasses.replace(parts, cost_model=model)
+
+
+def freeze_loaded() -> None:
+    """Exclude the objects of model and programs from garbage collection, in a process that serves until it ends.
+
+    A full collection that visits them would stall every request, and every other host, for some tenths of a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
+    """Join the other hosts of this replica and report to them what is raised within; None: there are no others."""
+    from apt_jax import parallel
+    from apt_jax.models import read_model_config, resolve_model
+
+    ours = config.parallel
+    if ours.tensor_parallel_size == 1:
+        yield None
+        return
+    # Before anything is loaded.
+    resolved = resolve_model(config.model, allow_preset=config.load_format == "dummy")
+    model = read_model_config(resolved.fields, config.max_model_len)[1]
+    parallel.check_size(model, ours.tensor_parallel_size)
+    if ours.nnodes == 1:
+        yield None
+        return
+    from apt_jax.hosts import join
+
+    hosts = join(config, model, resolved)
+    with hosts.telling():
+        yield hosts
+
+
+def load_weights(config: EngineConfig) -> "tuple[LoadedModel, Mesh | None]":
+    """Load the model; returns it and the devices that it is sharded over, None: it is not sharded."""
+    from apt_jax import parallel
+    from apt_jax.models import load_model
+
+    ours = config.parallel
+    if ours.nnodes == 1:  # only rank 0's JAX stores what it compiles, and all ranks must do the same
+        use_compile_cache()
+    mesh = None
+    if ours.tensor_parallel_size > 1:
+        mesh = parallel.tensor_mesh(ours.tensor_parallel_size, ours.nnodes)
+    sharding = None if mesh is None else functools.partial(parallel.leaf_sharding, mesh)
+    with _room_for("the weights", _SMALLER_WEIGHTS):
+        return load_model(config, sharding), mesh
+
+
+def make_executor(
+    config: EngineConfig, loaded: "LoadedModel", mesh: "Mesh | None", *, conversion: bool = False
+) -> "JaxExecutor":
+    """Make the executor of a loaded model; nothing is compiled yet."""
+    from apt_jax.jax_executor import JaxExecutor
+
+    with _room_for("the weights as they are used", _SMALLER_WEIGHTS):
+        return JaxExecutor(
+            loaded.params,
+            loaded.config,
+            cache=config.cache,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=config.max_model_len or loaded.config.max_position,
+            attention=config.attention_backend,
+            quantization=config.quantization,
+            mesh=mesh,
+            conversion=conversion,
+        )
+
+
+def room_for_steps() -> contextlib.AbstractContextManager[None]:
+    """Turn a lack of memory for steps, within, into a `ConfigError`."""
+    return _room_for("the largest steps beside weights and cache", _SMALLER_STEPS)
+
+
+@contextlib.contextmanager
+def _room_for(what: str, advice: str) -> Iterator[None]:
+    """Turn an out-of-memory error into a `ConfigError` of one line: bytes requested, bytes free, and what to change."""
+    from apt_jax.models.loader import free_memory_bytes
+
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        asked = re.search(r"(\d+) ?bytes", str(error))
+        needed = "" if asked is None else f" ({int(asked[1]):,} bytes were asked for)"
+        free = free_memory_bytes()
+        there = "" if free is None else f"; {free:,} bytes are free"
+        raise ConfigError(f"no memory for {what}{needed}{there}: {advice}") from error
+
+
+def use_compile_cache() -> bool:
+    """Keep compiled programs on disk, so that the next start is quick; returns False where that is not possible.
+
+    JAX trusts what it finds there, so the directory must belong to this user only. A directory that JAX was already told
+    to use stays.
+    """
+    import jax
+
+    if jax.config.jax_compilation_cache_dir:
+        return True
+    directory = private_dir("compiled")
+    if directory is None:
+        return False
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    return True
+
+
+def _find_tokenizer(config: EngineConfig, model_path: Path | None, vocab_size: int) -> Tokenizer | None:
+    """Load the configured tokenizer, or else the model's; a model without files (`load_format="dummy"`) may have none."""
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer, model_vocab_size=vocab_size)
+    if model_path is None or (
+        config.load_format == "dummy" and model_path.is_dir() and not (model_path / "tokenizer.json").is_file()
+    ):
+        return None
+    return load_tokenizer(model_path, model_vocab_size=vocab_size)
+
+
+def _find_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Load the configured chat template, or else the one beside the tokenizer; renders it once to see that it works."""
+    if tokenizer.path is None:
+        return None
+    template = load_chat_template(tokenizer.path, config.chat_template)
+    if template is not None:
+        template.validate()
+    return template
+
+
+def _end_ids(ids: Sequence[int], tokenizer: Tokenizer | None, template: ChatTemplate | None) -> Sequence[int]:
+    """Add the tokenizer's end token for a model with a chat template: it may be the one that ends a turn."""
+    if tokenizer is None or template is None:
+        return ids
+    end = tokenizer.backend.token_to_id(template.special_tokens.get("eos_token", ""))
+    return ids if end is None else tuple(dict.fromkeys([*ids, end]))
+
+
+def _kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[KindSpec]:
+    """Describe the cache kinds that the executor offers, with costs if known."""
+    if cost_model is not None:
+        return cost_model.kinds(executor.kinds_offered, absorbs=executor.absorbs)
+    kv, hidden = executor.kinds_offered
+    return (
+        KindSpec(name="kv", blocks_per_group=2, offered=kv),
+        KindSpec(name="hidden", blocks_per_group=1, offered=hidden, reprojected=not executor.absorbs),
+    )

@@ -1,0 +1,225 @@
+"""An engine and what front ends need beside it: tokenizer, limits of requests, output assembler."""
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from apt_jax.chat import ChatTemplate, Message, Tool
+from apt_jax.clock import Clock, WallClock
+from apt_jax.config import CacheMode, EngineConfig, ModelConfig
+from apt_jax.engine import Engine
+from apt_jax.errors import InvalidRequestError
+from apt_jax.executor import Executor
+from apt_jax.frontend.outputs import OutputAssembler
+from apt_jax.grammar import GrammarCompiler, MaskFiller
+from apt_jax.request import EngineRequest
+from apt_jax.sched import KindSpec, Policy, StepCosts, make_policy
+from apt_jax.tokenizer import Tokenizer
+from apt_jax.validation import RequestLimits, build_requests
+
+if TYPE_CHECKING:
+    from apt_jax.sched.cost_model import CostModel
+
+
+class FallbackSeeds:
+    """Seeds of requests that bring none, derived from the engine's seed and a running number. Calls from several threads
+    get different numbers under the GIL."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    def next(self) -> int:
+        text = f"{self._seed}/{next(self._numbers)}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """An engine and everything around it that a front end needs."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer | None
+    executor: Executor
+    policy: Policy
+    engine: Engine
+    clock: Clock
+    vocab_size: int
+    """V of the model; `limits.vocab_size` is smaller where the tokenizer has fewer tokens (padded embeddings)."""
+    limits: RequestLimits
+    assembler: OutputAssembler
+    seeds: FallbackSeeds
+    grammars: GrammarCompiler | None
+    """Compiler of structured outputs; None: there is no tokenizer."""
+    model_config: ModelConfig | None = None
+    """None for an executor without a model."""
+    cost_model: "CostModel | None" = None
+    """None: not calibrated, the policy takes all cache kinds for equally fast."""
+    chat_template: ChatTemplate | None = None
+    """None: the model has none, or there is no tokenizer."""
+    hf_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Contents of the model's config.json, or the same fields made from the metadata of a GGUF file."""
+    stored: tuple[str, str] = ("none", "none")
+    """Format of the model's files, and format of the weights in them."""
+    load_s: float = 0.0
+    warm_up_s: float = 0.0
+    calibration_s: float = 0.0
+
+    @property
+    def model_name(self) -> str:
+        """Model name in requests."""
+        return self.config.served_model_name or self.config.model
+
+    def chat_prompt(
+        self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Encode a conversation as token ids. Waits for another process: call it outside of event loops.
+
+        Raises:
+            InvalidRequestError: malformed messages or tools, the model has no chat template, or one without tools.
+        """
+        if self.chat_template is None or self.tokenizer is None:
+            raise InvalidRequestError(
+                "messages", f"model {self.model_name!r:.80} has no chat template (--chat-template)"
+            )
+        return self.chat_template.encode(
+            self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
+
+    def build_request(self, **fields: Any) -> EngineRequest:
+        """Call `apt_jax.validation.build_request` with this engine's limits; the request arrives now unless `arrival_s` is
+        given. A request without a seed gets one of `seeds`."""
+        return self.build_requests(**fields)[0]
+
+    def build_requests(self, *, n: object = 1, **fields: Any) -> list[EngineRequest]:
+        """Call `apt_jax.validation.build_requests` in the same way: one request for each of `n` outputs."""
+        fields.setdefault("arrival_s", self.clock.now_s())
+        fields.setdefault("grammars", self.grammars)
+        return build_requests(self.limits, self.tokenizer, n=n, fallback_seed=self.seeds.next(), **fields)
+
+
+def make_parts(
+    config: EngineConfig,
+    executor: Executor,
+    *,
+    kinds: Sequence[KindSpec],
+    vocab_size: int,
+    max_model_len: int,
+    tokenizer: Tokenizer | None = None,
+    eos_token_ids: Sequence[int] = (),
+    policy: Policy | None = None,
+    clock: Clock | None = None,
+    costs: StepCosts | None = None,
+    debug: bool = False,
+    model_config: ModelConfig | None = None,
+    cost_model: "CostModel | None" = None,
+    chat_template: ChatTemplate | None = None,
+    hf_config: Mapping[str, Any] | None = None,
+    stored: tuple[str, str] = ("none", "none"),
+) -> EngineParts:
+    """Build an engine over any executor.
+
+    Args:
+        config: its scheduler, cache and seed are used here.
+        executor: ready to run.
+        kinds: cache kinds, indexed by `sched.KV` and `sched.HIDDEN`.
+        vocab_size: V of the model.
+        max_model_len: longest prompt plus output, tokens.
+        tokenizer: None: tokens only.
+        eos_token_ids: end an output.
+        policy: None: the one that `config.scheduler` names.
+        clock: None: the machine's.
+        costs: None: all zero.
+        debug: the engine checks its accounting after every step.
+        model_config, cost_model, chat_template, hf_config, stored: see `EngineParts`.
+    """
+    clock = WallClock() if clock is None else clock
+    policy = make_policy(config=config.scheduler, seed=config.seed) if policy is None else policy
+    assembler = OutputAssembler(tokenizer, eos_token_ids)
+    engine = Engine(
+        executor,
+        policy,
+        clock,
+        kinds,
+        config.scheduler,
+        dataclasses.replace(config.cache, block_size=executor.block_size),
+        costs=StepCosts() if costs is None else costs,
+        vocab_size=vocab_size,
+        output_processor=assembler,
+        fill_masks=MaskFiller(),
+        debug=debug,
+    )
+    pool_tokens = max(
+        executor.num_blocks // kind.blocks_per_group * size
+        for kind, size in zip(kinds, engine.cache.block_sizes, strict=True)
+        if kind.offered
+    )
+    num_tokens = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
+    limits = RequestLimits(
+        vocab_size=num_tokens,
+        max_model_len=max_model_len,
+        max_pool_tokens=pool_tokens,
+        eos_token_ids=tuple(eos_token_ids),
+        default_slo=config.scheduler.default_slo,
+    )
+    grammars = None
+    if tokenizer is not None:
+        grammars = GrammarCompiler(
+            tokenizer.backend.to_str, vocab_size=vocab_size, num_tokens=num_tokens, eos_token_ids=eos_token_ids
+        )
+    return EngineParts(
+        config=config,
+        tokenizer=tokenizer,
+        executor=executor,
+        policy=policy,
+        engine=engine,
+        clock=clock,
+        vocab_size=vocab_size,
+        limits=limits,
+        assembler=assembler,
+        seeds=FallbackSeeds(config.seed),
+        grammars=grammars,
+        model_config=model_config,
+        cost_model=cost_model,
+        chat_template=chat_template,
+        hf_config={} if hf_config is None else hf_config,
+        stored=stored,
+    )
+
+
+def with_scheduler(parts: EngineParts, policy: str, cache: CacheMode) -> EngineParts:
+    """Build a fresh engine over the same executor with another policy and other cache kinds; compiles and loads nothing.
+
+    Only one of them may run at a time: they share the executor's pool. With prefix caching an engine must not be used again
+    after another one has run, as its cached blocks have been overwritten.
+
+    Args:
+        parts: from `build_engine`, with both kinds compiled where `cache` needs them.
+        policy: name of the policy.
+        cache: kinds that it may use.
+
+    Raises:
+        ConfigError: unknown policy, or a kind that the executor was not built for.
+    """
+    scheduler = dataclasses.replace(parts.config.scheduler, policy=policy)
+    wanted = (cache != "hidden", cache != "kv")
+    return make_parts(
+        dataclasses.replace(parts.config, scheduler=scheduler),
+        parts.executor,
+        kinds=[
+            dataclasses.replace(kind, offered=kind.offered and is_wanted)
+            for kind, is_wanted in zip(parts.engine.kinds, wanted, strict=True)
+        ],
+        vocab_size=parts.vocab_size,
+        max_model_len=parts.limits.max_model_len,
+        tokenizer=parts.tokenizer,
+        eos_token_ids=parts.limits.eos_token_ids,
+        costs=parts.engine.costs,
+        model_config=parts.model_config,
+        cost_model=parts.cost_model,
+        chat_template=parts.chat_template,
+        hf_config=parts.hf_config,
+        stored=parts.stored,
+    )

@@ -1,0 +1,32 @@
+"""The ranks of a replica that do not serve."""
+
+import logging
+import signal
+
+from apt_jax.config import EngineConfig
+from apt_jax.frontend.builder import all_hosts, freeze_loaded, load_weights, make_executor, room_for_steps
+from apt_jax.frontend.progress import Progress, of_stage
+
+logger = logging.getLogger(__name__)
+
+
+def run_headless(config: EngineConfig, progress: Progress | None = None) -> None:
+    """Run what rank 0 runs, as another rank of its replica, until it ends.
+
+    Raises:
+        ModelLoadError, ConfigError, HostError: as `build_engine`.
+        StepError: a step failed.
+    """
+    from apt_jax.hosts import Follower, follow
+
+    with all_hosts(config) as hosts:
+        assert isinstance(hosts, Follower), "rank 0 serves"
+        signal.signal(signal.SIGTERM, lambda *_: hosts.ask_to_drain())
+        signal.signal(signal.SIGINT, lambda *_: hosts.ask_to_drain())
+        loaded, mesh = load_weights(config)
+        executor = make_executor(config, loaded, mesh)
+        with room_for_steps():
+            executor.warm_up(of_stage(progress, "preparing"))
+            freeze_loaded()
+            logger.info("rank %d runs what rank 0 runs", config.parallel.node_rank)
+            follow(executor, hosts)

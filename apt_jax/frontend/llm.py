@@ -1,0 +1,284 @@
+"""The offline interface `LLM`: an engine in this process, driven by the caller's thread."""
+
+import collections
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from apt_jax.chat import Message, Tool
+from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from apt_jax.engine import Engine
+from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError, nearest
+from apt_jax.frontend.builder import build_engine
+from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.outputs import RequestState
+from apt_jax.frontend.progress import ProgressBars
+from apt_jax.request import EngineRequest, RequestOutput, SamplingParams
+from apt_jax.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+_SECTIONS = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
+"""Fields of `EngineConfig` that are configurations of their own."""
+
+_ALIASES = {"mode": "cache", "policy": "scheduling_policy"}
+"""Fields whose option has another name."""
+
+
+def _find_options() -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
+    """Map each option of `LLM` to its section, None for `EngineConfig` itself, and its field."""
+    options: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {
+        field.name: (None, field)
+        for field in dataclasses.fields(EngineConfig)
+        if field.name != "model" and field.name not in _SECTIONS
+    }
+    for section, of_type in _SECTIONS.items():
+        for field in dataclasses.fields(of_type):
+            options[_ALIASES.get(field.name, field.name)] = (section, field)
+    return options
+
+
+_OPTIONS = _find_options()
+
+
+def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, Any]) -> EngineConfig:
+    """Replace the model and single options of a configuration.
+
+    Args:
+        model: see `EngineConfig`.
+        config: None: the defaults.
+        overrides: values by option; None where that is not a value of the option: the option stays as it is.
+            `max_num_batched_tokens` is raised to `max_num_seqs` unless it is among them.
+
+    Raises:
+        TypeError: unknown option.
+        ConfigError: a value that is not allowed.
+    """
+    config = EngineConfig(model=model) if config is None else dataclasses.replace(config, model=model)
+    changes: dict[str | None, dict[str, Any]] = {None: {}, **{section: {} for section in _SECTIONS}}
+    for name, value in overrides.items():
+        if name not in _OPTIONS:
+            raise TypeError(f"LLM has no option {name!r:.80}{nearest(_ALIASES.get(name, name), _OPTIONS)}")
+        section, field = _OPTIONS[name]
+        if value is not None or field.default is None:
+            changes[section][field.name] = value
+    scheduler = changes["scheduler"]
+    least = scheduler.get("max_num_seqs", config.scheduler.max_num_seqs)
+    scheduler.setdefault("max_num_batched_tokens", max(config.scheduler.max_num_batched_tokens, least))
+    sections = {name: dataclasses.replace(getattr(config, name), **changes[name]) for name in _SECTIONS}
+    return dataclasses.replace(config, **changes[None], **sections)
+
+
+class LLM:
+    """A model and its engine in this process.
+
+    Args:
+        model: a bundled name (``tiny-opt``), a directory in Hugging Face or Orbax format, a ``.gguf`` file, a hub id
+            (``owner/model``), or with ``load_format="dummy"`` any known size (``opt-125m``).
+        config: configuration of the engine, whose model is replaced by `model`; None: the defaults.
+        warm_up: compile all programs now rather than when they are first needed.
+        calibrate: measure step costs if none are stored for this machine; stored ones are used in any case.
+        use_tqdm: show progress while preparing programs and calibrating.
+        **options: single values that replace those of `config`, by the name of the field in `EngineConfig`,
+            `CacheConfig`, `SchedulerConfig` or `ParallelConfig`, for example ``dtype="bfloat16", max_num_seqs=128``; but
+            ``cache`` for `CacheConfig.mode` and ``scheduling_policy`` for `SchedulerConfig.policy`. ``help(LLM)`` lists
+            them.
+
+    Raises:
+        TypeError: unknown option.
+        ModelLoadError, ConfigError: see `build_engine`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        config: EngineConfig | None = None,
+        warm_up: bool = True,
+        calibrate: bool = False,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> None:
+        config = configure(model, config, options)
+        bars = ProgressBars(disable=None if use_tqdm else True)
+        try:
+            self.parts = build_engine(config, warm_up=warm_up, calibrate=calibrate, progress=bars)
+        finally:
+            bars.close()
+
+    @classmethod
+    def from_parts(cls, parts: EngineParts) -> "LLM":
+        """Make an `LLM` over an existing engine."""
+        llm = cls.__new__(cls)
+        llm.parts = parts
+        return llm
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.parts.tokenizer
+
+    @property
+    def engine(self) -> Engine:
+        return self.parts.engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams
+        | Mapping[str, object]
+        | Sequence[SamplingParams | Mapping[str, object]]
+        | None = None,
+        *,
+        slo: SLO | Sequence[SLO | None] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts as one batch; the outputs are in the order of the prompts.
+
+        Args:
+            prompts: a text, a list of texts, a list of token ids, or a list of such lists.
+            sampling_params: for all prompts, or one entry per prompt; None: the defaults (16 tokens at temperature 1).
+            slo: latency objectives, for all prompts or one entry per prompt; None: `default_slo`.
+            use_tqdm: show progress.
+
+        Returns:
+            One output per prompt. A request that failed because of its own content has `finish_reason == "error"` and a
+            message in `error`; the others are not affected.
+
+        Raises:
+            InvalidRequestError: an invalid prompt or parameter; then nothing has run.
+            EngineDeadError: the engine has ended.
+        """
+        requests = self._requests(prompts, sampling_params, slo)
+        states = {request: RequestState(request) for request in requests}
+        waiting = collections.deque(requests)
+        engine, assembler = self.parts.engine, self.parts.assembler
+        num_open = len(requests)
+        scheduler = self.parts.config.scheduler
+        most_live = scheduler.max_num_queued_reqs + scheduler.max_num_seqs
+        try:
+            # disable=None: only where stderr is a terminal.
+            with tqdm(total=num_open, unit="prompt", disable=None if use_tqdm else True) as bar:
+                while num_open:
+                    while waiting and engine.num_live < most_live:
+                        try:
+                            engine.add_request(waiting[0])
+                        except QueueFullError:
+                            break  # requests leave the queue as they are scheduled
+                        waiting.popleft()
+                    for output in engine.step():
+                        delta = assembler.delta(output)
+                        state = states.get(output.request)
+                        if state is None:
+                            continue  # of an earlier call that was interrupted
+                        state.add(delta)
+                        if delta.finished:
+                            num_open -= 1
+                            bar.update()
+                    if engine.dead_reason is not None:
+                        raise EngineDeadError(f"the engine has ended: {engine.dead_reason}")
+        finally:
+            if num_open and engine.dead_reason is None:
+                self._abandon(requests)
+        return [states[request].output() for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams
+        | Mapping[str, object]
+        | Sequence[SamplingParams | Mapping[str, object]]
+        | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        slo: SLO | Sequence[SLO | None] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations with the model's chat template.
+
+        Args:
+            messages: a conversation, or a list of them: messages of ``{"role": ..., "content": ...}``. Text that looks like
+                a special token is encoded as plain text.
+            tools: functions that the model may call, for chat templates that support them; calls are returned as text.
+            add_generation_prompt: end the prompt with the beginning of the model's turn.
+            sampling_params, slo, use_tqdm: see `generate`.
+
+        Returns:
+            One output per conversation.
+
+        Raises:
+            InvalidRequestError: malformed messages, or the model has no chat template; or see `generate`.
+            EngineDeadError: the engine has ended.
+        """
+        conversations: Sequence[Any] = messages
+        if len(messages) and isinstance(messages[0], Mapping):
+            conversations = [messages]
+        prompts = [
+            self.parts.chat_prompt(one, tools=tools, add_generation_prompt=add_generation_prompt)
+            for one in conversations
+        ]
+        return self.generate(prompts, sampling_params, slo=slo, use_tqdm=use_tqdm)
+
+    def _abandon(self, requests: Sequence[EngineRequest]) -> None:
+        """Abort the unfinished requests of an interrupted call, so that the next one starts clean."""
+        for request in requests:
+            self.engine.abort(request.request_id)
+        while self.engine.has_work and self.engine.dead_reason is None:
+            for output in self.engine.step():
+                self.parts.assembler.delta(output)
+
+    def _requests(self, prompts: Any, sampling_params: Any, slo: Any) -> list[EngineRequest]:
+        """Build all requests, so that invalid input is rejected before anything runs."""
+        single = isinstance(prompts, str) or (
+            isinstance(prompts, Sequence | np.ndarray)
+            and not isinstance(prompts, bytes | bytearray)
+            and len(prompts) > 0
+            and isinstance(prompts[0], int | np.integer)
+            and not isinstance(prompts[0], bool)
+        )
+        items = [prompts] if single else prompts
+        if not isinstance(items, Sequence | np.ndarray) or isinstance(items, bytes | bytearray):
+            raise InvalidRequestError("prompts", f"{type(items).__name__} is not a text, a list of texts, or token ids")
+        if len(items) == 0:
+            return []
+        all_params = _one_each("sampling_params", sampling_params, len(items))
+        all_slos = _one_each("slo", slo, len(items))
+        arrival_s = self.parts.clock.now_s()
+        requests = []
+        for number, (prompt, params, objectives) in enumerate(zip(items, all_params, all_slos, strict=True)):
+            name = "prompt" if isinstance(prompt, str) or prompt is None else "prompt_token_ids"
+            try:
+                request = self.parts.build_request(**{name: prompt}, params=params, slo=objectives, arrival_s=arrival_s)
+            except InvalidRequestError as error:
+                if len(items) == 1:
+                    raise
+                message = str(error).removeprefix(f"{error.field}: ")
+                raise InvalidRequestError(error.field, f"{message} (prompts[{number}])") from None
+            requests.append(request)
+        return requests
+
+
+def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequestError(name, f"{len(value)} entries for {count} prompts")
+    return value
+
+
+def _signature() -> inspect.Signature:
+    """The constructor's signature with every option listed, for `help` and editors."""
+    *own, _ = inspect.signature(LLM).parameters.values()
+    kind = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(name, kind, default=field.default, annotation=field.type)
+        for name, (_, field) in _OPTIONS.items()
+    ]
+    return inspect.Signature([*own, *options])
+
+
+LLM.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -1,0 +1,177 @@
+"""From the engine's outputs to text: incremental outputs, and their sum as users see it."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from apt_jax.engine import StepOutput, TokenLogprobs
+from apt_jax.request import CompletionOutput, EngineRequest, FinishReason, Logprob, RequestMetrics, RequestOutput
+from apt_jax.tokenizer import OutputText, Tokenizer
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class OutputDelta:
+    """Incremental output of one request, as text. Consecutive ones can be merged."""
+
+    request: EngineRequest
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One entry per token if the request asked for them: the sampled token first, then the most likely ones."""
+    cumulative_logprob: float = 0.0
+    """Sum over `token_ids`; 0 without `logprobs`."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    metrics: RequestMetrics
+    """Updated by the engine until the request has ended."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def merge(self, later: "OutputDelta") -> None:
+        """Append the next output, which came before this one was read."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += later.logprobs
+        self.cumulative_logprob += later.cumulative_logprob
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.error, self.metrics = later.error, later.metrics
+
+
+class OutputAssembler:
+    """The engine's `OutputProcessor`: detokenises, looks for stop strings, and makes `OutputDelta`s.
+
+    Requests are keyed by object, not by id: an id may be reused while the last output of its former request is in flight.
+
+    Args:
+        tokenizer: None: outputs hold token ids only.
+        eos_token_ids: ids that are not reported as a stop reason.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._texts: dict[EngineRequest, OutputText] = {}
+        self._token_texts: dict[int, str | None] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests whose text is not complete."""
+        return len(self._texts)
+
+    def on_token(self, request: EngineRequest, token_id: int) -> str | None:
+        """Detokenise one token; returns the stop string that it completes, if any."""
+        text = self._text(request)
+        return None if text is None else text.push(token_id)
+
+    def delta(self, output: StepOutput) -> OutputDelta:
+        """Convert an output of the engine to text; call it once for each, in order."""
+        request, params = output.request, output.request.params
+        text, piece = self._text(request), ""
+        stop_reason = output.stop_reason
+        if text is not None:
+            by_token = output.finish_reason == "stop" and isinstance(stop_reason, int)
+            if by_token and params.include_stop_str_in_output:
+                text.push(output.new_token_ids[-1])
+            piece = text.take(final=output.finished)
+        if output.finished:
+            self._texts.pop(request, None)
+        if isinstance(stop_reason, int) and stop_reason in self._eos_token_ids:
+            stop_reason = None
+        logprobs, total = None, 0.0
+        if output.logprobs is not None:
+            pairs = list(zip(output.new_token_ids, output.logprobs, strict=True))
+            logprobs = [self._logprobs(token_id, entry) for token_id, entry in pairs]
+            total = sum(entry.logprob for _, entry in pairs)
+        return OutputDelta(
+            request=request,
+            text=piece,
+            token_ids=list(output.new_token_ids),
+            logprobs=logprobs,
+            cumulative_logprob=total,
+            finish_reason=output.finish_reason,
+            stop_reason=stop_reason,
+            error=output.error,
+            metrics=output.metrics,
+        )
+
+    def _text(self, request: EngineRequest) -> OutputText | None:
+        if self._tokenizer is None:
+            return None
+        text = self._texts.get(request)
+        if text is None:
+            params = request.params
+            text = self._texts[request] = OutputText(
+                self._tokenizer,
+                stop=params.stop,
+                min_tokens=params.min_tokens,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        return text
+
+    def _logprobs(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
+        top = dict(zip(entry.top_ids.tolist(), entry.top_logprobs.tolist(), strict=True))
+        ranks = {top_id: rank for rank, top_id in enumerate(top, 1)}
+        values = {token_id: entry.logprob, **{t: v for t, v in top.items() if t != token_id}}
+        return {t: Logprob(logprob=v, rank=ranks.get(t), decoded_token=self._token_text(t)) for t, v in values.items()}
+
+    def _token_text(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self._tokenizer.token_text(token_id)
+        return self._token_texts[token_id]
+
+
+class RequestState:
+    """The output of one request so far, summed over its deltas."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self._parts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] | None = None
+        self._cumulative_logprob = 0.0
+        self._last: OutputDelta | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        self._parts.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._cumulative_logprob += delta.cumulative_logprob
+        if delta.logprobs is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs += delta.logprobs
+        self._last = delta
+
+    def output(self) -> RequestOutput:
+        """Snapshot of the state; later deltas do not change it."""
+        request, last = self.request, self._last
+        self._parts = ["".join(self._parts)]
+        metrics = (
+            RequestMetrics(arrival_s=request.arrival_s, slo=request.slo)
+            if last is None
+            else dataclasses.replace(last.metrics, token_times_s=last.metrics.token_times_s[: len(self._token_ids)])
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids.tolist(),
+            outputs=[
+                CompletionOutput(
+                    index=0,
+                    text=self._parts[0],
+                    token_ids=list(self._token_ids),
+                    cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+                    logprobs=None if self._logprobs is None else list(self._logprobs),
+                    finish_reason=last.finish_reason if last else None,
+                    stop_reason=last.stop_reason if last else None,
+                )
+            ],
+            finished=last is not None and last.finished,
+            metrics=metrics,
+            error=last.error if last else None,
+        )
