@@ -151,7 +151,7 @@ def test_requests_that_come_while_a_step_is_put_together_are_added_before_it_run
 
         inner.on_plan = during_plan
         first = engine.submit(request(engine))
-        await until(lambda: engine._outlook is not None)
+        await until(lambda: engine._gate.snapshot is not None)
         assert engine.num_open == 3  # and the step has not ended
         with pytest.raises(QueueFullError):
             await asyncio.wait_for(anext(late[2]), 20)  # told at once, too

@@ -60,7 +60,7 @@ def test_C16_a_retry_of_a_live_request_is_a_request_of_its_own_and_counts():
         body = {"prompt": "same", "max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
         tasks = [asyncio.create_task(served.post("/v1/completions", body))]
         await served.until(
-            lambda: served.engine._outlook is not None
+            lambda: served.engine._gate.snapshot is not None
         )  # its step runs, it waits no more
         tasks.append(asyncio.create_task(served.post("/v1/completions", body)))
         await served.until(lambda: len(served.engine._inbox) + served.parts.engine.num_live == 2)
@@ -87,7 +87,7 @@ def test_Q2_a_burst_is_refused_early_and_the_loop_goes_on():
         body = {"prompt": "hello", "max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
         gate.clear()  # a step that lasts as long as it takes to refuse them
         first = asyncio.create_task(served.post("/v1/completions", body))
-        await served.until(lambda: served.engine._outlook is not None)
+        await served.until(lambda: served.engine._gate.snapshot is not None)
         tasks = [asyncio.create_task(served.post("/v1/completions", body)) for _ in range(400)]
         loop, worst = asyncio.get_running_loop(), 0.0
         while sum(task.done() for task in tasks) < 380:

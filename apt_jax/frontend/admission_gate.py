@@ -1,0 +1,100 @@
+"""Early rejection: requests that arrive while a step runs, and would be rejected after it, need not wait for its end.
+
+The engine thread leaves a snapshot of the queue when it dispatches a step. Threads that submit requests compare each with
+the snapshot and with what has arrived since. The gate only rejects; the engine decides about whatever it lets pass.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+from apt_jax.admission import Coming, Outlook
+from apt_jax.engine import Engine
+from apt_jax.errors import QueueFullError
+from apt_jax.request import EngineRequest
+
+_MAX_PROMPT_LEN = 8192
+"""Tokens; longer prompts pass the gate, since to look up their cached prefixes would hold up an event loop."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionDemand:
+    """What a request asks of the engine."""
+
+    prompt_len: int
+    """Tokens of its prompt."""
+    uncached_tokens: int
+    """Those of them that are not cached."""
+    num_blocks: int
+    """Cache blocks for the prompt."""
+    best_effort: bool
+    tenant: str | None
+
+
+class AdmissionGate:
+    """Rejects requests while a step runs. Methods are called under the lock of the inbox unless they say otherwise.
+
+    Args:
+        engine: only its `has`, `num_cached`, `least_blocks` and `admission.foresee` are called.
+
+    Attributes:
+        snapshot: the queue when the running step was dispatched; None between steps, when nothing is rejected.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.snapshot: Outlook | None = None
+        self._pending = Coming()
+        """Requests in the inbox that have arrived since `snapshot`."""
+
+    def demand_of(self, request: EngineRequest) -> AdmissionDemand:
+        """Find out what a request asks of the engine. From any thread, better without the lock."""
+        prompt_len = uncached = int(request.prompt_token_ids.size)
+        if self.snapshot is not None and prompt_len <= _MAX_PROMPT_LEN:
+            uncached -= self._engine.num_cached(request)
+        return AdmissionDemand(
+            prompt_len=prompt_len,
+            uncached_tokens=uncached,
+            num_blocks=self._engine.least_blocks(prompt_len),
+            best_effort=request.slo_class == "be",
+            tenant=request.tenant,
+        )
+
+    def early_reject(self, request: EngineRequest, demand: AdmissionDemand) -> QueueFullError | None:
+        """Return why a request is rejected already; None: it passes and counts as pending."""
+        # A duplicate id is for the engine to reject: that error must not invite a retry.
+        if self.snapshot is None:
+            return None
+        if demand.prompt_len <= _MAX_PROMPT_LEN and not self._engine.has(request.request_id):
+            rejection = self._engine.admission.foresee(
+                self.snapshot,
+                self._pending,
+                ttft_s=request.slo.ttft_s,
+                prompt_len=demand.prompt_len,
+                own_tokens=demand.uncached_tokens,
+                blocks=demand.num_blocks,
+                best_effort=demand.best_effort,
+                tenant=demand.tenant,
+            )
+            if rejection is not None:
+                return rejection
+        self._count(demand)
+        return None
+
+    def begin_step(self, snapshot: Outlook, pending: Iterable[EngineRequest]) -> None:
+        """Judge by this snapshot from now on; `pending` requests are in the inbox and not part of it."""
+        self.snapshot, self._pending = snapshot, Coming()
+        for request in pending:
+            self._count(self.demand_of(request))
+
+    def end_step(self) -> None:
+        """Reject nothing before the next step: what has finished leaves room."""
+        self.snapshot = None
+
+    def _count(self, demand: AdmissionDemand) -> None:
+        self._pending.add(
+            prompt_len=demand.prompt_len,
+            own_tokens=demand.uncached_tokens,
+            blocks=demand.num_blocks,
+            best_effort=demand.best_effort,
+            tenant=demand.tenant,
+        )

@@ -1,0 +1,517 @@
+"""The engine for servers: a thread runs its loop, requests come from asyncio event loops.
+
+1. `AsyncEngine.submit` puts a request into an inbox and returns a `RequestStream`; it never waits.
+2. The engine thread empties the inbox between steps: it adds requests, drops the cancelled ones, ends those whose deadline
+   has passed, and runs one step. With nothing to do it sleeps on a condition. Requests that arrive while the next step is
+   put together are added before it is dispatched; one that arrives while it runs and would only be rejected after it is
+   rejected at once, by the `AdmissionGate`.
+3. The outputs of a step go to the streams (`apt_jax.frontend.streams`).
+4. Leaving a stream early, by `cancel` or by closing the generator, ends the request within one iteration.
+5. `watch` reports what the scheduler decides, at most one batch of iterations per event loop and step.
+
+Threads. Only the engine thread changes the engine; other threads may hand it a function to run between two steps (`call`).
+But threads that submit a request read the engine while a step runs, through `AdmissionGate`:
+
+* `engine.least_blocks`: block sizes and cache kinds on offer, which never change;
+* `engine.num_cached`, for requests with a TTFT objective under `slo_admission`: one dict look-up in the prefix index per
+  block of the prompt;
+* `engine.has`: one look-up in the dict of live requests;
+* `engine.admission.foresee`: the configuration and its arguments, a frozen snapshot and a count that the inbox's lock guards.
+
+Under the GIL a look-up sees the dict before or after a change, never in between, and an outdated answer does no harm: the
+gate can only reject, with an error that invites a retry, and the engine decides about all other requests. Without the GIL
+the look-ups would be data races: free-threaded Python is not supported.
+
+Once the engine thread has ended, `call` runs functions in its caller's thread. When a step never ends, or the machine below
+it is gone (`lose`), another thread ends all streams and answers what is left in the inbox.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import copy
+import functools
+import logging
+import math
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol, TypeVar
+
+from apt_jax.decisions import DecisionLog, RequestDecisions
+from apt_jax.engine import EngineStats, StepOutput
+from apt_jax.errors import AptJaxError, EngineDeadError, QueueFullError
+from apt_jax.executor import StepBatch
+from apt_jax.frontend.admission_gate import AdmissionGate
+from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.iteration_feed import IterationFeed
+from apt_jax.frontend.outputs import OutputDelta, RequestState
+from apt_jax.frontend.streams import EngineClosedError, OpenStreams, RequestStream, StreamGroup, cancelled_error
+from apt_jax.frontend.watchdog import Watchdog
+from apt_jax.request import EngineRequest, RequestOutput
+from apt_jax.watch import SchedulerWatch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Observer(Protocol):
+    """Receives the end of every request, from any front end. Called in the engine thread."""
+
+    def ended(self, delta: OutputDelta) -> None:
+        """Called with the last output of a request that has ended."""
+        ...
+
+    def refused(self, request: EngineRequest) -> None:
+        """Called with a request that was rejected."""
+        ...
+
+
+class AsyncEngine:
+    """Runs an engine in a thread and serves requests from asyncio code.
+
+    Args:
+        parts: the engine and its components, from `apt_jax.build_engine`; from now on this object owns them.
+        observer: receives the end of every request.
+        step_timeout_s: an iteration that takes longer is taken to never end: every request fails with `EngineDeadError`, and
+            `wait_ended` returns. The thread cannot be ended; end the process. None: no limit.
+        decision_log: number of requests for which `decisions` is kept; 0: none.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        observer: Observer | None = None,
+        *,
+        step_timeout_s: float | None = None,
+        decision_log: int = 1024,
+    ) -> None:
+        scheduler = parts.config.scheduler
+        self.parts = parts
+        self._observer = observer
+        self._engine = parts.engine
+        self._max_queue_s = math.inf if scheduler.max_queue_s is None else scheduler.max_queue_s
+        self._work = threading.Condition()
+        """Guards the inbox, the gate and how the loop ends; notified when there is something to do."""
+        self._inbox: collections.deque[RequestStream | Callable[[], None]] = collections.deque()
+        """New requests, and functions to run between two steps."""
+        self._gate = AdmissionGate(parts.engine)
+        self._streams = OpenStreams(self._max_queue_s)
+        self._closing = False
+        self._drain_until_s = 0.0
+        self._end_error: EngineDeadError | None = None
+        self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._abandoned = False
+        """All streams were ended while a step was running, which may never end."""
+        self._log: DecisionLog | None = None
+        if decision_log:
+            self._log = DecisionLog(
+                decision_log, max_num_seqs=scheduler.max_num_seqs, blocks_needed=parts.engine.least_blocks
+            )
+        self._feed = IterationFeed(parts.engine, self._log)
+        self._engine.on_plan = self._drain_arrivals_before_dispatch
+        self._thread = threading.Thread(target=self._run, name="apt-jax-engine", daemon=True)
+        self._watchdog = Watchdog(self._thread, step_timeout_s, self._fail_all)
+        self._thread.start()
+        self._watchdog.start()
+
+    # --- for users ---------------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, *, deadline_s: float | None = None) -> RequestStream:
+        """Hand a request to the engine; call it from a coroutine. Reading the stream raises a rejection.
+
+        Args:
+            request: from `parts.build_request`.
+            deadline_s: on the engine's clock; the request is ended when it has passed. None: none.
+
+        Raises:
+            EngineDeadError: the engine has ended or is closing.
+        """
+        stream = RequestStream(request, deadline_s, self._cancel)
+        self._submit([stream])
+        return stream
+
+    def submit_all(self, requests: Sequence[EngineRequest], *, deadline_s: float | None = None) -> StreamGroup:
+        """Submit several requests whose outputs have one reader; see `submit`."""
+        updated = asyncio.Event()
+        streams = [RequestStream(request, deadline_s, self._cancel, updated) for request in requests]
+        self._submit(streams)
+        return StreamGroup(streams, updated)
+
+    async def generate(
+        self, request: EngineRequest, *, deadline_s: float | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield the growing output of a request, whole each time. Raises what `submit` and `RequestStream` do.
+
+        Leaving the loop early and closing the generator ends the request.
+        """
+        stream = self.submit(request, deadline_s=deadline_s)
+        state = RequestState(request)
+        try:
+            async for delta in stream:
+                state.add(delta)
+                yield state.output()
+        finally:
+            stream.cancel()
+
+    def abort(self, request_id: str) -> "concurrent.futures.Future[bool]":
+        """End the live request of this id; its stream ends with `finish_reason="abort"`. False: there is none."""
+        return self.call(lambda: self._engine.abort(request_id))
+
+    def watch(self, capacity: int = 256) -> SchedulerWatch:
+        """Report every decision of the scheduler from now on; call it from a coroutine, and `close` the result.
+
+        Args:
+            capacity: number of unread iterations that are kept; beyond it the oldest are dropped.
+        """
+
+        def leave(watch: SchedulerWatch) -> None:
+            self.call(lambda: self._feed.unsubscribe(watch))
+
+        watch = SchedulerWatch(capacity, leave)
+        self.call(lambda: self._watch(watch))
+        return watch
+
+    async def decisions(self, request_id: str) -> RequestDecisions | None:
+        """Return what the scheduler decided about the last request of this id; None: it is not, or no longer, known."""
+        log = self._log
+        if log is None:
+            return None
+        return await asyncio.wrap_future(self.call(lambda: copy.deepcopy(log.of(request_id))))
+
+    @property
+    def decision_log(self) -> DecisionLog | None:
+        """The log, for functions that `call` runs; None: none is kept."""
+        return self._log
+
+    async def stats(self) -> EngineStats:
+        """Return the engine's counters and gauges between two steps."""
+        return await asyncio.wrap_future(self.call(self._engine.stats))
+
+    def call(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        """Run a function on the engine's state in the engine thread, between two steps; it should be short."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        with self._work:
+            if not self._end.done():
+                self._inbox.append(run)
+                self._work.notify()
+                return future
+        run()  # the engine thread has ended, nobody else uses the engine
+        return future
+
+    @property
+    def is_serving(self) -> bool:
+        """True while new requests are accepted."""
+        return not self._closing and self._end_error is None
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests whose streams have not ended."""
+        return len(self._streams)
+
+    @property
+    def num_watches(self) -> int:
+        """Number of subscribers to the scheduler's decisions."""
+        return len(self._feed)
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why the engine ended by itself; None while it lives and after a shutdown."""
+        error = self._end_error
+        return None if error is None or isinstance(error, EngineClosedError) else str(error)
+
+    async def wait_ended(self) -> str | None:
+        """Wait until the loop has ended; returns `dead_reason`."""
+        await asyncio.shield(asyncio.wrap_future(self._end))
+        return self.dead_reason
+
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Accept no new requests, let open ones continue for up to `drain_s` seconds, end the rest, end the thread.
+
+        Streams that are cut off raise `EngineClosedError`. A second call can only shorten the wait.
+        """
+        self._close(drain_s)
+        await asyncio.shield(asyncio.wrap_future(self._end))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Shut down from synchronous code; see `shutdown`."""
+        self._close(drain_s)
+        self._end.result()
+
+    def lose(self, reason: str) -> None:
+        """End every request with `EngineDeadError` now: the machine below the engine is gone, a running step may never end."""
+        self._fail_all(None, reason)
+
+    # --- between threads ---------------------------------------------------------------------------------------------
+
+    def _submit(self, streams: Sequence[RequestStream]) -> None:
+        demands = [self._gate.demand_of(stream.request) for stream in streams]
+        with self._work:
+            if self._end_error is not None:
+                raise self._end_error
+            if self._closing:
+                raise EngineClosedError("the engine is shutting down")
+            for stream, demand in zip(streams, demands, strict=True):
+                rejection = self._gate.early_reject(stream.request, demand)
+                if rejection is None:
+                    self._inbox.append(stream)
+                else:
+                    stream.fail(rejection)
+                    self._inbox.append(functools.partial(self._note_rejected, stream.request))
+            self._work.notify()
+
+    def _cancel(self, stream: RequestStream) -> None:
+        with self._work:
+            self._inbox.append(lambda: self._drop(stream))
+            self._work.notify()
+
+    def _close(self, drain_s: float) -> None:
+        until_s = self.parts.clock.now_s() + drain_s
+        with self._work:
+            self._drain_until_s = min(self._drain_until_s, until_s) if self._closing else until_s
+            self._closing = True
+            self._work.notify()
+
+    def _fail_all(self, started_s: float | None, reason: str) -> None:
+        """End all streams and run no further step: one is still running, or has left the engine in an unknown state.
+
+        Args:
+            started_s: only if the iteration that started then has not ended; None: in any case.
+            reason: why the engine has ended.
+        """
+        error = EngineDeadError(f"the engine has ended: {reason}")
+        with self._work:
+            is_over = started_s is not None and started_s != self._watchdog.started_s
+            if is_over or self._end.done() or self._abandoned:
+                return
+            self._abandoned = True
+            self._end_error = error
+        streams = self._streams.all()
+        self._streams.clear()
+        for stream in streams:
+            self._streams.fail(stream, error)
+        self._finish(error)
+
+    # --- the engine thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._iterate():
+                pass
+            if not self._abandoned:
+                reason = self._engine.dead_reason
+                self._end_all(
+                    EngineClosedError("the engine has been shut down")
+                    if reason is None
+                    else EngineDeadError(f"the engine has ended: {reason}")
+                )
+        except BaseException as caught:
+            logger.critical("the engine loop ends: %s", type(caught).__name__, exc_info=caught)
+            self.lose("internal error")  # unless the watchdog was quicker
+
+    def _iterate(self) -> bool:
+        """Run one iteration of the loop; returns False when it is over."""
+        engine = self._engine
+        self._watchdog.pause()
+        with self._work:
+            while not (self._inbox or engine.has_work or self._closing):
+                self._work.wait()
+            commands = self._drain_inbox()
+            closing, drain_until_s = self._closing, self._drain_until_s
+        self._watchdog.restart()
+        self._run_commands(commands)
+        now_s = self.parts.clock.now_s()
+        if closing and (not engine.has_work or now_s >= drain_until_s):
+            return False
+        for stream in self._streams.past_deadline(now_s):
+            self._drop(stream, TimeoutError("the deadline has passed"))
+        for stream in self._streams.queued_too_long(now_s, engine.has_begun):
+            message = f"the request has waited for {self._max_queue_s:g} s (--max-queue-s)"
+            self._drop(stream, QueueFullError(message, self._max_queue_s))
+        if engine.has_work:
+            outputs = self._step()
+            if outputs is None or engine.dead_reason is not None:
+                return False  # all streams have been ended, or `_end_all` will do it
+            for output in outputs:
+                self._deliver(output)
+        self._wake()
+        return True
+
+    def _drain_inbox(self) -> collections.deque[RequestStream | Callable[[], None]]:
+        """Take everything out of the inbox; under its lock."""
+        commands, self._inbox = self._inbox, collections.deque()
+        self._gate.end_step()
+        return commands
+
+    def _run_commands(self, commands: collections.deque[RequestStream | Callable[[], None]]) -> None:
+        try:
+            while commands:
+                command = commands.popleft()
+                if isinstance(command, RequestStream):
+                    self._add(command)
+                else:
+                    command()
+        except BaseException:
+            with self._work:  # the others are still to be answered
+                self._inbox.extendleft(reversed(commands))
+            raise
+
+    def _drain_arrivals_before_dispatch(self, _batch: StepBatch) -> None:
+        """Add the requests that arrived while a step was put together, then open the gate for those that arrive while it
+        runs. Requests behind a function in the inbox keep their place."""
+        while True:
+            with self._work:
+                first = self._inbox[0] if self._inbox else None
+                if not isinstance(first, RequestStream):
+                    break
+                self._inbox.popleft()
+            self._add(first)
+        self._wake()  # those that were rejected
+        snapshot = self._engine.outlook()
+        with self._work:
+            pending = [command.request for command in self._inbox if isinstance(command, RequestStream)]
+            self._gate.begin_step(snapshot, pending)
+
+    def _step(self) -> list[StepOutput] | None:
+        """Run one step of the engine; None: it took so long that the watchdog has ended everything."""
+        outputs = self._engine.step()
+        with self._work:
+            self._gate.end_step()
+            if self._abandoned:
+                return None
+            self._watchdog.restart()
+        return outputs
+
+    def _deliver(self, output: StepOutput) -> None:
+        stream = self._streams.get(output.request)
+        try:
+            delta = self.parts.assembler.delta(output)
+        except Exception as error:  # of this request: the others continue
+            logger.error("an output could not be assembled", exc_info=error)
+            if stream is not None:
+                self._drop(stream, AptJaxError("the output could not be assembled"))
+            return
+        if delta.finished:
+            self._observe(lambda observer: observer.ended(delta))
+            if self._log is not None:
+                reason = delta.finish_reason or "error"
+                self._log.end(output.request, reason, self.parts.clock.now_s())
+        if stream is None:
+            return  # cancelled
+        if delta.finished:
+            self._streams.remove(stream)
+        self._streams.push(stream, delta)
+
+    def _add(self, stream: RequestStream) -> None:
+        if stream.cancelled:
+            self._streams.fail(stream, cancelled_error())
+            return
+        if self._end_error is not None:
+            self._streams.fail(stream, self._end_error)
+            return
+        request = stream.request
+        try:
+            if stream.deadline_s is not None and self.parts.clock.now_s() >= stream.deadline_s:
+                raise TimeoutError("the deadline has passed")
+            self._engine.add_request(request)
+        except (AptJaxError, TimeoutError) as error:
+            self._observe(lambda observer: observer.refused(request))
+            self._streams.fail(stream, error)
+            return
+        except BaseException as error:
+            self._streams.fail(stream, AptJaxError("the request could not be added"))
+            if not isinstance(error, Exception):
+                raise
+            logger.error("a request could not be added", exc_info=error)  # the others continue
+            return
+        stream.metrics = self._engine.metrics_of(request.request_id)
+        self._streams.add(stream)
+        if self._log is not None:
+            self._log.begin(request, self._engine.num_decisions)
+
+    def _drop(self, stream: RequestStream, error: BaseException | None = None) -> None:
+        """End a stream and its request, if that is live; never another one of the same id. None: it was cancelled."""
+        if self._streams.remove(stream):
+            self._streams.fail(stream, cancelled_error() if error is None else error)
+            if self._engine.is_live(stream.request):
+                self._engine.abort(stream.request.request_id)
+
+    def _note_rejected(self, request: EngineRequest) -> None:
+        self._engine.note_refused()
+        self._observe(lambda observer: observer.refused(request))
+
+    def _watch(self, watch: SchedulerWatch) -> None:
+        if self._end_error is None:
+            self._feed.subscribe(watch)
+        else:
+            watch._fail(self._end_error)
+            watch._wake()
+
+    def _wake(self) -> None:
+        for stream in self._streams.wake():
+            self._drop(stream)  # its event loop is closed, nobody will read it any more
+        self._feed.wake()
+
+    def _observe(self, notify: Callable[[Observer], None]) -> None:
+        """Notify the observer, whose errors end nothing."""
+        if self._observer is None:
+            return
+        try:
+            notify(self._observer)
+        except Exception as error:
+            logger.error("the observer failed", exc_info=error)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _end_all(self, error: EngineDeadError) -> None:
+        with self._work:
+            self._end_error = error  # `submit` rejects requests from here on, `_add` those from before
+        for stream in self._streams.all():
+            self._drop(stream, error)
+        self._watchdog.restart()
+        self._flush()
+        if not self._abandoned:
+            self._watchdog.pause()
+            self._finish(error)
+
+    def _flush(self) -> None:
+        """Fetch the step in flight and the last outputs, so that the blocks of all requests are free."""
+        try:
+            while self._engine.has_work and self._engine.dead_reason is None:
+                outputs = self._step()
+                if outputs is None:
+                    return
+                for output in outputs:
+                    self._deliver(output)
+        except Exception as error:
+            logger.error("the last outputs could not be fetched", exc_info=error)
+
+    def _finish(self, error: EngineDeadError) -> None:
+        self._empty_inbox()
+        self._feed.fail(error)
+        with self._work:
+            self._end.set_result(None)  # `call` runs functions itself from here on
+        self._watchdog.stop()
+        self._empty_inbox()
+        self._wake()
+
+    def _empty_inbox(self) -> None:
+        """Answer everything in the inbox at the end, whatever state the engine is in: nobody may wait for ever."""
+        while self._inbox:
+            with self._work:
+                commands = self._drain_inbox()
+            try:
+                self._run_commands(commands)
+            except BaseException as error:
+                logger.error("the engine has ended, and %s", type(error).__name__, exc_info=error)

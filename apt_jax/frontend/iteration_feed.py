@@ -1,0 +1,57 @@
+"""The scheduler's iterations on their way to the decision log and to subscribers."""
+
+from apt_jax.decisions import DecisionLog
+from apt_jax.engine import Engine
+from apt_jax.watch import Iteration, SchedulerWatch
+
+
+class IterationFeed:
+    """Passes iterations on; the engine reports them only while there is a receiver. For the engine thread.
+
+    Args:
+        engine: its `on_iteration` belongs to this object.
+        log: receives every iteration; None: there is no log.
+    """
+
+    def __init__(self, engine: Engine, log: DecisionLog | None) -> None:
+        self._engine = engine
+        self._log = log
+        self._watches: list[SchedulerWatch] = []
+        self._has_unread = False
+        self._connect()
+
+    def __len__(self) -> int:
+        """Number of subscribers."""
+        return len(self._watches)
+
+    def subscribe(self, watch: SchedulerWatch) -> None:
+        self._watches.append(watch)
+        self._connect()
+
+    def unsubscribe(self, watch: SchedulerWatch) -> None:
+        self._watches = [other for other in self._watches if other is not watch]
+        self._connect()
+
+    def wake(self) -> None:
+        """Wake the subscribers that have something to read; forgets those whose event loop is closed."""
+        if self._has_unread:
+            self._has_unread = False
+            for watch in [watch for watch in self._watches if not watch._wake()]:
+                self.unsubscribe(watch)
+
+    def fail(self, error: Exception) -> None:
+        """End every subscription with an error; `wake` tells the subscribers."""
+        for watch in self._watches:
+            watch._fail(error)
+        self._has_unread = True
+
+    def _connect(self) -> None:
+        has_receiver = self._log is not None or bool(self._watches)
+        self._engine.on_iteration = self._push if has_receiver else None
+
+    def _push(self, iteration: Iteration) -> None:
+        if self._log is not None:
+            self._log.note(iteration)
+        self._has_unread = bool(self._watches)
+        for watch in self._watches:
+            watch._push(iteration)

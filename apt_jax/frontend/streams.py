@@ -1,0 +1,245 @@
+"""Streams between the engine thread and asyncio code.
+
+Outputs of a step are merged into the streams, at most one unread `OutputDelta` each, and the event loops that read them
+are woken once per step. A slow reader gets more tokens at a time and delays nobody; the memory of a stream is bounded by
+the request's `max_tokens`. A stream ends once: with a delta that has a `finish_reason`, or with an exception.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+from apt_jax.errors import AptJaxError, EngineDeadError
+from apt_jax.frontend.outputs import OutputDelta
+from apt_jax.request import EngineRequest, RequestMetrics
+
+
+class EngineClosedError(EngineDeadError):
+    """The engine is shutting down or has been shut down; not after an error."""
+
+
+class RequestStream:
+    """The output of one request: an asynchronous iterator of `OutputDelta`s, for one reader.
+
+    The last delta has a `finish_reason`. Raises instead of it:
+        DuplicateRequestError, InvalidRequestError, QueueFullError: rejected, nothing was allocated.
+        AptJaxError: it was cancelled and is read nevertheless.
+        TimeoutError: the deadline has passed.
+        EngineDeadError: the engine has ended or is closed.
+
+    Args:
+        request: whose output it is.
+        deadline_s: on the engine's clock; None: none.
+        on_cancel: called with the stream when its reader cancels it.
+        updated: set when there is something to read, shared by the streams of a group; None: one of its own.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        deadline_s: float | None,
+        on_cancel: "Callable[[RequestStream], None]",
+        updated: asyncio.Event | None = None,
+    ) -> None:
+        self.request = request
+        self.deadline_s = deadline_s
+        self.event_loop = asyncio.get_running_loop()
+        self.updated = asyncio.Event() if updated is None else updated
+        self.cancelled = False
+        self.metrics: RequestMetrics | None = None
+        """Times of the request so far; set when the engine accepts it."""
+        self._on_cancel = on_cancel
+        self._lock = threading.Lock()
+        self._unread: OutputDelta | None = None
+        self._error: BaseException | None = None
+        self._ended = False
+        self._read_to_end = False
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        while not self._read_to_end:
+            self.updated.clear()
+            delta = self._take()
+            if delta is not None:
+                return delta
+            await self.updated.wait()
+        raise StopAsyncIteration
+
+    def _take(self) -> OutputDelta | None:
+        """Return what is unread, if anything; raises the error that ended the stream in place of a last delta, once."""
+        with self._lock:
+            delta, self._unread = self._unread, None
+            if delta is not None:
+                self._read_to_end = delta.finished
+            elif self._error is not None and not self._read_to_end:
+                self._read_to_end = True
+                raise self._error
+            return delta
+
+    @property
+    def ended(self) -> bool:
+        """True once the engine is done with the request, read or not."""
+        return self._ended
+
+    def cancel(self) -> None:
+        """Stop reading and end the request within one iteration. From any thread, any number of times."""
+        if not self._ended and not self.cancelled:
+            self.cancelled = True
+            self._on_cancel(self)
+
+    def push(self, delta: OutputDelta) -> None:
+        """Append to what is unread. The reader is not woken; see `OpenStreams.wake`."""
+        with self._lock:
+            if self._unread is None:
+                self._unread = delta
+            else:
+                self._unread.merge(delta)
+            self._ended = delta.finished
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error, unless it has ended. The reader is not woken."""
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                self._error = error
+
+
+class StreamGroup:
+    """The outputs of several requests, for one reader: an asynchronous iterator of (index, `OutputDelta`).
+
+    It ends when all of them have ended. Raises what `RequestStream` raises, for the first that fails; the others go on until
+    `cancel`.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], updated: asyncio.Event) -> None:
+        self.streams = tuple(streams)
+        self._updated = updated
+        self._next = 0
+
+    def __aiter__(self) -> "StreamGroup":
+        return self
+
+    async def __anext__(self) -> tuple[int, OutputDelta]:
+        if len(self.streams) == 1:
+            return 0, await anext(self.streams[0])
+        count = len(self.streams)
+        while not all(stream._read_to_end for stream in self.streams):
+            self._updated.clear()
+            failed = [i for i in range(count) if self.streams[i]._error is not None]
+            # Round robin, but a failed one first: its error decides what becomes of the others.
+            for index in (*failed, *((self._next + i) % count for i in range(count))):
+                delta = self.streams[index]._take()
+                if delta is not None:
+                    self._next = index + 1
+                    return index, delta
+            await self._updated.wait()
+        raise StopAsyncIteration
+
+    @property
+    def ended(self) -> bool:
+        """True once the engine is done with all requests, read or not."""
+        return all(stream.ended for stream in self.streams)
+
+    def cancel(self) -> None:
+        """Cancel all of them; see `RequestStream.cancel`."""
+        for stream in self.streams:
+            stream.cancel()
+
+
+class OpenStreams:
+    """The streams of the requests that the engine holds, and those whose readers are to be woken. For the engine thread.
+
+    Args:
+        max_queue_s: seconds for which a request may wait to be scheduled; infinite: no limit.
+    """
+
+    def __init__(self, max_queue_s: float) -> None:
+        self._max_queue_s = max_queue_s
+        self._streams: dict[EngineRequest, RequestStream] = {}
+        self._deadlines: dict[EngineRequest, float] = {}
+        self._awaiting_first_schedule: dict[EngineRequest, RequestStream] = {}
+        self._updated: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def get(self, request: EngineRequest) -> RequestStream | None:
+        return self._streams.get(request)
+
+    def add(self, stream: RequestStream) -> None:
+        request = stream.request
+        self._streams[request] = stream
+        if stream.deadline_s is not None:
+            self._deadlines[request] = stream.deadline_s
+        if self._max_queue_s < float("inf"):
+            self._awaiting_first_schedule[request] = stream
+
+    def remove(self, stream: RequestStream) -> bool:
+        """Forget a stream; returns False if it is not the open stream of its request."""
+        request = stream.request
+        if self._streams.get(request) is not stream:
+            return False
+        for held in (self._streams, self._deadlines, self._awaiting_first_schedule):
+            held.pop(request, None)
+        return True
+
+    def all(self) -> list[RequestStream]:
+        return list(self._streams.values())
+
+    def clear(self) -> None:
+        for held in (self._streams, self._deadlines, self._awaiting_first_schedule):
+            held.clear()
+
+    def past_deadline(self, now_s: float) -> list[RequestStream]:
+        """List the streams whose deadline has passed."""
+        return [self._streams[request] for request, deadline_s in self._deadlines.items() if now_s >= deadline_s]
+
+    def queued_too_long(self, now_s: float, was_scheduled: Callable[[str], bool]) -> list[RequestStream]:
+        """List the streams whose requests have waited for `max_queue_s` and have never been scheduled.
+
+        Args:
+            now_s: on the engine's clock.
+            was_scheduled: tells of a live request's id whether it has ever been scheduled.
+        """
+        late: list[RequestStream] = []
+        waiting = self._awaiting_first_schedule
+        while waiting:  # in order of arrival
+            request, stream = next(iter(waiting.items()))
+            if now_s - request.arrival_s < self._max_queue_s:
+                break
+            del waiting[request]
+            if not was_scheduled(request.request_id):
+                late.append(stream)
+        return late
+
+    def push(self, stream: RequestStream, delta: OutputDelta) -> None:
+        """Append output to a stream; its reader is woken by the next `wake`."""
+        stream.push(delta)
+        self._updated.setdefault(stream.event_loop, []).append(stream)
+
+    def fail(self, stream: RequestStream, error: BaseException) -> None:
+        """End a stream with an error, unless it has ended; its reader is woken by the next `wake`."""
+        stream.fail(error)
+        self._updated.setdefault(stream.event_loop, []).append(stream)
+
+    def wake(self) -> list[RequestStream]:
+        """Wake the readers of updated streams, with one call into each event loop; returns those whose loop is closed."""
+        updated, self._updated = self._updated, {}
+        unread: list[RequestStream] = []
+        for event_loop, streams in updated.items():
+            try:
+                event_loop.call_soon_threadsafe(_set_updated, streams)
+            except RuntimeError:
+                unread += streams
+        return unread
+
+
+def cancelled_error() -> AptJaxError:
+    return AptJaxError("the request was cancelled")
+
+
+def _set_updated(streams: list[RequestStream]) -> None:
+    for stream in streams:
+        stream.updated.set()
