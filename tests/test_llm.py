@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.resources
+import inspect
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from opt_checkpoint import TINY
 from toy_serving import (
     EOS,
     VOCAB_SIZE,
+    GatedExecutor,
     assert_clean,
     byte_tokenizer,
     executor_of,
@@ -23,11 +25,17 @@ from toy_serving import (
 )
 
 from apt_jax import LLM, SLO, SamplingParams
+from apt_jax.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from apt_jax.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
+from apt_jax.frontend.builder import build_engine, use_compile_cache
+from apt_jax.frontend.components import make_parts, with_scheduler
+from apt_jax.frontend.llm import configure
+from apt_jax.frontend.outputs import OutputAssembler, RequestState
+from apt_jax.frontend.progress import ProgressBars
 from apt_jax.hash_executor import Fault, FaultKind, reference_tokens
-from apt_jax.llm import OutputAssembler, ProgressBars, RequestState, build_engine, use_compile_cache
 from apt_jax.models import load_model, reference_generate_greedy
 from apt_jax.request import CompletionOutput, RequestOutput
+from apt_jax.sched import KindSpec
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -229,6 +237,52 @@ def test_an_unknown_option_is_an_error():
         LLM("tiny-opt", max_num_seq=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("max_num_seq", "max_num_seqs"), ("policy", "scheduling_policy"), ("mode", "cache")],
+)
+def test_an_unknown_option_names_the_nearest_one(wrong, right):
+    with pytest.raises(TypeError, match=f"LLM has no option '{wrong}'; did you mean {right}\\?$"):
+        LLM("tiny-opt", **{wrong: 1})
+
+
+def test_options_are_the_fields_of_the_configuration():
+    assert configure("m", None, {}) == EngineConfig(model="m")
+    options = {
+        "cache": "kv",
+        "scheduling_policy": "fcfs",
+        "dtype": "bfloat16",
+        "max_num_seqs": 9,
+        "tensor_parallel_size": 2,
+    }
+    assert configure("m", None, options) == EngineConfig(
+        model="m",
+        dtype="bfloat16",
+        cache=CacheConfig(mode="kv"),
+        scheduler=SchedulerConfig(policy="fcfs", max_num_seqs=9),
+        parallel=ParallelConfig(tensor_parallel_size=2),
+    )
+    assert set(options) < set(inspect.signature(LLM).parameters)
+
+
+def test_options_replace_those_of_a_configuration():
+    config = EngineConfig(
+        model="other", max_model_len=99, scheduler=SchedulerConfig(default_slo=SLO(ttft_s=1.0))
+    )
+    changed = configure("m", config, {"max_model_len": None, "default_slo": None, "seed": 5})
+    assert changed == dataclasses.replace(config, model="m", max_model_len=None, seed=5)
+
+
+def test_more_requests_than_tokens_in_a_step_raise_the_tokens():
+    assert configure("m", None, {"max_num_seqs": 700}).scheduler.max_num_batched_tokens == 700
+    assert (
+        configure("m", None, {"max_num_batched_tokens": None}).scheduler.max_num_batched_tokens
+        == 512
+    )
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
+        configure("m", None, {"max_num_seqs": 700, "max_num_batched_tokens": 699})
+
+
 def test_an_unknown_model_is_one_line():
     with pytest.raises(ModelLoadError, match="no-such-model") as caught:
         LLM("no-such-model")
@@ -292,6 +346,29 @@ def test_a_reused_id_does_not_mix_texts():
     assembler.on_token(second, 3 + ord("w") - ord("!"))
     assert assembler.num_open == 2
     assert RequestState(first).output().outputs[0].text == ""
+
+
+def test_another_policy_keeps_the_padded_vocabulary():
+    padded = VOCAB_SIZE + 400  # of the model; most sampled tokens are none of the tokenizer's
+    executor = GatedExecutor(num_blocks=64, block_size=4, max_num_seqs=4, vocab_size=padded)
+    parts = make_parts(
+        EngineConfig(model="toy", scheduler=SchedulerConfig(policy="fcfs", max_num_seqs=4)),
+        executor,
+        kinds=(
+            KindSpec(name="kv", blocks_per_group=2),
+            KindSpec(name="hidden", blocks_per_group=1),
+        ),
+        vocab_size=padded,
+        max_model_len=64,
+        tokenizer=byte_tokenizer(),
+    )
+    first = only(generate(LLM.from_parts(parts), "hello", GREEDY)[0])
+    executor.reset()
+    second = only(
+        generate(LLM.from_parts(with_scheduler(parts, "apt", "hybrid")), "hello", GREEDY)[0]
+    )
+    assert max(first.token_ids) >= VOCAB_SIZE
+    assert (second.token_ids, second.finish_reason) == (first.token_ids, "length")
 
 
 def test_an_output_is_a_snapshot():
@@ -358,8 +435,6 @@ def test_a_damaged_tokenizer_is_refused(small_model):
 
 
 def test_stored_costs_are_used_and_progress_is_told(small_model):
-    from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
-
     config = EngineConfig(
         model=str(small_model),
         load_format="dummy",
