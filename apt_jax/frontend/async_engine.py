@@ -218,7 +218,7 @@ class AsyncEngine:
     @property
     def num_open(self) -> int:
         """Number of requests whose streams have not ended."""
-        return len(self._streams)
+        return len(self._streams.by_request)
 
     @property
     def num_watches(self) -> int:
@@ -297,7 +297,7 @@ class AsyncEngine:
                 return
             self._abandoned = True
             self._end_error = error
-        streams = self._streams.all()
+        streams = list(self._streams.by_request.values())
         self._streams.clear()
         for stream in streams:
             self._streams.fail(stream, error)
@@ -394,7 +394,7 @@ class AsyncEngine:
         return outputs
 
     def _deliver(self, output: StepOutput) -> None:
-        stream = self._streams.get(output.request)
+        stream = self._streams.by_request.get(output.request)
         try:
             delta = self.parts.assembler.delta(output)
         except Exception as error:  # of this request: the others continue
@@ -477,7 +477,7 @@ class AsyncEngine:
     def _end_all(self, error: EngineDeadError) -> None:
         with self._work:
             self._end_error = error  # `submit` rejects requests from here on, `_add` those from before
-        for stream in self._streams.all():
+        for stream in list(self._streams.by_request.values()):
             self._drop(stream, error)
         self._watchdog.restart()
         self._flush()

@@ -153,24 +153,21 @@ class OpenStreams:
 
     Args:
         max_queue_s: seconds for which a request may wait to be scheduled; infinite: no limit.
+
+    Attributes:
+        by_request: the streams, to be read.
     """
 
     def __init__(self, max_queue_s: float) -> None:
         self._max_queue_s = max_queue_s
-        self._streams: dict[EngineRequest, RequestStream] = {}
+        self.by_request: dict[EngineRequest, RequestStream] = {}
         self._deadlines: dict[EngineRequest, float] = {}
         self._awaiting_first_schedule: dict[EngineRequest, RequestStream] = {}
         self._updated: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
 
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def get(self, request: EngineRequest) -> RequestStream | None:
-        return self._streams.get(request)
-
     def add(self, stream: RequestStream) -> None:
         request = stream.request
-        self._streams[request] = stream
+        self.by_request[request] = stream
         if stream.deadline_s is not None:
             self._deadlines[request] = stream.deadline_s
         if self._max_queue_s < float("inf"):
@@ -179,22 +176,19 @@ class OpenStreams:
     def remove(self, stream: RequestStream) -> bool:
         """Forget a stream; returns False if it is not the open stream of its request."""
         request = stream.request
-        if self._streams.get(request) is not stream:
+        if self.by_request.get(request) is not stream:
             return False
-        for held in (self._streams, self._deadlines, self._awaiting_first_schedule):
+        for held in (self.by_request, self._deadlines, self._awaiting_first_schedule):
             held.pop(request, None)
         return True
 
-    def all(self) -> list[RequestStream]:
-        return list(self._streams.values())
-
     def clear(self) -> None:
-        for held in (self._streams, self._deadlines, self._awaiting_first_schedule):
+        for held in (self.by_request, self._deadlines, self._awaiting_first_schedule):
             held.clear()
 
     def past_deadline(self, now_s: float) -> list[RequestStream]:
         """List the streams whose deadline has passed."""
-        return [self._streams[request] for request, deadline_s in self._deadlines.items() if now_s >= deadline_s]
+        return [self.by_request[request] for request, deadline_s in self._deadlines.items() if now_s >= deadline_s]
 
     def queued_too_long(self, now_s: float, was_scheduled: Callable[[str], bool]) -> list[RequestStream]:
         """List the streams whose requests have waited for `max_queue_s` and have never been scheduled.

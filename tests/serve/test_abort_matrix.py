@@ -283,8 +283,7 @@ async def blocked(served: HttpServed, held: Held) -> None:
     """Until there is news of the victim and whoever writes them to the client cannot take them."""
     live = held.victim
     assert live is not None
-    stream, since = served.engine._streams.get(live.request), 0
-    assert stream is not None
+    stream, since = served.engine._streams.by_request[live.request], 0
     while since < 40:
         await asyncio.sleep(0.005)
         since = since + 1 if stream._unread is not None else 0
