@@ -17,7 +17,7 @@ from jax import Array
 
 from apt_jax.cpu import build
 from apt_jax.cpu.build import KernelBuildError
-from apt_jax.pallas import xla
+from apt_jax.ops import xla_decode as xla
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,8 @@ def _cpu(chip: str | None) -> AttentionOps:
 
 def _triton(chip: str | None, interpret: bool = False) -> AttentionOps:
     # Imported when asked for: Pallas' Triton backend takes a second.
-    from apt_jax.pallas import triton_decode, triton_prefill
+    from apt_jax.pallas import triton_decode_absorbed as triton_decode
+    from apt_jax.pallas import triton_prefill
 
     def bound(op: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(op, interpret=interpret, chip=chip)

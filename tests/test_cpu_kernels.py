@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from paged_driver import CONFIG
 
-from apt_jax import sampling
-from apt_jax.cpu import build, ops, tiles
+from apt_jax import backends as registry
+from apt_jax.backends import attention_ops
+from apt_jax.cpu import build, ops
 from apt_jax.errors import ConfigError
 from apt_jax.jax_executor import _attention_ops
-from apt_jax.models.params import NormParams, QuantizedMatrix, TiledMatrix
-from apt_jax.pallas import attention_ops, reference, registry, xla
+from apt_jax.models import weight_layout as tiles
+from apt_jax.ops import reference, sampling
+from apt_jax.ops import xla_decode as xla
+from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
 
 # Rows, width, outputs: whole tiles; one row; all that is odd; outputs that end in a tile, in a task; rows of two tasks.
 SHAPES = [(16, 64, 128), (1, 576, 960), (3, 37, 50), (33, 96, 130), (70, 32, 17), (300, 64, 272), (5, 64, 7), (256, 11008, 34), (0, 32, 32)]  # fmt: skip

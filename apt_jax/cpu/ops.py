@@ -1,4 +1,4 @@
-"""The kernels of `kernels.cc` as ops; contracts: `apt_jax.pallas.reference`. `build.load` must have been called.
+"""The kernels of `kernels.cc` as ops; contracts: `apt_jax.ops.reference`. `build.load` must have been called.
 
 What they do not do (other dtypes, products of many rows) XLA does.
 """
@@ -11,12 +11,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax import sampling
-from apt_jax.config import ModelConfig
 from apt_jax.cpu import build
-from apt_jax.models.params import NormParams, QuantizedMatrix, TiledMatrix
-from apt_jax.pallas import xla
-from apt_jax.pallas.reference import ScoreRules
+from apt_jax.models.config import ModelConfig
+from apt_jax.ops import sampling
+from apt_jax.ops import xla_decode as xla
+from apt_jax.ops.reference import ScoreRules
+from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _MAX_ROWS = 16

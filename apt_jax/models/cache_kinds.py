@@ -1,7 +1,7 @@
 """Which cache kinds a model can have, what they take, and how attention over its layer inputs works: a table, made by code.
 
-    python -m apt_jax.models.kinds            # every published size that is known by name, as Markdown
-    python -m apt_jax.models.kinds FILE       # the same, put between the markers of a Markdown file
+    python -m apt_jax.models.cache_kinds            # every published size that is known by name, as Markdown
+    python -m apt_jax.models.cache_kinds FILE       # the same, put between the markers of a Markdown file
 
 Memory is what one token takes in all layers; the pool takes it in blocks, of which the last elements may stay empty. The time of a cached token in a decode step is the larger of its bytes over the
 bandwidth and its operations over the matmul rate of an A100 40 GB (1.555 TB/s, 312 TFLOP/s): a floor, not a measurement.
@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from apt_jax.config import CacheConfig, HiddenMode, ModelConfig
-from apt_jax.models.families import PRESETS
-from apt_jax.models.loader import read_model_config
+from apt_jax.config import CacheConfig
+from apt_jax.models.config import HiddenMode, ModelConfig
+from apt_jax.models.families.registry import PRESETS
+from apt_jax.models.loading.loader import read_model_config
 
 BANDWIDTH_BYTES_S = 1.555e12
 MATMUL_FLOP_S = 312e12

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from apt_jax.config import Activation
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.fields import ConfigFields
+from apt_jax.models.config import Activation
+from apt_jax.models.config_fields import ConfigFields
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",

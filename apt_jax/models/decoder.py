@@ -26,14 +26,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax import sampling
-from apt_jax.config import HiddenMode, ModelConfig
-from apt_jax.cpu import tiles
-from apt_jax.models.params import LayerParams, ModelParams, NormParams, QuantizedMatrix, TiledMatrix
-from apt_jax.pallas import AttentionOps
-from apt_jax.pallas.reference import KeyNorm, ScoreRules, rms_norm_heads, turn
-from apt_jax.pallas.xla import activate, dense, dot, fetch_blocks, project_kv
-from apt_jax.parallel import TensorParallel
+from apt_jax.backends import AttentionOps
+from apt_jax.models import weight_layout as tiles
+from apt_jax.models.config import HiddenMode, ModelConfig
+from apt_jax.models.params import LayerParams, ModelParams
+from apt_jax.models.sharding import TensorParallel
+from apt_jax.ops import sampling
+from apt_jax.ops.reference import KeyNorm, ScoreRules, rms_norm_heads, turn
+from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
+from apt_jax.ops.xla_decode import activate, dense, dot, fetch_blocks, project_kv
 
 
 @jax.tree_util.register_dataclass

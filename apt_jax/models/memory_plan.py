@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from apt_jax import parallel
-from apt_jax.config import CacheConfig, ModelConfig
+from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
+from apt_jax.models import sharding as parallel
+from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, abstract_params, param_names
 
 

@@ -12,7 +12,9 @@ from jax import Array
 from jaxtyping import Float
 
 from apt_jax.errors import ConfigError
-from apt_jax.models.params import ModelParams, QuantizedMatrix, map_matrices
+from apt_jax.models.params import ModelParams
+from apt_jax.models.weight_layout import map_matrices
+from apt_jax.ops.weights import QuantizedMatrix
 
 
 @jax.jit

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax.pallas.reference import KeyNorm, ScoreRules, own_slots, rms_norm_heads, rotate
+from apt_jax.ops.reference import KeyNorm, ScoreRules, own_slots, rms_norm_heads, rotate
 
 _MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
@@ -42,7 +42,7 @@ position (R, T), to the slots' keys and values (R, T, E). Values of slots that a
 
 @runtime_checkable
 class Shards(Protocol):
-    """Devices that layer inputs are spread over by feature: `apt_jax.parallel.TensorParallel`."""
+    """Devices that layer inputs are spread over by feature: `apt_jax.models.sharding.TensorParallel`."""
 
     @property
     def size(self) -> int:

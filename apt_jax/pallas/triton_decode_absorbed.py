@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int32
 
-from apt_jax.pallas.tiles import MIN_SIDE, Tile, num_splits, padded, parts_of, tile_for
+from apt_jax.pallas.triton_tiles import MIN_SIDE, Tile, num_splits, padded, parts_of, tile_for
 
 _MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""

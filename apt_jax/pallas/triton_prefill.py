@@ -30,8 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax.pallas.tiles import CHIPS, MIN_SIDE, padded
-from apt_jax.pallas.triton_decode import (
+from apt_jax.pallas.triton_decode_absorbed import (
     _below,
     _check,
     _dot,
@@ -44,6 +43,7 @@ from apt_jax.pallas.triton_decode import (
     absorbed_attention,
     slots_of,
 )
+from apt_jax.pallas.triton_tiles import CHIPS, MIN_SIDE, padded
 
 _MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apt_jax.pallas import AttentionOps, attention_ops, known_attention_ops, reference, shapes
-from apt_jax.pallas.shapes import AttentionShape
+from apt_jax.backends import AttentionOps, attention_ops, known_attention_ops
+from apt_jax.ops import reference, shapes
+from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import problems
 from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows, time_call
 from benchmarks.gpu.problems import BLOCK_SIZE, TOLERANCE, Arrays
@@ -33,7 +34,7 @@ def kernel_ops(tiny: bool = False) -> AttentionOps:
     """The kernels under test: `triton` for this chip; on a CPU its interpreter, or `xla` where there is none yet."""
     platform = jax.devices()[0].platform
     if platform != "cpu":
-        from apt_jax.pallas.tiles import CHIPS
+        from apt_jax.pallas.triton_tiles import CHIPS
 
         # A chip between two that tiles were chosen for takes those of the older one.
         age = [int(name.removeprefix("sm_")) for name in CHIPS]
@@ -375,7 +376,8 @@ def one_call(case: Timed, ops: AttentionOps) -> Callable[[Arrays], Any]:
 
 def _half_of_absorbed(half: str, ops: AttentionOps, a: Arrays) -> Any:
     """One of the two kernels; the second runs on weights P = 1 that the first did not make."""
-    from apt_jax.pallas import tiles, triton_decode
+    from apt_jax.pallas import triton_decode_absorbed as triton_decode
+    from apt_jax.pallas import triton_tiles as tiles
 
     more = dict(getattr(ops.decode_absorbed, "keywords", {}))
     more["block_size"] = BLOCK_SIZE

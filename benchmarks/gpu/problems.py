@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apt_jax.pallas.shapes import AttentionShape
+from apt_jax.ops.shapes import AttentionShape
 
 BLOCK_SIZE = 16
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}

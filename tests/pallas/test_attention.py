@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.pallas import attention_ops, reference, xla
-from apt_jax.pallas.shapes import RAGGED_LENGTHS, SMALL, AttentionShape
+from apt_jax.backends import attention_ops
+from apt_jax.ops import reference
+from apt_jax.ops import xla_decode as xla
+from apt_jax.ops.shapes import RAGGED_LENGTHS, SMALL, AttentionShape
 
 IMPLEMENTATIONS = ["cpu", "xla"]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}

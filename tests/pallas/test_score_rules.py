@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.pallas import reference, xla
-from apt_jax.pallas.reference import KeyNorm, ScoreRules
+from apt_jax.ops import reference
+from apt_jax.ops import xla_decode as xla
+from apt_jax.ops.reference import KeyNorm, ScoreRules
 
 C, K, G, H, D = 16, 2, 3, 12, 20
 """Slots a block, key heads, queries a key head, head width, model width (narrower than the lane of 24)."""

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.pallas import reference, triton_decode
-from apt_jax.pallas.shapes import PUBLISHED, RAGGED_LENGTHS, SMALL
-from apt_jax.pallas.tiles import CHIPS, Tile, num_splits, padded, parts_of, tile_for
+from apt_jax.ops import reference
+from apt_jax.ops.shapes import PUBLISHED, RAGGED_LENGTHS, SMALL
+from apt_jax.pallas import triton_decode_absorbed as triton_decode
+from apt_jax.pallas.triton_tiles import CHIPS, Tile, num_splits, padded, parts_of, tile_for
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
 """Of one layer's attention output, relative to the largest."""

@@ -4,11 +4,18 @@ logits, and a sliding window in every other layer."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.config import ModelConfig
-from apt_jax.models.fields import ConfigFields
-from apt_jax.models.gemma import gemma_config
-from apt_jax.models.llama import IGNORED_TENSORS, IN_LAYER, TIED_HEAD, TOP_LEVEL, bare_name, preset
-from apt_jax.models.mapping import Source, whole, windows
+from apt_jax.models.checkpoint_map import Source, whole, windows
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.families.gemma import gemma_config
+from apt_jax.models.families.llama import (
+    IGNORED_TENSORS,
+    IN_LAYER,
+    TIED_HEAD,
+    TOP_LEVEL,
+    bare_name,
+    preset,
+)
 
 FAMILY = "gemma2"
 

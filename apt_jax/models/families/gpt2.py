@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from apt_jax.config import ModelConfig
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.fields import ConfigFields
-from apt_jax.models.mapping import ACTIVATIONS, Source, flat_shape, rows, split_leaf, whole
+from apt_jax.models.checkpoint_map import ACTIVATIONS, Source, flat_shape, rows, split_leaf, whole
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
 
 FAMILY = "gpt2"
 

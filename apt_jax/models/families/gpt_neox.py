@@ -4,9 +4,7 @@ rotary embedding on a quarter of each head's lanes, q, k and v head by head in o
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.config import ModelConfig
-from apt_jax.models.fields import ConfigFields
-from apt_jax.models.mapping import (
+from apt_jax.models.checkpoint_map import (
     ACTIVATIONS,
     NORM_BUFFERS,
     Source,
@@ -14,6 +12,8 @@ from apt_jax.models.mapping import (
     split_leaf,
     whole,
 )
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.rope import read_rope
 
 FAMILY = "gpt_neox"

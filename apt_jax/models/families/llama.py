@@ -8,9 +8,9 @@ Qwen, Phi-3, Gemma and OLMo-2 are variations: their files begin with `base_confi
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.config import ModelConfig
-from apt_jax.models.fields import ConfigFields
-from apt_jax.models.mapping import ACTIVATIONS, NORM_BUFFERS, Source, whole
+from apt_jax.models.checkpoint_map import ACTIVATIONS, NORM_BUFFERS, Source, whole
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.rope import read_rope
 
 FAMILY = "llama"

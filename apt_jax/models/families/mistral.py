@@ -4,10 +4,17 @@ sliding window in every layer."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.config import ModelConfig
-from apt_jax.models.fields import ConfigFields
-from apt_jax.models.llama import IGNORED_TENSORS, TIED_HEAD, bare_name, base_config, preset, source
-from apt_jax.models.mapping import windows
+from apt_jax.models.checkpoint_map import windows
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.families.llama import (
+    IGNORED_TENSORS,
+    TIED_HEAD,
+    bare_name,
+    base_config,
+    preset,
+    source,
+)
 
 FAMILY = "mistral"
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.config import ModelConfig
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.fields import ConfigFields
-from apt_jax.models.mapping import NORM_BUFFERS, Source, flat_shape, rows, split_leaf, whole
+from apt_jax.models.checkpoint_map import NORM_BUFFERS, Source, flat_shape, rows, split_leaf, whole
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
 
 FAMILY = "mpt"
 

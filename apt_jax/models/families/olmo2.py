@@ -4,8 +4,9 @@ keys are RMS-normed over all heads together."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.config import ModelConfig
-from apt_jax.models.llama import (
+from apt_jax.models.checkpoint_map import Source, whole
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.families.llama import (
     IGNORED_TENSORS,
     IN_LAYER,
     TIED_HEAD,
@@ -14,7 +15,6 @@ from apt_jax.models.llama import (
     base_config,
     preset,
 )
-from apt_jax.models.mapping import Source, whole
 
 FAMILY = "olmo2"
 

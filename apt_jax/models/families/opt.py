@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.config import ModelConfig
-from apt_jax.models.fields import ConfigFields
-from apt_jax.models.mapping import ACTIVATIONS, Source, whole
+from apt_jax.models.checkpoint_map import ACTIVATIONS, Source, whole
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
 
 FAMILY = "opt"
 

@@ -4,11 +4,11 @@ another, and LongRoPE in the long variants."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.config import ModelConfig
-from apt_jax.models import llama
-from apt_jax.models.fields import ConfigFields
-from apt_jax.models.llama import IGNORED_TENSORS, TIED_HEAD, bare_name, base_config, preset
-from apt_jax.models.mapping import Source, flat_shape, rows, split_leaf, windows
+from apt_jax.models.checkpoint_map import Source, flat_shape, rows, split_leaf, windows
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.families import llama
+from apt_jax.models.families.llama import IGNORED_TENSORS, TIED_HEAD, bare_name, base_config, preset
 
 FAMILY = "phi3"
 

@@ -4,9 +4,16 @@ the model width."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.config import ModelConfig
-from apt_jax.models.llama import IGNORED_TENSORS, TIED_HEAD, bare_name, base_config, preset, source
-from apt_jax.models.qwen2 import layer_windows
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.families.llama import (
+    IGNORED_TENSORS,
+    TIED_HEAD,
+    bare_name,
+    base_config,
+    preset,
+    source,
+)
+from apt_jax.models.families.qwen2 import layer_windows
 
 FAMILY = "qwen3"
 

@@ -4,8 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
-from apt_jax.config import ModelConfig
-from apt_jax.models import (  # fmt: skip
+from apt_jax.models.checkpoint_map import Source
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.families import (
     bloom,
     gemma,
     gemma2,
@@ -20,7 +21,6 @@ from apt_jax.models import (  # fmt: skip
     qwen2,
     qwen3,
 )
-from apt_jax.models.mapping import Source
 
 
 @runtime_checkable  # the suite checks annotations at run time

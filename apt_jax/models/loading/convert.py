@@ -19,9 +19,9 @@ import numpy as np
 from tqdm import tqdm
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint import Checkpoint
-from apt_jax.models.loader import open_weights, read_cast, resolve_model
-from apt_jax.models.orbax_format import OrbaxWriter
+from apt_jax.models.loading.checkpoint import Checkpoint
+from apt_jax.models.loading.loader import open_weights, read_cast, resolve_model
+from apt_jax.models.loading.orbax_format import OrbaxWriter
 
 ConvertFormat = Literal["orbax", "safetensors"]
 
@@ -205,8 +205,8 @@ def _copy_files(source: Path | None, target: Path) -> None:
     if source is None:
         return
     if source.is_file():
-        from apt_jax.models.gguf_file import GgufFile
-        from apt_jax.models.gguf_tokenizer import gguf_tokenizer_files
+        from apt_jax.models.loading.gguf.file import GgufFile
+        from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer_files
 
         with contextlib.closing(GgufFile(source)) as file:
             for name, text in gguf_tokenizer_files(file).items():

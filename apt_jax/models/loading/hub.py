@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from apt_jax.errors import ModelLoadError, one_line
-from apt_jax.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
+from apt_jax.models.loading.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
 
 _REPO = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w./-]{1,128}))?")
 

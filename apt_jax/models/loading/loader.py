@@ -28,21 +28,22 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from apt_jax.config import EngineConfig, ModelConfig
+from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError, ModelLoadError, one_line
-from apt_jax.models.checkpoint import (
+from apt_jax.models.checkpoint_map import Source
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.families.registry import FAMILIES, MODEL_TYPES, PRESETS, Family, constant_leaf
+from apt_jax.models.loading.checkpoint import (
     Checkpoint,
     is_weight_dtype,
     open_checkpoint,
     read_json,
     some_names,
 )
-from apt_jax.models.families import FAMILIES, MODEL_TYPES, PRESETS, Family, constant_leaf
-from apt_jax.models.fields import ConfigFields
-from apt_jax.models.gguf_model import open_gguf
-from apt_jax.models.hub import hub_snapshot, parse_hub_id
-from apt_jax.models.mapping import Source
-from apt_jax.models.orbax_format import DTYPES, MANIFEST, OrbaxCheckpoint
+from apt_jax.models.loading.gguf.model import open_gguf
+from apt_jax.models.loading.hub import hub_snapshot, parse_hub_id
+from apt_jax.models.loading.orbax_format import DTYPES, MANIFEST, OrbaxCheckpoint
 from apt_jax.models.params import ModelParams, abstract_params, dummy_params, param_names
 
 ModelFormat = Literal["preset", "directory", "orbax", "gguf"]
@@ -53,7 +54,7 @@ LeafSharding = Callable[[ModelConfig, str], jax.sharding.Sharding | None]
 
 _logger = logging.getLogger(__name__)
 
-_ASSETS = Path(__file__).parent.parent / "assets"
+_ASSETS = Path(__file__).parents[2] / "assets"
 _PROGRESS_BYTES = 64 * 2**20  # below this, loading is over before a bar is read
 _CHUNK_ELEMENTS = 2**20  # of the check for NaN: small enough for the processor's cache
 

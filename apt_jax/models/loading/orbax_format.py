@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from apt_jax.errors import ModelLoadError, one_line
-from apt_jax.models.checkpoint import TensorInfo, read_json
+from apt_jax.models.loading.checkpoint import TensorInfo, read_json
 
 MANIFEST = "orbax.json"
 _WEIGHTS = "weights"

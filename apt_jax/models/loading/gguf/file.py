@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from apt_jax.errors import ModelLoadError, one_line
-from apt_jax.models.checkpoint import TensorInfo, open_without_waiting, read_bytes
+from apt_jax.models.loading.checkpoint import TensorInfo, open_without_waiting, read_bytes
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint import TensorInfo, join_chunks
-from apt_jax.models.gguf_file import GgufFile
+from apt_jax.models.loading.checkpoint import TensorInfo, join_chunks
+from apt_jax.models.loading.gguf.file import GgufFile
 
 _LLAMA_LAYER = {
     "attn_norm": "input_layernorm",

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from apt_jax.errors import ModelLoadError, one_line
-from apt_jax.models.gguf_file import GgufFile
+from apt_jax.models.loading.gguf.file import GgufFile
 
 _logger = logging.getLogger(__name__)
 

@@ -27,8 +27,9 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from apt_jax.config import CacheConfig, ModelConfig
+from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
+from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams, abstract_params, param_axes, param_names
 
 AXIS = "tensor"
@@ -190,7 +191,7 @@ def leaf_spec(config: ModelConfig, size: int, name: str) -> P:
 
 
 def leaf_sharding(mesh: Mesh, config: ModelConfig, name: str) -> NamedSharding:
-    """Where a leaf of `param_names` is loaded to; see `apt_jax.models.loader.LeafSharding`."""
+    """Where a leaf of `param_names` is loaded to; see `apt_jax.models.loading.loader.LeafSharding`."""
     return NamedSharding(mesh, leaf_spec(config, mesh.size, name))
 
 
