@@ -1,10 +1,15 @@
-"""Which implementation of the attention ops runs where. Selection is explicit and logged; a missing one is an error.
+"""Registry of kernel backends: which implementation of the ops (`ops.backend.AttentionOps`) runs on which platform.
 
-name            runs on             made for
-cpu             CPUs                C++, compiled at first use; `xla` where there is no compiler
-xla             every platform      the fallback that one asks for by name elsewhere
-triton          NVIDIA GPUs         Pallas kernels on the Triton backend
-triton-interpret  every platform    the same kernels in Pallas' interpreter: slow, for tests
+name              platforms    status        implementation
+cpu               CPU          default       C++ (`cpu/`), compiled at first use; `xla` where there is no compiler
+xla               all          TPU default   plain XLA (`ops/xla_decode.py`, `ops/xla_prefill.py`); the portable fallback
+triton            NVIDIA GPU   default       Pallas kernels on the Triton backend (`pallas/triton_*.py`)
+triton-interpret  all          tests only    the same kernels in Pallas' interpreter, slow
+jax-triton        NVIDIA GPU   experimental  `triton` with absorbed decode as plain Triton kernels (`pallas/jax_triton_*.py`)
+tpu               TPU          experimental  `xla` with two decode ops as Pallas kernels (`pallas/tpu_decode.py`)
+tpu-interpret     all          tests only    the same kernels in Pallas' interpreter
+
+Selection is explicit and logged; an unknown or unavailable name is an error.
 """
 
 import dataclasses
@@ -17,59 +22,21 @@ from jax import Array
 
 from apt_jax.cpu import build
 from apt_jax.cpu.build import KernelBuildError
-from apt_jax.ops import xla_decode as xla
+from apt_jax.ops import xla_decode, xla_prefill
+from apt_jax.ops.backend import EXTRAS, AttentionOps
 
 logger = logging.getLogger(__name__)
-
-EXTRAS: frozenset[str] = frozenset({"softcap", "alibi", "window", "key norm", "grouped absorption", "input width"})  # fmt: skip
-"""What some models ask of the ops beyond plain attention: the three of `ScoreRules`, `KeyNorm`, `decode_v_absorbed` with fewer
-key heads than query heads, and layer inputs narrower or wider than the lane."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionOps:
-    """One implementation of the family; contracts in `reference.py`."""
-
-    name: str
-    decode_kv: Callable[..., Any]
-    decode_absorbed: Callable[..., Any]
-    decode_reprojected: Callable[..., Any]
-    decode_v_absorbed: Callable[..., Any]
-    prefill: Callable[..., Any]
-    dense: Callable[..., Array] = xla.dense
-    """Products of rows with weights, `xla.dense`."""
-    dense_argmax: Callable[..., tuple[Array, Array]] | None = None
-    """Arguments of `dense` to what `sampling.greedy` gives for their products; None where there
-    is none."""
-    gated: Callable[[Array, Any, str], Array] | None = None
-    """The first half of a gated feed-forward in one: rows (T, I), gate and up as one matrix (2 F, I), and the name of the
-    activation, to (T, F) in the dtype of the rows; None where there is none."""
-    add_norm: Callable[..., tuple[Array, Array]] | None = None
-    """The residual stream and what is added to it, or None, to their sum and its norm: `cpu.ops.add_norm`; None where there is
-    none, like the next."""
-    split_qkv: Callable[..., tuple[Array, Array, Array]] | None = None
-    """One product for q, k and v to the three: `cpu.ops.split_qkv`."""
-    tiles: bool = False
-    """Products of bfloat16 rows want their weights as `cpu.tiles.tile_params` lays them out."""
-    rows_per_tile: int
-    """Decode rows that attend together, reading up to the longest of their contexts."""
-    extras: frozenset[str]
-    """What of `EXTRAS` the ops can do."""
-    branches: bool
-    """The decoder may branch around ops that have no rows. False: ops are called for every step and must cost little
-    where they have none, as a branch on the device would break up a CUDA graph."""
-
 
 def _xla(chip: str | None) -> AttentionOps:
     del chip
     return AttentionOps(
         name="xla",
-        decode_kv=xla.decode_kv,
-        decode_absorbed=xla.decode_absorbed,
-        decode_reprojected=xla.decode_reprojected,
-        decode_v_absorbed=xla.decode_v_absorbed,
-        prefill=xla.prefill,
-        rows_per_tile=xla.ROWS_PER_TILE,
+        decode_kv=xla_decode.decode_kv,
+        decode_absorbed=xla_decode.decode_absorbed,
+        decode_reprojected=xla_decode.decode_reprojected,
+        decode_v_absorbed=xla_decode.decode_v_absorbed,
+        prefill=xla_prefill.prefill,
+        rows_per_tile=xla_decode.ROWS_PER_TILE,
         extras=EXTRAS,
         branches=True,
     )
@@ -86,7 +53,7 @@ def _cpu(chip: str | None) -> AttentionOps:
         dense=ops.dense,
         dense_argmax=ops.dense_argmax,
         decode_absorbed=ops.decode_absorbed,
-        prefill=ops.prefill if build.has_tiles() else xla.prefill,
+        prefill=ops.prefill if build.has_tiles() else xla_prefill.prefill,
         add_norm=ops.add_norm,
         split_qkv=ops.split_qkv,
         gated=ops.gated if build.has_tiles() else None,
@@ -143,18 +110,18 @@ def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
 
 
 def over_devices(ops: AttentionOps) -> AttentionOps:
-    """The ops where layer inputs are spread over devices by feature: they take `tensor` (`xla.Shards`) wherever they read some.
+    """The ops where layer inputs are spread over devices by feature: they take `tensor` (`ops.xla_common.Shards`) wherever they read some.
     Kernels know none such; rows of keys and values keep theirs."""
 
     def prefill(*args: Any, with_hidden: bool, **kwargs: Any) -> Array:
-        op = xla.prefill if with_hidden else ops.prefill
+        op = xla_prefill.prefill if with_hidden else ops.prefill
         return op(*args, with_hidden=with_hidden, **kwargs)
 
     return dataclasses.replace(
         ops,
-        decode_absorbed=xla.decode_absorbed,
-        decode_reprojected=xla.decode_reprojected,
-        decode_v_absorbed=xla.decode_v_absorbed,
+        decode_absorbed=xla_decode.decode_absorbed,
+        decode_reprojected=xla_decode.decode_reprojected,
+        decode_v_absorbed=xla_decode.decode_v_absorbed,
         prefill=prefill,
     )
 

@@ -12,9 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax.cpu import build
-from apt_jax.models.config import ModelConfig
-from apt_jax.ops import sampling
-from apt_jax.ops import xla_decode as xla
+from apt_jax.ops import linear, sampling, xla_decode, xla_prefill
 from apt_jax.ops.reference import ScoreRules
 from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
 
@@ -26,11 +24,11 @@ _MAX_ROWS = 16
 def dense(
     x: Float[Array, "T I"], w: Array | TiledMatrix, scale: Float[Array, " O"] | None = None
 ) -> Float[Array, "T O"]:
-    """See `xla.dense`. A `TiledMatrix` is multiplied with on matrix tiles, in bfloat16."""
+    """See `linear.dense`. A `TiledMatrix` is multiplied with on matrix tiles, in bfloat16."""
     x, arguments = _product(x, w, scale)
     if arguments is None:
         assert not isinstance(w, TiledMatrix)
-        return xla.dense(x, w, scale)
+        return linear.dense(x, w, scale)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
     return jax.ffi.ffi_call("apt_dense", out)(x, *arguments)
 
@@ -80,7 +78,7 @@ def gated(
         call = jax.ffi.ffi_call("apt_gated", out)
         return call(x.astype(jnp.bfloat16), w.values, _or_empty(w.scale), activation=code)
     both = dense(x, w.values, w.scale) if isinstance(w, QuantizedMatrix) else dense(x, w)
-    return (xla.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
+    return (linear.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
 
 
 def add_norm(
@@ -111,16 +109,17 @@ def split_qkv(
     sums: Float[Array, "T E"],
     bias: Float[Array, " E"] | None,
     turns: tuple[Array, Array] | None,
-    config: ModelConfig,
+    head_dim: int,
+    num_heads: int,
     dtype: Any,
 ) -> tuple[Float[Array, "T Q"], Float[Array, "T KH"], Float[Array, "T KH"]]:
     """q, k and v, flat, in `dtype` from one product for the three; q and k turned, k and v with zeros for what is not finite."""
-    rows, keys = sums.shape[0], config.lane
-    queries = config.num_heads * config.head_dim
+    rows, queries = sums.shape[0], num_heads * head_dim
+    keys = (sums.shape[1] - queries) // 2
     out = tuple(jax.ShapeDtypeStruct((rows, width), dtype) for width in (queries, keys, keys))
     no_turns = jnp.zeros((0, 0), jnp.float32)
     q, k, v = jax.ffi.ffi_call("apt_split_qkv", out)(
-        sums, _or_empty(bias), *(turns or (no_turns, no_turns)), head_dim=np.int64(config.head_dim)
+        sums, _or_empty(bias), *(turns or (no_turns, no_turns)), head_dim=np.int64(head_dim)
     )
     return q, k, v
 
@@ -138,7 +137,7 @@ def decode_kv(
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
     if pool.dtype not in _DTYPES:
-        return xla.decode_kv(
+        return xla_decode.decode_kv(
             q, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
         )  # fmt: skip
     of_rows = (block_size, rows, slot_ranges, rules)
@@ -158,7 +157,7 @@ def decode_absorbed(
 ) -> Float[Array, "B N D"]:
     """See `reference.decode_absorbed`. Ours for float32, and for bfloat16 on matrix tiles; XLA's else."""
     if pool.dtype != jnp.float32 and not (pool.dtype == jnp.bfloat16 and build.has_tiles()):
-        return xla.decode_absorbed(
+        return xla_decode.decode_absorbed(
             q_absorbed, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
         )  # fmt: skip
     of_rows = (block_size, rows, slot_ranges, rules)
@@ -226,7 +225,7 @@ def prefill(
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. Ours for bfloat16 where no row may have a hidden prefix, on matrix tiles; XLA's else."""
     if with_hidden or not (q.dtype == k.dtype == pool.dtype == jnp.bfloat16):  # fmt: skip
-        return xla.prefill(
+        return xla_prefill.prefill(
             q, k, v, pool, tables, offsets, chunk_lens, prefix_lens, hidden, num_rows, *weights,
             block_size=block_size, with_hidden=with_hidden, slot_ranges=slot_ranges, rules=rules, **of_keys,
         )  # fmt: skip

@@ -26,15 +26,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax.backends import AttentionOps
-from apt_jax.models import weight_layout as tiles
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.models.sharding import TensorParallel
 from apt_jax.ops import sampling
+from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.linear import activate, dense, dot, project_kv
 from apt_jax.ops.reference import KeyNorm, ScoreRules, rms_norm_heads, turn
-from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
-from apt_jax.ops.xla_decode import activate, dense, dot, fetch_blocks, project_kv
+from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_of
+from apt_jax.ops.xla_common import fetch_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -206,7 +206,7 @@ class _Attention:
         if p.wqkv is not None and not (q_alone and p.wq is not None):
             split = self.options.ops.split_qkv
             if split is not None and self._turns_alone and x.dtype in (jnp.float32, jnp.bfloat16):
-                return split(project(p.wqkv, None), p.bqkv, turns, config, x.dtype)
+                return split(project(p.wqkv, None), p.bqkv, turns, config.head_dim, config.num_heads, x.dtype)
             out = project(p.wqkv, p.bqkv)
             q, k, v = out[:, :q_width], out[:, q_width : q_width + lanes], out[:, q_width + lanes :]
         elif q_alone:
@@ -532,7 +532,7 @@ def embed(
         h = tensor.sum(rows)
     elif isinstance(h, QuantizedMatrix | TiledMatrix):
         rows = (
-            h.values[token_ids] if isinstance(h, QuantizedMatrix) else tiles.rows_of(h, token_ids)
+            h.values[token_ids] if isinstance(h, QuantizedMatrix) else rows_of(h, token_ids)
         )
         if h.scale is not None:
             rows = rows.astype(jnp.float32) * h.scale[token_ids].astype(jnp.float32)[:, None]

@@ -1,4 +1,4 @@
-"""Attention over the block pool as plain XLA code, laid out for CPUs (contracts: `reference.py`).
+"""Decode attention over the block pool as plain XLA code, laid out for CPUs (contracts: `reference.py`).
 
 How it is made fast, as measured on a 2-core machine with AMX:
   * Rows are taken R at a time and contexts T positions at a time, with a dynamic trip count: no padding to the longest
@@ -12,19 +12,15 @@ How it is made fast, as measured on a 2-core machine with AMX:
     denominator l, accumulator acc).
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Float, Int32
 
-from apt_jax.ops.reference import KeyNorm, ScoreRules, own_slots, rms_norm_heads, rotate
-
-_MASKED = -1e30
-"""Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
+from apt_jax.ops.linear import dot, project_kv
+from apt_jax.ops.reference import KeyNorm, ScoreRules
+from apt_jax.ops.xla_common import MASKED, Fetch, Shards, apply_rules, fetch_blocks, own_slots_of
 
 TOKENS_PER_TILE = 64
 """T of decode attention: fewer make the products slow, more waste work on short contexts."""
@@ -32,70 +28,6 @@ TOKENS_PER_SUM = 512
 """T where scores are summed over devices: each sum takes some time, however small."""
 ROWS_PER_TILE = 32
 """R of decode attention."""
-PREFILL_QUERY_TILE = 128
-PREFILL_KEY_TILE = 128
-
-_Fetch = Callable[[Array, Array, Array], tuple[Array, Array]]
-"""From G table entries of each of R rows (R, A, G), whether each of their T slots is the row's own (R, T) and its
-position (R, T), to the slots' keys and values (R, T, E). Values of slots that are not the row's own must be finite."""
-
-
-@runtime_checkable
-class Shards(Protocol):
-    """Devices that layer inputs are spread over by feature: `apt_jax.models.sharding.TensorParallel`."""
-
-    @property
-    def size(self) -> int:
-        """Their number."""
-        ...
-
-    def sum(self, x: Array) -> Array:
-        """The sum over them."""
-        ...
-
-    def gather(self, x: Array, axis: int) -> Array:
-        """The shares of all of them, one after another."""
-        ...
-
-
-_FlashState = tuple[Array, Array, Array]
-"""Running maximum, denominator and accumulator of flash attention."""
-
-
-def dot(
-    a: Array,
-    b: Array,
-    contract: tuple[int, int],
-    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-    dtype: Any = None,
-) -> Array:
-    """`lax.dot_general` over one axis of each side, returned in `dtype`, float32 unless told."""
-    return lax.dot_general(
-        a, b, (((contract[0],), (contract[1],)), batch), preferred_element_type=dtype or jnp.float32
-    )
-
-
-def dense(
-    x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None = None
-) -> Float[Array, "T O"]:
-    """`x @ w.T` in float32, w (O, I), int8 with a `scale`. One 16-bit row is padded to two: CPUs have a fast product, but no
-    fast GEMV, for it."""
-    rows = x.shape[0]
-    w = w.astype(x.dtype) if scale is not None else w
-    if rows == 1 and w.dtype.itemsize == 2:
-        x = jnp.pad(x, ((0, 1), (0, 0)))
-    out = dot(x.astype(w.dtype), w, (1, 1))[:rows]
-    return out if scale is None else out * scale[None, :]
-
-
-def activate(x: Float[Array, "T F"], name: str) -> Float[Array, "T F"]:
-    """The activation that a `ModelConfig` names."""
-    if name == "relu":
-        return jax.nn.relu(x)
-    if name == "silu":
-        return jax.nn.silu(x)
-    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
-
 
 def _spread_heads(
     q: Float[Array, "B N H"], num_kv_heads: int, scale: float | None = None
@@ -127,7 +59,7 @@ def _own_lanes(out: Float[Array, "R N E"], num_kv_heads: int) -> Float[Array, "R
 
 def _decode(
     q: Float[Array, "B N E"],
-    fetch: _Fetch,
+    fetch: Fetch,
     tables: Int32[Array, "B A J"],
     lens: Int32[Array, " B"],
     rows: tuple[Array, Array],
@@ -165,7 +97,7 @@ def _decode(
 
         def body(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
             j, m, l, acc = carry
-            own, position = _own_slots(slot_ranges, len_tile, start, j * g, g, block_size)
+            own, position = own_slots_of(slot_ranges, len_tile, start, j * g, g, block_size)
             ids = lax.dynamic_slice_in_dim(table_tile, j * g, g, axis=2)
             keys, values = fetch(ids, own, position)
             s = dot(q_tile, keys, (2, 2), ((0,), (0,)))
@@ -173,9 +105,9 @@ def _decode(
                 s = partly.sum(s)
             if rules is not None:
                 last = len_tile[:, None] - 1
-                s, seen = _ruled(s, (position - last)[:, None, :], rules, (1, -1, 1))
+                s, seen = apply_rules(s, (position - last)[:, None, :], rules, (1, -1, 1))
                 own = own & seen[:, 0]
-            s = jnp.where(own[:, None, :], s, _MASKED)
+            s = jnp.where(own[:, None, :], s, MASKED)
             m_new = jnp.maximum(m, jnp.max(s, axis=-1))
             p = jnp.exp(s - m_new[:, :, None])
             rescale = jnp.exp(m - m_new)
@@ -192,7 +124,7 @@ def _decode(
             first_step = jnp.maximum(jnp.min(starts), 0) // t
         init = (
             first_step,
-            jnp.full((r, num_heads), _MASKED, jnp.float32),
+            jnp.full((r, num_heads), MASKED, jnp.float32),
             jnp.zeros((r, num_heads), jnp.float32),
             jnp.zeros((r, num_heads, out_width), jnp.float32),
         )
@@ -208,74 +140,6 @@ def _decode(
     return lax.fori_loop(
         first, last, row_tile, jnp.zeros((batch, num_heads, out_width), jnp.float32)
     )
-
-
-def _ruled(
-    s: Float[Array, "*heads T"],
-    distance: Int32[Array, "*one T"],
-    rules: ScoreRules,
-    slopes_shape: tuple[int, ...],
-) -> tuple[Array, Array]:
-    """Scores by the rules and what the window leaves of them, from key position less query position; see
-    `reference.ruled_scores`. Distances and, in `slopes_shape`, slopes broadcast against the scores."""
-    if rules.softcap is not None:
-        s = rules.softcap * jnp.tanh(s / rules.softcap)
-    if rules.slopes is not None:
-        s = s + rules.slopes.reshape(slopes_shape) * distance.astype(jnp.float32)
-    if rules.window is None:
-        return s, distance <= 0
-    return s, (distance <= 0) & (distance > -rules.window)
-
-
-def _own_slots(
-    slot_ranges: Int32[Array, "B J 2"] | None,
-    lens: Int32[Array, " R"],
-    first_row: Array,
-    first_entry: Array,
-    num_entries: int,
-    block_size: int,
-) -> tuple[Bool[Array, "R T"], Int32[Array, "R T"]]:
-    """`reference.own_slots` of R rows from `first_row` on, of their table entries from `first_entry` on."""
-    start = first_entry * block_size
-    if slot_ranges is None:
-        position = start + jnp.arange(num_entries * block_size, dtype=jnp.int32)[None, :]
-        return position < lens[:, None], jnp.broadcast_to(
-            position, (lens.shape[0], position.shape[1])
-        )
-    ranges = lax.dynamic_slice(
-        slot_ranges, (first_row, first_entry, jnp.int32(0)), (lens.shape[0], num_entries, 2)
-    )
-    of_row = functools.partial(own_slots, num_entries=num_entries, block_size=block_size)
-    own, position = jax.vmap(of_row)(ranges, lens - start)
-    return own, start + position
-
-
-def fetch_blocks(
-    pool: Array,
-    ids: Int32[Array, "R G"],
-    block_size: int,
-    own: Bool[Array, "R T"] | None,
-    width: int | None = None,
-    tensor: Shards | None = None,
-) -> Float[Array, "R T E"]:
-    """The slots of G blocks a row; where `own` is given, zeros for slots that are not the row's own.
-
-    Args:
-        width: of a slot, where `block_size` of them do not fill a block.
-        tensor: the devices that the features of a slot are spread over; `width` is that of all.
-    """
-    if tensor is not None:
-        assert width is not None
-        share = fetch_blocks(pool, ids, block_size, own, width // tensor.size)
-        return tensor.gather(share, 2)
-    r, g = ids.shape
-    blocks = pool[ids.reshape(-1)]
-    if width is not None and block_size * width < pool.shape[1]:
-        blocks = blocks[:, : block_size * width]
-    slots = blocks.reshape(r, g * block_size, -1)
-    if own is None:
-        return slots
-    return jnp.where(own[:, :, None], slots, jnp.zeros((), slots.dtype))
 
 
 def decode_kv(
@@ -343,25 +207,6 @@ def decode_absorbed(
         rules,
         tensor,
     )
-
-
-def project_kv(
-    x: Float[Array, "T D"],
-    w: Float[Array, "K H D"],
-    b: Float[Array, "K H"] | None,
-    angles: Float[Array, "T HALF"] | None = None,
-    norm: KeyNorm | None = None,
-) -> Float[Array, "T E"]:
-    """Keys or values of layer inputs, in the dtype of `x`, lanes flattened; rounded once, after `reference.rotate`."""
-    out = dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1))
-    if b is not None:
-        out = out + b.astype(jnp.float32).reshape(1, -1)
-    if norm is not None:
-        heads = out.reshape(x.shape[0], *w.shape[:2])
-        out = rms_norm_heads(heads, norm.scale, norm.eps).reshape(out.shape)
-    if angles is not None:
-        out = rotate(out.reshape(x.shape[0], *w.shape[:2]), angles).reshape(out.shape)
-    return out.astype(x.dtype)
 
 
 def decode_reprojected(
@@ -449,186 +294,3 @@ def decode_v_absorbed(
         slot_ranges,
         rules,
     )
-
-
-def prefill(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    pool: Float[Array, "P CE"],
-    tables: Int32[Array, "B 2 J"],
-    offsets: Int32[Array, " B"],
-    chunk_lens: Int32[Array, " B"],
-    prefix_lens: Int32[Array, " B"],
-    hidden: Bool[Array, " B"],
-    num_rows: Int32[Array, ""],
-    wk: Float[Array, "K H D"] | None,
-    bk: Float[Array, "K H"] | None,
-    wv: Float[Array, "K H D"] | None,
-    bv: Float[Array, "K H"] | None,
-    *,
-    block_size: int,
-    with_hidden: bool,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    angles: Float[Array, "S HALF"] | None = None,
-    hidden_block_size: int | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: ScoreRules | None = None,
-    tensor: Shards | None = None,
-) -> Float[Array, "T N H"]:
-    """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than
-    absorbing (crossover at H * N / (N - 1))."""
-    num_tokens, num_heads, head_dim = q.shape
-    hidden_slots = hidden_block_size or block_size
-    num_kv_heads = k.shape[1]
-    group = num_heads // num_kv_heads
-    tq, tk = min(PREFILL_QUERY_TILE, num_tokens), min(PREFILL_KEY_TILE, num_tokens)
-    g, hidden_g = (max(1, PREFILL_KEY_TILE // slots) for slots in (block_size, hidden_slots))
-    padding = max(-tables.shape[2] % g, -tables.shape[2] % hidden_g if with_hidden else 0)
-    # Heads first, so that tiles are slices along one axis and their products need no transposition.
-    pad = ((0, 0), (0, max(tq, tk)), (0, 0))
-    by_head = q.reshape(num_tokens, num_kv_heads, group * head_dim).transpose(1, 0, 2)
-    q_by_head = jnp.pad(by_head * jnp.asarray(head_dim**-0.5, q.dtype), pad)
-    k_by_head, v_by_head = (jnp.pad(a.transpose(1, 0, 2), pad) for a in (k, v))
-    tables = jnp.pad(tables, ((0, 0), (0, 0), (0, padding)))
-    if slot_ranges is not None:
-        slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, padding), (0, 0)))
-
-    def queries(start: Array) -> Array:
-        tile = lax.dynamic_slice_in_dim(q_by_head, start, tq, axis=1)
-        return tile.reshape(num_kv_heads, tq * group, head_dim)
-
-    def load(state: _FlashState, start: Array) -> _FlashState:
-        m, l, acc = (lax.dynamic_slice_in_dim(a, start, tq, axis=1) for a in state)
-        return m, l, acc
-
-    def store(state: _FlashState, tile: _FlashState, start: Array) -> _FlashState:
-        m, l, acc = (
-            lax.dynamic_update_slice_in_dim(a, b, start, axis=1)
-            for a, b in zip(state, tile, strict=True)
-        )
-        return m, l, acc
-
-    def fold(
-        tile: _FlashState, q_tile: Array, keys: Array, values: Array, mask: Array, distance: Array
-    ) -> _FlashState:
-        """Fold keys and values (K, S, H) into the state of tq queries; mask and position of the key less that of the query
-        (tq, S)."""
-        m, l, acc = tile
-        s = dot(q_tile, keys, (2, 2), ((0,), (0,))).reshape(num_kv_heads, tq, group, -1)
-        if rules is not None:
-            s, seen = _ruled(s, distance[None, :, None, :], rules, (num_kv_heads, 1, group, 1))
-            mask = mask & seen[0, :, 0]
-        s = jnp.where(mask[None, :, None, :], s, _MASKED)
-        m_new = jnp.maximum(m, jnp.max(s, axis=-1))
-        p = jnp.exp(s - m_new[..., None])
-        rescale = jnp.exp(m - m_new)
-        pv = dot(
-            p.reshape(num_kv_heads, tq * group, -1).astype(values.dtype),
-            values,
-            (2, 1),
-            ((0,), (0,)),
-        ).reshape(acc.shape)
-        # A query that has seen no key yet keeps the running maximum of none: what it adds to l here, the first key that it
-        # sees scales away. Its acc must not even see 0 * NaN: the tile may hold tokens of another row.
-        sees = jnp.any(mask, axis=1)[None, :, None, None]
-        return (
-            m_new,
-            l * rescale + jnp.sum(p, axis=-1),
-            jnp.where(sees, acc * rescale[..., None] + pv, acc),
-        )
-
-    def row(r: Array, carry: tuple[_FlashState, Array]) -> tuple[_FlashState, Array]:
-        state, out = carry
-        offset, length, prefix = offsets[r], chunk_lens[r], prefix_lens[r]
-        q_tiles = (length + tq - 1) // tq
-        query_index = jnp.arange(tq, dtype=jnp.int32)
-
-        def prefix_tile(
-            j: Array,
-            state: _FlashState,
-            g: int,
-            slots: int,
-            fetch: Callable[..., tuple[Array, Array]],
-        ) -> _FlashState:
-            ids = lax.dynamic_slice(tables, (r, jnp.int32(0), j * g), (1, 2, g))[0]
-            own, position = _own_slots(slot_ranges, prefix[None], r, j * g, g, slots)
-            keys, values = (
-                a.astype(k.dtype).reshape(-1, num_kv_heads, head_dim).transpose(1, 0, 2)
-                for a in fetch(ids, own, position)
-            )
-
-            def query_tile(i: Array, state: _FlashState) -> _FlashState:
-                start = offset + i * tq
-                mask = own & (i * tq + query_index < length)[:, None]
-                distance = position - (prefix + i * tq + query_index)[:, None]
-                tile = fold(load(state, start), queries(start), keys, values, mask, distance)
-                return store(state, tile, start)
-
-            return lax.fori_loop(0, q_tiles, query_tile, state)
-
-        def from_kv(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-            del position
-            both = fetch_blocks(pool, ids, block_size, jnp.broadcast_to(own, (2, own.shape[1])))
-            return both[0], both[1]
-
-        def from_hidden(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-            assert wk is not None
-            assert wv is not None
-            x = fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2], tensor)[0]
-            turns = None if angles is None else angles[position[0]]
-            return project_kv(x, wk, bk, turns, key_norm), project_kv(x, wv, bv)
-
-        def prefix_tiles(
-            g: int, slots: int, fetch: Callable[..., tuple[Array, Array]]
-        ) -> Callable[..., _FlashState]:
-            tile = functools.partial(prefix_tile, g=g, slots=slots, fetch=fetch)
-            size = g * slots
-            first = jnp.int32(0)
-            if rules is not None and rules.window is not None:
-                first = jnp.maximum(prefix + 1 - rules.window, 0) // size
-            return lambda state: lax.fori_loop(first, (prefix + size - 1) // size, tile, state)
-
-        def own_tile(i: Array, out: Array) -> Array:
-            start, q_position = offset + i * tq, i * tq + query_index
-            q_tile = queries(start)
-
-            def key_tile(j: Array, tile: _FlashState) -> _FlashState:
-                keys, values = (
-                    lax.dynamic_slice_in_dim(a, offset + j * tk, tk, axis=1)
-                    for a in (k_by_head, v_by_head)
-                )
-                k_position = j * tk + jnp.arange(tk, dtype=jnp.int32)
-                distance = k_position[None, :] - q_position[:, None]
-                mask = (distance <= 0) & (q_position < length)[:, None]
-                return fold(tile, q_tile, keys, values, mask, distance)
-
-            first = jnp.int32(0)
-            if rules is not None and rules.window is not None:
-                first = jnp.maximum(i * tq + 1 - rules.window, 0) // tk
-            last = (jnp.minimum((i + 1) * tq, length) + tk - 1) // tk
-            _, l, acc = lax.fori_loop(first, last, key_tile, load(state, start))
-            tile = (acc / jnp.maximum(l, 1e-30)[..., None]).astype(q.dtype).transpose(1, 0, 2, 3)
-            return lax.dynamic_update_slice_in_dim(out, tile, start, axis=0)
-
-        if with_hidden:
-            state = lax.cond(
-                hidden[r],
-                prefix_tiles(hidden_g, hidden_slots, from_hidden),
-                prefix_tiles(g, block_size, from_kv),
-                state,
-            )
-        else:
-            state = prefix_tiles(g, block_size, from_kv)(state)
-        # Tokens of the next row in the last tile get zeros here, and their values when it is their turn.
-        return state, lax.fori_loop(0, q_tiles, own_tile, out)
-
-    padded = num_tokens + pad[1][1]
-    init = (
-        jnp.full((num_kv_heads, padded, group), _MASKED, jnp.float32),
-        jnp.zeros((num_kv_heads, padded, group), jnp.float32),
-        jnp.zeros((num_kv_heads, padded, group, head_dim), jnp.float32),
-    )
-    out = jnp.zeros((padded, num_kv_heads, group, head_dim), q.dtype)
-    _, out = lax.fori_loop(0, num_rows, row, (init, out))
-    return out[:num_tokens].reshape(num_tokens, num_heads, head_dim)
