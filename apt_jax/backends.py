@@ -64,23 +64,27 @@ def _cpu(chip: str | None) -> AttentionOps:
 
 def _triton(chip: str | None, interpret: bool = False) -> AttentionOps:
     # Imported when asked for: Pallas' Triton backend takes a second.
-    from apt_jax.pallas import triton_decode_absorbed as triton_decode
-    from apt_jax.pallas import triton_prefill
+    from apt_jax.pallas import (
+        triton_decode_absorbed,
+        triton_decode_kv,
+        triton_decode_reprojected,
+        triton_prefill,
+    )
 
     def bound(op: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(op, interpret=interpret, chip=chip)
 
     def decode_absorbed(q_absorbed: Array, *args: Any, **kwargs: Any) -> Array:
         # The result is N times as wide as its input: its traffic counts.
-        op = bound(triton_decode.decode_absorbed)
+        op = bound(triton_decode_absorbed.decode_absorbed)
         return op(q_absorbed, *args, out_dtype=q_absorbed.dtype, **kwargs)
 
     return AttentionOps(
         name="triton-interpret" if interpret else "triton",
-        decode_kv=bound(triton_decode.decode_kv),
+        decode_kv=bound(triton_decode_kv.decode_kv),
         decode_absorbed=decode_absorbed,
-        decode_reprojected=bound(triton_decode.decode_reprojected),
-        decode_v_absorbed=bound(triton_decode.decode_v_absorbed),
+        decode_reprojected=bound(triton_decode_reprojected.decode_reprojected),
+        decode_v_absorbed=bound(triton_decode_absorbed.decode_v_absorbed),
         prefill=bound(triton_prefill.prefill),
         rows_per_tile=1,
         extras=frozenset(),

@@ -191,7 +191,7 @@ class Work:
     num_bytes: float
     """Every cached element, query, weight and result once."""
     moved_bytes: float
-    """The same with layer inputs as often as the design of `triton_decode` reads them: twice where absorbed."""
+    """The same with layer inputs as often as the design of `triton_decode_absorbed` reads them: twice where absorbed."""
     flop: float
 
 
