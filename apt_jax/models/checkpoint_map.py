@@ -1,6 +1,6 @@
-"""What mapping files share: where in a checkpoint a leaf of our parameters comes from.
+"""Contract of a model adapter, and what adapters share: where in a checkpoint a leaf of our parameters comes from.
 
-A mapping file names, for every leaf of `params.param_names`, the tensor that holds it. Most leaves are a whole tensor, only
+An adapter names, for every leaf of `params.param_names`, the tensor that holds it. Most leaves are a whole tensor, only
 with heads and their width in one axis; others are a part of a fused one (`Source.take`).
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.config import Activation
+from apt_jax.models.config import Activation, ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -29,6 +29,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 NORM_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")  # fmt: skip
 """Bare names of what older files stored beside the weights: masks and frequencies, which are computed."""
 
+TIED_HEAD = "lm_head.weight"
+"""Bare name of an output head that may be stored although it is tied, as a copy of the embedding table."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -40,6 +43,26 @@ class Source:
     """Of the whole tensor."""
     take: Callable[[np.ndarray], np.ndarray] | None = None
     """From the tensor to the leaf; None: the whole tensor in the leaf's shape."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """Adapter of one checkpoint family to the decoder."""
+
+    name: str
+    """Value of `ModelConfig.family`."""
+    presets: Mapping[str, Mapping[str, Any]]
+    """Published sizes by name, as configuration fields; they can be run with random weights."""
+    model_config: Callable[[Mapping[str, Any], int | None], ModelConfig]
+    """From the fields of a ``config.json``, and the longest context that will be served, to the model's shape."""
+    source: Callable[[str, tuple[int, ...], ModelConfig], Source]
+    """From a leaf of `param_names` and its shape to its tensor."""
+    bare_name: Callable[[str], str]
+    """A stored tensor name without prefixes that depend on the class it was saved from."""
+    ignored_tensors: re.Pattern[str] = NORM_BUFFERS
+    """Bare names of stored tensors that nothing needs."""
+    constant_leaf: Callable[[str, Mapping[str, Any]], float | None] | None = None
+    """The value of a leaf that a checkpoint of this configuration does not store, or None where it does."""
 
 
 def split_leaf(leaf: str) -> tuple[str, str | None]:
@@ -121,5 +144,3 @@ def windows(
         )
     return tuple(window if s else None for s in sliding) if any(sliding) else ()
 
-
-__all__ = ["ACTIVATIONS", "NORM_BUFFERS", "Source", "flat_shape", "one_of_three", "rows", "split_leaf", "whole", "windows"]  # fmt: skip

@@ -197,8 +197,8 @@ def test_every_field_of_every_family_survives_any_value():
         "tie_word_embeddings",
     )
     rope = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
-    for family in {f.FAMILY: f for f in FAMILIES.values()}.values():
-        fields = dict(next(iter(family.PRESETS.values())))
+    for family in {f.name: f for f in FAMILIES.values()}.values():
+        fields = dict(next(iter(family.presets.values())))
         tried = [
             fields | {name: value}
             for name in {*fields, *more} - {"architectures"}

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint_map import NORM_BUFFERS, Source, one_of_three, split_leaf, whole
+from apt_jax.models.checkpoint_map import ModelFamily, Source, one_of_three, split_leaf, whole
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
-
-FAMILY = "bloom"
 
 _TOP_LEVEL = {
     "embed": "word_embeddings.weight",
@@ -34,12 +32,6 @@ _IN_LAYER = {
     "b_down": "mlp.dense_4h_to_h.bias",
 }
 
-TIED_HEAD = "lm_head.weight"
-"""May be in a checkpoint with tied embeddings, and is then the embedding table once more."""
-
-IGNORED_TENSORS = NORM_BUFFERS
-
-
 def slopes(num_heads: int) -> tuple[float, ...]:
     """ALiBi's slopes (Press et al., 2022): 2^(-8 i / n) for a power of two; other numbers of heads take every other one
     of the next power's for the rest."""
@@ -62,7 +54,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     vocab_size = get.positive("vocab_size", 250880)
     trained = get.positive("seq_length", 2048)
     return ModelConfig(
-        family=FAMILY,
+        family="bloom",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=get.positive(get.named("n_layer", "num_hidden_layers"), 2),
@@ -113,4 +105,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bloom-7b": _preset(30, 4096, 32),
 }
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "slopes", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="bloom",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

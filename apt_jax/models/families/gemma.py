@@ -5,19 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint_map import ACTIVATIONS
+from apt_jax.models.checkpoint_map import ACTIVATIONS, ModelFamily
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families.llama import (
-    IGNORED_TENSORS,
-    TIED_HEAD,
     bare_name,
     base_config,
     preset,
     source,
 )
-
-FAMILY = "gemma"
 
 
 def gemma_config(
@@ -50,8 +46,7 @@ def gemma_config(
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
-    return gemma_config(fields, FAMILY, max_len, "hidden_act")
-
+    return gemma_config(fields, "gemma", max_len, "hidden_act")
 
 _GEMMA = "GemmaForCausalLM"
 PRESETS: dict[str, dict[str, Any]] = {
@@ -59,4 +54,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma-7b": preset(_GEMMA, 28, 3072, 16, 16, 24576, 256000, 8192, head_dim=256),
 }
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "gemma_config", "model_config", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="gemma",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

@@ -4,20 +4,16 @@ logits, and a sliding window in every other layer."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.models.checkpoint_map import Source, whole, windows
+from apt_jax.models.checkpoint_map import ModelFamily, Source, whole, windows
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families.gemma import gemma_config
 from apt_jax.models.families.llama import (
-    IGNORED_TENSORS,
     IN_LAYER,
-    TIED_HEAD,
     TOP_LEVEL,
     bare_name,
     preset,
 )
-
-FAMILY = "gemma2"
 
 _IN_LAYER = IN_LAYER | {
     "attn_out_norm.scale": "post_attention_layernorm.weight",
@@ -35,7 +31,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     get = ConfigFields(fields)
     given = {"sliding_window": 4096, **fields}
     return gemma_config(
-        fields, FAMILY, max_len, "hidden_activation", num_kv_heads=4,
+        fields, "gemma2", max_len, "hidden_activation", num_kv_heads=4,
         norm_placement="sandwich",
         attention_scale=get.number("query_pre_attn_scalar", 256, at_least=1e-6) ** -0.5,
         attention_softcap=_cap(fields, "attn_logit_softcapping", 50.0),
@@ -56,4 +52,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma-2-9b": preset(_GEMMA2, 42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256),
 }
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="gemma2",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

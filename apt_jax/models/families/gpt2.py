@@ -10,11 +10,17 @@ from typing import Any
 import numpy as np
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint_map import ACTIVATIONS, Source, flat_shape, rows, split_leaf, whole
+from apt_jax.models.checkpoint_map import (
+    ACTIVATIONS,
+    ModelFamily,
+    Source,
+    flat_shape,
+    rows,
+    split_leaf,
+    whole,
+)
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
-
-FAMILY = "gpt2"
 
 _TOP_LEVEL = {
     "embed": "wte.weight",
@@ -37,10 +43,7 @@ _IN_LAYER = {
     "b_down": "mlp.c_proj.bias",
 }
 
-TIED_HEAD = "lm_head.weight"
-"""May be in a checkpoint with tied embeddings, and is then the embedding table once more."""
-
-IGNORED_TENSORS = re.compile(r"attn\.(bias|masked_bias)$")
+_IGNORED_TENSORS = re.compile(r"attn\.(bias|masked_bias)$")
 """Masks, which older files hold."""
 
 
@@ -56,7 +59,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
             raise ModelLoadError(f"config.json: {name} is set, and is not supported")
     vocab_size = get.positive("vocab_size", 50257)
     return ModelConfig(
-        family=FAMILY,
+        family="gpt2",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=get.positive(get.named("n_layer", "num_hidden_layers"), 12),
@@ -115,4 +118,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-xl": _preset(48, 1600, 25),
 }
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="gpt2",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+    ignored_tensors=_IGNORED_TENSORS,
+)

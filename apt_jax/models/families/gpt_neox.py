@@ -6,7 +6,7 @@ from typing import Any
 
 from apt_jax.models.checkpoint_map import (
     ACTIVATIONS,
-    NORM_BUFFERS,
+    ModelFamily,
     Source,
     one_of_three,
     split_leaf,
@@ -15,8 +15,6 @@ from apt_jax.models.checkpoint_map import (
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.rope import read_rope
-
-FAMILY = "gpt_neox"
 
 _TOP_LEVEL = {
     "embed": "embed_in.weight",
@@ -38,12 +36,6 @@ _IN_LAYER = {
     "b_down": "mlp.dense_4h_to_h.bias",
 }
 
-TIED_HEAD = "lm_head.weight"
-"""May be in a checkpoint with tied embeddings, and is then the embedding table once more."""
-
-IGNORED_TENSORS = NORM_BUFFERS
-
-
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
     get = ConfigFields(fields)
@@ -57,7 +49,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     )  # fmt: skip
     bias = get.flag("attention_bias", True)
     return ModelConfig(
-        family=FAMILY,
+        family="gpt_neox",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=get.positive("num_hidden_layers"),
@@ -115,4 +107,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pythia-12b": _preset(36, 5120, 40, 50688),
 }
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="gpt_neox",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

@@ -8,12 +8,10 @@ Qwen, Phi-3, Gemma and OLMo-2 are variations: their files begin with `base_confi
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.models.checkpoint_map import ACTIVATIONS, NORM_BUFFERS, Source, whole
+from apt_jax.models.checkpoint_map import ACTIVATIONS, ModelFamily, Source, whole
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.rope import read_rope
-
-FAMILY = "llama"
 
 TOP_LEVEL = {
     "embed": "embed_tokens.weight",
@@ -41,12 +39,6 @@ IN_LAYER = {
     "w_down": "mlp.down_proj.weight",
     "b_down": "mlp.down_proj.bias",
 }
-
-TIED_HEAD = "lm_head.weight"
-"""May be in a checkpoint with tied embeddings, and is then the embedding table once more."""
-
-IGNORED_TENSORS = NORM_BUFFERS
-
 
 def base_config(
     fields: Mapping[str, Any],
@@ -119,7 +111,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         ModelLoadError: a field is missing, out of range, or asks for something that is not implemented.
     """
     return base_config(
-        fields, FAMILY, max_len, ffn_bias=ConfigFields(fields).flag("mlp_bias", False)
+        fields, "llama", max_len, ffn_bias=ConfigFields(fields).flag("mlp_bias", False)
     )
 
 
@@ -150,7 +142,6 @@ def preset(
         "max_position_embeddings": max_position,
     } | more
 
-
 _LLAMA = "LlamaForCausalLM"
 _LLAMA31_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -168,16 +159,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Published sizes; the two long ones are those of Apt-Serve §6.7."""
 
-__all__ = [
-    "FAMILY",
-    "IGNORED_TENSORS",
-    "IN_LAYER",
-    "PRESETS",
-    "TIED_HEAD",
-    "TOP_LEVEL",
-    "bare_name",
-    "base_config",
-    "model_config",
-    "preset",
-    "source",
-]
+FAMILY = ModelFamily(
+    name="llama",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

@@ -4,19 +4,15 @@ sliding window in every layer."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.models.checkpoint_map import windows
+from apt_jax.models.checkpoint_map import ModelFamily, windows
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families.llama import (
-    IGNORED_TENSORS,
-    TIED_HEAD,
     bare_name,
     base_config,
     preset,
     source,
 )
-
-FAMILY = "mistral"
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
@@ -24,7 +20,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     num_layers = ConfigFields(fields).positive("num_hidden_layers")
     given = {"sliding_window": 4096, **fields}
     return base_config(
-        fields, FAMILY, max_len, num_kv_heads=8, layer_windows=windows(given, num_layers)
+        fields, "mistral", max_len, num_kv_heads=8, layer_windows=windows(given, num_layers)
     )  # fmt: skip
 
 
@@ -37,4 +33,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="mistral",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

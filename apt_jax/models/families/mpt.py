@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint_map import NORM_BUFFERS, Source, flat_shape, rows, split_leaf, whole
+from apt_jax.models.checkpoint_map import ModelFamily, Source, flat_shape, rows, split_leaf, whole
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
-
-FAMILY = "mpt"
 
 _TOP_LEVEL = {
     "embed": "wte.weight",
@@ -24,12 +22,6 @@ _IN_LAYER = {
     "w_up": "ffn.up_proj.weight",
     "w_down": "ffn.down_proj.weight",
 }
-
-TIED_HEAD = "lm_head.weight"
-"""May be in a checkpoint with tied embeddings, and is then the embedding table once more."""
-
-IGNORED_TENSORS = NORM_BUFFERS
-
 
 def slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
     """MPT's slopes: 2^(-bias_max i / n) of the next power of two; where there are fewer heads, the even ones come first."""
@@ -73,7 +65,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         raise ModelLoadError(f"config.json: attn_config.alibi_bias_max={bias_max:g} must lie in [0, 1000]")  # fmt: skip
     vocab_size, trained = get.positive("vocab_size", 50368), get.positive("max_seq_len", 2048)
     return ModelConfig(
-        family=FAMILY,
+        family="mpt",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=get.positive(get.named("n_layers", "num_hidden_layers"), 24),
@@ -123,4 +115,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "slopes", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="mpt",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

@@ -4,19 +4,15 @@ keys are RMS-normed over all heads together."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.models.checkpoint_map import Source, whole
+from apt_jax.models.checkpoint_map import ModelFamily, Source, whole
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.families.llama import (
-    IGNORED_TENSORS,
     IN_LAYER,
-    TIED_HEAD,
     TOP_LEVEL,
     bare_name,
     base_config,
     preset,
 )
-
-FAMILY = "olmo2"
 
 _IN_LAYER = IN_LAYER | {
     "attn_out_norm.scale": "post_attention_layernorm.weight",
@@ -27,7 +23,7 @@ _IN_LAYER = IN_LAYER | {
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
     return base_config(
-        fields, FAMILY, max_len, eps=1e-5, tokens=(None, 50279, 1), qk_norm="lane", norm_placement="output"
+        fields, "olmo2", max_len, eps=1e-5, tokens=(None, 50279, 1), qk_norm="lane", norm_placement="output"
     )  # fmt: skip
 
 
@@ -43,4 +39,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
 }
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="olmo2",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

@@ -12,11 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.models.checkpoint_map import ACTIVATIONS, Source, whole
+from apt_jax.models.checkpoint_map import ACTIVATIONS, ModelFamily, Source, whole
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
-
-FAMILY = "opt"
 
 _POSITION_OFFSET = 2
 
@@ -49,10 +47,7 @@ _IN_LAYER = {
     "b_down": "fc2.bias",
 }
 
-TIED_HEAD = "lm_head.weight"
-"""May be in a checkpoint with tied embeddings, and is then the embedding table once more."""
-
-IGNORED_TENSORS = re.compile(r"^version$")
+_IGNORED_TENSORS = re.compile(r"^version$")
 """Left over from the format that OPT was converted from."""
 
 
@@ -74,7 +69,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     norm_before = get.flag("do_layer_norm_before", True)
     vocab_size = get.positive("vocab_size")
     return ModelConfig(
-        family=FAMILY,
+        family="opt",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=get.positive("num_hidden_layers"),
@@ -142,13 +137,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """The published sizes, as the fields of their ``config.json`` (Zhang et al., 2022, Table 1)."""
 
-__all__ = [
-    "FAMILY",
-    "IGNORED_TENSORS",
-    "PRESETS",
-    "TIED_HEAD",
-    "bare_name",
-    "constant_leaf",
-    "model_config",
-    "source",
-]
+FAMILY = ModelFamily(
+    name="opt",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+    ignored_tensors=_IGNORED_TENSORS,
+    constant_leaf=constant_leaf,
+)

@@ -4,13 +4,11 @@ another, and LongRoPE in the long variants."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.models.checkpoint_map import Source, flat_shape, rows, split_leaf, windows
+from apt_jax.models.checkpoint_map import ModelFamily, Source, flat_shape, rows, split_leaf, windows
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families import llama
-from apt_jax.models.families.llama import IGNORED_TENSORS, TIED_HEAD, bare_name, base_config, preset
-
-FAMILY = "phi3"
+from apt_jax.models.families.llama import bare_name, base_config, preset
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
@@ -24,7 +22,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
             "rope_scaling": {**rope, "rope_type": "longrope"}  # what transformers takes them for
         }
     return base_config(
-        fields, FAMILY, max_len, eps=1e-5, tokens=(1, 32000, 32000), qkv_bias=False, out_bias=False,
+        fields, "phi3", max_len, eps=1e-5, tokens=(1, 32000, 32000), qkv_bias=False, out_bias=False,
         layer_windows=windows(fields, num_layers),
     )  # fmt: skip
 
@@ -49,4 +47,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "phi-3-medium": preset(_PHI3, 40, 5120, 40, 10, 17920, 32064, 4096, sliding_window=2047),
 }
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="phi3",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

@@ -4,19 +4,15 @@ layers of some sizes."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.models.checkpoint_map import windows
+from apt_jax.models.checkpoint_map import ModelFamily, windows
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families.llama import (
-    IGNORED_TENSORS,
-    TIED_HEAD,
     bare_name,
     base_config,
     preset,
     source,
 )
-
-FAMILY = "qwen2"
 
 
 def layer_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -32,7 +28,7 @@ def layer_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
     return base_config(
-        fields, FAMILY, max_len, tokens=(None, None, None), qkv_bias=True, out_bias=False, layer_windows=layer_windows(fields)
+        fields, "qwen2", max_len, tokens=(None, None, None), qkv_bias=True, out_bias=False, layer_windows=layer_windows(fields)
     )  # fmt: skip
 
 
@@ -42,4 +38,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": preset(_QWEN2, 28, 3584, 28, 4, 18944, 152064, 131072, rope_theta=1e6),
 }  # fmt: skip
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "layer_windows", "model_config", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="qwen2",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

@@ -4,10 +4,9 @@ the model width."""
 from collections.abc import Mapping
 from typing import Any
 
+from apt_jax.models.checkpoint_map import ModelFamily
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.families.llama import (
-    IGNORED_TENSORS,
-    TIED_HEAD,
     bare_name,
     base_config,
     preset,
@@ -15,13 +14,11 @@ from apt_jax.models.families.llama import (
 )
 from apt_jax.models.families.qwen2 import layer_windows
 
-FAMILY = "qwen3"
-
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
     return base_config(
-        fields, FAMILY, max_len, head_dim=128, tokens=(None, None, None), qk_norm="head", layer_windows=layer_windows(fields)
+        fields, "qwen3", max_len, head_dim=128, tokens=(None, None, None), qk_norm="head", layer_windows=layer_windows(fields)
     )  # fmt: skip
 
 
@@ -32,4 +29,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-8b": preset(_QWEN3, 36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128, rope_theta=1e6),
 }  # fmt: skip
 
-__all__ = ["FAMILY", "IGNORED_TENSORS", "PRESETS", "TIED_HEAD", "bare_name", "model_config", "source"]  # fmt: skip
+FAMILY = ModelFamily(
+    name="qwen3",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

@@ -30,10 +30,10 @@ from tqdm import tqdm
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError, ModelLoadError, one_line
-from apt_jax.models.checkpoint_map import Source
+from apt_jax.models.checkpoint_map import TIED_HEAD, ModelFamily, Source
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
-from apt_jax.models.families.registry import FAMILIES, MODEL_TYPES, PRESETS, Family, constant_leaf
+from apt_jax.models.families.registry import FAMILIES, MODEL_TYPES, PRESETS
 from apt_jax.models.loading.checkpoint import (
     Checkpoint,
     is_weight_dtype,
@@ -240,7 +240,7 @@ def open_weights(resolved: ResolvedModel, load_format: str = "auto") -> Iterator
             yield checkpoint
 
 
-def _family(fields: Mapping[str, Any]) -> Family:
+def _family(fields: Mapping[str, Any]) -> ModelFamily:
     listed = fields.get("architectures")
     if not listed and isinstance(fields.get("model_type"), str):
         listed = [MODEL_TYPES.get(fields["model_type"], fields["model_type"])]
@@ -255,7 +255,7 @@ def _family(fields: Mapping[str, Any]) -> Family:
 
 def read_model_config(
     fields: Mapping[str, Any], max_len: int | None = None
-) -> tuple[Family, ModelConfig]:
+) -> tuple[ModelFamily, ModelConfig]:
     """The family and shape that the fields of a config.json describe.
 
     Args:
@@ -367,7 +367,7 @@ class _Leaf:
 
 def _match(
     checkpoint: Checkpoint,
-    family: Family,
+    family: ModelFamily,
     config: ModelConfig,
     fields: Mapping[str, Any],
     path: Path,
@@ -388,7 +388,7 @@ def _match(
     wanted: dict[str, tuple[int, ...]] = {}
     missing: list[str] = []
     for leaf, shape in zip(jax.tree.leaves(param_names(config)), shapes, strict=True):
-        constant = constant_leaf(family, leaf, fields)
+        constant = None if family.constant_leaf is None else family.constant_leaf(leaf, fields)
         if constant is not None:
             leaves.append(_Leaf(leaf, shape, None, constant))
             continue
@@ -400,14 +400,14 @@ def _match(
         elif bare not in missing:
             missing.append(bare)
     head = None
-    if config.tie_embeddings and family.TIED_HEAD in by_bare_name:
-        head = by_bare_name[family.TIED_HEAD]
+    if config.tie_embeddings and TIED_HEAD in by_bare_name:
+        head = by_bare_name[TIED_HEAD]
         width = config.embedding_size or config.hidden_size
-        wanted[family.TIED_HEAD] = (config.vocab_size, width)
+        wanted[TIED_HEAD] = (config.vocab_size, width)
     extra = [
         name
         for bare, name in by_bare_name.items()
-        if bare not in wanted and not family.IGNORED_TENSORS.search(bare)
+        if bare not in wanted and not family.ignored_tensors.search(bare)
     ]
     infos = {
         bare: checkpoint.tensors[by_bare_name[bare]] for bare in wanted if bare in by_bare_name
@@ -513,7 +513,7 @@ def _restored(
 
 def _load_params(
     checkpoint: Checkpoint,
-    family: Family,
+    family: ModelFamily,
     config: ModelConfig,
     fields: Mapping[str, Any],
     dtype: np.dtype[Any],
