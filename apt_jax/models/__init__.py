@@ -4,9 +4,10 @@ import importlib
 
 _HOMES = {
     **dict.fromkeys(("FAMILIES", "PRESETS"), "apt_jax.models.families"),
-    **dict.fromkeys(("LoadedModel", "load_model", "read_model_config"), "apt_jax.models.loading.loader"),
+    **dict.fromkeys(("LoadedModel", "load_model"), "apt_jax.models.loading.loader"),
     **dict.fromkeys(
-        ("ResolvedModel", "bundled_models", "models_with_files", "resolve_model"), "apt_jax.models.loading.loader"
+        ("ResolvedModel", "bundled_models", "models_with_files", "read_model_config", "resolve_model"),
+        "apt_jax.models.loading.resolve",
     ),
     "ModelConfig": "apt_jax.models.config",
     "ModelParams": "apt_jax.models.params",

@@ -16,7 +16,7 @@ from pathlib import Path
 from apt_jax.config import CacheConfig
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.families.registry import PRESETS
-from apt_jax.models.loading.loader import read_model_config
+from apt_jax.models.loading.resolve import read_model_config
 
 BANDWIDTH_BYTES_S = 1.555e12
 MATMUL_FLOP_S = 312e12

@@ -1,8 +1,4 @@
-"""Old path of `apt_jax.models.loading.loader`."""
+"""Old path of `apt_jax.models.loading.loader` and `resolve`."""
 
-import sys
-
-from apt_jax.models.loading import loader
 from apt_jax.models.loading.loader import *  # noqa: F403
-
-sys.modules[__name__] = loader
+from apt_jax.models.loading.resolve import *  # noqa: F403

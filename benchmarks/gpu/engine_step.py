@@ -18,7 +18,7 @@ from apt_jax.models import PRESETS
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, greedy_tokens
-from apt_jax.models.loading.loader import read_model_config
+from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import ModelParams, abstract_params, param_names
 from apt_jax.ops.weights import NormParams
 from benchmarks.gpu.compile_only import Chip

@@ -21,7 +21,7 @@ from apt_jax.jax_executor import JaxExecutor
 from apt_jax.llm import EngineParts, make_parts, use_compile_cache, with_scheduler
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.models.config import ModelConfig
-from apt_jax.models.loading.loader import read_model_config, resolve_model
+from apt_jax.models.loading.resolve import read_model_config, resolve_model
 from apt_jax.models.params import ModelParams, abstract_params, is_norm_scale, param_names
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched.view import HIDDEN, KV

@@ -9,7 +9,7 @@ import pytest
 
 from apt_jax.errors import ModelLoadError
 from apt_jax.models import FAMILIES, PRESETS
-from apt_jax.models.loading.loader import read_model_config
+from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import abstract_params, param_axes, param_names
 
 LLAMA: dict[str, Any] = {

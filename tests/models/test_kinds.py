@@ -8,7 +8,7 @@ from apt_jax.errors import ConfigError
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.models import load_model
 from apt_jax.models.cache_kinds import kind_facts, known_kinds, main, markdown, put_into
-from apt_jax.models.loading.loader import read_model_config
+from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import dummy_params
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"

@@ -112,7 +112,7 @@ def join_chunks(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return checkpoint.arrange(name, values)
 
 
-def some_names(names: Iterable[str], most: int = 3) -> str:
+def format_names(names: Iterable[str], most: int = 3) -> str:
     """The first few names, and how many more there are."""
     names = list(names)
     shown = ", ".join(f"{one_line(name):.80}" for name in names[:most])
@@ -419,7 +419,7 @@ def _shards(directory: Path, index_name: str) -> list[Path]:
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise ModelLoadError(
-            f"{where}: {len(missing)} of {len(paths)} shards are missing: {some_names(missing)}"
+            f"{where}: {len(missing)} of {len(paths)} shards are missing: {format_names(missing)}"
         )
     return paths
 
@@ -434,7 +434,7 @@ def _check_index(directory: Path, index_name: str, checkpoint: Checkpoint) -> No
             if weight_map.get(name) != stored.get(name)
         )
         raise ModelLoadError(
-            f"{directory / index_name}: does not say where these tensors are: {some_names(wrong)}"
+            f"{directory / index_name}: does not say where these tensors are: {format_names(wrong)}"
         )
 
 
@@ -461,7 +461,7 @@ def open_checkpoint(directory: Path, *, allow_pickle: bool) -> Iterator[Checkpoi
         pickles = [name for name in present if name.endswith(_PICKLE_SUFFIXES)]
         if pickles and not allow_pickle:
             raise ModelLoadError(
-                f"{directory}: has only pickled weights ({some_names(pickles)}), which can run code when opened; convert them to "
+                f"{directory}: has only pickled weights ({format_names(pickles)}), which can run code when opened; convert them to "
                 f"safetensors, or pass --load-format pt to load tensors from {PT_SINGLE_FILE}"
             )
         raise ModelLoadError(f"{directory}: has neither {single} nor {index}")
@@ -479,11 +479,11 @@ __all__ = [
     "SafetensorsCheckpoint",
     "TensorInfo",
     "TorchCheckpoint",
+    "format_names",
     "is_weight_dtype",
     "join_chunks",
     "open_checkpoint",
     "open_without_waiting",
     "read_bytes",
     "read_json",
-    "some_names",
 ]

@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.loading.checkpoint import Checkpoint
-from apt_jax.models.loading.loader import open_weights, read_cast, resolve_model
+from apt_jax.models.loading.loader import open_weights, read_cast
 from apt_jax.models.loading.orbax_format import OrbaxWriter
+from apt_jax.models.loading.resolve import resolve_model
 
 ConvertFormat = Literal["orbax", "safetensors"]
 
