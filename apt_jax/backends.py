@@ -27,6 +27,7 @@ from apt_jax.ops.backend import EXTRAS, AttentionOps
 
 logger = logging.getLogger(__name__)
 
+
 def _xla(chip: str | None) -> AttentionOps:
     del chip
     return AttentionOps(
@@ -95,9 +96,7 @@ def _triton(chip: str | None, interpret: bool = False) -> AttentionOps:
 def _jax_triton(chip: str | None) -> AttentionOps:
     from apt_jax.pallas import jax_triton_absorbed
 
-    return dataclasses.replace(
-        _triton(chip), name="jax-triton", decode_absorbed=jax_triton_absorbed.decode_absorbed
-    )
+    return dataclasses.replace(_triton(chip), name="jax-triton", decode_absorbed=jax_triton_absorbed.decode_absorbed)
 
 
 def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
@@ -114,8 +113,8 @@ def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
 
 
 def over_devices(ops: AttentionOps) -> AttentionOps:
-    """The ops where layer inputs are spread over devices by feature: they take `tensor` (`ops.xla_common.Shards`) wherever they read some.
-    Kernels know none such; rows of keys and values keep theirs."""
+    """The ops for layer inputs sharded over devices by feature: they take `tensor` (`ops.xla_common.Shards`) wherever they read
+    layer inputs. Only plain XLA supports that; rows of keys and values keep their kernels."""
 
     def prefill(*args: Any, with_hidden: bool, **kwargs: Any) -> Array:
         op = xla_prefill.prefill if with_hidden else ops.prefill
@@ -156,7 +155,7 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
         chip: what tiles are chosen for, one of `tiles.CHIPS`; None: tiles that any of them takes.
 
     Raises:
-        ValueError: no such implementation, one that cannot be had here, or a platform that none was chosen for.
+        ValueError: unknown implementation, one that is not available on this machine, or a platform without a default.
     """
     chosen = name or _PLATFORM_DEFAULT.get(platform)
     if chosen not in _IMPLEMENTATIONS:
@@ -164,9 +163,7 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
             f"no attention implementation {chosen!r} for platform {platform!r}; known: {known_attention_ops()}"
         )
     if chosen == "cpu" and platform != "cpu":
-        raise ValueError(
-            f"attention implementation 'cpu' runs on CPUs, not on platform {platform!r}"
-        )
+        raise ValueError(f"attention implementation 'cpu' runs on CPUs, not on platform {platform!r}")
     try:
         ops = _IMPLEMENTATIONS[chosen](chip)
     except KernelBuildError as error:

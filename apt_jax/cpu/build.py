@@ -73,14 +73,10 @@ def _compile(compiler: list[str], target: Path) -> None:
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
     command = [*compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(temporary)]  # fmt: skip
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False)
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line]
-            raise KernelBuildError(
-                f"{compiler[0]} failed: {(lines or [f'exit status {done.returncode}'])[0]}"
-            )
+            raise KernelBuildError(f"{compiler[0]} failed: {(lines or [f'exit status {done.returncode}'])[0]}")
         temporary.replace(target)
     except OSError as error:
         raise KernelBuildError(f"{compiler[0]}: {error.strerror}") from None
@@ -113,7 +109,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def has_tiles() -> bool:
-    """Whether products of bfloat16 use matrix tiles here (AMX); the kernels must be loaded."""
+    """True if products of bfloat16 use matrix tiles on this machine (AMX); the kernels must be loaded."""
     return bool(_library().apt_has_tiles())
 
 

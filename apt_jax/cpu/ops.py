@@ -47,9 +47,7 @@ def dense_argmax(
     return tokens, trusted
 
 
-def _product(
-    x: Array, w: Array | TiledMatrix, scale: Array | None
-) -> tuple[Array, tuple[Array, Array] | None]:
+def _product(x: Array, w: Array | TiledMatrix, scale: Array | None) -> tuple[Array, tuple[Array, Array] | None]:
     """Rows in the dtype of the product, and the other arguments of ours; None where XLA's is the faster one."""
     if isinstance(w, TiledMatrix):
         return x.astype(jnp.bfloat16), (w.values, _or_empty(w.scale))
@@ -67,9 +65,7 @@ def _or_empty(a: Array | None) -> Array:
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 
 
-def gated(
-    x: Float[Array, "T I"], w: Array | QuantizedMatrix | TiledMatrix, activation: str
-) -> Float[Array, "T F"]:
+def gated(x: Float[Array, "T I"], w: Array | QuantizedMatrix | TiledMatrix, activation: str) -> Float[Array, "T F"]:
     """`activate(x @ gate.T) * (x @ up.T)`, gate and up the halves of `w` (2 F, I), in the dtype of `x`."""
     width = w.shape[0] // 2
     if isinstance(w, TiledMatrix) and width % 16 == 0 and activation in _ACTIVATIONS:

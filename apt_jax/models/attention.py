@@ -139,7 +139,7 @@ def _project(
 
 
 def _only_bias_and_rope(a: AttentionInputs) -> bool:
-    """Whether nothing but bias and rotation, if any, lies between the product for q, k and v and attention."""
+    """True if nothing but bias and rotation, if any, lies between the product for q, k and v and attention."""
     config, p = a.config, a.params
     plain = config.scale * config.head_dim**0.5 == 1.0 and config.clip_qkv is None
     if config.rope is not None and config.rope.attention_factor != 1.0:

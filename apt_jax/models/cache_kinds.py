@@ -1,4 +1,4 @@
-"""Which cache kinds a model can have, what they take, and how attention over its layer inputs works: a table, made by code.
+"""Table of the cache kinds of every model: their memory, and how attention over layer inputs works.
 
     python -m apt_jax.models.cache_kinds            # every published size that is known by name, as Markdown
     python -m apt_jax.models.cache_kinds FILE       # the same, put between the markers of a Markdown file
@@ -51,7 +51,7 @@ class KindFacts:
     end. None: not offered."""
     mode: HiddenMode
     hybrid: bool
-    """Whether `--cache hybrid` offers both kinds; else it means KV."""
+    """`--cache hybrid` offers both kinds; else it means KV."""
     refusal: str | None
     """Why the hidden kind is not offered."""
     break_even_tokens: float | None

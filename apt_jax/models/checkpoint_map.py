@@ -40,7 +40,7 @@ class Source:
     name: str
     """Bare name, without the prefixes of the class that it was saved from."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     take: Callable[[np.ndarray], np.ndarray] | None = None
     """From the tensor to the leaf; None: the whole tensor in the leaf's shape."""
 
@@ -87,9 +87,7 @@ def flat_shape(field: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def whole(
-    leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapping[str, str], prefix: str
-) -> Source:
+def whole(leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapping[str, str], prefix: str) -> Source:
     """A leaf that is a tensor of its own.
 
     Args:
@@ -143,4 +141,3 @@ def windows(
             f"config.json: layer_types={types!r:.80} must name {' or '.join(known)} for each of {num_layers} layers"
         )
     return tuple(window if s else None for s in sliding) if any(sliding) else ()
-

@@ -11,7 +11,7 @@ NormPlacement = Literal["pre", "post", "output", "sandwich"]
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 Position = Literal["learned", "rope", "alibi"]
 HiddenMode = Literal["absorb", "partial", "v-absorb", "refused"]
-"""What attention over cached layer inputs can absorb: everything; all but the rotary lanes of the keys; the values, with
+"""Parts of attention over cached layer inputs that are absorbed: everything; all but the rotary lanes of the keys; the values, with
 the keys reprojected; or the kind is not offered."""
 
 
@@ -50,7 +50,7 @@ class ModelConfig:
     """Shape of a decoder-only transformer, whatever checkpoint family it came from."""
 
     family: str
-    """Name of the mapping file in `apt_jax/models/` that loads it, e.g. ``"opt"``."""
+    """Name of the adapter in `apt_jax/models/families/` that loads it, e.g. ``"opt"``."""
     vocab_size: int
     """V: rows of the embedding table and width of the logits."""
     hidden_size: int
@@ -102,7 +102,7 @@ class ModelConfig:
     attention_softcap: float | None = None
     """Scores s become `cap * tanh(s / cap)` (Gemma-2)."""
     logits_softcap: float | None = None
-    """Likewise for the logits."""
+    """The same for the logits."""
     layer_windows: tuple[int | None, ...] = ()
     """A layer attends to its last so many positions, its own included; None: all. Empty: no layer has a window."""
     clip_qkv: float | None = None
@@ -110,7 +110,7 @@ class ModelConfig:
     qkv_bias: bool = True
     out_bias: bool = True
     ffn_bias: bool = True
-    """Whether the projections to q, k, v, from attention, and in the feed-forward layer add biases."""
+    """Biases of the projections to q, k, v, from attention, and in the feed-forward layer."""
     tie_embeddings: bool = True
     """The output head is the transposed embedding table."""
     head_bias: bool = False
@@ -152,8 +152,7 @@ class ModelConfig:
             f"model position={self.position!r} with {len(self.alibi_slopes)} ALiBi slopes",
         )
         _require(
-            len(self.layer_windows) in (0, self.num_layers)
-            and all(w is None or w > 0 for w in self.layer_windows),
+            len(self.layer_windows) in (0, self.num_layers) and all(w is None or w > 0 for w in self.layer_windows),
             f"model layer_windows={self.layer_windows!r:.60} must name a positive window or None for each layer",
         )
         _require(
@@ -195,18 +194,18 @@ class ModelConfig:
 
     @property
     def supports_hidden(self) -> bool:
-        """Whether the hidden kind is offered: a token's layer input is smaller than its keys and values together."""
+        """True if the hidden kind is offered: a token's layer input is smaller than its keys and values together."""
         return self.hidden_refusal is None
 
     @property
     def offers_hybrid(self) -> bool:
-        """Whether one engine offers both kinds: where the hidden one takes at most half of K and V. A smaller gain is not
+        """True if one engine offers both kinds: where the hidden one takes at most half of K and V. A smaller gain is not
         worth what the choice costs every step, and on CPUs in second copies of weights."""
         return self.supports_hidden and self.hidden_size <= self.lane
 
     @property
     def hidden_mode(self) -> HiddenMode:
-        """What attention over layer inputs can absorb."""
+        """Parts of attention over layer inputs that are absorbed."""
         if not self.supports_hidden:
             return "refused"
         if self.qk_norm is not None:  # the norm stands between query and projection

@@ -47,7 +47,7 @@ class ConfigFields:
         return value
 
     def named(self, *names: str) -> str:
-        """Which of several names of one field is there, the first where none is."""
+        """The name that is present of several for one field; the first where none is."""
         present = [name for name in names if self._fields.get(name) is not None]
         if any(self._fields[name] != self._fields[present[0]] for name in present):
             values = ", ".join(f"{name}={self._fields[name]!r:.40}" for name in present)
@@ -81,7 +81,7 @@ class ConfigFields:
         return None if self._fields.get(name) is None else self.positive(name)
 
     def choice(self, name: str, default: str, known: Mapping[str, _T]) -> _T:
-        """What one of a few words stands for."""
+        """The value that one of a few words stands for."""
         value = self.text(name, default)
         if value not in known:
             raise ModelLoadError(

@@ -73,7 +73,7 @@ def embed(
     product: Product = dense,
     tensor: TensorParallel | None = None,
 ) -> Float[Array, "T D"]:
-    """What the first layer works on, float32."""
+    """Token embeddings, the input of the first layer, float32."""
     h = params.embed
     if tensor is not None:
         index = token_ids - tensor.rank * h.shape[0]
@@ -81,9 +81,7 @@ def embed(
         rows = jnp.where(mine[:, None], h[jnp.where(mine, index, 0)], jnp.zeros((), h.dtype))
         h = tensor.sum(rows)
     elif isinstance(h, QuantizedMatrix | TiledMatrix):
-        rows = (
-            h.values[token_ids] if isinstance(h, QuantizedMatrix) else rows_of(h, token_ids)
-        )
+        rows = h.values[token_ids] if isinstance(h, QuantizedMatrix) else rows_of(h, token_ids)
         if h.scale is not None:
             rows = rows.astype(jnp.float32) * h.scale[token_ids].astype(jnp.float32)[:, None]
         h = rows.astype(params.dtype)
@@ -205,9 +203,9 @@ def convert_inputs(
     new_pools: list[Any] = []
     for i, (p, pool) in enumerate(zip(params.layers, pools, strict=True)):
         with jax.named_scope(f"layer{i}/convert"):
-            x = fetch_blocks(
-                pool, batch.blocks[None], options.hidden_block_size, None, p.wk.shape[2], **inputs
-            )[0].astype(dtype)
+            x = fetch_blocks(pool, batch.blocks[None], options.hidden_block_size, None, p.wk.shape[2], **inputs)[
+                0
+            ].astype(dtype)
             norm = None if p.k_norm is None else KeyNorm(scale=p.k_norm, eps=config.norm_eps)
             k, v = project_kv(x, p.wk, p.bk, angles, norm), project_kv(x, p.wv, p.bv)
             rows = zero_non_finite(jnp.concatenate([k, v])).astype(pool.dtype)
@@ -247,10 +245,8 @@ def greedy_tokens(
     return ops.dense_argmax(hidden, *product_args(head))
 
 
-def _before_head(
-    params: ModelParams, hidden: Float[Array, "B D"], product: Product
-) -> tuple[Array, Any]:
-    """What the head is multiplied with, and its matrix."""
+def _before_head(params: ModelParams, hidden: Float[Array, "B D"], product: Product) -> tuple[Array, Any]:
+    """Input of the output head, and its matrix."""
     if params.project_out is not None:
         hidden = apply_dense(hidden, params.project_out, None, product).astype(hidden.dtype)
     return hidden, params.embed if params.head is None else params.head

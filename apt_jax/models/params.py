@@ -26,7 +26,7 @@ class LayerParams:
     attn_norm: NormParams | None
     """Before attention; after its residual where norms are placed "post"."""
     attn_out_norm: NormParams | None
-    """Of attention's output, before the residual."""
+    """Applied to the output of attention, before the residual."""
     wq: Any
     """(N, H, D)"""
     bq: Any
@@ -92,7 +92,7 @@ class ModelParams:
 
     @property
     def dtype(self) -> Any:
-        """Of activations, and of weights that are not quantised."""
+        """Dtype of activations and of weights that are not quantized."""
         if hasattr(self.embed, "dtype"):
             return self.embed.dtype
         norm = self.layers[0].attn_norm or self.layers[0].attn_out_norm
@@ -205,7 +205,7 @@ def dummy_params(
 
 
 def is_norm_scale(name: str) -> bool:
-    """Whether a leaf of `param_names` is the scale of a norm."""
+    """True for leaves of `param_names` that are the scale of a norm."""
     return name.endswith(("norm.scale", "q_norm", "k_norm"))
 
 

@@ -26,7 +26,7 @@ def _quantize(w: Float[Array, "O I"]) -> QuantizedMatrix:
 
 
 def dequantize(w: QuantizedMatrix, dtype: Any) -> Float[Array, "O I"]:
-    """What the integers stand for."""
+    """The values that the integers stand for."""
     return (w.values.astype(jnp.float32) * w.scale[:, None]).astype(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: one model over several devices, cut as in Megatron (DESIGN: the pool, attention over the two kinds).
+"""Tensor parallelism: one model sharded over several devices as in Megatron, and the collectives between them.
 
 Every device runs the decoder of `apt_jax.models.decoder` on its share of the heads, of the feed-forward layer and of the
 vocabulary, within one `jax.shard_map` a program. What crosses between them is written where it happens (`TensorParallel`):
@@ -14,10 +14,8 @@ The residual stream and the sampler are computed by every device alike.
 Key heads that are fewer than devices are repeated: a device holds the one that its query heads need.
 """
 
-import collections
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
@@ -36,7 +34,7 @@ AXIS = "tensor"
 """Name of the mesh axis."""
 
 _CUT = frozenset({"heads", "kv_heads", "ffn", "vocab"})
-"""Logical axes of parameters that are cut; the others are whole on every device."""
+"""Logical axes of parameters that are sharded; the others are replicated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +44,15 @@ class TensorParallel:
     size: int
     """t: devices."""
     config: ModelConfig
-    """Of the whole model; the decoder itself sees `own_config`."""
+    """The whole model; the decoder itself sees `own_config`."""
 
     @property
     def rank(self) -> Array:
-        """Which of the devices this is."""
+        """Index of this device."""
         return lax.axis_index(AXIS)
 
     def own(self, x: Array, axis: int) -> Array:
-        """This device's share of something that every device has."""
+        """This device's shard of a replicated array."""
         width = x.shape[axis] // self.size
         return lax.dynamic_slice_in_dim(x, self.rank * width, width, axis)
 
@@ -63,16 +61,16 @@ class TensorParallel:
         return lax.psum(x, AXIS)
 
     def scatter_sum(self, x: Array, axis: int) -> Array:
-        """This device's share of the sum over devices."""
+        """This device's shard of the sum over devices."""
         return lax.psum_scatter(x, AXIS, scatter_dimension=axis, tiled=True)
 
     def gather(self, x: Array, axis: int) -> Array:
-        """The shares of all devices, one after another."""
+        """The shards of all devices, concatenated."""
         return lax.all_gather(x, AXIS, axis=axis, tiled=True)
 
 
 def sizes_that_fit(config: ModelConfig) -> list[int]:
-    """Numbers of devices that a model can be cut for."""
+    """Numbers of devices that a model can be sharded over."""
     return [
         t
         for t in range(1, config.num_heads + 1)
@@ -83,7 +81,7 @@ def sizes_that_fit(config: ModelConfig) -> list[int]:
 
 
 def check_size(config: ModelConfig, size: int) -> None:
-    """Raises ConfigError where a model cannot be cut for so many devices."""
+    """Raises ConfigError where a model cannot be sharded over so many devices."""
     fit = sizes_that_fit(config)
     if size not in fit:
         raise ConfigError(
@@ -129,14 +127,12 @@ def hidden_refusal(config: ModelConfig, size: int) -> str | None:
 
 
 def offers_hidden(config: ModelConfig, cache: CacheConfig, num_devices: int) -> bool:
-    """Whether requests may have the hidden kind. Raises ConfigError where they may have no other and not that either."""
+    """True if requests may have the hidden kind. Raises ConfigError where it is the only kind and not offered."""
     refusal = config.hidden_refusal or hidden_refusal(config, num_devices)
     if cache.mode != "hidden":
         return cache.mode == "hybrid" and config.offers_hybrid and refusal is None
     if refusal is not None:
-        raise ConfigError(
-            f"cache='hidden' is not offered for this model: {refusal}; use --cache kv"
-        )
+        raise ConfigError(f"cache='hidden' is not offered for this model: {refusal}; use --cache kv")
     inputs = config.hidden_block_size(cache.block_size)
     if 2 * inputs <= cache.block_size:
         raise ConfigError(
@@ -167,13 +163,8 @@ def own_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def _spec(shape: tuple[int, ...], axes: tuple[str, ...], size: int) -> P:
-    """How a leaf is cut; whole where its size does not divide."""
-    return P(
-        *(
-            AXIS if axis in _CUT and length % size == 0 else None
-            for length, axis in zip(shape, axes, strict=True)
-        )
-    )
+    """Partition of a leaf; replicated where its size does not divide."""
+    return P(*(AXIS if axis in _CUT and length % size == 0 else None for length, axis in zip(shape, axes, strict=True)))
 
 
 @functools.lru_cache(maxsize=8)
@@ -185,25 +176,25 @@ def _specs_by_name(config: ModelConfig, size: int) -> dict[str, P]:
 
 
 def leaf_spec(config: ModelConfig, size: int, name: str) -> P:
-    """How a leaf of `param_names` is cut for so many devices. Raises ConfigError where the model cannot be."""
+    """Partition of a leaf of `param_names` over so many devices. Raises ConfigError where the model cannot be sharded."""
     check_size(config, size)
     return _specs_by_name(config, size)[name] if size > 1 else P()
 
 
 def leaf_sharding(mesh: Mesh, config: ModelConfig, name: str) -> NamedSharding:
-    """Where a leaf of `param_names` is loaded to; see `apt_jax.models.loading.loader.LeafSharding`."""
+    """Sharding that a leaf of `param_names` is loaded to; see `apt_jax.models.loading.loader.LeafSharding`."""
     return NamedSharding(mesh, leaf_spec(config, mesh.size, name))
 
 
 def shard_params(
     params: ModelParams, config: ModelConfig, mesh: Mesh, *, absorbs: bool
 ) -> tuple[ModelParams, ModelParams]:
-    """A model cut for a mesh, and the tree of its `PartitionSpec`s.
+    """A model sharded over a mesh, and the tree of its `PartitionSpec`s.
 
     Args:
-        params: as loaded, anywhere. What is held whole and not needed whole is deleted.
+        params: as loaded, anywhere. Leaves that are not needed whole are deleted.
         config: of the model as loaded.
-        absorbs: whether attention over layer inputs absorbs both W_k and W_v: they are kept a second time, cut by feature.
+        absorbs: whether attention over layer inputs absorbs both W_k and W_v: they are kept a second time, sharded by feature.
     """
     size = mesh.size
     specs = _specs_by_name(with_repeated_heads(config, size), size)
@@ -247,18 +238,3 @@ def shard_params(
         if is_repeated(name) or is_padded(name):
             leaf.delete()  # every device holds it whole
     return cut, jax.tree.map(lambda leaf: leaf.sharding.spec, cut)
-
-
-_COLLECTIVE = re.compile(
-    r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(.*"
-)
-
-
-def collectives_of(compiled: str, scope: str) -> dict[str, int]:
-    """How often each collective stands in a compiled program where `scope` is part of its name, such as ``layer1``.
-
-    Args:
-        compiled: text of the program, from `JaxExecutor.compiled_decode_step`.
-    """
-    found = (_COLLECTIVE.search(line) for line in compiled.splitlines())
-    return dict(collections.Counter(m.group(1) for m in found if m and f"/{scope}/" in m.group(0)))

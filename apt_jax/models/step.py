@@ -57,7 +57,7 @@ class ConvertBatch:
     first_slots: Int32[Array, " T"]
     """Pool slot for the slot's k, counted in keys; out of range for slots without a layer input, which are dropped."""
     second_slots: Int32[Array, " T"]
-    """Likewise for its v."""
+    """The same for its v."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,9 @@ class StepOptions:
     hidden_block_size: int
     """Layer inputs a block."""
     hidden_mode: HiddenMode | None
-    """How hidden decode rows attend: what of `ModelConfig.hidden_mode` is absorbed; None: nothing, they are reprojected."""
+    """What hidden decode rows absorb, as in `ModelConfig.hidden_mode`; None: nothing, they are reprojected."""
     kinds: tuple[bool, bool]
-    """Whether the step can have KV rows, and hidden rows."""
+    """(KV rows can occur, hidden rows can occur)."""
     ops: AttentionOps
     """`ops.branches` says whether what no row needs is branched around on the device."""
     tensor: TensorParallel | None = None

@@ -24,9 +24,7 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
     def join(*leaves: Any) -> Any:
         if leaves[0] is None:
             return None
-        return jnp.concatenate(
-            [w.reshape(-1, *w.shape[2:]) if w.ndim == 3 else w.reshape(-1) for w in leaves]
-        )
+        return jnp.concatenate([w.reshape(-1, *w.shape[2:]) if w.ndim == 3 else w.reshape(-1) for w in leaves])
 
     def fused(layer: LayerParams) -> LayerParams:
         layer = dataclasses.replace(
@@ -112,12 +110,12 @@ def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams])
 
 
 def tile_params(params: ModelParams, *, keep: bool) -> ModelParams:
-    """All matrices of a bfloat16 model, as `map_matrices` names them; `keep`: wk and wv stay as they are."""
+    """Tile all matrices of a bfloat16 model that `map_matrices` visits; with `keep`, wk and wv stay as they are."""
     return map_matrices(params, tile_matrix, keep=(lambda w: w) if keep else None)
 
 
 def tile_matrix(w: Array | QuantizedMatrix) -> TiledMatrix:
-    """Of (outputs, inputs)."""
+    """The tiled layout of a matrix (outputs, inputs)."""
     if isinstance(w, QuantizedMatrix):
         return TiledMatrix(values=_tiled(w.values), scale=w.scale, shape=(w.shape[0], w.shape[1]))
     return TiledMatrix(values=_tiled(w), scale=None, shape=(w.shape[0], w.shape[1]))

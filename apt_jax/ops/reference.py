@@ -32,7 +32,7 @@ from jaxtyping import Bool, Float, Int32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreRules:
-    """What happens to scores before the softmax, in this order."""
+    """Modifiers of attention scores before the softmax, applied in this order."""
 
     softcap: float | None = dataclasses.field(default=None, metadata=dict(static=True))
     """`cap * tanh(s / cap)` (Gemma-2)."""
@@ -90,7 +90,7 @@ def own_slots(
     num_entries: int,
     block_size: int,
 ) -> tuple[Bool[Array, " S"], Int32[Array, " S"]]:
-    """Of every slot of a row's blocks, in the order of the table: whether it is the row's own, and its position."""
+    """Mask of the row's own slots and their positions, for every slot of its blocks in the order of the table."""
     slot = jnp.arange(block_size, dtype=jnp.int32)[None, :]
     entry = jnp.arange(num_entries, dtype=jnp.int32)[:, None]
     if slot_ranges is None:
@@ -135,7 +135,7 @@ def gather_slots(
 def gather_inputs(
     pool: Float[Array, "P CE"], table: Int32[Array, " J"], block_size: int, width: int
 ) -> Float[Array, "S D"]:
-    """Likewise layer inputs, of which `block_size` of `width` lie at the start of a block."""
+    """`gather_slots` for layer inputs, of which `block_size` of `width` lie at the start of a block."""
     used = pool[table][:, : block_size * width]
     return used.reshape(table.shape[0] * block_size, width).astype(jnp.float32)
 

@@ -65,7 +65,7 @@ def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
 
 
 Borders = Literal["maybe", "yes", "no"]
-"""Whether any row has a top-k or top-p. "maybe": the device looks, and branches around what no row needs. "yes" and "no":
+"""Presence of rows with a top-k or top-p. "maybe": the device looks, and branches around what no row needs. "yes" and "no":
 the host has looked; nothing branches or loops, so that the whole can be part of one CUDA graph."""
 
 
@@ -183,7 +183,7 @@ def _first(found: Bool[Array, "B V"]) -> Int32[Array, " B"]:
 
 
 def is_trusted(scores: Float[Array, "B V"]) -> Bool[Array, " B"]:
-    """Whether each row can be sampled from. One with NaN or +inf, or with every token forbidden, cannot: argmax and the
+    """True for rows that can be sampled from. One with NaN or +inf, or with every token forbidden, cannot: argmax and the
     draw would return some index silently."""
     return jnp.isfinite(jnp.max(scores, axis=1)) & ~jnp.any(jnp.isnan(scores), axis=1)
 

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """What a kernel is compiled for beside dtype and block size."""
+    """Static sizes that a kernel is compiled for, beside dtype and block size."""
 
     name: str
     num_heads: int

@@ -1,4 +1,4 @@
-"""What attention in plain XLA shares between decode and prefill: reading blocks of the pool, masks and score rules."""
+"""Helpers of decode and prefill attention in plain XLA: reading blocks of the pool, masks and score rules."""
 
 import functools
 from collections.abc import Callable

@@ -29,17 +29,13 @@ TOKENS_PER_SUM = 512
 ROWS_PER_TILE = 32
 """R of decode attention."""
 
-def _spread_heads(
-    q: Float[Array, "B N H"], num_kv_heads: int, scale: float | None = None
-) -> Float[Array, "B N E"]:
+
+def _spread_heads(q: Float[Array, "B N H"], num_kv_heads: int, scale: float | None = None) -> Float[Array, "B N E"]:
     """Head n's query in the lanes of its key/value head n // G, zeros elsewhere; scaled by 1 / sqrt(H)."""
     batch, num_heads, head_dim = q.shape
     scale = head_dim**-0.5 if scale is None else scale
     group = num_heads // num_kv_heads
-    own = (
-        jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group
-        == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
-    )
+    own = jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
     scaled = q * jnp.asarray(scale, q.dtype)
     spread = jnp.where(own[None, :, :, None], scaled[:, :, None, :], jnp.zeros((), q.dtype))
     return spread.reshape(batch, num_heads, num_kv_heads * head_dim)
@@ -49,10 +45,7 @@ def _own_lanes(out: Float[Array, "R N E"], num_kv_heads: int) -> Float[Array, "R
     """The inverse of `_spread_heads` for outputs: of every head's E lanes keep its own key/value head's."""
     rows, num_heads, lanes = out.shape
     group = num_heads // num_kv_heads
-    own = (
-        jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group
-        == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
-    )
+    own = jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
     parts = out.reshape(rows, num_heads, num_kv_heads, lanes // num_kv_heads)
     return jnp.sum(jnp.where(own[None, :, :, None], parts, jnp.zeros((), out.dtype)), axis=2)
 
@@ -112,9 +105,7 @@ def _decode(
             p = jnp.exp(s - m_new[:, :, None])
             rescale = jnp.exp(m - m_new)
             l = l * rescale + jnp.sum(p, axis=-1)
-            acc = acc * rescale[:, :, None] + finish(
-                dot(p.astype(values.dtype), values, (2, 1), ((0,), (0,)))
-            )
+            acc = acc * rescale[:, :, None] + finish(dot(p.astype(values.dtype), values, (2, 1), ((0,), (0,))))
             return j + 1, m_new, l, acc
 
         steps = (jnp.max(len_tile) + t - 1) // t
@@ -131,15 +122,11 @@ def _decode(
         _, _, l, acc = lax.while_loop(lambda c: c[0] < steps, body, init)
         # A masked tile of a row adds exp(0) = 1 to its l when nothing was seen before: rows of length 0, or a window that
         # begins in a later tile, whose first score then scales it away.
-        result = jnp.where(
-            len_tile[:, None, None] > 0, acc / jnp.maximum(l, 1e-30)[:, :, None], 0.0
-        )
+        result = jnp.where(len_tile[:, None, None] > 0, acc / jnp.maximum(l, 1e-30)[:, :, None], 0.0)
         return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
     first, last = rows[0] // r, (rows[1] + r - 1) // r
-    return lax.fori_loop(
-        first, last, row_tile, jnp.zeros((batch, num_heads, out_width), jnp.float32)
-    )
+    return lax.fori_loop(first, last, row_tile, jnp.zeros((batch, num_heads, out_width), jnp.float32))
 
 
 def decode_kv(

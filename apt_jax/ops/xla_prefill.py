@@ -63,7 +63,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PrefixReader:
-    """How cached prefixes are read, some table entries at a time."""
+    """Reader of cached prefixes, a few table entries at a time."""
 
     tables: Array
     slot_ranges: Array | None

@@ -39,7 +39,7 @@ def _token_slots(
     T: tl.constexpr,
     RANGED: tl.constexpr,
 ):
-    """Of a row's tokens [tile * T, tile * T + T): pool slots, and whether they exist (their slot is the row's own)."""
+    """Pool slots of a row's tokens [tile * T, tile * T + T), and the mask of those that exist (the slot is the row's own)."""
     position = tile * T + tl.arange(0, T)
     entry, order = position // C, position % C
     own = position < length
@@ -58,7 +58,7 @@ def _token_slots(
 @triton.jit
 @no_type_check
 def _store_weights(scores, own, p_out, m_out, l_out, cell, head, N: tl.constexpr, T: tl.constexpr):
-    """Of one group of heads and a tile (`cell`): its maximum, weights and their sum."""
+    """Maximum, weights and their sum of one group of heads and a tile (`cell`)."""
     scores = tl.where(own[None, :], scores, -1e30)
     m = tl.max(scores, axis=1)
     p = tl.where(own[None, :], tl.exp(scores - m[:, None]), 0.0)

@@ -1,4 +1,4 @@
-"""What the Triton decode kernels share: launching, masked loads, flash-attention steps, splits of a context, program order.
+"""Helpers that the Triton kernels share: launching, masked loads, flash-attention steps, splits of a context, program order.
 
 Every kernel walks positions. `slots_of` gives the slot of each: position t is in entry t // C of a row's table, at slot
 t % C or where `slot_ranges` says. Loads outside a row's own slots are masked and give 0: whatever else lies in a block,
@@ -154,9 +154,7 @@ def check_pool(pool: Array, block_size: int) -> None:
         raise ValueError(f"{pool.dtype=} must be float16, bfloat16 or float32")
 
 
-def own_lens(
-    lens: Int32[Array, " B"], rows: tuple[Array, Array] | None, capacity: int
-) -> Int32[Array, " B"]:
+def own_lens(lens: Int32[Array, " B"], rows: tuple[Array, Array] | None, capacity: int) -> Int32[Array, " B"]:
     """Lengths with rows outside `rows` empty. The same in every layer, so the compiler computes them once a step."""
     lens = jnp.minimum(lens, capacity)
     if rows is None:
@@ -236,7 +234,7 @@ def combine_splits(outs: Sequence[Array], *, interpret: bool) -> Float[Array, "B
 
 
 def swizzle_group(programs: int) -> int:
-    """Of the programs of one row, how many run side by side: a divisor of their number."""
+    """Number of programs of one row that run side by side, a divisor of all of them."""
     return math.gcd(programs, SWIZZLE_HEADS)
 
 

@@ -1,10 +1,10 @@
 """Absorbed decode attention over cached layer inputs as Pallas kernels on the Triton backend (contracts: `reference.py`).
 
-  * `decode_absorbed`: the output of a head is as wide as the model, too wide for one program, while each score needs the
-    full width. So there are two kernels. `absorbed_scores` takes a tile of positions and all heads: P = exp(S - m) in
-    the pool's dtype, with m and l of every tile. `absorbed_output` takes a row and 128 lanes: sum of
-    exp(m_tile - m) P x. It walks rows in the opposite order, to meet layer inputs that are still in the L2 cache.
-  * `decode_v_absorbed`: another first kernel, which computes and rotates the rotary lanes of the keys, and the same second.
+* `decode_absorbed`: the output of a head is as wide as the model, too wide for one program, while each score needs the
+  full width. So there are two kernels. `absorbed_scores` takes a tile of positions and all heads: P = exp(S - m) in
+  the pool's dtype, with m and l of every tile. `absorbed_output` takes a row and 128 lanes: sum of
+  exp(m_tile - m) P x. It walks rows in the opposite order, to meet layer inputs that are still in the L2 cache.
+* `decode_v_absorbed`: another first kernel, which computes and rotates the rotary lanes of the keys, and the same second.
 """
 
 import functools
@@ -49,9 +49,7 @@ def _scores_shape(batch: int, heads: int, tiles: int, tokens: int, dtype: Any) -
     return [p, shape(batch, tiles, heads), shape(batch, tiles, heads)]
 
 
-def _store_scores(
-    outs: tuple[Any, ...], s: Any, own: Any, row: Any, index: Any, heads: Any, head_ok: Any
-) -> None:
+def _store_scores(outs: tuple[Any, ...], s: Any, own: Any, row: Any, index: Any, heads: Any, head_ok: Any) -> None:
     """Write P, m and l of scores (heads, tokens) of tile `index`."""
     p_out, m_out, l_out = outs
     zeros = jnp.zeros(heads.shape, jnp.float32)
@@ -128,9 +126,7 @@ def absorbed_scores(
     batch, heads, width = q_absorbed.shape
     tile = tile_for("scores", chip, heads, width, pool.dtype.itemsize)
     tiles = -(-tables.shape[1] * block_size // tile.tokens)
-    kernel = functools.partial(
-        _scores_kernel, tile=tile, num_heads=heads, width=width, holes=slot_ranges is not None
-    )
+    kernel = functools.partial(_scores_kernel, tile=tile, num_heads=heads, width=width, holes=slot_ranges is not None)
     outs = launch(
         kernel,
         (
@@ -209,9 +205,7 @@ def _output_kernel(
             p = load(p_ref, at, (heads.size, tile.tokens), head_ok[:, None])
             return z + dot(p, x, (1, 0)) * jnp.exp(m_tile - m)[:, None]
 
-        return tuple(
-            onto(z, heads, m) for z, heads, (m, _) in zip(sums, parts, totals, strict=True)
-        )
+        return tuple(onto(z, heads, m) for z, heads, (m, _) in zip(sums, parts, totals, strict=True))
 
     init = tuple(jnp.zeros((heads.size, tile.lanes), jnp.float32) for heads in parts)
     sums = lax.fori_loop(0, (length + tile.tokens - 1) // tile.tokens, step, init)
@@ -410,13 +404,8 @@ def _rotary_scores_kernel(
             init = (*init, jnp.zeros((MIN_SIDE, tile.tokens), jnp.float32))
         a, b, *rest = lax.fori_loop(0, -(-width // tile.lanes), project, init)
         if bk is not None:
-            biases = (
-                load(bk, (head, offset + lane), columns.shape, column_ok) for offset in (0, half)
-            )
-            a, b = (
-                key + bias.astype(jnp.float32)[:, None]
-                for key, bias in zip((a, b), biases, strict=True)
-            )
+            biases = (load(bk, (head, offset + lane), columns.shape, column_ok) for offset in (0, half))
+            a, b = (key + bias.astype(jnp.float32)[:, None] for key, bias in zip((a, b), biases, strict=True))
         at = (lane[:, None], position[None, :])
         masks = (own[None, :], column_ok[:, None])
         a, b = rotate_pair(a, b, *(load(table, at, a.shape, *masks) for table in (cos, sin)))
@@ -531,8 +520,6 @@ def decode_v_absorbed(
         "interpret": interpret,
         "chip": chip,
     }
-    scores = rotary_scores(
-        q_rotary, q_absorbed, pool, tables, lens, wk_rotary, bk_rotary, angles, **more
-    )
+    scores = rotary_scores(q_rotary, q_absorbed, pool, tables, lens, wk_rotary, bk_rotary, angles, **more)
     z, _, _ = absorbed_output(scores, pool, tables, lens, out_dtype=out_dtype, **more)
     return z

@@ -114,9 +114,7 @@ def _reprojected_kernel(
                     weights = load(w, at, (lane.size, tile.lanes), lane_ok, feature_ok)
                     return total + dot(weights, x, (1, 1))
 
-                return tuple(
-                    onto(total, *target) for total, target in zip(sums, targets, strict=True)
-                )
+                return tuple(onto(total, *target) for total, target in zip(sums, targets, strict=True))
 
             init = tuple(jnp.zeros((lane.size, tile.tokens), jnp.float32) for _, lane, _ in targets)
             return lax.fori_loop(0, -(-width // tile.lanes), one_slice, init)
@@ -133,10 +131,7 @@ def _reprojected_kernel(
             masks = (own[None, :], None if ok is None else ok[:, None])
             turn = (load(table, at, shape, *masks) for table in (cos, sin))
             keys[:2] = rotate_pair(keys[0], keys[1], *turn)
-        s = sum(
-            dot(query, key.astype(query.dtype), (1, 0))
-            for query, key in zip(queries, keys, strict=True)
-        )
+        s = sum(dot(query, key.astype(query.dtype), (1, 0)) for query, key in zip(queries, keys, strict=True))
         m, l, p, before = softmax_step((m, l), s * head_dim**-0.5, own)
         (v,) = values or project([for_values])
         p, v = p.astype(pool.dtype), v.astype(pool.dtype)

@@ -52,7 +52,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillTile:
-    """What one program takes at a time; sizes are powers of two."""
+    """Problem size that one program takes at a time; sizes are powers of two."""
 
     queries: int
     """Rows of a product: query tokens times query heads of a key/value head."""
@@ -101,7 +101,7 @@ def _tile_for(
 
 
 _TILE_FIELDS = 6
-"""Of a query tile: row of the tables, first token of its chunk, its first query within the chunk, the chunk's length,
+"""Fields of a query tile: row of the tables, first token of its chunk, its first query within the chunk, the chunk's length,
 cached keys and values, cached layer inputs."""
 
 
@@ -135,7 +135,7 @@ def _read_tile(query_tiles: Any, index: Any, copy: int = 0) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Queries:
-    """Of a tile's rows: tokens outer, the query heads of one key/value head inner."""
+    """Index arrays of a tile's rows: tokens outer, the query heads of one key/value head inner."""
 
     position: Any
     """Within the chunk."""

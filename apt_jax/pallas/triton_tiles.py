@@ -26,7 +26,7 @@ MIN_SIDE = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What one program of a kernel takes at a time; sizes are powers of two."""
+    """Problem size that one program of a kernel takes at a time; sizes are powers of two."""
 
     tokens: int
     """Cached positions."""

@@ -17,10 +17,9 @@ from apt_jax.pallas.triton_tiles import CHIPS, Tile, num_splits, padded, parts_o
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
 """Of one layer's attention output, relative to the largest."""
 
-OPS = ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed")
 LENGTHS = [0, 1, 15, 16, 17, 65, 129]
 
-_OPS = {
+OPS = {
     "decode_kv": triton_decode_kv.decode_kv,
     "decode_absorbed": triton_decode_absorbed.decode_absorbed,
     "decode_reprojected": triton_decode_reprojected.decode_reprojected,
@@ -58,7 +57,7 @@ class Case:
     @functools.cached_property
     def kernel(self) -> Any:
         """The op in the interpreter, compiled once."""
-        op = _OPS[self.op]
+        op = OPS[self.op]
         return jax.jit(functools.partial(op, block_size=self.block_size, interpret=True))
 
     def actual(self, **more: Any) -> np.ndarray:

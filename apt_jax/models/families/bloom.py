@@ -32,6 +32,7 @@ _IN_LAYER = {
     "b_down": "mlp.dense_4h_to_h.bias",
 }
 
+
 def slopes(num_heads: int) -> tuple[float, ...]:
     """ALiBi's slopes (Press et al., 2022): 2^(-8 i / n) for a power of two; other numbers of heads take every other one
     of the next power's for the rest."""
@@ -48,9 +49,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         get.named("n_embed", "hidden_size"), get.named("n_head", "num_attention_heads"), 64, 8
     )
     if get.flag("apply_residual_connection_post_layernorm", False):
-        raise ModelLoadError(
-            "config.json: apply_residual_connection_post_layernorm is set, and is not supported"
-        )
+        raise ModelLoadError("config.json: apply_residual_connection_post_layernorm is set, and is not supported")
     vocab_size = get.positive("vocab_size", 250880)
     trained = get.positive("seq_length", 2048)
     return ModelConfig(
@@ -74,7 +73,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Where a leaf of `param_names` comes from."""
+    """Source tensor of a leaf of `param_names`."""
     del config
     field, index = split_leaf(leaf)
     if field in ("wq", "wk", "wv", "bq", "bk", "bv"):

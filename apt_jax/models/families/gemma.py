@@ -19,7 +19,7 @@ from apt_jax.models.families.llama import (
 def gemma_config(
     fields: Mapping[str, Any], family: str, max_len: int | None, activation: str, **more: Any
 ) -> ModelConfig:
-    """What Gemma 1 and 2 share.
+    """A `ModelConfig` of the layout that Gemma 1 and 2 share.
 
     Args:
         activation: name of the field.
@@ -27,9 +27,7 @@ def gemma_config(
     """
     get = ConfigFields(fields)
     if get.flag("use_bidirectional_attention", False):
-        raise ModelLoadError(
-            "config.json: use_bidirectional_attention is set, and is not supported"
-        )
+        raise ModelLoadError("config.json: use_bidirectional_attention is set, and is not supported")
     chosen = get.choice(activation, "gelu_pytorch_tanh", ACTIVATIONS)
     if activation == "hidden_act" and chosen == "gelu":
         chosen = "gelu_tanh"  # the first releases said gelu and meant this
@@ -47,6 +45,7 @@ def gemma_config(
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
     return gemma_config(fields, "gemma", max_len, "hidden_act")
+
 
 _GEMMA = "GemmaForCausalLM"
 PRESETS: dict[str, dict[str, Any]] = {

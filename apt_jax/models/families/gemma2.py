@@ -41,7 +41,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Where a leaf of `param_names` comes from."""
+    """Source tensor of a leaf of `param_names`."""
     del config
     return whole(leaf, shape, TOP_LEVEL, _IN_LAYER, "layers.{}.")
 

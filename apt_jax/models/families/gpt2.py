@@ -77,7 +77,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Where a leaf of `param_names` comes from."""
+    """Source tensor of a leaf of `param_names`."""
     field, index = split_leaf(leaf)
     flat, d = flat_shape(field, shape), config.hidden_size
     if field in ("bq", "bk", "bv"):

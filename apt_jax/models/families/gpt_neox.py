@@ -36,6 +36,7 @@ _IN_LAYER = {
     "b_down": "mlp.dense_4h_to_h.bias",
 }
 
+
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
     get = ConfigFields(fields)
@@ -71,7 +72,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Where a leaf of `param_names` comes from."""
+    """Source tensor of a leaf of `param_names`."""
     del config
     field, index = split_leaf(leaf)
     if field in ("wq", "wk", "wv", "bq", "bk", "bv"):

@@ -40,6 +40,7 @@ IN_LAYER = {
     "b_down": "mlp.down_proj.bias",
 }
 
+
 def base_config(
     fields: Mapping[str, Any],
     family: str,
@@ -69,9 +70,7 @@ def base_config(
     if head_dim is None:
         _, _, head_dim = get.attention_sizes("hidden_size", "num_attention_heads")
     vocab_size = get.positive("vocab_size")
-    rope, max_position = read_rope(
-        fields, head_dim, theta=theta, max_len=max_len, can_be_partial=family == "phi3"
-    )
+    rope, max_position = read_rope(fields, head_dim, theta=theta, max_len=max_len, can_be_partial=family == "phi3")
     if fields.get("num_key_value_heads", 0) is None:
         num_kv_heads = num_heads
     attention_bias = get.flag("attention_bias", False)
@@ -110,13 +109,11 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     Raises:
         ModelLoadError: a field is missing, out of range, or asks for something that is not implemented.
     """
-    return base_config(
-        fields, "llama", max_len, ffn_bias=ConfigFields(fields).flag("mlp_bias", False)
-    )
+    return base_config(fields, "llama", max_len, ffn_bias=ConfigFields(fields).flag("mlp_bias", False))
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Where a leaf of `param_names` comes from."""
+    """Source tensor of a leaf of `param_names`."""
     del config
     return whole(leaf, shape, TOP_LEVEL, IN_LAYER, "layers.{}.")
 
@@ -141,6 +138,7 @@ def preset(
         "intermediate_size": ffn_size,
         "max_position_embeddings": max_position,
     } | more
+
 
 _LLAMA = "LlamaForCausalLM"
 _LLAMA31_ROPE = {

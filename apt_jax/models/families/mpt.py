@@ -23,6 +23,7 @@ _IN_LAYER = {
     "w_down": "ffn.down_proj.weight",
 }
 
+
 def slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
     """MPT's slopes: 2^(-bias_max i / n) of the next power of two; where there are fewer heads, the even ones come first."""
     power = 2 ** math.ceil(math.log2(num_heads))
@@ -90,7 +91,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Where a leaf of `param_names` comes from."""
+    """Source tensor of a leaf of `param_names`."""
     field, index = split_leaf(leaf)
     if field in ("wq", "wk", "wv"):
         d = config.hidden_size

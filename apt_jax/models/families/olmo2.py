@@ -28,15 +28,13 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Where a leaf of `param_names` comes from."""
+    """Source tensor of a leaf of `param_names`."""
     del config
     return whole(leaf, shape, TOP_LEVEL, _IN_LAYER, "layers.{}.")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "olmo-2-7b": preset(
-        "Olmo2ForCausalLM", 32, 4096, 32, 32, 11008, 100352, 4096, rope_theta=500000
-    ),
+    "olmo-2-7b": preset("Olmo2ForCausalLM", 32, 4096, 32, 32, 11008, 100352, 4096, rope_theta=500000),
 }
 
 FAMILY = ModelFamily(

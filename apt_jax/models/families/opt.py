@@ -103,7 +103,7 @@ def constant_leaf(leaf: str, fields: Mapping[str, Any]) -> float | None:
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Where a leaf of `param_names` comes from, e.g. ``layers.3.fc1.weight`` for ``layers.3.w_up``."""
+    """Source tensor of a leaf of `param_names`, e.g. ``layers.3.fc1.weight`` for ``layers.3.w_up``."""
     del config
     return whole(leaf, shape, _TOP_LEVEL, _IN_LAYER, "layers.{}.")
 

@@ -16,9 +16,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     num_layers = ConfigFields(fields).positive("num_hidden_layers")
     rope = fields.get("rope_scaling") or fields.get("rope_parameters")
     if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
-        fields = {
-            k: v for k, v in fields.items() if k not in ("rope_scaling", "rope_parameters")
-        } | {
+        fields = {k: v for k, v in fields.items() if k not in ("rope_scaling", "rope_parameters")} | {
             "rope_scaling": {**rope, "rope_type": "longrope"}  # what transformers takes them for
         }
     return base_config(
@@ -28,7 +26,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Where a leaf of `param_names` comes from."""
+    """Source tensor of a leaf of `param_names`."""
     field, index = split_leaf(leaf)
     q, kv = config.num_heads * config.head_dim, config.lane
     starts = {"wq": 0, "wk": q, "wv": q + kv}

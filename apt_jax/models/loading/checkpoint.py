@@ -53,7 +53,7 @@ _QUANTISED = re.compile(r"(I?Q|TQ|MXFP|NVFP)\d\w*")  # block types of GGUF files
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What a file says about one of its tensors."""
+    """Metadata of one stored tensor."""
 
     file: str
     """File name inside the model directory."""
@@ -120,7 +120,7 @@ def format_names(names: Iterable[str], most: int = 3) -> str:
 
 
 def is_weight_dtype(info: TensorInfo) -> bool:
-    """Whether the stored dtype is one that model weights come in: floating point, or blocks that stand for it."""
+    """True if the stored dtype is one of model weights: floating point, or quantized blocks."""
     return info.dtype in _WEIGHT_DTYPES or _QUANTISED.fullmatch(info.dtype) is not None
 
 

@@ -19,7 +19,7 @@ ALLOWED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
     "chat_template.jinja",
 )  # fmt: skip
-"""What is fetched of a repository; everything else stays where it is."""
+"""File patterns that are downloaded from a repository."""
 
 
 def parse_hub_id(name: str) -> tuple[str, str | None] | None:
@@ -31,7 +31,7 @@ def parse_hub_id(name: str) -> tuple[str, str | None] | None:
 
 
 def _is_complete(directory: Path) -> bool:
-    """Whether everything that loading needs is there: a download may have been interrupted."""
+    """True if every file that loading needs is present: a download may have been interrupted."""
     if not (directory / "config.json").is_file():
         return False
     if (directory / SINGLE_FILE).is_file():

@@ -3,7 +3,7 @@
 1. `resolve_model` turns the name into a directory, a GGUF file or a preset; the hub is asked for names such as
    ``owner/model`` alone. No code is ever taken from a model directory.
 2. config.json, or the same fields from the metadata of a GGUF file, become a `ModelConfig` through the family's
-   mapping file.
+   adapter.
 3. The checkpoint's headers are compared with the shapes that the configuration asks for: missing, extra and misshapen
    tensors and too little memory are found here, before anything is allocated on the device.
 4. Tensors are read in the order of the file, piece by piece, checked for NaN and infinities, dequantised, cast, and
@@ -49,7 +49,7 @@ from apt_jax.models.loading.resolve import (
 from apt_jax.models.params import ModelParams, abstract_params, dummy_params, param_names
 
 LeafSharding = Callable[[ModelConfig, str], jax.sharding.Sharding | None]
-"""Where a leaf of a model's parameters (``layers.3.wq``) shall be; None: on the default device."""
+"""Target sharding of a leaf of a model's parameters (``layers.3.wq``); None: on the default device."""
 
 _logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class LoadedModel:
     """Contents of config.json, or of the preset, or the same fields made from the metadata of a GGUF file."""
     format: ModelFormat = "directory"
     weights: str = "random"
-    """How the weights are stored: their dtype or quantisation, such as ``BF16`` or ``Q4_K``."""
+    """Storage format of the weights: their dtype or quantization, such as ``BF16`` or ``Q4_K``."""
 
 
 @contextlib.contextmanager
@@ -104,26 +104,20 @@ def open_weights(resolved: ResolvedModel, load_format: str = "auto") -> Iterator
             yield checkpoint
 
 
-def _eos_token_ids(
-    path: Path | None, config: ModelConfig, fields: Mapping[str, Any]
-) -> tuple[int, ...]:
+def _eos_token_ids(path: Path | None, config: ModelConfig, fields: Mapping[str, Any]) -> tuple[int, ...]:
     if path is not None and (path / "generation_config.json").is_file():
         generation = ConfigFields(read_json(path, "generation_config.json"))
-        ids = generation.token_ids(
-            "eos_token_id", None, config.vocab_size, "generation_config.json"
-        )
+        ids = generation.token_ids("eos_token_id", None, config.vocab_size, "generation_config.json")
         if ids:
             return ids
     ids = ConfigFields(fields).token_ids("eos_token_id", config.eos_token_id, config.vocab_size)
     if not ids:
-        _logger.warning(
-            "the model names no end-of-sequence token: outputs end at max_tokens or a stop string only"
-        )
+        _logger.warning("the model names no end-of-sequence token: outputs end at max_tokens or a stop string only")
     return ids
 
 
 def free_memory_bytes(device: Any = None) -> int | None:
-    """What a device, by default the first one, can still take; None where it does not tell."""
+    """Free memory of a device, by default the first one; None where it is unknown."""
     device = jax.local_devices()[0] if device is None else device
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
@@ -131,16 +125,12 @@ def free_memory_bytes(device: Any = None) -> int | None:
         return None if limit is None else limit - stats.get("bytes_in_use", 0)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(
-            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
-        )
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, ValueError, IndexError, StopIteration):
         return None
 
 
-def _check_memory(
-    config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None = None
-) -> None:
+def _check_memory(config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None = None) -> None:
     """Raises ModelLoadError where the weights of a device, or of all that the host plays, take more than is free."""
     needed, free, share = config.num_params * dtype.itemsize, free_memory_bytes(), ""
     if sharding is not None and jax.local_devices()[0].platform != "cpu":
@@ -174,7 +164,7 @@ def _is_finite(values: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """Where one leaf of the parameters comes from."""
+    """Source of one leaf of the parameters."""
 
     leaf: str
     shape: tuple[int, ...]
@@ -183,7 +173,7 @@ class _Leaf:
     constant: float = 0.0
     """the leaf is filled with this value."""
     source: Source | None = None
-    """How the leaf lies in it."""
+    """Layout of the leaf in it."""
 
 
 def _match(
@@ -226,21 +216,15 @@ def _match(
         width = config.embedding_size or config.hidden_size
         wanted[TIED_HEAD] = (config.vocab_size, width)
     extra = [
-        name
-        for bare, name in by_bare_name.items()
-        if bare not in wanted and not family.ignored_tensors.search(bare)
+        name for bare, name in by_bare_name.items() if bare not in wanted and not family.ignored_tensors.search(bare)
     ]
-    infos = {
-        bare: checkpoint.tensors[by_bare_name[bare]] for bare in wanted if bare in by_bare_name
-    }
+    infos = {bare: checkpoint.tensors[by_bare_name[bare]] for bare in wanted if bare in by_bare_name}
     wrong = [
         f"{bare} has {list(info.shape)}, not {list(wanted[bare])}"
         for bare, info in infos.items()
         if info.shape != wanted[bare]
     ]
-    mistyped = [
-        f"{bare} is {info.dtype}" for bare, info in infos.items() if not is_weight_dtype(info)
-    ]
+    mistyped = [f"{bare} is {info.dtype}" for bare, info in infos.items() if not is_weight_dtype(info)]
     problems = [
         f"{len(found)} {kind} ({format_names(found)})"
         for kind, found in (
@@ -262,9 +246,7 @@ def read_cast(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Pat
     done = 0
     for chunk in checkpoint.chunks(name):
         if not _is_finite(chunk):
-            raise ModelLoadError(
-                f"{path}: tensor {name!r} holds NaN or infinite values; the file is damaged"
-            )
+            raise ModelLoadError(f"{path}: tensor {name!r} holds NaN or infinite values; the file is damaged")
         target = values[done : done + chunk.size]
         with np.errstate(over="ignore"):  # found by the check that follows
             target[...] = chunk
@@ -281,13 +263,11 @@ def _empty(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) 
     try:
         return np.empty(size, dtype)
     except MemoryError as error:
-        raise ModelLoadError(
-            f"{path}: no memory for {name!r:.80} of {size * dtype.itemsize} bytes"
-        ) from error
+        raise ModelLoadError(f"{path}: no memory for {name!r:.80} of {size * dtype.itemsize} bytes") from error
 
 
 def _equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
-    """Whether two tensors hold the same values, compared piece by piece."""
+    """True if two tensors hold the same values, compared piece by piece."""
     pieces = itertools.zip_longest(checkpoint.chunks(name), checkpoint.chunks(other))
     return all(a is not None and b is not None and np.array_equal(a, b) for a, b in pieces)
 
@@ -318,17 +298,11 @@ def _restored(
         return None
     info = checkpoint.tensors[leaf.stored]
     assert leaf.source is not None
-    if (
-        leaf.source.take is not None
-        or info.shape != leaf.shape
-        or DTYPES.get(info.dtype) != dtype.name
-    ):
+    if leaf.source.take is not None or info.shape != leaf.shape or DTYPES.get(info.dtype) != dtype.name:
         return None
     array = checkpoint.read_sharded(leaf.stored, sharding)
     if not _all_finite(array):
-        raise ModelLoadError(
-            f"{path}: tensor {leaf.stored!r} holds NaN or infinite values; the file is damaged"
-        )
+        raise ModelLoadError(f"{path}: tensor {leaf.stored!r} holds NaN or infinite values; the file is damaged")
     return array
 
 
@@ -414,14 +388,8 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
         eos_token_ids = _eos_token_ids(path, model_config, fields)
     except ModelLoadError as error:
         # A GGUF file has no config.json: its metadata stand for it.
-        text = (
-            str(error).replace("config.json", "metadata")
-            if resolved.format == "gguf"
-            else str(error)
-        )
-        raise ModelLoadError(
-            text if text.startswith(where) else f"{where}: {text}"
-        ) from error.__cause__
+        text = str(error).replace("config.json", "metadata") if resolved.format == "gguf" else str(error)
+        raise ModelLoadError(text if text.startswith(where) else f"{where}: {text}") from error.__cause__
     ignored = [name for name in ("auto_map", "trust_remote_code") if fields.get(name)]
     if ignored:
         _logger.warning(

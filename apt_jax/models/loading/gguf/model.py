@@ -274,7 +274,7 @@ def _small(file: GgufFile, name: str, size: int) -> np.ndarray:
 
 
 def _rotary_fields(file: GgufFile, get: _Metadata) -> dict[str, Any]:
-    """What all models in the manner of Llama share."""
+    """Fields that all Llama-like models share."""
     hidden, heads = get.size("embedding_length"), get.size("attention.head_count")
     head_dim = get.size("attention.key_length", max(1, hidden // heads))
     if get.size("attention.value_length", head_dim) != head_dim:

@@ -47,7 +47,7 @@ _IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekk
 """A word that is a token is that token, whatever the merges say."""
 _NFC = ("qwen2", "deepseek-r1-qwen", "mpt", "olmo")
 _ADD_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-"""Where the file does not say whether a text begins with the bos token."""
+"""Defaults for files that do not say whether a text begins with the bos token."""
 
 
 class _Vocabulary:
