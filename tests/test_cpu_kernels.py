@@ -199,7 +199,7 @@ def test_split_qkv_equals_its_parts(half: int | None, dtype: str) -> None:
     call = jax.jit(ops.split_qkv, static_argnums=(3, 4, 5))
     q, k, v = call(sums, bias, turns, config.head_dim, config.num_heads, jnp.dtype(dtype))
     whole = (sums + bias.astype(jnp.float32)[None]).reshape(21, 8, 16)
-    turned = whole if turns is None else reference.turn(whole, *turns)
+    turned = whole if turns is None else reference.apply_rope(whole, *turns)
     expected = (turned[:, :4], turned[:, 4:6], whole[:, 6:])
     for actual, wanted in zip((q, k, v), expected, strict=True):
         assert actual.dtype == jnp.dtype(dtype)

@@ -23,7 +23,7 @@ from apt_jax.models.step import (
     zero_non_finite,
 )
 from apt_jax.ops.linear import dot
-from apt_jax.ops.reference import KeyNorm, ScoreRules, rms_norm_heads, turn
+from apt_jax.ops.reference import KeyNorm, ScoreRules, apply_rope, rms_norm_heads
 
 _CosSin = tuple[Array, Array]
 """Cosine and sine (T, HALF) of the rotary angles of tokens."""
@@ -168,7 +168,7 @@ def _norm_and_rotate(
     elif norm is not None:
         heads = rms_norm_heads(heads, norm, config.norm_eps)
     if cos_sin is not None:
-        heads = turn(heads, *cos_sin)
+        heads = apply_rope(heads, *cos_sin)
     if config.rope is not None and are_queries and config.rope.attention_factor != 1.0:
         rotated = jnp.arange(config.head_dim) < config.rope.rotary_dim
         heads = heads * jnp.where(rotated, config.rope.attention_factor**2, 1.0)[None, None]

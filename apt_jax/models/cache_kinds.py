@@ -37,7 +37,7 @@ ATTENTION: dict[HiddenMode, str] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KindFacts:
+class CacheKindInfo:
     """Both cache kinds of one model."""
 
     model: str
@@ -63,7 +63,7 @@ class KindFacts:
     break-even."""
 
 
-def kind_facts(model: str, config: ModelConfig) -> KindFacts:
+def cache_kind_info(model: str, config: ModelConfig) -> CacheKindInfo:
     """The row of one model."""
     n, d, e, layers = config.num_heads, config.hidden_size, config.lane, config.num_layers
     mode = config.hidden_mode
@@ -82,7 +82,7 @@ def kind_facts(model: str, config: ModelConfig) -> KindFacts:
         None if flop is None else max(d * ITEMSIZE / BANDWIDTH_BYTES_S, flop / MATMUL_FLOP_S) / kv_s
     )
     inputs = config.hidden_block_size(BLOCK_SIZE)
-    return KindFacts(
+    return CacheKindInfo(
         model=model,
         kv_bytes=2 * e * layers * ITEMSIZE,
         hidden_bytes=d * layers * ITEMSIZE,
@@ -96,12 +96,12 @@ def kind_facts(model: str, config: ModelConfig) -> KindFacts:
     )
 
 
-def known_kinds() -> list[KindFacts]:
+def published_kinds() -> list[CacheKindInfo]:
     """Every published size that is known by name."""
-    return [kind_facts(name, read_model_config(fields)[1]) for name, fields in PRESETS.items()]
+    return [cache_kind_info(name, read_model_config(fields)[1]) for name, fields in PRESETS.items()]
 
 
-def markdown(rows: Iterable[KindFacts]) -> str:
+def markdown(rows: Iterable[CacheKindInfo]) -> str:
     """The table."""
     lines = [
         f"| model | KV, KiB a token | hidden, KiB a token | hidden / KV | in blocks of {BLOCK_SIZE} | attention over layer inputs | break-even context, tokens | time of a cached token, hidden / KV |",
@@ -120,7 +120,7 @@ def markdown(rows: Iterable[KindFacts]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def put_into(text: str, table: str) -> str:
+def splice_table(text: str, table: str) -> str:
     """`text` with `table` between its markers.
 
     Raises:
@@ -137,11 +137,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", help="Markdown file with the markers")
     args = parser.parse_args(arguments)
-    table = markdown(known_kinds())
+    table = markdown(published_kinds())
     if args.file is None:
         sys.stdout.write(table)
     else:
-        args.file.write_text(put_into(args.file.read_text(), table))
+        args.file.write_text(splice_table(args.file.read_text(), table))
     return 0
 
 

@@ -106,7 +106,7 @@ def rows(name: str, shape: tuple[int, ...], start: int, total: int) -> Source:
     return Source(name, (total, *shape[1:]), lambda tensor: tensor[start:stop])
 
 
-def one_of_three(name: str, shape: tuple[int, ...], which: int) -> Source:
+def split_interleaved_qkv(name: str, shape: tuple[int, ...], which: int) -> Source:
     """q, k or v (0, 1, 2) of a tensor that holds them head by head; `shape` begins with heads and head width."""
     heads, head_dim = shape[:2]
 

@@ -112,10 +112,10 @@ def rotate(
     """Turn the first `2 * HALF` lanes of every head by `angles`, in float32."""
     if angles is None:
         return x.astype(jnp.float32)
-    return turn(x, jnp.cos(angles), jnp.sin(angles))
+    return apply_rope(x, jnp.cos(angles), jnp.sin(angles))
 
 
-def turn(
+def apply_rope(
     x: Float[Array, "S N H"], cos: Float[Array, "S HALF"], sin: Float[Array, "S HALF"]
 ) -> Float[Array, "S N H"]:
     """`rotate` with the cosine and sine of the angles."""

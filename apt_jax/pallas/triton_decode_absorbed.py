@@ -34,7 +34,7 @@ from apt_jax.pallas.triton_common import (
     swizzle_group,
     table_row_of,
 )
-from apt_jax.pallas.triton_tiles import MIN_SIDE, Tile, padded, parts_of, tile_for
+from apt_jax.pallas.triton_tiles import MIN_SIDE, Tile, head_splits, padded, tile_for
 
 Scores = tuple[Float[Array, "B N PADDED"], Float[Array, "B TILES N"], Float[Array, "B TILES N"]]
 """P = exp(S - m) in the pool's dtype, m and l = sum(P) in float32, of tiles of PADDED // TILES positions; tiles from the end
@@ -84,7 +84,7 @@ def _scores_kernel(
         table_row = table_row_of(table_of_row, row)
         position = index * tile.tokens + jnp.arange(tile.tokens)
         slot, own = locate(slots, table_row, 0, position, length, holes)
-        parts = [start + jnp.arange(size) for start, size in parts_of(num_heads)]
+        parts = [start + jnp.arange(size) for start, size in head_splits(num_heads)]
 
         def step(i: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
             lane, lane_ok = lanes_of_step(i, tile.lanes, width)
@@ -169,7 +169,7 @@ def _output_kernel(
     table_row, length = table_row_of(table_of_row, row), plt.load(lens.at[row])
     lane, lane_ok = lanes_of_step(part, tile.lanes, width)
     lane_mask = None if lane_ok is None else lane_ok[None, :]
-    parts = [start + jnp.arange(size) for start, size in parts_of(num_heads)]
+    parts = [start + jnp.arange(size) for start, size in head_splits(num_heads)]
     tiles = (length + scores_tokens - 1) // scores_tokens
 
     def total_of(heads: Any) -> tuple[Any, Any]:

@@ -104,7 +104,7 @@ def padded(size: int) -> int:
     return max(MIN_SIDE, 1 << (size - 1).bit_length())
 
 
-def parts_of(size: int) -> Sequence[tuple[int, int]]:
+def head_splits(size: int) -> Sequence[tuple[int, int]]:
     """`size` heads as one or two powers of two (start, length): 40 as 32 + 16, 72 as 64 + 16, 12 as 16.
 
     Two where that leaves fewer heads over than one.

@@ -12,7 +12,7 @@ import pytest
 from apt_jax.ops import reference
 from apt_jax.ops.shapes import PUBLISHED, RAGGED_LENGTHS, SMALL
 from apt_jax.pallas import triton_decode_absorbed, triton_decode_kv, triton_decode_reprojected
-from apt_jax.pallas.triton_tiles import CHIPS, Tile, num_splits, padded, parts_of, tile_for
+from apt_jax.pallas.triton_tiles import CHIPS, Tile, head_splits, num_splits, padded, tile_for
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
 """Of one layer's attention output, relative to the largest."""
@@ -301,4 +301,4 @@ def test_tiles_fit_every_published_shape() -> None:
     ],
 )
 def test_heads_in_powers_of_two(heads: int, parts: tuple[tuple[int, int], ...]) -> None:
-    assert tuple(parts_of(heads)) == parts
+    assert tuple(head_splits(heads)) == parts

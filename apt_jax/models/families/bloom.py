@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint_map import ModelFamily, Source, one_of_three, split_leaf, whole
+from apt_jax.models.checkpoint_map import (
+    ModelFamily,
+    Source,
+    split_interleaved_qkv,
+    split_leaf,
+    whole,
+)
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 
@@ -79,7 +85,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
     if field in ("wq", "wk", "wv", "bq", "bk", "bv"):
         kind = "weight" if field[0] == "w" else "bias"
         name = f"h.{index}.self_attention.query_key_value.{kind}"
-        return one_of_three(name, shape, "qkv".index(field[1]))
+        return split_interleaved_qkv(name, shape, "qkv".index(field[1]))
     return whole(leaf, shape, _TOP_LEVEL, _IN_LAYER, "h.{}.")
 
 

@@ -8,7 +8,7 @@ from apt_jax.models.checkpoint_map import (
     ACTIVATIONS,
     ModelFamily,
     Source,
-    one_of_three,
+    split_interleaved_qkv,
     split_leaf,
     whole,
 )
@@ -78,7 +78,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
     if field in ("wq", "wk", "wv", "bq", "bk", "bv"):
         kind = "weight" if field[0] == "w" else "bias"
         name = f"layers.{index}.attention.query_key_value.{kind}"
-        return one_of_three(name, shape, "qkv".index(field[1]))
+        return split_interleaved_qkv(name, shape, "qkv".index(field[1]))
     return whole(leaf, shape, _TOP_LEVEL, _IN_LAYER, "layers.{}.")
 
 
