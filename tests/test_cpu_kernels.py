@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from paged_driver import CONFIG
 
-from apt_jax import sampling
-from apt_jax.cpu import build, ops, tiles
+from apt_jax import backends as registry
+from apt_jax.backends import attention_ops
+from apt_jax.cpu import build, ops
 from apt_jax.errors import ConfigError
 from apt_jax.jax_executor import _attention_ops
-from apt_jax.models.params import NormParams, QuantizedMatrix, TiledMatrix
-from apt_jax.pallas import attention_ops, reference, registry, xla
+from apt_jax.models import weight_layout as tiles
+from apt_jax.ops import linear, reference, sampling
+from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_of
 
 # Rows, width, outputs: whole tiles; one row; all that is odd; outputs that end in a tile, in a task; rows of two tasks.
 SHAPES = [(16, 64, 128), (1, 576, 960), (3, 37, 50), (33, 96, 130), (70, 32, 17), (300, 64, 272), (5, 64, 7), (256, 11008, 34), (0, 32, 32)]  # fmt: skip
@@ -79,7 +81,7 @@ def test_argmax_says_which_rows_have_no_best(layout: str) -> None:
     x = x.at[1, 3].set(jnp.nan).at[4, 0].set(jnp.inf)
     tokens, trusted = jax.jit(ops.dense_argmax)(x, given)
     np.testing.assert_array_equal(trusted, [True, False, True, True, False, True])
-    expected, _ = sampling.greedy(xla.dense(x, w))
+    expected, _ = sampling.greedy(linear.dense(x, w))
     np.testing.assert_array_equal(np.asarray(tokens)[trusted], np.asarray(expected)[trusted])
     assert ((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 70)).all()
 
@@ -99,7 +101,7 @@ def test_dense_of_int8_equals_its_integers_times_scales(
     given = (values, scale)
     if layout == "tiles":
         given = (tiles.tile_matrix(QuantizedMatrix(values=values, scale=scale)),)
-    for actual in (jax.jit(ops.dense)(x, *given), jax.jit(xla.dense)(x, values, scale)):
+    for actual in (jax.jit(ops.dense)(x, *given), jax.jit(linear.dense)(x, values, scale)):
         np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-5, rtol=0)
 
 
@@ -108,7 +110,7 @@ def test_gated_of_int8_scales_both_halves() -> None:
     x, w = _arrays(20, 64, 96, "bfloat16")
     values = jnp.asarray(np.random.default_rng(1).integers(-127, 128, w.shape), jnp.int8)
     scale = jnp.linspace(0.01, 0.02, 96, dtype=jnp.float32)
-    gate, up = np.split(np.asarray(xla.dense(x.astype(jnp.float32), values, scale)), 2, axis=1)
+    gate, up = np.split(np.asarray(linear.dense(x.astype(jnp.float32), values, scale)), 2, axis=1)
     expected = np.asarray(jax.nn.silu(gate)) * up
     given = tiles.tile_matrix(QuantizedMatrix(values=values, scale=scale))
     actual = np.asarray(ops.gated(x, given, "silu"), np.float32)
@@ -122,7 +124,7 @@ def test_gated_equals_its_parts(shape: tuple[int, int, int], activation: str) ->
     rows, width, outputs = shape
     x, w = _arrays(rows, width, 2 * outputs, "bfloat16")
     gate, up = np.split(np.asarray(x, np.float64) @ np.asarray(w, np.float64).T, 2, axis=1)
-    expected = np.asarray(xla.activate(jnp.asarray(gate, jnp.float32), activation)) * up
+    expected = np.asarray(linear.activate(jnp.asarray(gate, jnp.float32), activation)) * up
     actual = jax.jit(ops.gated, static_argnums=2)(x, tiles.tile_matrix(w), activation)
     assert actual.dtype == jnp.bfloat16
     np.testing.assert_allclose(
@@ -194,10 +196,10 @@ def test_split_qkv_equals_its_parts(half: int | None, dtype: str) -> None:
     if half is not None:
         angles = jnp.asarray(rng.random((21, half)) * 6, jnp.float32)
         turns = (jnp.cos(angles), jnp.sin(angles))
-    call = jax.jit(ops.split_qkv, static_argnums=(3, 4))
-    q, k, v = call(sums, bias, turns, config, jnp.dtype(dtype))
+    call = jax.jit(ops.split_qkv, static_argnums=(3, 4, 5))
+    q, k, v = call(sums, bias, turns, config.head_dim, config.num_heads, jnp.dtype(dtype))
     whole = (sums + bias.astype(jnp.float32)[None]).reshape(21, 8, 16)
-    turned = whole if turns is None else reference.turn(whole, *turns)
+    turned = whole if turns is None else reference.apply_rope(whole, *turns)
     expected = (turned[:, :4], turned[:, 4:6], whole[:, 6:])
     for actual, wanted in zip((q, k, v), expected, strict=True):
         assert actual.dtype == jnp.dtype(dtype)
@@ -209,7 +211,7 @@ def test_split_qkv_equals_its_parts(half: int | None, dtype: str) -> None:
 def test_split_qkv_leaves_no_key_or_value_that_is_not_finite(dtype: str) -> None:
     config = dataclasses.replace(CONFIG, num_heads=1, num_kv_heads=1, head_dim=8)
     bad = jnp.asarray([jnp.nan, jnp.inf, -jnp.inf, 3.4e38, 1.0, -0.0, 2.0, 3.0], jnp.float32)
-    q, k, v = ops.split_qkv(jnp.tile(bad, (1, 3)), None, None, config, jnp.dtype(dtype))
+    q, k, v = ops.split_qkv(jnp.tile(bad, (1, 3)), None, None, config.head_dim, config.num_heads, jnp.dtype(dtype))
     assert np.isnan(np.asarray(q, np.float32)[0, 0])
     for part in (k, v):
         found = np.asarray(part, np.float32)[0]
@@ -222,7 +224,7 @@ def test_split_qkv_leaves_no_key_or_value_that_is_not_finite(dtype: str) -> None
 def test_rows_of_a_tiled_matrix_are_its_rows(shape: tuple[int, int]) -> None:
     w = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
     rows = jnp.asarray([0, shape[0] - 1, 3, 3], jnp.int32)
-    np.testing.assert_array_equal(tiles.rows_of(tiles.tile_matrix(w), rows), w[rows])
+    np.testing.assert_array_equal(rows_of(tiles.tile_matrix(w), rows), w[rows])
 
 
 @pytest.fixture

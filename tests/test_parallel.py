@@ -10,9 +10,10 @@ import jax
 import pytest
 from parallel_cases import CASES, MODELS
 
-from apt_jax import parallel
-from apt_jax.config import ModelConfig, ParallelConfig
+from apt_jax.config import ParallelConfig
 from apt_jax.errors import ConfigError
+from apt_jax.models import sharding as parallel
+from apt_jax.models.config import ModelConfig
 
 WORKER = Path(__file__).parent / "support" / "parallel_cases.py"
 REDUCE, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax import sampling
+from apt_jax.ops import sampling
 
 
 def restrict_by_sorting(scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""Kernels for CPUs in C++ (`kernels.cc`), compiled on the machine that they run on."""
+"""CPU kernels in C++, compiled on the machine that they run on."""

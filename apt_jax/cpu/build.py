@@ -1,7 +1,7 @@
-"""Compile `kernels.cc` for this machine and make its functions known to XLA.
+"""Compile `kernels.cc` for this machine and register its functions with XLA.
 
-Any C++17 compiler does: $CXX, `c++`, `g++`, `clang++`, or the one in the Python package `ziglang`. What it made is kept in
-the cache directory under a name made of everything that it depends on.
+Any C++17 compiler will do: $CXX, `c++`, `g++`, `clang++`, or the one in the Python package `ziglang`. The library is kept in
+the cache directory under a hash of everything that it depends on.
 """
 
 import ctypes
@@ -27,6 +27,7 @@ from apt_jax.cache_dir import private_dir
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cc")
+"""Includes the other files: one translation unit."""
 _TARGETS = (
     "apt_dense",
     "apt_dense_argmax",
@@ -42,11 +43,11 @@ _LIMIT_S = 300
 
 
 class KernelBuildError(Exception):
-    """The kernels cannot be compiled or loaded here; the message says why."""
+    """The kernels cannot be compiled or loaded on this machine; the message says why."""
 
 
 def find_compiler() -> list[str] | None:
-    """The command of a C++ compiler; None where there is none."""
+    """Command of a C++ compiler, or None."""
     if os.environ.get("CXX"):
         return shlex.split(os.environ["CXX"])
     for name in ("c++", "g++", "clang++"):
@@ -58,7 +59,7 @@ def find_compiler() -> list[str] | None:
 
 
 def _cpu() -> str:
-    """What `-march=native` depends on."""
+    """Description of the CPU, on which `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -68,18 +69,14 @@ def _cpu() -> str:
 
 
 def _compile(compiler: list[str], target: Path) -> None:
-    """Into `target`, which appears whole or not at all."""
+    """Compile into `target`, which appears whole or not at all."""
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
     command = [*compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(temporary)]  # fmt: skip
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False)
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line]
-            raise KernelBuildError(
-                f"{compiler[0]} failed: {(lines or [f'exit status {done.returncode}'])[0]}"
-            )
+            raise KernelBuildError(f"{compiler[0]} failed: {(lines or [f'exit status {done.returncode}'])[0]}")
         temporary.replace(target)
     except OSError as error:
         raise KernelBuildError(f"{compiler[0]}: {error.strerror}") from None
@@ -94,7 +91,8 @@ def _library() -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         raise KernelBuildError("no C++ compiler found (install one, or the Python package ziglang)")
-    parts = (_SOURCE.read_text(), metadata.version("jaxlib"), _cpu(), *compiler, *_FLAGS)
+    sources = [path.read_text() for path in sorted(_SOURCE.parent.iterdir()) if path.suffix in (".cc", ".h")]
+    parts = (*sources, metadata.version("jaxlib"), _cpu(), *compiler, *_FLAGS)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     directory = private_dir("kernels")
     with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
@@ -111,7 +109,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def has_tiles() -> bool:
-    """Whether products of bfloat16 use matrix tiles here (AMX); the kernels must be loaded."""
+    """True if products of bfloat16 use matrix tiles on this machine (AMX); the kernels must be loaded."""
     return bool(_library().apt_has_tiles())
 
 
@@ -120,7 +118,7 @@ def load() -> None:
     """Compile if need be, load and register the kernels, once a process.
 
     Raises:
-        KernelBuildError: they cannot be had here.
+        KernelBuildError: they cannot be compiled or loaded on this machine.
     """
     library = _library()
     for name in _TARGETS:

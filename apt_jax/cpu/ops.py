@@ -1,4 +1,4 @@
-"""The kernels of `kernels.cc` as ops; contracts: `apt_jax.pallas.reference`. `build.load` must have been called.
+"""The kernels of `kernels.cc` as ops; contracts: `apt_jax.ops.reference`. `build.load` must have been called.
 
 What they do not do (other dtypes, products of many rows) XLA does.
 """
@@ -11,12 +11,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax import sampling
-from apt_jax.config import ModelConfig
 from apt_jax.cpu import build
-from apt_jax.models.params import NormParams, QuantizedMatrix, TiledMatrix
-from apt_jax.pallas import xla
-from apt_jax.pallas.reference import ScoreRules
+from apt_jax.ops import linear, sampling, xla_decode, xla_prefill
+from apt_jax.ops.reference import ScoreRules
+from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _MAX_ROWS = 16
@@ -26,11 +24,11 @@ _MAX_ROWS = 16
 def dense(
     x: Float[Array, "T I"], w: Array | TiledMatrix, scale: Float[Array, " O"] | None = None
 ) -> Float[Array, "T O"]:
-    """See `xla.dense`. A `TiledMatrix` is multiplied with on matrix tiles, in bfloat16."""
+    """See `linear.dense`. A `TiledMatrix` is multiplied with on matrix tiles, in bfloat16."""
     x, arguments = _product(x, w, scale)
     if arguments is None:
         assert not isinstance(w, TiledMatrix)
-        return xla.dense(x, w, scale)
+        return linear.dense(x, w, scale)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
     return jax.ffi.ffi_call("apt_dense", out)(x, *arguments)
 
@@ -49,9 +47,7 @@ def dense_argmax(
     return tokens, trusted
 
 
-def _product(
-    x: Array, w: Array | TiledMatrix, scale: Array | None
-) -> tuple[Array, tuple[Array, Array] | None]:
+def _product(x: Array, w: Array | TiledMatrix, scale: Array | None) -> tuple[Array, tuple[Array, Array] | None]:
     """Rows in the dtype of the product, and the other arguments of ours; None where XLA's is the faster one."""
     if isinstance(w, TiledMatrix):
         return x.astype(jnp.bfloat16), (w.values, _or_empty(w.scale))
@@ -69,9 +65,7 @@ def _or_empty(a: Array | None) -> Array:
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 
 
-def gated(
-    x: Float[Array, "T I"], w: Array | QuantizedMatrix | TiledMatrix, activation: str
-) -> Float[Array, "T F"]:
+def gated(x: Float[Array, "T I"], w: Array | QuantizedMatrix | TiledMatrix, activation: str) -> Float[Array, "T F"]:
     """`activate(x @ gate.T) * (x @ up.T)`, gate and up the halves of `w` (2 F, I), in the dtype of `x`."""
     width = w.shape[0] // 2
     if isinstance(w, TiledMatrix) and width % 16 == 0 and activation in _ACTIVATIONS:
@@ -80,7 +74,7 @@ def gated(
         call = jax.ffi.ffi_call("apt_gated", out)
         return call(x.astype(jnp.bfloat16), w.values, _or_empty(w.scale), activation=code)
     both = dense(x, w.values, w.scale) if isinstance(w, QuantizedMatrix) else dense(x, w)
-    return (xla.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
+    return (linear.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
 
 
 def add_norm(
@@ -111,16 +105,17 @@ def split_qkv(
     sums: Float[Array, "T E"],
     bias: Float[Array, " E"] | None,
     turns: tuple[Array, Array] | None,
-    config: ModelConfig,
+    head_dim: int,
+    num_heads: int,
     dtype: Any,
 ) -> tuple[Float[Array, "T Q"], Float[Array, "T KH"], Float[Array, "T KH"]]:
     """q, k and v, flat, in `dtype` from one product for the three; q and k turned, k and v with zeros for what is not finite."""
-    rows, keys = sums.shape[0], config.lane
-    queries = config.num_heads * config.head_dim
+    rows, queries = sums.shape[0], num_heads * head_dim
+    keys = (sums.shape[1] - queries) // 2
     out = tuple(jax.ShapeDtypeStruct((rows, width), dtype) for width in (queries, keys, keys))
     no_turns = jnp.zeros((0, 0), jnp.float32)
     q, k, v = jax.ffi.ffi_call("apt_split_qkv", out)(
-        sums, _or_empty(bias), *(turns or (no_turns, no_turns)), head_dim=np.int64(config.head_dim)
+        sums, _or_empty(bias), *(turns or (no_turns, no_turns)), head_dim=np.int64(head_dim)
     )
     return q, k, v
 
@@ -138,7 +133,7 @@ def decode_kv(
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
     if pool.dtype not in _DTYPES:
-        return xla.decode_kv(
+        return xla_decode.decode_kv(
             q, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
         )  # fmt: skip
     of_rows = (block_size, rows, slot_ranges, rules)
@@ -158,7 +153,7 @@ def decode_absorbed(
 ) -> Float[Array, "B N D"]:
     """See `reference.decode_absorbed`. Ours for float32, and for bfloat16 on matrix tiles; XLA's else."""
     if pool.dtype != jnp.float32 and not (pool.dtype == jnp.bfloat16 and build.has_tiles()):
-        return xla.decode_absorbed(
+        return xla_decode.decode_absorbed(
             q_absorbed, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
         )  # fmt: skip
     of_rows = (block_size, rows, slot_ranges, rules)
@@ -226,7 +221,7 @@ def prefill(
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. Ours for bfloat16 where no row may have a hidden prefix, on matrix tiles; XLA's else."""
     if with_hidden or not (q.dtype == k.dtype == pool.dtype == jnp.bfloat16):  # fmt: skip
-        return xla.prefill(
+        return xla_prefill.prefill(
             q, k, v, pool, tables, offsets, chunk_lens, prefix_lens, hidden, num_rows, *weights,
             block_size=block_size, with_hidden=with_hidden, slot_ranges=slot_ranges, rules=rules, **of_keys,
         )  # fmt: skip

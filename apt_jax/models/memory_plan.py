@@ -1,4 +1,4 @@
-"""What a model takes on each of several devices, from its configuration alone: nothing is allocated."""
+"""Memory that a model takes on each of several devices, from its configuration alone: nothing is allocated."""
 
 import dataclasses
 import math
@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from apt_jax import parallel
-from apt_jax.config import CacheConfig, ModelConfig
+from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
+from apt_jax.models import sharding as parallel
+from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, abstract_params, param_names
 
 
@@ -20,7 +21,7 @@ class Leaf:
     name: str
     """As in `params.param_names`; layers are alike, and the first stands for all."""
     shape: tuple[int, ...]
-    """Of all devices together."""
+    """Sum over all devices."""
     cut: str
     """By axis what it is cut by, such as ``tensor, -, -``."""
     device_bytes: int
@@ -39,7 +40,7 @@ class MemoryPlan:
     tokens: dict[str, int]
     """Tokens that the pool holds if all are of one kind of cache."""
     step_bytes: int
-    """What a step writes down beside: the scores over the vocabulary of every row, and the widest activations."""
+    """Memory of a step's temporaries: the scores over the vocabulary of every row, and the widest activations."""
 
 
 class _NoRoomError(ConfigError):

@@ -14,47 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apt_jax.config import ModelConfig
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NormParams:
-    """Layer norm, `(x - mean) / sqrt(var + eps) * scale + bias`, or RMS norm, `x / sqrt(mean(x^2) + eps) * scale`."""
-
-    scale: Any
-    bias: Any
-    """None: adds nothing."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizedMatrix:
-    """A matrix as `values * scale[:, None]`; see `quantize`."""
-
-    values: Any
-    """(O, I) int8"""
-    scale: Any
-    """(O,) float32"""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(O, I)"""
-        return self.values.shape
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TiledMatrix:
-    """A matrix laid out for matrix tiles of CPUs; see `apt_jax.cpu.tiles`."""
-
-    values: Any
-    """(O / 16, I / 32, 16, 16, 2), padded with zeros: of 16 outputs and 32 inputs each pair of inputs of every output; bfloat16,
-    or int8"""
-    scale: Any
-    """(O,) float32 of int8, else None"""
-    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
-    """(O, I)"""
+from apt_jax.models.config import ModelConfig
+from apt_jax.ops.weights import NormParams
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +26,7 @@ class LayerParams:
     attn_norm: NormParams | None
     """Before attention; after its residual where norms are placed "post"."""
     attn_out_norm: NormParams | None
-    """Of attention's output, before the residual."""
+    """Applied to the output of attention, before the residual."""
     wq: Any
     """(N, H, D)"""
     bq: Any
@@ -103,7 +64,7 @@ class LayerParams:
     """(2F, D): w_gate and w_up as one matrix, in their place"""
     b_gate_up: Any = None
     wk_inputs: Any = None
-    """(K, H, D): wk again, cut by input for absorbed attention over several devices; see `apt_jax.parallel`."""
+    """(K, H, D): wk again, cut by input for absorbed attention over several devices; see `apt_jax.models.sharding`."""
     wv_inputs: Any = None
 
 
@@ -131,7 +92,7 @@ class ModelParams:
 
     @property
     def dtype(self) -> Any:
-        """Of activations, and of weights that are not quantised."""
+        """Dtype of activations and of weights that are not quantized."""
         if hasattr(self.embed, "dtype"):
             return self.embed.dtype
         norm = self.layers[0].attn_norm or self.layers[0].attn_out_norm
@@ -244,104 +205,13 @@ def dummy_params(
 
 
 def is_norm_scale(name: str) -> bool:
-    """Whether a leaf of `param_names` is the scale of a norm."""
+    """True for leaves of `param_names` that are the scale of a norm."""
     return name.endswith(("norm.scale", "q_norm", "k_norm"))
 
 
-def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
-    """One matrix for q, k and v in every layer, and one for gate and up: CPUs compute one wide product in less than half
-    the time of three.
+def __getattr__(name: str) -> Any:  # old home of these
+    if name in ("by_layers", "fuse_products", "map_matrices"):
+        from apt_jax.models import weight_layout
 
-    Args:
-        keep: leave wq, wk and wv as well: hidden rows need only q, and absorption needs wk and wv by themselves. The
-            copies add a quarter to the layers' memory (less with grouped queries).
-    """
-
-    def join(*leaves: Any) -> Any:
-        if leaves[0] is None:
-            return None
-        return jnp.concatenate(
-            [w.reshape(-1, *w.shape[2:]) if w.ndim == 3 else w.reshape(-1) for w in leaves]
-        )
-
-    def fused(layer: LayerParams) -> LayerParams:
-        layer = dataclasses.replace(
-            layer,
-            wqkv=join(layer.wq, layer.wk, layer.wv),
-            bqkv=join(layer.bq, layer.bk, layer.bv),
-        )
-        if not keep:
-            layer = dataclasses.replace(layer, wq=None, wk=None, wv=None, bq=None, bk=None, bv=None)
-        if layer.w_gate is None:
-            return layer
-        biases = None if layer.b_gate is None else jnp.concatenate([layer.b_gate, layer.b_up])
-        return dataclasses.replace(
-            layer,
-            w_gate_up=jnp.concatenate([layer.w_gate, layer.w_up]),
-            b_gate_up=biases,
-            w_gate=None, w_up=None, b_gate=None, b_up=None,
-        )  # fmt: skip
-
-    return dataclasses.replace(params, layers=tuple(fused(layer) for layer in params.layers))
-
-
-def map_matrices(
-    params: ModelParams, change: Callable[[Any], Any], *, keep: Callable[[Any], Any] | None = None
-) -> ModelParams:
-    """With every matrix that rows are multiplied with, and the token embeddings, changed; they come flattened to (outputs,
-    inputs).
-
-    Args:
-        params: whole, or as `fuse_products` leaves them.
-        keep: what to do with wk and wv instead, in their own shape: attention over layer inputs absorbs or reprojects with
-            them by themselves.
-    """
-
-    def matrix(w: Any) -> Any:
-        if w is None or not hasattr(w, "ndim"):
-            return None if w is None else change(w)
-        return change(w.reshape(-1, w.shape[-1]))
-
-    def by_output(w: Any) -> Any:
-        return matrix(w.reshape(w.shape[0], -1) if hasattr(w, "ndim") else w)
-
-    def kept(w: Any) -> Any:
-        if keep is None or w is None:
-            return matrix(w)
-        return keep(w)
-
-    layers = [
-        dataclasses.replace(
-            layer,
-            wq=matrix(layer.wq),
-            wk=kept(layer.wk),
-            wv=kept(layer.wv),
-            wqkv=matrix(layer.wqkv),
-            wo=by_output(layer.wo),
-            w_gate=matrix(layer.w_gate),
-            w_up=matrix(layer.w_up),
-            w_gate_up=matrix(layer.w_gate_up),
-            w_down=matrix(layer.w_down),
-        )
-        for layer in params.layers
-    ]
-    return dataclasses.replace(
-        params,
-        embed=matrix(params.embed),
-        project_in=matrix(params.project_in),
-        project_out=matrix(params.project_out),
-        head=matrix(params.head),
-        layers=tuple(layers),
-    )
-
-
-def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams]) -> ModelParams:
-    """`change(params)`, a layer at a time: what it makes and throws away again is a layer's, not a model's."""
-    nothing = dataclasses.replace(
-        params,
-        **{field.name: None for field in dataclasses.fields(params) if field.name != "layers"},
-        layers=(),
-    )
-    rest = change(dataclasses.replace(params, layers=()))
-    layers = [change(dataclasses.replace(nothing, layers=(layer,))).layers[0] for layer in params.layers]  # fmt: skip
-    return dataclasses.replace(rest, layers=tuple(layers))
+        return getattr(weight_layout, name)
+    raise AttributeError(name)

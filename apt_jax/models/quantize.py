@@ -12,7 +12,9 @@ from jax import Array
 from jaxtyping import Float
 
 from apt_jax.errors import ConfigError
-from apt_jax.models.params import ModelParams, QuantizedMatrix, map_matrices
+from apt_jax.models.params import ModelParams
+from apt_jax.models.weight_layout import map_matrices
+from apt_jax.ops.weights import QuantizedMatrix
 
 
 @jax.jit
@@ -24,7 +26,7 @@ def _quantize(w: Float[Array, "O I"]) -> QuantizedMatrix:
 
 
 def dequantize(w: QuantizedMatrix, dtype: Any) -> Float[Array, "O I"]:
-    """What the integers stand for."""
+    """The values that the integers stand for."""
     return (w.values.astype(jnp.float32) * w.scale[:, None]).astype(dtype)
 
 

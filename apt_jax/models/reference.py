@@ -11,8 +11,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from apt_jax.config import ModelConfig
-from apt_jax.models.params import LayerParams, ModelParams, NormParams
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.params import LayerParams, ModelParams
+from apt_jax.ops.weights import NormParams
 
 
 def _einsum(spec: str, *operands: Array) -> Array:

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.config import RopeConfig
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.fields import ConfigFields
+from apt_jax.models.config import RopeConfig
+from apt_jax.models.config_fields import ConfigFields
 
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _OLD_NAMES = {"su": "longrope"}

@@ -1,7 +1,7 @@
 """Absorbed decode attention for NVIDIA GPUs as plain Triton kernels that jax-triton launches (optional).
 
 A twin of the Pallas kernels that does not depend on Pallas' Triton backend, which JAX has deprecated in favour of
-jax-triton. The kernels are in `triton_kernels.py`; this module imports without triton, its function does not run without.
+jax-triton. The kernels are in `jax_triton_kernels.py`; this module imports without triton, its function does not run without.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from jaxtyping import Float, Int32
 _BACKEND_OPTIONS = {"enable_fp_fusion": True}
 """Multiply-adds: what Triton does by default up to 3.9, with a warning where it is not asked for."""
 MAX_HEADS = 128
-"""Of a row; more would not fit the registers of kernel 2."""
+"""Per row; more would not fit the registers of kernel 2."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How the two kernels cut their work; found by compiling for sm_80 and sm_90 without spills, not by timing."""
+    """Tile sizes of the two kernels; found by compiling for sm_80 and sm_90 without spills, not by timing."""
 
     tokens: int = 64
     """T, tokens a tile of scores; a multiple of 16."""
@@ -63,7 +63,7 @@ def constants(
     ranged: bool,
     tiles: Tiles,
 ) -> dict[str, Any]:
-    """What both kernels are compiled for, beside LANES (names: `triton_kernels.py`)."""
+    """Static sizes that both kernels are compiled for, beside LANES (names: `jax_triton_kernels.py`)."""
     h0, h1 = head_groups(num_heads)
     return {
         "N": num_heads,
@@ -84,7 +84,7 @@ def _import_jax_triton() -> tuple[Any, Any]:
         import jax_triton  # pyright: ignore[reportMissingImports]  # optional
         from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
 
-        from apt_jax.pallas import triton_kernels
+        from apt_jax.pallas import jax_triton_kernels as triton_kernels
     except ImportError as error:
         raise ImportError(
             f"attention by jax-triton needs the packages triton and jax-triton ({error}): pip install 'apt-jax[jax-triton]'"

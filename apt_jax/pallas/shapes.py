@@ -1,72 +1,8 @@
-"""Shapes that tests, tuning, benchmarks and the compile gate share: heads and widths of published models, and loads."""
+"""Old path of `apt_jax.ops.shapes`."""
 
-import dataclasses
+import sys
 
+from apt_jax.ops import shapes
+from apt_jax.ops.shapes import *  # noqa: F403
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """What a kernel is compiled for beside dtype and block size."""
-
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int = 0
-    """Lanes of a head that rotary embedding turns; 0: positions are learned or none."""
-
-    @property
-    def hidden_size(self) -> int:
-        """D, the width of a layer input."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def lane(self) -> int:
-        """E, the width of a pool slot."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def has_hidden(self) -> bool:
-        """Layer inputs are smaller than keys and values (multi-head attention)."""
-        return self.lane == self.hidden_size
-
-
-PUBLISHED = {
-    shape.name: shape
-    for shape in (
-        AttentionShape(name="opt-125m", num_heads=12, num_kv_heads=12, head_dim=64),
-        AttentionShape(name="opt-6.7b", num_heads=32, num_kv_heads=32, head_dim=128),
-        AttentionShape(name="opt-13b", num_heads=40, num_kv_heads=40, head_dim=128),
-        AttentionShape(name="opt-30b", num_heads=56, num_kv_heads=56, head_dim=128),
-        AttentionShape(name="opt-66b", num_heads=72, num_kv_heads=72, head_dim=128),
-        AttentionShape(name="llama-2-7b", num_heads=32, num_kv_heads=32, head_dim=128, rotary_dim=128),
-        AttentionShape(name="llama-3-8b", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128),
-        AttentionShape(name="gpt-neox-20b", num_heads=64, num_kv_heads=64, head_dim=96, rotary_dim=24),
-    )
-}  # fmt: skip
-"""By name."""
-
-GATE = ("opt-13b", "opt-30b", "opt-66b", "llama-2-7b")
-"""Shapes that every GPU kernel must compile for without spills."""
-
-SMALL = {
-    shape.name: shape
-    for shape in (
-        AttentionShape(name="one-head", num_heads=1, num_kv_heads=1, head_dim=32),
-        AttentionShape(name="three-heads", num_heads=3, num_kv_heads=3, head_dim=16),
-        AttentionShape(name="twelve-heads", num_heads=12, num_kv_heads=12, head_dim=16),
-        AttentionShape(name="width-80", num_heads=5, num_kv_heads=5, head_dim=16),
-        AttentionShape(name="grouped", num_heads=8, num_kv_heads=2, head_dim=16),
-        AttentionShape(name="grouped-by-three", num_heads=6, num_kv_heads=2, head_dim=32),
-        AttentionShape(name="rotary", num_heads=4, num_kv_heads=4, head_dim=32, rotary_dim=32),
-        AttentionShape(name="partial-rotary", num_heads=4, num_kv_heads=4, head_dim=32, rotary_dim=8),
-        AttentionShape(name="grouped-rotary", num_heads=8, num_kv_heads=4, head_dim=16, rotary_dim=16),
-        AttentionShape(name="seventy-two-heads", num_heads=72, num_kv_heads=72, head_dim=16),
-    )
-}  # fmt: skip
-"""For interpreters: head counts and widths that are no powers of two, groups, rotary lanes."""
-
-RAGGED_LENGTHS = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 500, 2000)
-"""Cached tokens of test rows."""
-
-CACHED_TOKENS = (4_000, 30_000, 120_000)
-"""Cached tokens of a batch in kernel benchmarks."""
+sys.modules[__name__] = shapes

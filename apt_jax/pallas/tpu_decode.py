@@ -60,7 +60,7 @@ def _own(
     c: int,
     j: int,
 ) -> Array:
-    """Of the G * C slots of a step, along `axis` of two: whether they are the row's own."""
+    """Mask of the row's own slots among the G * C of a step, along `axis` of two."""
     shape = (1, g * c) if axis else (g * c, 1)
     slot = lax.broadcasted_iota(jnp.int32, shape, axis)
     if ranges is None:

@@ -10,7 +10,7 @@ tiles as any division into chunks can need, of which the last ones have nothing 
     the states of several query tiles before it computes the next ones, so that the projection, which costs many times
     more than attention, is repeated once per `span` query tokens and not once per tile. Keys and values never reach
     memory; the states do, in between, where one program reads and writes its own tiles only.
-  * For few query tokens, absorbed attention of `triton_decode`, each token a row of its own: up to H tokens it
+  * For few query tokens, absorbed attention of `triton_decode_absorbed`, each token a row of its own: up to H tokens it
     multiplies less than the projection of the prefix.
 
 Loads outside a request's own slots and outside a chunk's tokens are masked and give 0. Shapes inside a kernel are powers
@@ -30,30 +30,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax.pallas.tiles import CHIPS, MIN_SIDE, padded
-from apt_jax.pallas.triton_decode import (
-    _below,
-    _check,
-    _dot,
-    _lanes,
-    _launch,
-    _load,
-    _locate,
-    _neighbour_order,
-    _neighbours,
-    absorbed_attention,
+from apt_jax.pallas.triton_common import (
+    MASKED,
+    below,
+    check_pool,
+    dot,
+    lanes_of_step,
+    launch,
+    load,
+    locate,
     slots_of,
+    swizzle,
+    swizzle_group,
 )
+from apt_jax.pallas.triton_decode_absorbed import absorbed_attention
+from apt_jax.pallas.triton_tiles import CHIPS, MIN_SIDE, padded
 
-_MASKED = -1e30
-"""Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
 _LOG2_E = math.log2(math.e)
 """Scores are in units of log 2: the chip has an exponential of base 2."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillTile:
-    """What one program takes at a time; sizes are powers of two."""
+    """Problem size that one program takes at a time; sizes are powers of two."""
 
     queries: int
     """Rows of a product: query tokens times query heads of a key/value head."""
@@ -102,7 +101,7 @@ def _tile_for(
 
 
 _TILE_FIELDS = 6
-"""Of a query tile: row of the tables, first token of its chunk, its first query within the chunk, the chunk's length,
+"""Fields of a query tile: row of the tables, first token of its chunk, its first query within the chunk, the chunk's length,
 cached keys and values, cached layer inputs."""
 
 
@@ -136,7 +135,7 @@ def _read_tile(query_tiles: Any, index: Any, copy: int = 0) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Queries:
-    """Of a tile's rows: tokens outer, the query heads of one key/value head inner."""
+    """Index arrays of a tile's rows: tokens outer, the query heads of one key/value head inner."""
 
     position: Any
     """Within the chunk."""
@@ -149,7 +148,7 @@ class _Queries:
         index = (self.token[:, None], self.head[:, None], lane[None, :])
         shape = (self.token.size, lane.size)
         lane_ok = None if lane_ok is None else lane_ok[None, :]
-        return _load(ref, index, shape, self.ok[:, None], lane_ok, *masks)
+        return load(ref, index, shape, self.ok[:, None], lane_ok, *masks)
 
     def store(self, ref: Any, lane: Any, lane_ok: Any, value: Any) -> None:
         ok = self.ok[:, None] if lane_ok is None else self.ok[:, None] & lane_ok[None, :]
@@ -175,11 +174,11 @@ def _fold(
 ) -> tuple[Any, Any, Any]:
     """Fold scores (queries, keys) and values (keys, lanes) into a flash state."""
     m, l, acc = state
-    s = jnp.where(mask, s * (scale * _LOG2_E), _MASKED)
+    s = jnp.where(mask, s * (scale * _LOG2_E), MASKED)
     m_new = jnp.maximum(m, jnp.max(s, axis=1))
     p = jnp.where(mask, jnp.exp2(s - m_new[:, None]), 0.0)
     before = jnp.exp2(m - m_new)
-    acc = acc * before[:, None] + _dot(p.astype(v.dtype), v, (1, 0))
+    acc = acc * before[:, None] + dot(p.astype(v.dtype), v, (1, 0))
     return m_new, l * before + jnp.sum(p, axis=1), acc
 
 
@@ -204,7 +203,7 @@ def _chunk_kernel(
     index, kv_head = num_tiles - 1 - pl.program_id(0), pl.program_id(1)
     row, offset, first, length, kv_len, hidden_len = _read_tile(query_tiles, index)
     lane = jnp.arange(padded(head_dim))
-    lane_ok = _below(lane, head_dim, lane.size)
+    lane_ok = below(lane, head_dim, lane.size)
     lane_mask = None if lane_ok is None else lane_ok[None, :]
     shape = (tile.keys, lane.size)
 
@@ -214,7 +213,7 @@ def _chunk_kernel(
         q = queries.load(q_ref, lane, lane_ok)
         if m_ref is None:
             state = (
-                jnp.full((tile.queries,), _MASKED, jnp.float32),
+                jnp.full((tile.queries,), MASKED, jnp.float32),
                 jnp.zeros((tile.queries,), jnp.float32),
                 jnp.zeros((tile.queries, lane.size), jnp.float32),
             )
@@ -222,7 +221,7 @@ def _chunk_kernel(
             seen = queries.ok & (hidden_len > 0)
             at = (queries.token, queries.head)
             state = (
-                plt.load(m_ref.at[at], mask=seen, other=_MASKED),
+                plt.load(m_ref.at[at], mask=seen, other=MASKED),
                 plt.load(l_ref.at[at], mask=seen, other=0),
                 queries.load(acc_ref, lane, lane_ok, seen[:, None]),
             )
@@ -232,21 +231,21 @@ def _chunk_kernel(
             column = kv_head * head_dim + lane
 
             def fetch(half: int) -> tuple[Any, Any]:
-                slot, own = _locate(slots, row, half, position, kv_len, False)
+                slot, own = locate(slots, row, half, position, kv_len, False)
                 at = (slot[:, None], column[None, :])
-                return _load(pool, at, shape, own[:, None], lane_mask), own
+                return load(pool, at, shape, own[:, None], lane_mask), own
 
             k, own = fetch(0)
             mask = jnp.broadcast_to(own[None, :], (tile.queries, tile.keys))
-            return _fold(state, _dot(q, k, (1, 1)), fetch(1)[0], mask, head_dim**-0.5)
+            return _fold(state, dot(q, k, (1, 1)), fetch(1)[0], mask, head_dim**-0.5)
 
         def of_chunk(j: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             position = j * tile.keys + jnp.arange(tile.keys)
             at = ((offset + position)[:, None], kv_head, lane[None, :])
             there = (position < length)[:, None]
-            k, v = (_load(ref, at, shape, there, lane_mask) for ref in (k_ref, v_ref))
+            k, v = (load(ref, at, shape, there, lane_mask) for ref in (k_ref, v_ref))
             mask = position[None, :] <= queries.position[:, None]
-            return _fold(state, _dot(q, k, (1, 1)), v, mask, head_dim**-0.5)
+            return _fold(state, dot(q, k, (1, 1)), v, mask, head_dim**-0.5)
 
         state = lax.fori_loop(0, (kv_len + tile.keys - 1) // tile.keys, cached, state)
         per_tile = tile.queries >> (group - 1).bit_length()
@@ -282,10 +281,10 @@ def _hidden_kernel(
     width: int,
     barrier: bool,
 ) -> None:
-    kv_head, index = _neighbour_order(pl.program_id(0), neighbours, num_tiles)
+    kv_head, index = swizzle(pl.program_id(0), neighbours, num_tiles)
     row, _, _, _, _, hidden_len = _read_tile(query_tiles, index)
     value_lane = jnp.arange(padded(head_dim))
-    value_ok = _below(value_lane, head_dim, value_lane.size)
+    value_ok = below(value_lane, head_dim, value_lane.size)
 
     # A key's lanes, where rotary: both sides of the turn apart, as a tile in registers cannot be cut; then the rest.
     cuts = (0, half, 2 * half, head_dim) if half else (0, head_dim)
@@ -293,31 +292,31 @@ def _hidden_kernel(
     for start, end in itertools.pairwise(cuts):
         if start < end:
             lane = jnp.arange(padded(end - start))
-            key_lanes.append((start + lane, _below(lane, end - start, lane.size)))
+            key_lanes.append((start + lane, below(lane, end - start, lane.size)))
 
     def bias(b: Any, lane: Any, ok: Any) -> Any:
-        return _load(b, (kv_head, lane), lane.shape, ok).astype(jnp.float32)
+        return load(b, (kv_head, lane), lane.shape, ok).astype(jnp.float32)
 
     def keys_and_values(position: Any, slot: Any, own: Any) -> tuple[list[Any], Any]:
         """Keys (keys, lanes), in the pieces of `key_lanes`, and values (lanes, keys), in the pool's dtype."""
 
         def project(j: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-            feature, feature_ok = _lanes(j, tile.lanes, width)
+            feature, feature_ok = lanes_of_step(j, tile.lanes, width)
             feature_ok = None if feature_ok is None else feature_ok[None, :]
             at = (slot[:, None], feature[None, :])
-            x = _load(pool, at, (tile.keys, tile.lanes), own[:, None], feature_ok)
+            x = load(pool, at, (tile.keys, tile.lanes), own[:, None], feature_ok)
 
             def weights(w: Any, lane: Any, ok: Any) -> Any:
                 at = (kv_head, lane[:, None], feature[None, :])
                 shape = (lane.size, tile.lanes)
-                return _load(w, at, shape, None if ok is None else ok[:, None], feature_ok)
+                return load(w, at, shape, None if ok is None else ok[:, None], feature_ok)
 
             *keys, v = sums
             keys = [
-                key + _dot(x, weights(wk, *part), (1, 1))
+                key + dot(x, weights(wk, *part), (1, 1))
                 for key, part in zip(keys, key_lanes, strict=True)
             ]
-            return (*keys, v + _dot(weights(wv, value_lane, value_ok), x, (1, 1)))
+            return (*keys, v + dot(weights(wv, value_lane, value_ok), x, (1, 1)))
 
         init = (
             *(jnp.zeros((tile.keys, lane.size), jnp.float32) for lane, _ in key_lanes),
@@ -334,7 +333,7 @@ def _hidden_kernel(
             lane, ok = key_lanes[0]
             at = (position[:, None], lane[None, :])
             masks = (own[:, None], None if ok is None else ok[None, :])
-            c, s = (_load(table, at, keys[0].shape, *masks) for table in (cos, sin))
+            c, s = (load(table, at, keys[0].shape, *masks) for table in (cos, sin))
             keys[:2] = keys[0] * c - keys[1] * s, keys[1] * c + keys[0] * s
         return [key.astype(pool.dtype) for key in keys], v
 
@@ -345,7 +344,7 @@ def _hidden_kernel(
     def _() -> None:
         def cached(i: Any, carry: Any) -> Any:
             position = i * tile.keys + jnp.arange(tile.keys)
-            slot, own = _locate(slots, row, 0, position, hidden_len, False)
+            slot, own = locate(slots, row, 0, position, hidden_len, False)
             keys, v = keys_and_values(position, slot, own)
             own = own[:, None]
             # Read again in every iteration: what is computed from them would else lie in registers all along.
@@ -355,21 +354,21 @@ def _hidden_kernel(
                 begin = first + u * per_tile
                 queries = _queries_of(tile.queries, group, kv_head, offset, begin, length)
                 at, seen = (queries.token, queries.head), queries.ok & (i > 0)
-                m = plt.load(m_ref.at[at], mask=seen, other=_MASKED)
+                m = plt.load(m_ref.at[at], mask=seen, other=MASKED)
                 l = plt.load(l_ref.at[at], mask=seen, other=0)
                 s = sum(
-                    _dot(key, queries.load(q_ref, *part), (1, 1))
+                    dot(key, queries.load(q_ref, *part), (1, 1))
                     for key, part in zip(keys, key_lanes, strict=True)
                 )
-                s = jnp.where(own, s * (head_dim**-0.5 * _LOG2_E), _MASKED)
+                s = jnp.where(own, s * (head_dim**-0.5 * _LOG2_E), MASKED)
                 m_new = jnp.maximum(m, jnp.max(s, axis=0))
                 p = jnp.where(own, jnp.exp2(s - m_new[None, :]), 0.0)
                 before = jnp.exp2(m - m_new)
                 acc_at = (queries.token[None, :], queries.head[None, :], value_lane[:, None])
                 shape = (value_lane.size, tile.queries)
                 lane_ok = None if value_ok is None else value_ok[:, None]
-                acc = _load(acc_ref, acc_at, shape, seen[None, :], lane_ok)
-                acc = acc * before[None, :] + _dot(v, p.astype(v.dtype), (1, 0))
+                acc = load(acc_ref, acc_at, shape, seen[None, :], lane_ok)
+                acc = acc * before[None, :] + dot(v, p.astype(v.dtype), (1, 0))
                 plt.store(m_ref.at[at], m_new, mask=queries.ok)
                 plt.store(l_ref.at[at], l * before + jnp.sum(p, axis=0), mask=queries.ok)
                 ok = queries.ok[None, :] if lane_ok is None else queries.ok[None, :] & lane_ok
@@ -411,7 +410,7 @@ def _reprojected_prefix(
         _hidden_kernel,
         tile=tile,
         num_tiles=query_tiles.shape[0],
-        neighbours=_neighbours(num_kv_heads),
+        neighbours=swizzle_group(num_kv_heads),
         group=group,
         head_dim=head_dim,
         half=0 if angles is None else angles.shape[1],
@@ -420,7 +419,7 @@ def _reprojected_prefix(
     )
     turns = (None, None) if angles is None else (jnp.cos(angles), jnp.sin(angles))
     of_head = jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32)
-    m, l, acc = _launch(
+    m, l, acc = launch(
         kernel,
         (query_tiles, slots, q, pool, *weights, *turns),
         [of_head, of_head, jax.ShapeDtypeStruct(q.shape, jnp.float32)],
@@ -510,7 +509,7 @@ def prefill(
     Raises:
         ValueError: block size, dtype, heads or chip that the kernels do not take.
     """
-    _check(pool, block_size)
+    check_pool(pool, block_size)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     lane_width = num_kv_heads * head_dim
@@ -573,7 +572,7 @@ def prefill(
         group=num_heads // num_kv_heads,
         head_dim=head_dim,
     )
-    out = _launch(
+    out = launch(
         kernel,
         (query_tiles, slots, q, k, v, pool.reshape(-1, lane_width), *state),
         jax.ShapeDtypeStruct(q.shape, jnp.float32),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from apt_jax.parallel import AXIS
+from apt_jax.models.sharding import AXIS
 from benchmarks.gpu.compile_only import Chip
 
 _TARGETS = {

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from apt_jax import jax_executor, parallel
-from apt_jax.config import CacheConfig, ModelConfig
+from apt_jax import jax_executor
+from apt_jax.backends import AttentionOps, over_devices
+from apt_jax.config import CacheConfig
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.models import PRESETS
+from apt_jax.models import sharding as parallel
+from apt_jax.models.config import ModelConfig
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step, greedy_tokens
-from apt_jax.models.loader import read_model_config
-from apt_jax.models.params import ModelParams, NormParams, abstract_params, param_names
-from apt_jax.pallas import AttentionOps, over_devices
+from apt_jax.models.loading.resolve import read_model_config
+from apt_jax.models.params import ModelParams, abstract_params, param_names
+from apt_jax.ops.weights import NormParams
 from benchmarks.gpu.compile_only import Chip
 from benchmarks.gpu.device_free import ProgramReport, compile_program, make_mesh
 

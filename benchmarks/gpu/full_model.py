@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from apt_jax import calibrate
-from apt_jax.config import SLO, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from apt_jax.backends import AttentionOps, attention_ops
+from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.errors import QueueFullError
 from apt_jax.executor import StepBatch, StepHandle
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.llm import EngineParts, make_parts, use_compile_cache, with_scheduler
 from apt_jax.metrics import RequestRecord, Summary, summarize
-from apt_jax.models.loader import read_model_config, resolve_model
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.loading.resolve import read_model_config, resolve_model
 from apt_jax.models.params import ModelParams, abstract_params, is_norm_scale, param_names
-from apt_jax.pallas import AttentionOps, attention_ops
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched.view import HIDDEN, KV
 from apt_jax.sim.hardware import save_hardware

@@ -38,8 +38,9 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 
-from apt_jax.pallas import AttentionOps, attention_ops, shapes
-from apt_jax.pallas.shapes import AttentionShape
+from apt_jax.backends import AttentionOps, attention_ops
+from apt_jax.ops import shapes
+from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import compile_only, device_free, engine_step
 from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport
 from benchmarks.gpu.device_free import ProgramReport
@@ -279,7 +280,7 @@ def _compiled(compile_code: _Compile) -> tuple[KernelReport | None, Sequence[str
 def _triton_kernels(case: KernelCase) -> list[tuple[str, _Compile]]:
     """The absorbed pair as jax-triton launches it."""
     from apt_jax.pallas import jax_triton_absorbed as twin
-    from apt_jax.pallas import triton_kernels
+    from apt_jax.pallas import jax_triton_kernels as triton_kernels
 
     shape, pointer = shapes.PUBLISHED[case.shape], {"bfloat16": "*bf16", "float16": "*fp16"}
     tiles = twin.default_tiles(shape.num_heads)

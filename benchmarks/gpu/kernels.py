@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apt_jax.pallas import AttentionOps, attention_ops, known_attention_ops, reference, shapes
-from apt_jax.pallas.shapes import AttentionShape
+from apt_jax.backends import AttentionOps, attention_ops, known_attention_ops
+from apt_jax.ops import reference, shapes
+from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import problems
 from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows, time_call
 from benchmarks.gpu.problems import BLOCK_SIZE, TOLERANCE, Arrays
@@ -33,7 +34,7 @@ def kernel_ops(tiny: bool = False) -> AttentionOps:
     """The kernels under test: `triton` for this chip; on a CPU its interpreter, or `xla` where there is none yet."""
     platform = jax.devices()[0].platform
     if platform != "cpu":
-        from apt_jax.pallas.tiles import CHIPS
+        from apt_jax.pallas.triton_tiles import CHIPS
 
         # A chip between two that tiles were chosen for takes those of the older one.
         age = [int(name.removeprefix("sm_")) for name in CHIPS]
@@ -375,18 +376,19 @@ def one_call(case: Timed, ops: AttentionOps) -> Callable[[Arrays], Any]:
 
 def _half_of_absorbed(half: str, ops: AttentionOps, a: Arrays) -> Any:
     """One of the two kernels; the second runs on weights P = 1 that the first did not make."""
-    from apt_jax.pallas import tiles, triton_decode
+    from apt_jax.pallas import triton_decode_absorbed
+    from apt_jax.pallas import triton_tiles as tiles
 
     more = dict(getattr(ops.decode_absorbed, "keywords", {}))
     more["block_size"] = BLOCK_SIZE
     if half == "scores":
-        return triton_decode.absorbed_scores(a["q"], a["pool"], a["tables"], a["lens"], **more)[0]
+        return triton_decode_absorbed.absorbed_scores(a["q"], a["pool"], a["tables"], a["lens"], **more)[0]
     batch, heads, width = a["q"].shape
     tile = tiles.tile_for("scores", more.get("chip"), heads, width, a["pool"].dtype.itemsize)
     count = -(-a["tables"].shape[1] * BLOCK_SIZE // tile.tokens)
     p = jnp.ones((batch, heads, count * tile.tokens), a["pool"].dtype)
     state = jnp.ones((batch, count, heads), jnp.float32)
-    return triton_decode.absorbed_output((p, state, state), a["pool"], a["tables"], a["lens"], **more)[0]  # fmt: skip
+    return triton_decode_absorbed.absorbed_output((p, state, state), a["pool"], a["tables"], a["lens"], **more)[0]  # fmt: skip
 
 
 def _gather_einsum(kv_heads: int, head_dim: int, a: Arrays) -> Any:

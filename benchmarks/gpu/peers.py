@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from apt_jax.pallas import shapes
-from apt_jax.pallas.shapes import AttentionShape
+from apt_jax.ops import shapes
+from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import problems
 from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows
 from benchmarks.gpu.problems import BLOCK_SIZE

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apt_jax.pallas.shapes import AttentionShape
+from apt_jax.ops.shapes import AttentionShape
 
 BLOCK_SIZE = 16
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
@@ -191,7 +191,7 @@ class Work:
     num_bytes: float
     """Every cached element, query, weight and result once."""
     moved_bytes: float
-    """The same with layer inputs as often as the design of `triton_decode` reads them: twice where absorbed."""
+    """The same with layer inputs as often as the design of `triton_decode_absorbed` reads them: twice where absorbed."""
     flop: float
 
 

@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from apt_jax.pallas import shapes
-from apt_jax.pallas.shapes import AttentionShape
+from apt_jax.ops import shapes
+from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import problems
 from benchmarks.gpu.harness import Stage, read_rows, time_call, write_json
 from benchmarks.gpu.kernels import (
@@ -83,7 +83,8 @@ def _neighbours(tile: Any, choices: Mapping[str, Sequence[int]], changed: int) -
 
 
 def _table_of(tunable: _Tunable) -> dict[Any, Any]:
-    from apt_jax.pallas import tiles, triton_prefill
+    from apt_jax.pallas import triton_prefill
+    from apt_jax.pallas import triton_tiles as tiles
 
     return triton_prefill._TILES if tunable.prefill else tiles._TUNED
 
@@ -103,7 +104,7 @@ def _installed(trial: _Trial) -> Iterator[None]:
 
 def _trials(chip: str, tiny: bool) -> Iterator[_Trial]:
     """One changed field for every kernel before two for any, OPT-13B before other models."""
-    from apt_jax.pallas import tiles
+    from apt_jax.pallas import triton_tiles as tiles
 
     models = [shapes.SMALL["three-heads"]] if tiny else [shapes.PUBLISHED[m] for m in _MODELS]
     tokens, batch = (64, 2) if tiny else (shapes.CACHED_TOKENS[1], 64)
@@ -140,7 +141,7 @@ def tune(stage: Stage) -> list[str]:
     if not ops.name.startswith("triton"):
         write_json(stage.out / "tiles.json", [])
         return [f"nothing to tune: {ops.name}"]
-    from apt_jax.pallas import tiles
+    from apt_jax.pallas import triton_tiles as tiles
 
     chip = getattr(ops.decode_kv, "keywords", {}).get("chip") or tiles.CHIPS[0]
 

@@ -16,9 +16,10 @@ from opt_checkpoint import TINY, random_tensors, write_model
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
-from apt_jax.models import convert, load_model, loader, resolve_model
-from apt_jax.models.convert import convert_model
-from apt_jax.models.loader import open_weights
+from apt_jax.models import load_model, resolve_model
+from apt_jax.models.loading import convert, loader
+from apt_jax.models.loading.convert import convert_model
+from apt_jax.models.loading.loader import open_weights
 
 FORMATS = ["orbax", "safetensors"]
 

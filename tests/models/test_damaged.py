@@ -20,8 +20,8 @@ from apt_jax.chat import load_chat_template
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
 from apt_jax.models import load_model, resolve_model
-from apt_jax.models.convert import convert_model
-from apt_jax.models.gguf_model import open_gguf
+from apt_jax.models.loading.convert import convert_model
+from apt_jax.models.loading.gguf.model import open_gguf
 from apt_jax.tokenizer import load_tokenizer
 
 

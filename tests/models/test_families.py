@@ -9,7 +9,7 @@ import pytest
 
 from apt_jax.errors import ModelLoadError
 from apt_jax.models import FAMILIES, PRESETS
-from apt_jax.models.loader import read_model_config
+from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import abstract_params, param_axes, param_names
 
 LLAMA: dict[str, Any] = {
@@ -197,8 +197,8 @@ def test_every_field_of_every_family_survives_any_value():
         "tie_word_embeddings",
     )
     rope = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
-    for family in {f.FAMILY: f for f in FAMILIES.values()}.values():
-        fields = dict(next(iter(family.PRESETS.values())))
+    for family in {f.name: f for f in FAMILIES.values()}.values():
+        fields = dict(next(iter(family.presets.values())))
         tried = [
             fields | {name: value}
             for name in {*fields, *more} - {"architectures"}

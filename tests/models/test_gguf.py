@@ -13,10 +13,11 @@ from opt_checkpoint import write_model
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
-from apt_jax.models import FAMILIES, gguf_file, load_model, resolve_model
-from apt_jax.models.gguf_file import GgufFile
-from apt_jax.models.gguf_model import ARCHITECTURES, hf_name, open_gguf
-from apt_jax.models.gguf_tokenizer import gguf_tokenizer
+from apt_jax.models import FAMILIES, load_model, resolve_model
+from apt_jax.models.loading.gguf import file as gguf_file
+from apt_jax.models.loading.gguf.file import GgufFile
+from apt_jax.models.loading.gguf.model import ARCHITECTURES, hf_name, open_gguf
+from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer
 from apt_jax.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 
 Q = gguf.GGMLQuantizationType

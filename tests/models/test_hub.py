@@ -9,8 +9,9 @@ from opt_checkpoint import TINY, random_tensors, write_model
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
-from apt_jax.models import hub, load_model, resolve_model
-from apt_jax.models.hub import hub_snapshot, parse_hub_id
+from apt_jax.models import load_model, resolve_model
+from apt_jax.models.loading import hub
+from apt_jax.models.loading.hub import hub_snapshot, parse_hub_id
 
 pytest.importorskip("huggingface_hub")
 

@@ -7,8 +7,14 @@ from apt_jax.config import CacheConfig, EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.models import load_model
-from apt_jax.models.kinds import kind_facts, known_kinds, main, markdown, put_into
-from apt_jax.models.loader import read_model_config
+from apt_jax.models.cache_kinds import (
+    cache_kind_info,
+    main,
+    markdown,
+    published_kinds,
+    splice_table,
+)
+from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import dummy_params
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"
@@ -16,11 +22,11 @@ DOCS = Path(__file__).parents[2] / "docs" / "families.md"
 
 def test_the_documented_table_is_the_one_that_the_code_makes():
     text = DOCS.read_text()
-    assert put_into(text, markdown(known_kinds())) == text
+    assert splice_table(text, markdown(published_kinds())) == text
 
 
 def test_what_the_published_sizes_offer():
-    facts = {row.model: row for row in known_kinds()}
+    facts = {row.model: row for row in published_kinds()}
     expected = {
         "opt-13b": (0.5, "absorb"),
         "llama-2-7b": (0.5, "v-absorb"),
@@ -51,7 +57,7 @@ def test_what_the_published_sizes_offer():
 
 def test_a_model_that_clips_keys_has_no_hidden_kind():
     fields = {"architectures": ["MptForCausalLM"], "d_model": 32, "n_heads": 4, "n_layers": 1, "attn_config": {"clip_qkv": 8}}  # fmt: skip
-    row = kind_facts("clipped", read_model_config(fields)[1])
+    row = cache_kind_info("clipped", read_model_config(fields)[1])
     assert row.mode == "refused"
     assert "clip_qkv" in (row.refusal or "")
 
@@ -87,7 +93,7 @@ def test_the_command_writes_the_table_between_the_markers(tmp_path, capsys):
     assert main([]) == 0
     assert "| opt-13b |" in capsys.readouterr().out
     with pytest.raises(ValueError, match="kinds: begin"):
-        put_into("nothing", "")
+        splice_table("nothing", "")
 
 
 def test_a_window_that_no_context_outgrows_is_none():

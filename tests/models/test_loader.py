@@ -23,7 +23,8 @@ from opt_checkpoint import (
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
-from apt_jax.models import LoadedModel, load_model, loader, resolve_model
+from apt_jax.models import LoadedModel, load_model, resolve_model
+from apt_jax.models.loading import loader
 
 _VARIANTS = {
     "plain": TINY,

@@ -9,8 +9,9 @@ from apt_jax import LLM, SamplingParams
 from apt_jax.config import CacheMode, EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.models import load_model, reference
-from apt_jax.models.params import QuantizedMatrix, fuse_products
 from apt_jax.models.quantize import dequantize, quantize_params
+from apt_jax.models.weight_layout import fuse_products
+from apt_jax.ops.weights import QuantizedMatrix
 
 
 def _params():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from opt_checkpoint import TINY
 
-from apt_jax.models import forward, opt, reference_generate_greedy
+from apt_jax.models import forward, reference_generate_greedy
+from apt_jax.models.families import opt
 from apt_jax.models.params import dummy_params
 
 _LAYOUTS = {

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.pallas import attention_ops, reference, xla
-from apt_jax.pallas.shapes import RAGGED_LENGTHS, SMALL, AttentionShape
+from apt_jax.backends import attention_ops
+from apt_jax.ops import linear, reference, xla_decode
+from apt_jax.ops.shapes import RAGGED_LENGTHS, SMALL, AttentionShape
 
 IMPLEMENTATIONS = ["cpu", "xla"]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
@@ -233,7 +234,7 @@ def test_two_requests_grow_towards_each_other() -> None:
     tables = jnp.asarray([[[1], [2]], [[1], [2]]], jnp.int32)
     ranges = jnp.asarray([[[0, 2]], [[4, 3]]], jnp.int32)
     q = jnp.zeros((2, 1, 1))
-    out = xla.decode_kv(
+    out = xla_decode.decode_kv(
         q, pool, tables, jnp.asarray([2, 1], jnp.int32), block_size=4, slot_ranges=ranges
     )
     np.testing.assert_allclose(np.asarray(out)[:, 0, 0], [15.0, 40.0])
@@ -278,7 +279,7 @@ def test_absorption_equals_reprojection(dtype: str) -> None:
     tables, lengths = jnp.asarray(blocks.tables[:, 0]), jnp.asarray(lens, jnp.int32)
     wk, bk, wv, bv = weights(rng, shape, "float32")
     q = normal(rng, (len(lens), shape.num_heads, shape.head_dim), "float32")
-    reprojected = xla.decode_reprojected(
+    reprojected = xla_decode.decode_reprojected(
         q.astype(dtype),
         pool,
         tables,
@@ -287,7 +288,7 @@ def test_absorption_equals_reprojection(dtype: str) -> None:
         block_size=BLOCK,
     )
     q_absorbed = jnp.einsum("bnh,nhd->bnd", q, wk) * shape.head_dim**-0.5
-    z = xla.decode_absorbed(q_absorbed.astype(dtype), pool, tables, lengths, block_size=BLOCK)
+    z = xla_decode.decode_absorbed(q_absorbed.astype(dtype), pool, tables, lengths, block_size=BLOCK)
     absorbed = np.asarray(jnp.einsum("bnd,nhd->bnh", z, wv) + bv[None])
     error = np.abs(absorbed - np.asarray(reprojected)).max()
     assert error <= 2 * TOLERANCE[dtype] * np.abs(absorbed).max()
@@ -307,7 +308,7 @@ def test_half_absorption_equals_reprojection(dtype: str) -> None:
     q = reference.rotate(
         normal(rng, (len(lens), shape.num_heads, shape.head_dim), "float32"), angles[lengths - 1]
     )
-    reprojected = xla.decode_reprojected(
+    reprojected = xla_decode.decode_reprojected(
         q.astype(dtype),
         pool,
         tables,
@@ -317,7 +318,7 @@ def test_half_absorption_equals_reprojection(dtype: str) -> None:
         angles=angles,
     )
     rest = jnp.einsum("bnh,nhd->bnd", q[..., r:], wk[:, r:]) * scale
-    z = xla.decode_v_absorbed(
+    z = xla_decode.decode_v_absorbed(
         (q[..., :r] * scale).astype(dtype),
         rest.astype(dtype),
         pool,
@@ -458,7 +459,7 @@ def test_rotary_keys_are_rounded_once() -> None:
     keys = jnp.einsum("td,khd->tkh", x, w, preferred_element_type=jnp.float32)
     keys += b.astype(jnp.float32)[None]
     exact = np.asarray(reference.rotate(keys, angles)).reshape(50, 24)
-    actual = np.asarray(xla.project_kv(x, w, b, angles), np.float32)
+    actual = np.asarray(linear.project_kv(x, w, b, angles), np.float32)
     assert (np.abs(actual - exact) <= 2.0**-8 * np.abs(exact) * 1.001 + 1e-5).all()
 
 

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 from jax import ShapeDtypeStruct
 
-from apt_jax.pallas import jax_triton_absorbed, reference
-from apt_jax.pallas.shapes import PUBLISHED, SMALL
+from apt_jax.ops import reference
+from apt_jax.ops.shapes import PUBLISHED, SMALL
+from apt_jax.pallas import jax_triton_absorbed
 
 BLOCK = 16
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
@@ -146,7 +147,7 @@ def _interpreted_error(name: str, dtype: str, ranged: bool, rows: tuple[int, int
 
 
 def _print_interpreted_errors() -> None:
-    from apt_jax.pallas import triton_kernels
+    from apt_jax.pallas import jax_triton_kernels as triton_kernels
 
     jax_triton_absorbed._import_jax_triton = lambda: (InterpretedCalls, triton_kernels)
     errors = {_key(*case): _interpreted_error(*case, None) for case in CASES}
@@ -236,7 +237,7 @@ def _compile(kernel, types: dict[str, str], constants: dict[str, Any], chip: int
 @pytest.mark.parametrize("chip", [80, 90])
 @pytest.mark.parametrize("name", COMPILED)
 def test_kernels_compile_without_spills(name: str, chip: int) -> None:
-    from apt_jax.pallas import triton_kernels
+    from apt_jax.pallas import jax_triton_kernels as triton_kernels
 
     shape, floats = PUBLISHED[name], "*fp32"
     tiles = jax_triton_absorbed.default_tiles(shape.num_heads)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.pallas import reference, xla
-from apt_jax.pallas.reference import KeyNorm, ScoreRules
+from apt_jax.ops import reference, xla_decode, xla_prefill
+from apt_jax.ops.reference import KeyNorm, ScoreRules
 
 C, K, G, H, D = 16, 2, 3, 12, 20
 """Slots a block, key heads, queries a key head, head width, model width (narrower than the lane of 24)."""
@@ -75,7 +75,7 @@ def _angles(positions: int, half: int) -> Any:
 
 
 def _close(op: str, args: tuple[Any, ...], **options: Any) -> None:
-    got = jax.jit(lambda *a: getattr(xla, op)(*a, **options))(*args)
+    got = jax.jit(lambda *a: getattr(xla_prefill if op == "prefill" else xla_decode, op)(*a, **options))(*args)
     want = getattr(reference, op)(*args, **options)
     assert np.isfinite(np.asarray(want)).all()
     np.testing.assert_allclose(got, want, atol=2e-5, rtol=0)
@@ -168,6 +168,6 @@ def test_prefill_over_prefixes_of_both_kinds(name: str | None, norm: str | None)
 
 
 def _close_prefill(args: tuple[Any, ...], **options: Any) -> None:
-    got = jax.jit(lambda *a: xla.prefill(*a, **options))(*args)
+    got = jax.jit(lambda *a: xla_prefill.prefill(*a, **options))(*args)
     want = reference.prefill(*args, **options)
     np.testing.assert_allclose(got, want, atol=5e-5, rtol=0)

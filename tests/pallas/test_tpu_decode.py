@@ -17,11 +17,13 @@ import pytest
 from jax import ShapeDtypeStruct
 from jax.experimental.pallas import tpu as pltpu
 
-from apt_jax.config import ModelConfig
+from apt_jax.backends import attention_ops
+from apt_jax.models.config import ModelConfig
 from apt_jax.models.decoder import DecoderBatch, StepOptions, decoder_step
 from apt_jax.models.params import abstract_params
-from apt_jax.pallas import attention_ops, reference, tpu_decode
-from apt_jax.pallas.shapes import PUBLISHED, SMALL
+from apt_jax.ops import reference
+from apt_jax.ops.shapes import PUBLISHED, SMALL
+from apt_jax.pallas import tpu_decode
 
 BLOCK = 16
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2}

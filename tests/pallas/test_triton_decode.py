@@ -9,15 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.pallas import reference, triton_decode
-from apt_jax.pallas.shapes import PUBLISHED, RAGGED_LENGTHS, SMALL
-from apt_jax.pallas.tiles import CHIPS, Tile, num_splits, padded, parts_of, tile_for
+from apt_jax.ops import reference
+from apt_jax.ops.shapes import PUBLISHED, RAGGED_LENGTHS, SMALL
+from apt_jax.pallas import triton_decode_absorbed, triton_decode_kv, triton_decode_reprojected
+from apt_jax.pallas.triton_tiles import CHIPS, Tile, head_splits, num_splits, padded, tile_for
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
 """Of one layer's attention output, relative to the largest."""
 
-OPS = ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed")
 LENGTHS = [0, 1, 15, 16, 17, 65, 129]
+
+OPS = {
+    "decode_kv": triton_decode_kv.decode_kv,
+    "decode_absorbed": triton_decode_absorbed.decode_absorbed,
+    "decode_reprojected": triton_decode_reprojected.decode_reprojected,
+    "decode_v_absorbed": triton_decode_absorbed.decode_v_absorbed,
+}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,7 +57,7 @@ class Case:
     @functools.cached_property
     def kernel(self) -> Any:
         """The op in the interpreter, compiled once."""
-        op = getattr(triton_decode, self.op)
+        op = OPS[self.op]
         return jax.jit(functools.partial(op, block_size=self.block_size, interpret=True))
 
     def actual(self, **more: Any) -> np.ndarray:
@@ -235,7 +242,7 @@ def test_query_rows_can_share_a_table(op: str) -> None:
 def test_absorbed_attention_joins_with_another_part() -> None:
     case = _case("decode_absorbed", "twelve-heads", "float32", [40, 0, 90, 130])
     q, pool, tables, lens = case.args
-    attend = functools.partial(triton_decode.absorbed_attention, block_size=16, interpret=True)
+    attend = functools.partial(triton_decode_absorbed.absorbed_attention, block_size=16, interpret=True)
     first = attend(q, pool, tables[:, :2], jnp.minimum(lens, 32))
     second = attend(q, pool, tables[:, 2:], jnp.maximum(lens - 32, 0))
     m = jnp.maximum(first[1], second[1])
@@ -250,7 +257,7 @@ def test_absorbed_attention_joins_with_another_part() -> None:
 def test_the_absorbed_output_can_be_narrow() -> None:
     case = _case("decode_absorbed", "twelve-heads", "bfloat16", [40, 0, 90])
     case.kernel = functools.partial(
-        triton_decode.decode_absorbed, block_size=16, interpret=True, out_dtype=jnp.bfloat16
+        triton_decode_absorbed.decode_absorbed, block_size=16, interpret=True, out_dtype=jnp.bfloat16
     )
     assert case.kernel(*case.args).dtype == jnp.bfloat16
     case.check()
@@ -259,12 +266,12 @@ def test_the_absorbed_output_can_be_narrow() -> None:
 def test_wrong_arguments_are_errors() -> None:
     case = _case("decode_kv", "rotary", "float32", [5])
     with pytest.raises(ValueError, match="block_size=12 must be a power of two"):
-        triton_decode.decode_kv(*case.args, block_size=12, interpret=True)
+        triton_decode_kv.decode_kv(*case.args, block_size=12, interpret=True)
     with pytest.raises(ValueError, match="chip='sm_10'"):
-        triton_decode.decode_kv(*case.args, block_size=16, interpret=True, chip="sm_10")
+        triton_decode_kv.decode_kv(*case.args, block_size=16, interpret=True, chip="sm_10")
     args = [case.args[0], case.args[1].astype(jnp.float8_e5m2), *case.args[2:]]
     with pytest.raises(ValueError, match="must be float16, bfloat16 or float32"):
-        triton_decode.decode_kv(*args, block_size=16, interpret=True)
+        triton_decode_kv.decode_kv(*args, block_size=16, interpret=True)
 
 
 def test_tiles_fit_every_published_shape() -> None:
@@ -294,4 +301,4 @@ def test_tiles_fit_every_published_shape() -> None:
     ],
 )
 def test_heads_in_powers_of_two(heads: int, parts: tuple[tuple[int, int], ...]) -> None:
-    assert tuple(parts_of(heads)) == parts
+    assert tuple(head_splits(heads)) == parts

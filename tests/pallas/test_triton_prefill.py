@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.pallas import reference
-from apt_jax.pallas.shapes import SMALL, AttentionShape
+from apt_jax.ops import reference
+from apt_jax.ops.shapes import SMALL, AttentionShape
 from apt_jax.pallas.triton_prefill import prefill
 
 BLOCK = 16

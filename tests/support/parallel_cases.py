@@ -4,9 +4,11 @@ A process of its own, because the number of simulated devices is fixed when JAX 
 number of devices generated and how its pool is cut.
 """
 
+import collections
 import dataclasses
 import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -35,6 +37,21 @@ LLAMA = BASE | {
     "activation": "silu", "gated": True, "norm": "rms", "norm_bias": False, "position": "rope", "qkv_bias": False, "out_bias": False,
     "ffn_bias": False, "rope": RopeConfig(inv_freq=(1.0, 0.3, 0.1, 0.03)),
 }  # fmt: skip
+
+
+_COLLECTIVE = re.compile(
+    r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(.*"
+)
+
+
+def collectives_of(compiled: str, scope: str) -> dict[str, int]:
+    """Count each collective of a compiled program where `scope` is part of its name, such as ``layer1``.
+
+    Args:
+        compiled: text of the program, from `JaxExecutor.compiled_decode_step`.
+    """
+    found = (_COLLECTIVE.search(line) for line in compiled.splitlines())
+    return dict(collections.Counter(m.group(1) for m in found if m and f"/{scope}/" in m.group(0)))
 
 
 def _llama(**fields: Any) -> ModelConfig:
@@ -128,7 +145,7 @@ def run(case: str, sizes: list[int]) -> dict[str, Any]:
             "tokens": tokens,
             "converted": getattr(executor.programs["convert"], "_cache_size")() > 0,  # noqa: B009
             "pool bytes": sorted(shard.data.nbytes for shard in pool.addressable_shards),
-            "collectives": parallel.collectives_of(executor.compiled_decode_step(), "layer1"),
+            "collectives": collectives_of(executor.compiled_decode_step(), "layer1"),
         }
     return found
 

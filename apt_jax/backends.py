@@ -1,0 +1,175 @@
+"""Registry of kernel backends: which implementation of the ops (`ops.backend.AttentionOps`) runs on which platform.
+
+name              platforms    status        implementation
+cpu               CPU          default       C++ (`cpu/`), compiled at first use; `xla` where there is no compiler
+xla               all          TPU default   plain XLA (`ops/xla_decode.py`, `ops/xla_prefill.py`); the portable fallback
+triton            NVIDIA GPU   default       Pallas kernels on the Triton backend (`pallas/triton_*.py`)
+triton-interpret  all          tests only    the same kernels in Pallas' interpreter, slow
+jax-triton        NVIDIA GPU   experimental  `triton` with absorbed decode as plain Triton kernels (`pallas/jax_triton_*.py`)
+tpu               TPU          experimental  `xla` with two decode ops as Pallas kernels (`pallas/tpu_decode.py`)
+tpu-interpret     all          tests only    the same kernels in Pallas' interpreter
+
+Selection is explicit and logged; an unknown or unavailable name is an error.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from jax import Array
+
+from apt_jax.cpu import build
+from apt_jax.cpu.build import KernelBuildError
+from apt_jax.ops import xla_decode, xla_prefill
+from apt_jax.ops.backend import EXTRAS, AttentionOps
+
+logger = logging.getLogger(__name__)
+
+
+def _xla(chip: str | None) -> AttentionOps:
+    del chip
+    return AttentionOps(
+        name="xla",
+        decode_kv=xla_decode.decode_kv,
+        decode_absorbed=xla_decode.decode_absorbed,
+        decode_reprojected=xla_decode.decode_reprojected,
+        decode_v_absorbed=xla_decode.decode_v_absorbed,
+        prefill=xla_prefill.prefill,
+        rows_per_tile=xla_decode.ROWS_PER_TILE,
+        extras=EXTRAS,
+        branches=True,
+    )
+
+
+def _cpu(chip: str | None) -> AttentionOps:
+    from apt_jax.cpu import ops
+
+    build.load()
+    return dataclasses.replace(
+        _xla(chip),
+        name="cpu",
+        decode_kv=ops.decode_kv,
+        dense=ops.dense,
+        dense_argmax=ops.dense_argmax,
+        decode_absorbed=ops.decode_absorbed,
+        prefill=ops.prefill if build.has_tiles() else xla_prefill.prefill,
+        add_norm=ops.add_norm,
+        split_qkv=ops.split_qkv,
+        gated=ops.gated if build.has_tiles() else None,
+        tiles=build.has_tiles(),
+        rows_per_tile=1,
+    )
+
+
+def _triton(chip: str | None, interpret: bool = False) -> AttentionOps:
+    # Imported when asked for: Pallas' Triton backend takes a second.
+    from apt_jax.pallas import (
+        triton_decode_absorbed,
+        triton_decode_kv,
+        triton_decode_reprojected,
+        triton_prefill,
+    )
+
+    def bound(op: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(op, interpret=interpret, chip=chip)
+
+    def decode_absorbed(q_absorbed: Array, *args: Any, **kwargs: Any) -> Array:
+        # The result is N times as wide as its input: its traffic counts.
+        op = bound(triton_decode_absorbed.decode_absorbed)
+        return op(q_absorbed, *args, out_dtype=q_absorbed.dtype, **kwargs)
+
+    return AttentionOps(
+        name="triton-interpret" if interpret else "triton",
+        decode_kv=bound(triton_decode_kv.decode_kv),
+        decode_absorbed=decode_absorbed,
+        decode_reprojected=bound(triton_decode_reprojected.decode_reprojected),
+        decode_v_absorbed=bound(triton_decode_absorbed.decode_v_absorbed),
+        prefill=bound(triton_prefill.prefill),
+        rows_per_tile=1,
+        extras=frozenset(),
+        branches=False,
+    )
+
+
+def _jax_triton(chip: str | None) -> AttentionOps:
+    from apt_jax.pallas import jax_triton_absorbed
+
+    return dataclasses.replace(_triton(chip), name="jax-triton", decode_absorbed=jax_triton_absorbed.decode_absorbed)
+
+
+def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
+    from apt_jax.pallas import tpu_decode
+
+    return dataclasses.replace(
+        _xla(chip),
+        name="tpu-interpret" if interpret else "tpu",
+        decode_kv=functools.partial(tpu_decode.decode_kv, interpret=interpret),
+        decode_absorbed=functools.partial(tpu_decode.decode_absorbed, interpret=interpret),
+        rows_per_tile=1,
+        extras=frozenset(),
+    )
+
+
+def over_devices(ops: AttentionOps) -> AttentionOps:
+    """The ops for layer inputs sharded over devices by feature: they take `tensor` (`ops.xla_common.Shards`) wherever they read
+    layer inputs. Only plain XLA supports that; rows of keys and values keep their kernels."""
+
+    def prefill(*args: Any, with_hidden: bool, **kwargs: Any) -> Array:
+        op = xla_prefill.prefill if with_hidden else ops.prefill
+        return op(*args, with_hidden=with_hidden, **kwargs)
+
+    return dataclasses.replace(
+        ops,
+        decode_absorbed=xla_decode.decode_absorbed,
+        decode_reprojected=xla_decode.decode_reprojected,
+        decode_v_absorbed=xla_decode.decode_v_absorbed,
+        prefill=prefill,
+    )
+
+
+_IMPLEMENTATIONS: dict[str, Callable[[str | None], AttentionOps]] = {
+    "cpu": _cpu,
+    "xla": _xla,
+    "triton": _triton,
+    "triton-interpret": functools.partial(_triton, interpret=True),
+    "jax-triton": _jax_triton,
+    "tpu": _tpu,
+    "tpu-interpret": functools.partial(_tpu, interpret=True),
+}
+
+_PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "triton", "cuda": "triton", "tpu": "xla"}
+
+
+def known_attention_ops() -> list[str]:
+    """Names that `attention_ops` takes."""
+    return sorted(_IMPLEMENTATIONS)
+
+
+@functools.cache
+def attention_ops(platform: str, name: str | None = None, chip: str | None = None) -> AttentionOps:
+    """The implementation called `name`, or the default of a JAX platform.
+
+    Args:
+        chip: what tiles are chosen for, one of `tiles.CHIPS`; None: tiles that any of them takes.
+
+    Raises:
+        ValueError: unknown implementation, one that is not available on this machine, or a platform without a default.
+    """
+    chosen = name or _PLATFORM_DEFAULT.get(platform)
+    if chosen not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"no attention implementation {chosen!r} for platform {platform!r}; known: {known_attention_ops()}"
+        )
+    if chosen == "cpu" and platform != "cpu":
+        raise ValueError(f"attention implementation 'cpu' runs on CPUs, not on platform {platform!r}")
+    try:
+        ops = _IMPLEMENTATIONS[chosen](chip)
+    except KernelBuildError as error:
+        if name is not None:
+            raise ValueError(f"attention implementation 'cpu' cannot be had: {error}") from None
+        logger.warning("attention kernels: xla, several times slower than cpu, as %s", error)
+        return attention_ops(platform, "xla", chip)
+    logger.info("attention kernels: %s on %s (%s)", chosen, platform, chip or "any chip")
+    return ops

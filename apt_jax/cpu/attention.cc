@@ -1,0 +1,462 @@
+// Attention of one query a row over the keys and values of the block pool.
+
+#pragma once
+
+#include "common.h"
+
+namespace {
+
+constexpr int kTile = 64;  // positions attended to at a time
+
+// What happens to scores before the softmax: `ScoreRules`.
+struct Rules {
+  float softcap;        // 0: none
+  int64_t window;       // 0: none
+  const float* slopes;  // of ALiBi, a query head each; nullptr: none
+};
+
+// The slots of one request that a query may see: of position after position.
+struct Seen {
+  const int32_t* ranges;  // own slots of every block: (J, 2), or nullptr
+  int64_t block_size, length, first;
+  int64_t entry = 0, slot = 0;
+  int64_t own = 0;  // next position behind those of the blocks
+
+  // The next slots, at most `n`: for each its block's entry in the table, its slot and its position.
+  int next(int n, int32_t* entries, int32_t* slots, int32_t* positions) {
+    int count = 0;
+    while (count < n && entry * block_size < length) {
+      int64_t from = 0, to = std::min(block_size, length - entry * block_size), step = 1;
+      if (ranges) {
+        from = ranges[2 * entry];
+        to = ranges[2 * entry + 1];
+        if (to < from) --from, --to, step = -1;
+      }
+      const int64_t mine = std::min((to - from) * step, length - entry * block_size);
+      for (; slot < mine && count < n; ++slot) {
+        const int64_t position = entry * block_size + slot;
+        if (position < first) continue;
+        entries[count] = static_cast<int32_t>(entry);
+        slots[count] = static_cast<int32_t>(from + step * slot);
+        positions[count++] = static_cast<int32_t>(position);
+      }
+      if (slot >= mine) ++entry, slot = 0;
+    }
+    return count;
+  }
+};
+
+// The first position that a query at position `end` - 1 sees.
+inline int64_t first_seen(int64_t window, int64_t end) { return window ? std::max<int64_t>(0, end - window) : 0; }
+
+// Positions [first, length) of a row's blocks; `ranges` (B, J, 2), or (0, 0, 2).
+Seen seen_of(ffi::Buffer<ffi::S32>& ranges, int64_t row, int64_t block_size, int64_t length, int64_t first) {
+  const int32_t* own = ranges.element_count() ? ranges.typed_data() + row * ranges.dimensions()[1] * 2 : nullptr;
+  Seen seen{own, block_size, length, first};
+  if (!own) seen.entry = std::min(first, length) / block_size;
+  seen.own = length;
+  return seen;
+}
+
+// `count` rows of `width` elements as float32, `padded` apart, zeros behind.
+template <typename T>
+void widen(const T* const* rows, int count, int64_t width, int64_t padded, float* out) {
+  const int64_t even = width / kLanes * kLanes;
+  for (int i = 0; i < count; ++i, out += padded) {
+    int64_t k = 0;
+    for (; k < even; k += kLanes) store(out + k, load(rows[i] + k));
+    for (; k < width; ++k) out[k] = to_float(rows[i][k]);
+    for (; k < padded; ++k) out[k] = 0;
+  }
+}
+
+// Running maximum, denominator and accumulator of flash attention of one query head.
+struct Flash {
+  float m = -INFINITY, l = 0;
+};
+
+// Scores of one query head against `count` keys.
+void score(const float* q, const float* keys, int count, int64_t padded, float* scores) {
+  for (int t = 0; t < count; t += kLanes) {
+    Vec partial[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const float* key = keys + (t + i) * padded;
+      Vec even = load(q) * load(key), odd{};
+      int64_t k = kLanes;
+      for (; k + kLanes < padded; k += 2 * kLanes) {
+        odd += load(q + k) * load(key + k);
+        even += load(q + k + kLanes) * load(key + k + kLanes);
+      }
+      if (k < padded) odd += load(q + k) * load(key + k);
+      partial[i] = even + odd;
+    }
+    store(scores + t, sums(partial));
+  }
+}
+
+// Scores of one query head, by the rules, to weights of the values relative to the running maximum, in place. Returns what the
+// accumulator must be scaled by.
+float weigh(Flash& state, int count, const Rules& rules, float slope, const int32_t* positions, int64_t last, float* weights) {
+  Vec highest = splat(-INFINITY);
+  for (int t = 0; t < count; t += kLanes) {
+    Vec s = load(weights + t);
+    if (rules.softcap != 0) {
+      const float cap = rules.softcap;
+      for (int i = 0; i < kLanes; ++i) s[i] = cap * std::tanh(s[i] / cap);
+    }
+    if (rules.slopes)
+      for (int i = 0; i < kLanes && t + i < count; ++i) s[i] += slope * static_cast<float>(positions[t + i] - last);
+    for (int i = count - t; i < kLanes; ++i) s[i] = -INFINITY;
+    store(weights + t, s);
+    highest = max(highest, s);
+  }
+  const float m = std::max(state.m, max(highest));
+  Vec total{};
+  for (int t = 0; t < count; t += kLanes) {
+    Vec w = exp(load(weights + t) - m);
+    for (int i = count - t; i < kLanes; ++i) w[i] = 0;
+    store(weights + t, w);
+    total += w;
+  }
+  const float scale = std::exp(state.m - m);
+  state.l = state.l * scale + sum(total);
+  state.m = m;
+  return scale;
+}
+
+// acc[g] = acc[g] * scales[g] + sum over t of weights[g][t] * values[t], for L vectors of lanes and G heads.
+template <int G, int L>
+void add_values(const float* const* weights, const float* scales, const float* values, int count, int64_t padded,
+                float* const* acc) {
+  Vec sums[G][L];
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < L; ++i) sums[g][i] = load(acc[g] + i * kLanes) * scales[g];
+  for (int t = 0; t < count; ++t) {
+    Vec value[L];
+    for (int i = 0; i < L; ++i) value[i] = load(values + t * padded + i * kLanes);
+    for (int g = 0; g < G; ++g)
+      for (int i = 0; i < L; ++i) sums[g][i] += value[i] * weights[g][t];
+  }
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < L; ++i) store(acc[g] + i * kLanes, sums[g][i]);
+}
+
+template <int G>
+void add_values(int vectors, const float* const* weights, const float* scales, const float* values, int count,
+                int64_t padded, float* const* acc) {
+  if (vectors == 4) return add_values<G, 4>(weights, scales, values, count, padded, acc);
+  if (vectors == 3) return add_values<G, 3>(weights, scales, values, count, padded, acc);
+  if (vectors == 2) return add_values<G, 2>(weights, scales, values, count, padded, acc);
+  add_values<G, 1>(weights, scales, values, count, padded, acc);
+}
+
+// Where a request's keys and values lie.
+template <typename T>
+struct Cache {
+  const T* pool;
+  const int32_t* tables;  // (2, J): of keys, of values
+  int64_t table_len, block_elements, lanes;
+  const T *own_keys, *own_values;  // of positions from `seen.length` on, (.., lanes); in no block
+
+  // Keys and values of the next positions that may be seen, at most kTile.
+  int next(Seen& seen, int64_t end, const T** keys, const T** values, int32_t* positions) const {
+    int32_t entries[kTile], slots[kTile];
+    int count = seen.next(kTile, entries, slots, positions);
+    for (int i = 0; i < count; ++i) {
+      keys[i] = pool + tables[entries[i]] * block_elements + slots[i] * lanes;
+      values[i] = pool + tables[table_len + entries[i]] * block_elements + slots[i] * lanes;
+    }
+    for (; count < kTile && seen.own < end; ++seen.own) {
+      if (seen.own < seen.first) continue;
+      keys[count] = own_keys + (seen.own - seen.length) * lanes;
+      values[count] = own_values + (seen.own - seen.length) * lanes;
+      positions[count++] = static_cast<int32_t>(seen.own);
+    }
+    return count;
+  }
+};
+
+// What a thread attends to next, to be fetched early; nullptr: not known.
+template <typename T>
+struct Following {
+  const Cache<T>* cache = nullptr;
+  Seen seen{};
+};
+
+#ifdef APT_PAIRS
+
+inline __m512i words(const void* p) { return _mm512_loadu_si512(p); }
+
+inline __m512bh pairs(__m512i v) {
+  __m512bh out;
+  std::memcpy(&out, &v, sizeof out);
+  return out;
+}
+
+// Scores of G query heads against `count` keys, a multiple of 16 of them, while the keys from `ahead` on are fetched.
+template <int G>
+void score_pairs(const Bf16* q, const Bf16* const* keys, const Bf16* const* ahead, int64_t lane, int count, int64_t width,
+                 float* scores) {
+  for (int t = 0; t < count; t += kLanes) {
+    Vec partial[G][kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const Bf16* key = keys[t + i] + lane;
+      __m512 products[G];
+      for (int g = 0; g < G; ++g) products[g] = _mm512_setzero_ps();
+      for (int64_t k = 0; k < width; k += 32) {
+        const __m512bh of_key = pairs(words(key + k));
+        _mm_prefetch(reinterpret_cast<const char*>(ahead[t + i] + lane + k), _MM_HINT_T0);
+        for (int g = 0; g < G; ++g) products[g] = _mm512_dpbf16_ps(products[g], of_key, pairs(words(q + g * width + k)));
+      }
+      for (int g = 0; g < G; ++g) std::memcpy(&partial[g][i], &products[g], sizeof(Vec));
+    }
+    for (int g = 0; g < G; ++g) store(scores + g * kTile + t, sums(partial[g]));
+  }
+}
+
+// acc[g] = acc[g] * scales[g] + sum over t of weights[g][t] * values[t], for L times 32 lanes of G heads and an even `count`. Of
+// 32 lanes, the accumulator holds those that the instruction for interleaving takes first before the others.
+template <int G, int L>
+void add_pairs(const uint32_t* weights, const float* scales, const Bf16* const* values, const Bf16* const* ahead, int64_t lane,
+               int count, int64_t width, float* acc) {
+  __m512 sums[G][2 * L];
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < 2 * L; ++i)
+      sums[g][i] = _mm512_mul_ps(_mm512_loadu_ps(acc + g * width + i * kLanes), _mm512_set1_ps(scales[g]));
+  for (int t = 0; t < count; t += 2) {
+    const Bf16 *first = values[t] + lane, *second = values[t + 1] + lane;
+    for (int i = 0; i < L; ++i) {
+      const __m512i a = words(first + 32 * i), b = words(second + 32 * i);
+      const __m512bh low = pairs(_mm512_unpacklo_epi16(a, b)), high = pairs(_mm512_unpackhi_epi16(a, b));
+      _mm_prefetch(reinterpret_cast<const char*>(ahead[t] + lane + 32 * i), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(ahead[t + 1] + lane + 32 * i), _MM_HINT_T0);
+      for (int g = 0; g < G; ++g) {
+        const __m512bh both = pairs(_mm512_set1_epi32(static_cast<int32_t>(weights[g * (kTile / 2) + t / 2])));
+        sums[g][2 * i] = _mm512_dpbf16_ps(sums[g][2 * i], low, both);
+        sums[g][2 * i + 1] = _mm512_dpbf16_ps(sums[g][2 * i + 1], high, both);
+      }
+    }
+  }
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < 2 * L; ++i) _mm512_storeu_ps(acc + g * width + i * kLanes, sums[g][i]);
+}
+
+// `attend` in dot products of pairs; `width` is a multiple of 32. Weights are rounded to bfloat16.
+template <typename Out>
+void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
+                  int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, Following<Bf16> following) {
+  constexpr int kHeads = 4;  // of one key head at a time
+  const int64_t heads = key_heads * group;
+  float* acc = scratch<float, kWide>(heads * width);
+  std::fill_n(acc, heads * width, 0.0f);
+  std::vector<Flash> states(heads);
+  struct Taken {
+    const Bf16 *keys[kTile], *values[kTile];
+    int32_t positions[kTile];
+    int count;
+  } tiles[2];
+  const auto take = [](Taken& to, const Cache<Bf16>& from, Seen& at, int64_t before) {
+    to.count = from.next(at, before, to.keys, to.values, to.positions);
+    for (int i = to.count; to.count && i < kTile; ++i) to.keys[i] = to.keys[i - 1], to.values[i] = to.values[i - 1];
+  };
+  alignas(64) float weights[kHeads * kTile];
+  alignas(64) uint32_t narrow[kHeads * kTile / 2];
+  take(tiles[0], cache, seen, end);
+  for (int turn = 0; tiles[turn].count; turn = 1 - turn) {
+    const Taken& now = tiles[turn];
+    Taken& next = tiles[1 - turn];
+    take(next, cache, seen, end);
+    // What comes next, in this row or the following one, is fetched while this is worked on.
+    Taken of_following;
+    of_following.count = 0;
+    if (!next.count && following.cache) take(of_following, *following.cache, following.seen, following.seen.length);
+    const Taken& fetched = next.count ? next : of_following.count ? of_following : now;
+    const Bf16 *const *keys_ahead = fetched.keys, *const *values_ahead = fetched.values;
+    const int count = now.count, padded = static_cast<int>(round_up(count, kLanes));
+    for (int i = padded; i < fetched.count; ++i)
+      for (int64_t e = first_key_head * width; e < (first_key_head + key_heads) * width; e += 32) {
+        _mm_prefetch(reinterpret_cast<const char*>(keys_ahead[i] + e), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(values_ahead[i] + e), _MM_HINT_T0);
+      }
+    for (int64_t k = 0; k < key_heads; ++k) {
+      const int64_t lane = (first_key_head + k) * width;
+      for (int64_t g = 0; g < group; g += kHeads) {
+        const int64_t head = k * group + g;
+        const int mine = static_cast<int>(std::min<int64_t>(kHeads, group - g));
+        const Bf16* queries = q + head * width;
+        if (mine == 4) score_pairs<4>(queries, now.keys, keys_ahead, lane, padded, width, weights);
+        if (mine == 3) score_pairs<3>(queries, now.keys, keys_ahead, lane, padded, width, weights);
+        if (mine == 2) score_pairs<2>(queries, now.keys, keys_ahead, lane, padded, width, weights);
+        if (mine == 1) score_pairs<1>(queries, now.keys, keys_ahead, lane, padded, width, weights);
+        float scales[kHeads];
+        for (int j = 0; j < mine; ++j) {
+          float* row = weights + j * kTile;
+          for (int t = 0; t < padded; t += kLanes) store(row + t, load(row + t) * scale);
+          const float slope = rules.slopes ? rules.slopes[first_key_head * group + head + j] : 0;
+          scales[j] = weigh(states[head + j], count, rules, slope, now.positions, end - 1, row);
+          for (int t = 0; t < padded; t += kLanes) {
+            const __m256bh half = _mm512_cvtneps_pbh(_mm512_load_ps(row + t));
+            std::memcpy(narrow + (j * kTile + t) / 2, &half, sizeof half);
+          }
+        }
+        const int even = (count + 1) / 2 * 2;
+        for (int64_t i = 0; i < width;) {
+          float* to = acc + head * width + i;
+          const auto add = [&](auto lanes) {
+            constexpr int L = decltype(lanes)::value;
+            if (mine == 4) add_pairs<4, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
+            if (mine == 3) add_pairs<3, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
+            if (mine == 2) add_pairs<2, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
+            if (mine == 1) add_pairs<1, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
+            i += 32 * L;
+          };
+          if (width - i >= 64)
+            add(std::integral_constant<int, 2>{});
+          else
+            add(std::integral_constant<int, 1>{});
+        }
+      }
+    }
+  }
+  for (int64_t h = 0; h < heads; ++h) {
+    const float inverse = states[h].l > 0 ? 1.0f / states[h].l : states[h].l;  // NaN stays
+    for (int64_t i = 0; i < width; ++i) {
+      const int64_t place = i % 8 / 4 * 16 + i % 32 / 8 * 4 + i % 4;
+      from_float(acc[h * width + i / 32 * 32 + place] * inverse, out[h * width + i]);
+    }
+  }
+}
+
+#endif  // APT_PAIRS
+
+// One query at position `end` - 1 over the positions before `end`, of heads that share key heads, `group` to each: q (heads, H),
+// out (heads, H).
+template <typename T, typename Out>
+void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
+            int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, [[maybe_unused]] const Following<T>& following = {}) {
+#ifdef APT_PAIRS
+  if constexpr (std::is_same_v<T, Bf16>)
+    if (width % 32 == 0)
+      return attend_pairs(q, cache, seen, end, rules, first_key_head, key_heads, group, width, scale, out, following);
+#endif
+  const int64_t padded = round_up(width, kLanes), heads = key_heads * group;
+  float* wide = scratch<float, kWide>(kTile * padded);
+  float* queries = scratch<float, kQueries>(heads * 2 * padded + group * (kTile + 1));
+  float *acc = queries + heads * padded, *weights = acc + heads * padded, *scales = weights + group * kTile;
+  std::fill_n(queries, heads * 2 * padded, 0.0f);
+  std::vector<Flash> states(heads);
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t i = 0; i < width; ++i) queries[h * padded + i] = to_float(q[h * width + i]) * scale;
+  int32_t positions[kTile];
+  const T *keys[kTile], *values[kTile], *mine[kTile];
+  for (int count; (count = cache.next(seen, end, keys, values, positions));) {
+    for (int64_t k = 0; k < key_heads; ++k) {
+      const int64_t lane = (first_key_head + k) * width;
+      for (int i = 0; i < count; ++i) mine[i] = keys[i] + lane;
+      widen(mine, count, width, padded, wide);
+      for (int64_t g = 0; g < group; ++g) {
+        const int64_t h = k * group + g;
+        const float slope = rules.slopes ? rules.slopes[first_key_head * group + h] : 0;
+        score(&queries[h * padded], wide, count, padded, &weights[g * kTile]);
+        scales[g] = weigh(states[h], count, rules, slope, positions, end - 1, &weights[g * kTile]);
+      }
+      for (int i = 0; i < count; ++i) mine[i] = values[i] + lane;
+      widen(mine, count, width, padded, wide);
+      for (int64_t g = 0; g < group; g += 4)
+        for (int64_t i = 0; i < padded; i += 4 * kLanes) {
+          const int vectors = static_cast<int>(std::min<int64_t>(4, (padded - i) / kLanes));
+          const int heads_now = static_cast<int>(std::min<int64_t>(4, group - g));
+          const float* w[4];
+          float* a[4];
+          for (int j = 0; j < heads_now; ++j) {
+            w[j] = &weights[(g + j) * kTile];
+            a[j] = &acc[(k * group + g + j) * padded + i];
+          }
+          const float* v = wide + i;
+          if (heads_now == 4) add_values<4>(vectors, w, &scales[g], v, count, padded, a);
+          if (heads_now == 3) add_values<3>(vectors, w, &scales[g], v, count, padded, a);
+          if (heads_now == 2) add_values<2>(vectors, w, &scales[g], v, count, padded, a);
+          if (heads_now == 1) add_values<1>(vectors, w, &scales[g], v, count, padded, a);
+        }
+    }
+  }
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t i = 0; i < width; ++i)
+      from_float(states[h].l > 0 ? acc[h * padded + i] / states[h].l : 0.0f, out[h * width + i]);
+}
+
+template <typename T>
+void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, ffi::Buffer<ffi::S32>& tables,
+                    ffi::Buffer<ffi::S32>& lens, const int32_t* rows, ffi::Buffer<ffi::S32>& ranges, const Rules& rules,
+                    int64_t block_size, ffi::Buffer<ffi::F32>::Dimensions shape, float* out) {
+  const int64_t batch = shape[0], heads = shape[1], width = shape[2];
+  const int64_t block_elements = pool.dimensions()[1], lanes = block_elements / block_size, key_heads = lanes / width;
+  const int64_t table_len = tables.dimensions()[2], group = heads / key_heads;
+  // Where rows are fewer than threads, their heads are shared out.
+  const int64_t live = std::max(rows[1] - rows[0], 0);
+  int64_t parts = 1;
+  while (live && live * parts < 2 * threads.num_threads() && key_heads % (2 * parts) == 0) parts *= 2;
+  if (live && live * parts < 2 * threads.num_threads()) parts = key_heads;
+  const int64_t per_part = key_heads / parts;
+  auto* elements = static_cast<const T*>(pool.untyped_data());
+  std::fill_n(out, batch * heads * width, 0.0f);
+  struct Row {
+    Cache<T> cache;
+    Seen seen;
+  };
+  const auto row_of = [&](int64_t row) {
+    const int64_t length = lens.typed_data()[row];
+    return Row{{elements, tables.typed_data() + row * 2 * table_len, table_len, block_elements, lanes, nullptr, nullptr},
+               seen_of(ranges, row, block_size, length, first_seen(rules.window, length))};
+  };
+  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+  const int64_t together = parts == 1 ? std::clamp<int64_t>(live / (4 * threads.num_threads()), 1, 8) : 1;
+  parallel_for(threads, (live + together - 1) / together * parts, [&](int64_t task) {
+    const int64_t from = rows[0] + task / parts * together, to = std::min<int64_t>(rows[1], from + together);
+    const int64_t first = task % parts * per_part;
+    Row mine = row_of(from);
+    for (int64_t row = from; row < to; ++row) {
+      const Row after = row_of(std::min(row + 1, to - 1));
+      const int64_t offset = (row * heads + first * group) * width;
+      if (mine.seen.length > 0)
+        attend(q + offset, mine.cache, mine.seen, mine.seen.length, rules, first, per_part, group, width, scale, out + offset,
+               row + 1 < to ? Following<T>{&after.cache, after.seen} : Following<T>{});
+      mine = after;
+    }
+  });
+}
+
+ffi::Error decode_kv(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
+                     ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
+                     ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, int64_t block_size, float softcap,
+                     int64_t window) {
+  const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+  if (q.element_type() != pool.element_type() || out->element_type() != ffi::F32)
+    return ffi::Error::InvalidArgument("decode_kv: queries of the pool's type to float32");
+  return of_type(q, [&](auto* queries) {
+    using T = std::remove_pointer_t<decltype(queries)>;
+    decode_kv_rows<T>(threads, queries, pool, tables, lens, rows.typed_data(), ranges, rules, block_size, q.dimensions(),
+                      static_cast<float*>(out->untyped_data()));
+    return ffi::Error::Success();
+  });
+}
+
+auto decode_arguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()         // q (B, N, H), or (B, N, D) absorbed and scaled
+      .Arg<ffi::AnyBuffer>()         // pool (P, C * E), of the same type
+      .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, 2, J), or (B, J)
+      .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,)
+      .Arg<ffi::Buffer<ffi::S32>>()  // rows (2,)
+      .Arg<ffi::Buffer<ffi::S32>>()  // slot ranges (B, J, 2), or (0, 0, 2)
+      .Arg<ffi::Buffer<ffi::F32>>()  // slopes (N,), or (0,)
+      .Ret<ffi::AnyBuffer>()
+      .Attr<int64_t>("block_size")
+      .Attr<float>("softcap")
+      .Attr<int64_t>("window");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_kv, decode_kv, decode_arguments());

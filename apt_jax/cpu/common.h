@@ -1,0 +1,304 @@
+// What the CPU kernels share: vectors of 16 floats, a loop over threads, memory for a call, matrix tiles (AMX).
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define APT_PAIRS 1  // dot products of pairs of bfloat16
+#include <immintrin.h>
+#endif
+
+#if defined(APT_PAIRS) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#define APT_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace ffi = xla::ffi;
+
+// Whether products of bfloat16 use matrix tiles here.
+extern "C" int apt_has_tiles();
+
+namespace {
+
+constexpr int kLanes = 16;
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef uint32_t UintVec __attribute__((vector_size(64)));
+typedef uint16_t HalfVec __attribute__((vector_size(32)));
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline Vec load(const Bf16* p) {
+  HalfVec h;
+  std::memcpy(&h, p, sizeof h);
+  UintVec wide = __builtin_convertvector(h, UintVec) << 16;
+  Vec v;
+  std::memcpy(&v, &wide, sizeof v);
+  return v;
+}
+
+inline Vec load(const int8_t* p) {
+  typedef int8_t ByteVec __attribute__((vector_size(16)));
+  ByteVec bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, Vec);
+}
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(int8_t x) { return x; }
+
+inline float to_float(Bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+inline void from_float(float x, float& out) { out = x; }
+
+inline void from_float(float x, Bf16& out) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  out.bits = x == x ? static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0;
+}
+
+inline void store(Bf16* p, Vec v) {
+  UintVec bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  bits = v == v ? bits : UintVec{} + 0x7fc0;
+  HalfVec h = __builtin_convertvector(bits, HalfVec);
+  std::memcpy(p, &h, sizeof h);
+}
+
+inline Vec splat(float x) { return Vec{} + x; }
+
+inline float sum(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int h = kLanes / 2; h; h /= 2)
+    for (int i = 0; i < h; ++i) lanes[i] += lanes[i + h];
+  return lanes[0];
+}
+
+inline float max(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  return *std::max_element(lanes, lanes + kLanes);
+}
+
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+// Lane i of the result is the sum of v[i]. Each step halves the number of vectors: they are cut in groups, one a sum, and
+// halves of groups are added.
+inline Vec sums(const Vec* v) {
+  Vec a[8], b[4], c[2];
+  for (int i = 0; i < 8; ++i)
+    a[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  for (int i = 0; i < 4; ++i)
+    b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a[2 * i], a[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  for (int i = 0; i < 2; ++i)
+    c[i] = __builtin_shufflevector(b[2 * i], b[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           __builtin_shufflevector(b[2 * i], b[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  return __builtin_shufflevector(c[0], c[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(c[0], c[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// e^x to about one unit in the last place: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2. From 88 on it is infinite, up
+// to -87 it is e^-87; NaN stays NaN.
+inline Vec exp(Vec given) {
+  Vec x = max(given, splat(-87.0f));
+  x = x < 88.0f ? x : splat(88.0f);
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  Vec n = x * 1.44269504088896341f + magic;
+  IntVec exponent;
+  std::memcpy(&exponent, &n, sizeof n);
+  n -= magic;
+  Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  exponent <<= 23;  // the bits of `magic` above the exponent are shifted out
+  IntVec bits;
+  std::memcpy(&bits, &p, sizeof p);
+  bits += exponent;
+  std::memcpy(&p, &bits, sizeof p);
+  p = given < 88.0f ? p : splat(INFINITY);
+  return given == given ? p : given;
+}
+
+// Calls f(i) for 0 <= i < n on this thread and those of the pool that are free; returns when all calls have returned.
+template <typename F>
+void parallel_for(ffi::ThreadPool& pool, int64_t n, const F& f) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
+  };
+  int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
+  if (helpers < 1) {
+    for (int64_t i = 0; i < n; ++i) f(i);
+    return;
+  }
+  auto shared = std::make_shared<Shared>();
+  const F* call = &f;  // not touched by a helper that comes when all is taken
+  auto work = [shared, call, n] {
+    for (int64_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < n;) {
+      (*call)(i);
+      if (shared->done.fetch_add(1, std::memory_order_acq_rel) + 1 == n) {
+        std::lock_guard<std::mutex> lock(shared->mutex);
+        shared->all_done.notify_one();
+      }
+    }
+  };
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
+  work();
+  auto is_done = [&] { return shared->done.load(std::memory_order_acquire) >= n; };
+  for (int spins = 0; spins < 1000; ++spins) {
+    if (is_done()) return;
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  // A helper that lost its core to another thread is moved to this one at once if nothing runs here.
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  shared->all_done.wait(lock, is_done);
+}
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Memory that a thread keeps for its next call: fresh memory of this size costs a page fault every 4 KiB. One for each `slot`.
+template <typename T, int slot>
+T* scratch(int64_t n) {
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  static thread_local std::unique_ptr<void, Free> memory;
+  static thread_local size_t bytes = 0;
+  const size_t wanted = n * sizeof(T);
+  if (wanted > bytes) {
+    bytes = std::max(wanted + 63, bytes * 2) / 64 * 64;
+    memory.reset(std::aligned_alloc(64, bytes));
+    if (!memory) throw std::bad_alloc();
+  }
+  return static_cast<T*>(memory.get());
+}
+
+enum Slots { kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest, kScales };
+
+constexpr int64_t kMostLanes = 1024;  // of a head
+
+// Calls run(p) with a pointer of the type of a buffer's elements.
+template <typename Buffer, typename Run>
+ffi::Error of_type(Buffer& buffer, const Run& run) {
+  if (buffer.element_type() == ffi::F32) return run(static_cast<float*>(buffer.untyped_data()));
+  if (buffer.element_type() == ffi::BF16) return run(static_cast<Bf16*>(buffer.untyped_data()));
+  return ffi::Error::InvalidArgument("float32 or bfloat16 alone");
+}
+
+// ---- AMX
+
+#ifdef APT_AMX
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+  TileConfig() {
+    for (int i = 0; i < 8; ++i) row_bytes[i] = 64, rows[i] = 16;
+  }
+};
+
+// Whether the kernel lets this process use the tiles; asked once.
+bool has_tiles() {
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+  return granted;
+}
+
+// All eight tiles hold 16 rows of 64 bytes for as long as it lives; on the thread that made it.
+struct Tiles {
+  Tiles() {
+    static const TileConfig config;
+    _tile_loadconfig(&config);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+// The first `count` lanes, at most all.
+inline __mmask16 lanes_of(int64_t count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
+
+inline void transpose(const float* in, __m512 (&out)[16]) {
+  __m512 a[16];
+  for (int i = 0; i < 16; ++i) out[i] = _mm512_loadu_ps(in + 16 * i);
+  for (int i = 0; i < 8; ++i) {
+    a[2 * i] = _mm512_unpacklo_ps(out[2 * i], out[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_ps(out[2 * i], out[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    auto d = [&](int k) { return _mm512_castps_pd(a[4 * i + k]); };
+    out[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(d(0), d(2)));
+    out[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(d(0), d(2)));
+    out[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(d(1), d(3)));
+    out[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(d(1), d(3)));
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_f32x4(out[i], out[i + 4], 0x88);
+    a[i + 4] = _mm512_shuffle_f32x4(out[i], out[i + 4], 0xdd);
+    a[i + 8] = _mm512_shuffle_f32x4(out[i + 8], out[i + 12], 0x88);
+    a[i + 12] = _mm512_shuffle_f32x4(out[i + 8], out[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    out[i] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+    out[i + 8] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+  }
+}
+
+// At most 16 rows of bfloat16 as right-hand tiles: tile k holds of all rows the elements 32 k to 32 k + 31, pairs of elements side
+// by side: 32-bit word (i, j) is the i-th pair of row j. Rows that there are not are zeros.
+void pack_rows(const Bf16* x, int64_t rows, int64_t width, int64_t stride, uint32_t* out) {
+  for (int64_t k = 0; k < width; k += 32, out += 256) {
+    alignas(64) float in[256];
+    for (int64_t j = 0; j < rows; ++j) std::memcpy(in + 16 * j, x + j * stride + k, 64);
+    std::memset(in + 16 * rows, 0, (16 - rows) * 64);
+    __m512 columns[16];
+    transpose(in, columns);
+    for (int i = 0; i < 16; ++i) _mm512_storeu_ps(reinterpret_cast<float*>(out) + 16 * i, columns[i]);
+  }
+}
+
+#endif  // APT_AMX
+
+}  // namespace

@@ -1,0 +1,148 @@
+// What lies between products: norms, and the split of one product into q, k and v.
+
+#include "common.h"
+
+namespace {
+
+// As float32, plus `offset`.
+void widen(ffi::AnyBuffer& from, float offset, float* out) {
+  of_type(from, [&](const auto* p) {
+    for (size_t i = 0; i < from.element_count(); ++i) out[i] = to_float(p[i]) + offset;
+    return ffi::Error::Success();
+  });
+}
+
+template <typename T>
+void norm_row(const float* row, const float* scale, const float* bias, int64_t width, float eps, bool layer, T* out) {
+  const int64_t even = width / kLanes * kLanes;
+  float mean = 0;
+  if (layer) {
+    Vec total{};
+    for (int64_t i = 0; i < even; i += kLanes) total += load(row + i);
+    mean = sum(total);
+    for (int64_t i = even; i < width; ++i) mean += row[i];
+    mean /= static_cast<float>(width);
+  }
+  Vec squares{};
+  for (int64_t i = 0; i < even; i += kLanes) {
+    const Vec d = load(row + i) - mean;
+    squares += d * d;
+  }
+  float square = sum(squares);
+  for (int64_t i = even; i < width; ++i) square += (row[i] - mean) * (row[i] - mean);
+  const float inverse = 1.0f / std::sqrt(square / static_cast<float>(width) + eps);
+  for (int64_t i = 0; i < even; i += kLanes) {
+    Vec v = (load(row + i) - mean) * inverse * load(scale + i);
+    if (bias) v += load(bias + i);
+    store(out + i, v);
+  }
+  for (int64_t i = even; i < width; ++i) from_float((row[i] - mean) * inverse * scale[i] + (bias ? bias[i] : 0), out[i]);
+}
+
+// h (T, D) plus delta (T, D), or (0, 0): the sum, and its layer or RMS norm by scale (D,), to which `offset` is added, and bias
+// (D,), or (0,).
+ffi::Error add_norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h, ffi::Buffer<ffi::F32> delta, ffi::AnyBuffer scale,
+                    ffi::AnyBuffer bias, ffi::ResultBuffer<ffi::F32> sum, ffi::Result<ffi::AnyBuffer> out, float eps,
+                    float offset, int64_t layer) {
+  const int64_t rows = h.dimensions()[0], width = h.dimensions()[1];
+  float* scales = scratch<float, kScales>(2 * width);
+  float* biases = bias.element_count() ? scales + width : nullptr;
+  widen(scale, offset, scales);
+  if (biases) widen(bias, 0, biases);
+  const float* more = delta.element_count() ? delta.typed_data() : nullptr;
+  return of_type(*out, [&](auto* to) {
+    constexpr int64_t kTogether = 8;
+    parallel_for(pool, (rows + kTogether - 1) / kTogether, [&](int64_t task) {
+      for (int64_t row = task * kTogether; row < std::min(rows, (task + 1) * kTogether); ++row) {
+        const float* from = h.typed_data() + row * width;
+        float* mine = sum->typed_data() + row * width;
+        if (more)
+          for (int64_t i = 0; i < width; ++i) mine[i] = from[i] + more[row * width + i];
+        else
+          std::copy_n(from, width, mine);
+        norm_row(mine, scales, biases, width, eps, layer != 0, to + row * width);
+      }
+    });
+    return ffi::Error::Success();
+  });
+}
+
+// Of one head's `width` lanes, the first 2 * half turned: a, b to a cos - b sin, b cos + a sin.
+template <typename T>
+void turn_head(const float* from, const float* bias, const float* cosine, const float* sine, int64_t half, int64_t width,
+               bool finite, T* out) {
+  float made[kMostLanes];
+  for (int64_t i = 0; i < width; ++i) made[i] = from[i] + (bias ? bias[i] : 0);
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = made[i], b = made[i + half];
+    made[i] = a * cosine[i] - b * sine[i];
+    made[i + half] = b * cosine[i] + a * sine[i];
+  }
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) store(out + i, load(made + i));
+  for (; i < width; ++i) from_float(made[i], out[i]);
+  if (finite)
+    for (i = 0; i < width; ++i)
+      if (!(std::fabs(to_float(out[i])) < INFINITY)) out[i] = T{};
+}
+
+// Sums (T, (N + 2K) H) of one product for q, k and v, with their bias ((N + 2K) H,), or (0,), to the three; q and k turned by
+// cosine and sine (T, half), or (0, 0). What is not finite in k and v becomes 0.
+ffi::Error split_qkv(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> sums, ffi::AnyBuffer bias, ffi::Buffer<ffi::F32> cosine,
+                     ffi::Buffer<ffi::F32> sine, ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k,
+                     ffi::Result<ffi::AnyBuffer> v, int64_t head_dim) {
+  const int64_t rows = sums.dimensions()[0], width = sums.dimensions()[1];
+  const int64_t heads = q->dimensions()[1] / head_dim, key_heads = k->dimensions()[1] / head_dim;
+  const int64_t half = cosine.element_count() ? cosine.dimensions()[1] : 0;
+  if (head_dim > kMostLanes) return ffi::Error::InvalidArgument("split_qkv: heads of at most 1024 lanes");
+  float* biases = bias.element_count() ? scratch<float, kScales>(width) : nullptr;
+  if (biases) widen(bias, 0, biases);
+  return of_type(*q, [&](auto* queries) {
+    using T = std::remove_pointer_t<decltype(queries)>;
+    auto *keys = static_cast<T*>(k->untyped_data()), *values = static_cast<T*>(v->untyped_data());
+    constexpr int64_t kTogether = 8;
+    parallel_for(pool, (rows + kTogether - 1) / kTogether, [&](int64_t task) {
+      for (int64_t row = task * kTogether; row < std::min(rows, (task + 1) * kTogether); ++row) {
+        const float *cos = cosine.typed_data() + row * half, *sin = sine.typed_data() + row * half;
+        for (int64_t i = 0; i < heads + 2 * key_heads; ++i) {
+          const float* from = sums.typed_data() + row * width + i * head_dim;
+          const float* more = biases ? biases + i * head_dim : nullptr;
+          if (i < heads)
+            turn_head(from, more, cos, sin, half, head_dim, false, queries + (row * heads + i) * head_dim);
+          else if (i < heads + key_heads)
+            turn_head(from, more, cos, sin, half, head_dim, true, keys + (row * key_heads + i - heads) * head_dim);
+          else
+            turn_head(from, more, cos, sin, 0, head_dim, true, values + (row * key_heads + i - heads - key_heads) * head_dim);
+        }
+      }
+    });
+    return ffi::Error::Success();
+  });
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_add_norm, add_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // h (T, D)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // delta (T, D), or (0, 0)
+                                  .Arg<ffi::AnyBuffer>()         // scale (D,)
+                                  .Arg<ffi::AnyBuffer>()         // bias (D,), or (0,)
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps")
+                                  .Attr<float>("offset")
+                                  .Attr<int64_t>("layer"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_split_qkv, split_qkv,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sums (T, (N + 2K) H)
+                                  .Arg<ffi::AnyBuffer>()         // bias ((N + 2K) H,), or (0,)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // cosine (T, half), or (0, 0)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sine
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("head_dim"));

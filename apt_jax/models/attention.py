@@ -1,0 +1,388 @@
+"""Attention of one layer: project tokens to q, k and v, write their cache, and attend over the block pool.
+
+Decode rows of the KV kind attend over keys and values. Those of the hidden kind attend over cached layer inputs x, absorbed:
+score = (W_k^T q) . x + q . b_k, where the softmax drops the second term, and out = W_v (sum a x) + b_v, as sum a = 1. Lanes of
+keys that are rotated, or normed, after projection cannot be absorbed: those keys are computed from x.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.params import LayerParams
+from apt_jax.models.sharding import TensorParallel
+from apt_jax.models.step import (
+    DecoderBatch,
+    StepOptions,
+    apply_dense,
+    flatten_inputs,
+    zero_non_finite,
+)
+from apt_jax.ops.linear import dot
+from apt_jax.ops.reference import KeyNorm, ScoreRules, apply_rope, rms_norm_heads
+
+_CosSin = tuple[Array, Array]
+"""Cosine and sine (T, HALF) of the rotary angles of tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionInputs:
+    """Inputs of one layer's attention beside its tokens: the same for all layers but for `params` and the rules."""
+
+    params: LayerParams
+    config: ModelConfig
+    options: StepOptions
+    batch: DecoderBatch
+    cos_sin: _CosSin | None
+    """For every token of the step; None: no rotary embedding."""
+    all_angles: Float[Array, "S HALF"] | None
+    """Angles of every position, for keys computed from cached layer inputs; None: not needed."""
+    rules: ScoreRules | None
+    rules_of_all_heads: ScoreRules | None
+    """`rules` for the heads of all devices."""
+
+    @property
+    def key_norm(self) -> KeyNorm | None:
+        """The norm of keys computed from cached layer inputs."""
+        scale = self.params.k_norm
+        return None if scale is None else KeyNorm(scale=scale, eps=self.config.norm_eps)
+
+
+def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Float[Array, "T NH"], Array]:
+    """Attention of all tokens of a step, before the output projection; also the pool with their cache written."""
+    b, t, head_dim = a.options.num_decode, x.shape[0], a.config.head_dim
+    q, k, v = _project_step(a, x)
+    q = q.reshape(t, -1, head_dim)
+    pool = _write_cache(a, pool, x, k, v)
+    outs = []
+    if b:
+        outs.append(_attend_decode(a, q[:b], pool).astype(x.dtype))
+    if t > b:
+        keys, values = (part[b:].reshape(t - b, -1, head_dim) for part in (k, v))
+        out = _attend_prefill(a, q[b:], keys, values, pool, width=x.shape[1])
+        outs.append(out.astype(x.dtype))
+    return jnp.concatenate(outs).reshape(t, -1), pool
+
+
+def score_rules(config: ModelConfig, layer: int, tensor: TensorParallel | None = None) -> ScoreRules | None:
+    """The score rules of a layer, for this device's heads where there are several devices; None: plain scores."""
+    window = config.window(layer)
+    if config.attention_softcap is None and not config.alibi_slopes and window is None:
+        return None
+    slopes = jnp.asarray(config.alibi_slopes, jnp.float32) if config.alibi_slopes else None
+    if slopes is not None and tensor is not None:
+        slopes = tensor.own(slopes, 0)
+    return ScoreRules(softcap=config.attention_softcap, slopes=slopes, window=window)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that are not None. Ops get the others not at all: a backend need not know features it does not support."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+# ---- projection to q, k and v
+
+
+def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Array, Array]:
+    """`_project` of all tokens. Decode rows compute k and v only where any of them has the KV kind."""
+    b, t = a.options.num_decode, x.shape[0]
+    kv_rows, hidden_rows = a.options.kinds
+
+    def project(start: int, stop: int, *, q_only: bool = False) -> tuple[Array, Array, Array]:
+        cos_sin = None if a.cos_sin is None else (a.cos_sin[0][start:stop], a.cos_sin[1][start:stop])
+        return _project(a, x[start:stop], cos_sin, q_only=q_only)
+
+    parts = []
+    if b and not (kv_rows and hidden_rows and a.options.ops.branches):
+        parts.append(project(0, b, q_only=not kv_rows))
+    elif b:
+        has_kv = a.batch.num_kv_rows > 0
+        parts.append(lax.cond(has_kv, lambda: project(0, b), lambda: project(0, b, q_only=True)))
+    if t > b:
+        parts.append(project(b, t))
+    q, k, v = (jnp.concatenate(pieces) for pieces in zip(*parts, strict=True))
+    return q, k, v
+
+
+def _project(
+    a: AttentionInputs, x: Array, cos_sin: _CosSin | None, *, q_only: bool = False
+) -> tuple[Array, Array, Array]:
+    """q (T, N * H), k and v (T, E) of tokens, in the dtype of x; zeros for values of k and v that are not finite. With `q_only`
+    k and v are zeros."""
+    p, config = a.params, a.config
+    lanes, q_width = config.lane, config.num_heads * config.head_dim
+    nothing = jnp.zeros((x.shape[0], lanes), x.dtype)
+
+    def project(w: Any, b: Array | None) -> Array:
+        bias = None if b is None else b.reshape(-1)
+        return apply_dense(x, flatten_inputs(w, len(w.shape) - 1), bias, a.options.ops.dense)
+
+    if p.wqkv is not None and not (q_only and p.wq is not None):
+        split = a.options.ops.split_qkv
+        if split is not None and _only_bias_and_rope(a) and x.dtype in (jnp.float32, jnp.bfloat16):
+            return split(project(p.wqkv, None), p.bqkv, cos_sin, config.head_dim, config.num_heads, x.dtype)
+        out = project(p.wqkv, p.bqkv)
+        q, k, v = out[:, :q_width], out[:, q_width : q_width + lanes], out[:, q_width + lanes :]
+    elif q_only:
+        q, k, v = project(p.wq, p.bq), nothing, nothing
+    else:
+        q, k, v = project(p.wq, p.bq), project(p.wk, p.bk), project(p.wv, p.bv)
+    if config.clip_qkv is not None:
+        q, k, v = (jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (q, k, v))
+    q = _norm_and_rotate(a, q, p.q_norm, cos_sin, are_queries=True)
+    k = k if q_only else _norm_and_rotate(a, k, p.k_norm, cos_sin, are_queries=False)
+    return q.astype(x.dtype), zero_non_finite(k.astype(x.dtype)), zero_non_finite(v.astype(x.dtype))
+
+
+def _only_bias_and_rope(a: AttentionInputs) -> bool:
+    """True if nothing but bias and rotation, if any, lies between the product for q, k and v and attention."""
+    config, p = a.config, a.params
+    plain = config.scale * config.head_dim**0.5 == 1.0 and config.clip_qkv is None
+    if config.rope is not None and config.rope.attention_factor != 1.0:
+        return False
+    return plain and p.q_norm is None and p.k_norm is None
+
+
+def _norm_and_rotate(
+    a: AttentionInputs,
+    x: Float[Array, "T E"],
+    norm: Array | None,
+    cos_sin: _CosSin | None,
+    *,
+    are_queries: bool,
+) -> Array:
+    """Queries or keys after norm and rotation; queries take all factors on scores but the 1 / sqrt(H) of the ops."""
+    config, tensor = a.config, a.options.tensor
+    factor = config.scale * config.head_dim**0.5 if are_queries else 1.0
+    if norm is None and cos_sin is None:
+        return x if factor == 1.0 else x * factor
+    heads = x.reshape(x.shape[0], -1, config.head_dim)
+    if norm is not None and tensor is not None and config.qk_norm == "lane":
+        square = tensor.sum(jnp.sum(x * x, axis=1, keepdims=True)) / (x.shape[1] * tensor.size)
+        scaled = x * lax.rsqrt(square + config.norm_eps) * norm.astype(jnp.float32)[None]
+        heads = scaled.reshape(heads.shape)
+    elif norm is not None:
+        heads = rms_norm_heads(heads, norm, config.norm_eps)
+    if cos_sin is not None:
+        heads = apply_rope(heads, *cos_sin)
+    if config.rope is not None and are_queries and config.rope.attention_factor != 1.0:
+        rotated = jnp.arange(config.head_dim) < config.rope.rotary_dim
+        heads = heads * jnp.where(rotated, config.rope.attention_factor**2, 1.0)[None, None]
+    return (heads if factor == 1.0 else heads * factor).reshape(x.shape)
+
+
+# ---- cache writes
+
+
+def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) -> Array:
+    """The pool with the cache of all tokens in it: k and v, or x.
+
+    What others may read stays finite by construction, as k and v are: 0 * NaN = NaN, so a NaN would pass the mask of a neighbour
+    in the same tile, or of a recycled block's next owner. The row that made it still fails, through its own residual.
+    """
+    batch, (kv_rows, hidden_rows) = a.batch, a.options.kinds
+    if a.options.tensor is not None and hidden_rows:
+        x = a.options.tensor.own(x, 1)
+    lanes = a.config.lane
+    is_apart = hidden_rows and x.shape[1] != lanes
+    if is_apart:
+        pool = _write_inputs(a, pool, zero_non_finite(x))
+        if not kv_rows:
+            return pool
+    first = k
+    if hidden_rows and not is_apart:
+        first = jnp.where(batch.token_hidden[:, None], zero_non_finite(x), k)
+    rows = jnp.concatenate([first, v]) if kv_rows else first
+    first_slots = batch.first_slots
+    if is_apart:
+        first_slots = jnp.where(batch.token_hidden, pool.shape[0] * a.options.block_size, first_slots)
+    slots = jnp.concatenate([first_slots, batch.second_slots]) if kv_rows else first_slots
+    by_slot = pool.reshape(-1, lanes).at[slots].set(rows.astype(pool.dtype), mode="drop")
+    return by_slot.reshape(pool.shape)
+
+
+def _write_inputs(a: AttentionInputs, pool: Array, x: Array) -> Array:
+    """Write layer inputs that are not as wide as keys: `hidden_block_size` of them lie at the start of a block."""
+    batch, slots = a.batch, a.options.hidden_block_size
+    block, slot = batch.first_slots // slots, batch.first_slots % slots
+    block = jnp.where(batch.token_hidden, block, pool.shape[0])
+    dimensions = lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+    )
+    start = jnp.stack([block, slot * x.shape[1]], axis=1)
+    return lax.scatter(pool, start, x.astype(pool.dtype), dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP)
+
+
+# ---- attention
+
+
+def _attend_decode(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
+    """Decode rows, each by its kind: either op gives zeros for the rows of the other."""
+    kv_rows, hidden_rows = a.options.kinds
+    zeros = jnp.zeros(q.shape, jnp.float32)
+    if not hidden_rows:
+        return _attend_kv(a, q, pool)
+    if not kv_rows:
+        return _attend_hidden(a, q, pool)
+    if not a.options.ops.branches:
+        return _attend_kv(a, q, pool) + _attend_hidden(a, q, pool)
+    out = _attend_kv(a, q, pool)
+    has_hidden = a.batch.num_decode_rows > a.batch.num_kv_rows
+    return out + lax.cond(has_hidden, lambda: _attend_hidden(a, q, pool), lambda: zeros)
+
+
+def _attend_kv(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
+    """Decode rows of the KV kind; zeros for others."""
+    batch, options = a.batch, a.options
+    return options.ops.decode_kv(
+        q,
+        pool,
+        batch.decode_tables,
+        batch.decode_lens,
+        block_size=options.block_size,
+        rows=(jnp.int32(0), batch.num_kv_rows),
+        **_given(rules=a.rules),
+    )
+
+
+def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
+    """Decode rows of the hidden kind; zeros for others."""
+    p, options, batch = a.params, a.options, a.batch
+    if options.tensor is not None and options.hidden_mode == "absorb":
+        return _attend_absorbed_shards(a, q, pool, options.tensor)
+    tables, lens = batch.decode_tables[:, 0], batch.decode_lens
+    common = {
+        "block_size": options.hidden_block_size,
+        "rows": (batch.num_kv_rows, batch.num_decode_rows),
+    } | _given(rules=a.rules, tensor=options.tensor)
+    if options.hidden_mode is None:
+        of_keys = _given(angles=a.all_angles, key_norm=a.key_norm)
+        return options.ops.decode_reprojected(q, pool, tables, lens, p.wk, p.bk, p.wv, p.bv, **common, **of_keys)
+    scaled = q * jnp.asarray(q.shape[2] ** -0.5, q.dtype)
+    if options.hidden_mode == "absorb":
+        z = options.ops.decode_absorbed(_absorb_keys(a, scaled, p.wk), pool, tables, lens, **common)
+    else:
+        assert a.all_angles is not None
+        r = q.shape[2] if options.hidden_mode == "v-absorb" else 2 * a.all_angles.shape[1]
+        absorbed = None if r == q.shape[2] else _absorb_keys(a, scaled[:, :, r:], p.wk[:, r:])
+        bias = None if p.bk is None else p.bk[:, :r]
+        z = options.ops.decode_v_absorbed(
+            scaled[:, :, :r],
+            absorbed,
+            pool,
+            tables,
+            lens,
+            p.wk[:, :r],
+            bias,
+            a.all_angles,
+            **common,
+            **_given(key_norm=a.key_norm),
+        )
+    return _add_value_bias(a, _of_kv_heads(z, p.wv, (2, 2)).transpose(1, 0, 2).reshape(q.shape))
+
+
+def _attend_absorbed_shards(
+    a: AttentionInputs, q: Float[Array, "B N H"], pool: Array, tensor: TensorParallel
+) -> Float[Array, "B N H"]:
+    """Absorbed attention of this device's heads, where every device has some features of the layer inputs, and so a part of
+    the scores of all heads."""
+    p, batch = a.params, a.batch
+    every = tensor.gather(q * jnp.asarray(q.shape[2] ** -0.5, q.dtype), 1)
+    z = a.options.ops.decode_absorbed(
+        _absorb_keys(a, every, p.wk_inputs),
+        pool,
+        batch.decode_tables[:, 0],
+        batch.decode_lens,
+        block_size=a.options.hidden_block_size,
+        rows=(batch.num_kv_rows, batch.num_decode_rows),
+        rules=a.rules_of_all_heads,
+        tensor=tensor,
+    )
+    out = _of_kv_heads(z, p.wv_inputs, (2, 2)).transpose(1, 0, 2)
+    return _add_value_bias(a, tensor.scatter_sum(out.reshape(every.shape), 1))
+
+
+def _attend_prefill(
+    a: AttentionInputs,
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    pool: Array,
+    *,
+    width: int,
+) -> Float[Array, "T N H"]:
+    """Chunks of prompts over their cached prefixes and themselves; `width` is that of layer inputs."""
+    p, options, batch = a.params, a.options, a.batch
+    has_hidden = options.kinds[1]
+    of_inputs: dict[str, Any] = {}
+    if has_hidden:
+        same_blocks = options.hidden_block_size == options.block_size and width == a.config.lane
+        of_inputs = _given(
+            angles=a.all_angles,
+            key_norm=a.key_norm,
+            tensor=options.tensor,
+            hidden_block_size=None if same_blocks else options.hidden_block_size,
+        )
+    return options.ops.prefill(
+        q,
+        k,
+        v,
+        pool,
+        batch.prefill_tables,
+        batch.prefill_offsets,
+        batch.prefill_lens,
+        batch.prefix_lens,
+        batch.prefill_hidden,
+        batch.num_prefill_rows,
+        p.wk,
+        p.bk,
+        p.wv,
+        p.bv,
+        block_size=options.block_size,
+        with_hidden=has_hidden,
+        **_given(rules=a.rules),
+        **of_inputs,
+    )
+
+
+# ---- absorption
+
+
+def _absorb_keys(a: AttentionInputs, q: Float[Array, "B N R"], wk: Float[Array, "K R D"]) -> Float[Array, "B N D"]:
+    """W_k^T q of every head."""
+    # N times as wide as q: on GPUs its traffic counts, so it is not written in float32 first.
+    product = None if a.options.ops.branches else q.dtype
+    out = _of_kv_heads(q, wk, (2, 1), product)
+    return out.transpose(1, 0, 2).reshape(q.shape[0], q.shape[1], -1).astype(q.dtype)
+
+
+def _add_value_bias(a: AttentionInputs, out: Float[Array, "B N H"]) -> Array:
+    """Absorbed results with the bias of the values added, in hidden rows."""
+    bv = a.params.bv
+    if bv is None:
+        return out
+    index = jnp.arange(out.shape[0], dtype=jnp.int32)
+    is_hidden = (index >= a.batch.num_kv_rows)[:, None, None]
+    bias = jnp.repeat(bv.astype(jnp.float32), out.shape[1] // bv.shape[0], axis=0)
+    return out + jnp.where(is_hidden, bias[None], 0.0)
+
+
+def _of_kv_heads(
+    a: Float[Array, "B N R"], w: Float[Array, "K H D"], contract: tuple[int, int], dtype: Any = None
+) -> Array:
+    """Products of every query head with its key head's matrix: (N, B, ...) where K = N, else (B * G, ...) a key head laid
+    out so that `transpose(1, 0, 2)` and a reshape give (B, N, ...)."""
+    batch, num_heads, width = a.shape
+    num_kv_heads = w.shape[0]
+    if num_heads == num_kv_heads:
+        return dot(a.astype(w.dtype), w, contract, ((1,), (0,)), dtype)
+    group = num_heads // num_kv_heads
+    grouped = a.reshape(batch, num_kv_heads, group, width).transpose(0, 2, 1, 3)
+    rows = grouped.reshape(batch * group, num_kv_heads, width).astype(w.dtype)
+    out = dot(rows, w, contract, ((1,), (0,)), dtype)
+    out = out.reshape(num_kv_heads, batch, group, -1).transpose(0, 2, 1, 3)
+    return out.reshape(num_heads, batch, -1)

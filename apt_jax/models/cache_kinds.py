@@ -1,0 +1,149 @@
+"""Table of the cache kinds of every model: their memory, and how attention over layer inputs works.
+
+    python -m apt_jax.models.cache_kinds            # every published size that is known by name, as Markdown
+    python -m apt_jax.models.cache_kinds FILE       # the same, put between the markers of a Markdown file
+
+Memory is what one token takes in all layers; the pool takes it in blocks, of which the last elements may stay empty. The time of a cached token in a decode step is the larger of its bytes over the
+bandwidth and its operations over the matmul rate of an A100 40 GB (1.555 TB/s, 312 TFLOP/s): a floor, not a measurement.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from apt_jax.config import CacheConfig
+from apt_jax.models.config import HiddenMode, ModelConfig
+from apt_jax.models.families.registry import PRESETS
+from apt_jax.models.loading.resolve import read_model_config
+
+BANDWIDTH_BYTES_S = 1.555e12
+MATMUL_FLOP_S = 312e12
+ITEMSIZE = 2
+"""Bytes of a 16-bit value."""
+
+BLOCK_SIZE = CacheConfig().block_size
+"""Keys a block."""
+
+BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
+
+ATTENTION: dict[HiddenMode, str] = {
+    "absorb": "absorb",
+    "partial": "rotary lanes of K reprojected, the rest absorbed",
+    "v-absorb": "K reprojected, V absorbed",
+    "refused": "refused",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheKindInfo:
+    """Both cache kinds of one model."""
+
+    model: str
+    kv_bytes: int
+    """A token in all layers, 16 bit."""
+    hidden_bytes: int
+    hidden_ratio: float
+    """`hidden_bytes` over `kv_bytes`."""
+    pool_ratio: float | None
+    """The same in the pool, of long contexts: layer inputs that do not fit a block of `BLOCK_SIZE` keys leave room at its
+    end. None: not offered."""
+    mode: HiddenMode
+    hybrid: bool
+    """`--cache hybrid` offers both kinds; else it means KV."""
+    refusal: str | None
+    """Why the hidden kind is not offered."""
+    break_even_tokens: float | None
+    """Context from which absorbed attention moves fewer bytes than attention over keys and values, in a kernel that reads
+    layer inputs once: its queries and results are N * D wide, written and read, whatever the context. None: it is bound by
+    operations, or not offered."""
+    time_ratio: float | None
+    """Floor of a cached token's time in attention over layer inputs, over that of keys and values; contexts far beyond the
+    break-even."""
+
+
+def cache_kind_info(model: str, config: ModelConfig) -> CacheKindInfo:
+    """The row of one model."""
+    n, d, e, layers = config.num_heads, config.hidden_size, config.lane, config.num_layers
+    mode = config.hidden_mode
+    kv_s = max(2 * e * ITEMSIZE / BANDWIDTH_BYTES_S, 4 * n * config.head_dim / MATMUL_FLOP_S)
+    if mode == "refused":
+        flop = None
+    elif mode == "absorb":
+        flop = 4 * n * d
+    else:
+        turned = (
+            config.head_dim if config.rope is None or mode == "v-absorb" else config.rope.rotary_dim
+        )
+        rest = 2 * n * d if turned < config.head_dim else 0
+        flop = 2 * d * config.num_kv_heads * turned + 2 * n * turned + rest + 2 * n * d
+    ratio = (
+        None if flop is None else max(d * ITEMSIZE / BANDWIDTH_BYTES_S, flop / MATMUL_FLOP_S) / kv_s
+    )
+    inputs = config.hidden_block_size(BLOCK_SIZE)
+    return CacheKindInfo(
+        model=model,
+        kv_bytes=2 * e * layers * ITEMSIZE,
+        hidden_bytes=d * layers * ITEMSIZE,
+        hidden_ratio=config.hidden_ratio,
+        pool_ratio=None if mode == "refused" else BLOCK_SIZE / (2 * inputs),
+        mode=mode,
+        hybrid=config.offers_hybrid,
+        refusal=config.hidden_refusal,
+        break_even_tokens=4 * n * d / (2 * e - d) if mode == "absorb" else None,
+        time_ratio=ratio,
+    )
+
+
+def published_kinds() -> list[CacheKindInfo]:
+    """Every published size that is known by name."""
+    return [cache_kind_info(name, read_model_config(fields)[1]) for name, fields in PRESETS.items()]
+
+
+def markdown(rows: Iterable[CacheKindInfo]) -> str:
+    """The table."""
+    lines = [
+        f"| model | KV, KiB a token | hidden, KiB a token | hidden / KV | in blocks of {BLOCK_SIZE} | attention over layer inputs | break-even context, tokens | time of a cached token, hidden / KV |",
+        "| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
+    ]
+    for row in rows:
+        what = ATTENTION[row.mode] if row.refusal is None else f"refused: {row.refusal}"
+        if row.refusal is None and not row.hybrid:
+            what += "; with `--cache hidden` alone"
+        even = "" if row.break_even_tokens is None else f"{row.break_even_tokens:.0f}"
+        time = "" if row.time_ratio is None else f"{row.time_ratio:.2g}"
+        pool = "" if row.pool_ratio is None else f"{row.pool_ratio:.3g}"
+        lines.append(
+            f"| {row.model} | {row.kv_bytes / 1024:.4g} | {row.hidden_bytes / 1024:.4g} | {row.hidden_ratio:.4g} | {pool} | {what} | {even} | {time} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def splice_table(text: str, table: str) -> str:
+    """`text` with `table` between its markers.
+
+    Raises:
+        ValueError: the markers are not there.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"the text must hold {BEGIN} and {END}, once each")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table}{END}{rest.split(END)[1]}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table, or put it into a file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path, nargs="?", help="Markdown file with the markers")
+    args = parser.parse_args(arguments)
+    table = markdown(published_kinds())
+    if args.file is None:
+        sys.stdout.write(table)
+    else:
+        args.file.write_text(splice_table(args.file.read_text(), table))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,143 @@
+"""Contract of a model adapter, and what adapters share: where in a checkpoint a leaf of our parameters comes from.
+
+An adapter names, for every leaf of `params.param_names`, the tensor that holds it. Most leaves are a whole tensor, only
+with heads and their width in one axis; others are a part of a fused one (`Source.take`).
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from apt_jax.errors import ModelLoadError
+from apt_jax.models.config import Activation, ModelConfig
+from apt_jax.models.config_fields import ConfigFields
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+"""By transformers' names of them."""
+
+NORM_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")  # fmt: skip
+"""Bare names of what older files stored beside the weights: masks and frequencies, which are computed."""
+
+TIED_HEAD = "lm_head.weight"
+"""Bare name of an output head that may be stored although it is tied, as a copy of the embedding table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The tensor that a leaf is made of."""
+
+    name: str
+    """Bare name, without the prefixes of the class that it was saved from."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    take: Callable[[np.ndarray], np.ndarray] | None = None
+    """From the tensor to the leaf; None: the whole tensor in the leaf's shape."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """Adapter of one checkpoint family to the decoder."""
+
+    name: str
+    """Value of `ModelConfig.family`."""
+    presets: Mapping[str, Mapping[str, Any]]
+    """Published sizes by name, as configuration fields; they can be run with random weights."""
+    model_config: Callable[[Mapping[str, Any], int | None], ModelConfig]
+    """From the fields of a ``config.json``, and the longest context that will be served, to the model's shape."""
+    source: Callable[[str, tuple[int, ...], ModelConfig], Source]
+    """From a leaf of `param_names` and its shape to its tensor."""
+    bare_name: Callable[[str], str]
+    """A stored tensor name without prefixes that depend on the class it was saved from."""
+    ignored_tensors: re.Pattern[str] = NORM_BUFFERS
+    """Bare names of stored tensors that nothing needs."""
+    constant_leaf: Callable[[str, Mapping[str, Any]], float | None] | None = None
+    """The value of a leaf that a checkpoint of this configuration does not store, or None where it does."""
+
+
+def split_leaf(leaf: str) -> tuple[str, str | None]:
+    """Field and layer number of a leaf: ``("wq", "3")`` of ``layers.3.wq``, ``("embed", None)`` of ``embed``."""
+    if not leaf.startswith("layers."):
+        return leaf, None
+    _, index, field = leaf.split(".", 2)
+    return field, index
+
+
+def flat_shape(field: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that checkpoints have for a leaf: heads and their width are one axis."""
+    if field in ("wq", "wk", "wv"):
+        heads, head_dim, width = shape
+        return (heads * head_dim, width)
+    if field in ("bq", "bk", "bv"):
+        heads, head_dim = shape
+        return (heads * head_dim,)
+    if field == "wo":
+        width, heads, head_dim = shape
+        return (width, heads * head_dim)
+    return shape
+
+
+def whole(leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapping[str, str], prefix: str) -> Source:
+    """A leaf that is a tensor of its own.
+
+    Args:
+        top: names of the leaves outside layers.
+        layer: names within a layer, by field.
+        prefix: of a layer, its number as ``{}``.
+    """
+    field, index = split_leaf(leaf)
+    name = top[field] if index is None else prefix.format(index) + layer[field]
+    return Source(name, flat_shape(field, shape))
+
+
+def rows(name: str, shape: tuple[int, ...], start: int, total: int) -> Source:
+    """A leaf that is rows [start, start + shape[0]) of a tensor with `total` rows; `shape` is flat."""
+    stop = start + shape[0]
+    return Source(name, (total, *shape[1:]), lambda tensor: tensor[start:stop])
+
+
+def split_interleaved_qkv(name: str, shape: tuple[int, ...], which: int) -> Source:
+    """q, k or v (0, 1, 2) of a tensor that holds them head by head; `shape` begins with heads and head width."""
+    heads, head_dim = shape[:2]
+
+    def take(tensor: np.ndarray) -> np.ndarray:
+        return tensor.reshape(heads, 3, head_dim, *shape[2:])[:, which]
+
+    return Source(name, (3 * heads * head_dim, *shape[2:]), take)
+
+
+def windows(
+    fields: Mapping[str, Any], num_layers: int, is_sliding: Callable[[int], bool] | None = None
+) -> tuple[int | None, ...]:
+    """`ModelConfig.layer_windows`.
+
+    Args:
+        is_sliding: layers with ``sliding_window`` where ``layer_types`` does not say; None: all layers have it, whatever
+            ``layer_types`` says.
+    """
+    window = ConfigFields(fields).optional_positive("sliding_window")
+    if window is None:
+        return ()
+    types = fields.get("layer_types")
+    known = ("full_attention", "sliding_attention")
+    if is_sliding is None:
+        sliding = [True] * num_layers
+    elif types is None:
+        sliding = [is_sliding(i) for i in range(num_layers)]
+    elif isinstance(types, list) and len(types) == num_layers and all(t in known for t in types):
+        sliding = [kind == "sliding_attention" for kind in types]
+    else:
+        raise ModelLoadError(
+            f"config.json: layer_types={types!r:.80} must name {' or '.join(known)} for each of {num_layers} layers"
+        )
+    return tuple(window if s else None for s in sliding) if any(sliding) else ()

@@ -1,0 +1,242 @@
+"""Shape of a model: `ModelConfig`, what every checkpoint family is described by."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from apt_jax.errors import ConfigError
+
+NormKind = Literal["layer", "rms"]
+NormPlacement = Literal["pre", "post", "output", "sandwich"]
+Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
+Position = Literal["learned", "rope", "alibi"]
+HiddenMode = Literal["absorb", "partial", "v-absorb", "refused"]
+"""Parts of attention over cached layer inputs that are absorbed: everything; all but the rotary lanes of the keys; the values, with
+the keys reprojected; or the kind is not offered."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: lanes i and i + `rotary_dim` / 2 of a head turn by position * `inv_freq[i]`."""
+
+    inv_freq: tuple[float, ...]
+    """Radians a position, one a pair of lanes; float32 values, scaling applied (`apt_jax.models.rope`)."""
+    attention_factor: float = 1.0
+    """Factor on the turned lanes of queries and of keys (YaRN, LongRoPE)."""
+
+    def __post_init__(self) -> None:
+        _require(
+            len(self.inv_freq) > 0 and all(math.isfinite(f) for f in self.inv_freq),
+            "model rope: frequencies must be finite numbers, at least one",
+        )
+        _require(
+            math.isfinite(self.attention_factor) and self.attention_factor > 0,
+            f"model rope: attention_factor={self.attention_factor} must be a positive number",
+        )
+
+    @property
+    def rotary_dim(self) -> int:
+        """R: lanes of a head that turn."""
+        return 2 * len(self.inv_freq)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer, whatever checkpoint family it came from."""
+
+    family: str
+    """Name of the adapter in `apt_jax/models/families/` that loads it, e.g. ``"opt"``."""
+    vocab_size: int
+    """V: rows of the embedding table and width of the logits."""
+    hidden_size: int
+    """D: width of the residual stream."""
+    num_layers: int
+    """L."""
+    num_heads: int
+    """N: query heads."""
+    num_kv_heads: int
+    """K: key/value heads; equal to `num_heads` for multi-head attention."""
+    head_dim: int
+    """H: width of one head."""
+    ffn_size: int
+    """F: width of the feed-forward layer."""
+    max_position: int
+    """Longest context in tokens that the position embeddings cover."""
+    embedding_size: int | None = None
+    """Width of the token embeddings where it differs from D (OPT-350M projects 512 to 1024); None: equal to D."""
+    embedding_scale: float | None = None
+    """Factor on the token embeddings (Gemma: sqrt(D))."""
+    embedding_norm: bool = False
+    """A norm after the token embeddings (BLOOM)."""
+    activation: Activation = "relu"
+    gated: bool = False
+    """The feed-forward layer is `down(activation(gate(x)) * up(x))`, else `down(activation(up(x)))`."""
+    norm: NormKind = "layer"
+    norm_bias: bool = True
+    """Layer norms add a bias; RMS norms have none."""
+    norm_offset: float = 0.0
+    """Added to the stored scale of every norm (Gemma: 1)."""
+    norm_eps: float = 1e-5
+    norm_placement: NormPlacement = "pre"
+    """`f` being attention or feed-forward: "pre" `h + f(norm(h))`, "post" `norm(h + f(h))` (OPT-350M), "output"
+    `h + norm(f(h))` (OLMo-2), "sandwich" `h + norm(f(norm(h)))` (Gemma-2)."""
+    parallel: bool = False
+    """Attention and feed-forward both start from the layer's input (GPT-NeoX); with "pre" norms only."""
+    final_norm: bool = True
+    """A norm after the last layer."""
+    qk_norm: Literal["head", "lane"] | None = None
+    """RMS norm of queries and keys after projection: over each head (Qwen3) or over all of them (OLMo-2)."""
+    position: Position = "learned"
+    position_offset: int = 0
+    """Rows skipped at the start of the learned position table (OPT: 2)."""
+    rope: RopeConfig | None = None
+    alibi_slopes: tuple[float, ...] = ()
+    """(N,) slope of each head: `slope * (j - i)` is added to the score of query i and key j."""
+    attention_scale: float | None = None
+    """Factor on the scores; None: 1 / sqrt(H)."""
+    attention_softcap: float | None = None
+    """Scores s become `cap * tanh(s / cap)` (Gemma-2)."""
+    logits_softcap: float | None = None
+    """The same for the logits."""
+    layer_windows: tuple[int | None, ...] = ()
+    """A layer attends to its last so many positions, its own included; None: all. Empty: no layer has a window."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are clipped to [-clip, clip] (MPT)."""
+    qkv_bias: bool = True
+    out_bias: bool = True
+    ffn_bias: bool = True
+    """Biases of the projections to q, k, v, from attention, and in the feed-forward layer."""
+    tie_embeddings: bool = True
+    """The output head is the transposed embedding table."""
+    head_bias: bool = False
+    """The output head adds a bias."""
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "ffn_size",
+            "max_position",
+        ):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, int) and 0 < value < 2**31,
+                f"model {name}={value!r} must be a positive integer",
+            )
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"model num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}",
+        )
+        _require(
+            (self.rope is not None) == (self.position == "rope"),
+            f"model position={self.position!r} and rope={self.rope!r:.40} do not go together",
+        )
+        _require(
+            self.rope is None or self.rope.rotary_dim <= self.head_dim,
+            "model rope: more rotary lanes than a head has",
+        )
+        _require(
+            len(self.alibi_slopes) == (self.num_heads if self.position == "alibi" else 0),
+            f"model position={self.position!r} with {len(self.alibi_slopes)} ALiBi slopes",
+        )
+        _require(
+            len(self.layer_windows) in (0, self.num_layers) and all(w is None or w > 0 for w in self.layer_windows),
+            f"model layer_windows={self.layer_windows!r:.60} must name a positive window or None for each layer",
+        )
+        _require(
+            not self.parallel or self.norm_placement == "pre",
+            f"model norm_placement={self.norm_placement!r} with parallel layers",
+        )
+
+    @property
+    def lane(self) -> int:
+        """E = K * H: elements that one token position takes in one block of one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def hidden_ratio(self) -> float:
+        """Elements of a token's layer input over those of its keys and values: D / 2E."""
+        return self.hidden_size / (2 * self.lane)
+
+    def hidden_block_size(self, block_size: int) -> int:
+        """Layer inputs that a block of `block_size` keys has room for: floor(C E / D)."""
+        return block_size * self.lane // self.hidden_size
+
+    @property
+    def hidden_refusal(self) -> str | None:
+        """Why the hidden kind is not offered; None where it is."""
+        if self.hidden_ratio >= 1:
+            size = "larger" if self.hidden_ratio > 1 else "not smaller"
+            return (
+                f"its layer inputs ({self.hidden_size} values a token and layer) are {size} than its keys and values "
+                f"(2 x {self.lane})"
+            )
+        if self.clip_qkv is not None:
+            return "it clips keys and values after projection (clip_qkv)"
+        return None
+
+    @property
+    def supports_hidden(self) -> bool:
+        """True if the hidden kind is offered: a token's layer input is smaller than its keys and values together."""
+        return self.hidden_refusal is None
+
+    @property
+    def offers_hybrid(self) -> bool:
+        """True if one engine offers both kinds: where the hidden one takes at most half of K and V. A smaller gain is not
+        worth what the choice costs every step, and on CPUs in second copies of weights."""
+        return self.supports_hidden and self.hidden_size <= self.lane
+
+    @property
+    def hidden_mode(self) -> HiddenMode:
+        """Parts of attention over layer inputs that are absorbed."""
+        if not self.supports_hidden:
+            return "refused"
+        if self.qk_norm is not None:  # the norm stands between query and projection
+            return "v-absorb"
+        if self.rope is None:
+            return "absorb"
+        return "partial" if self.rope.rotary_dim < self.head_dim else "v-absorb"
+
+    def window(self, layer: int) -> int | None:
+        """Positions that a layer attends to; None: all."""
+        return self.layer_windows[layer] if self.layer_windows else None
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, counting tied embeddings once."""
+        d, e, f = self.hidden_size, self.embedding_size or self.hidden_size, self.ffn_size
+        q, kv = self.num_heads * self.head_dim, self.lane
+        norm = (2 if self.norm_bias else 1) * d
+        norms = 4 if self.norm_placement == "sandwich" else 2
+        layer = d * (q + 2 * kv) + q * d + (3 if self.gated else 2) * d * f + norms * norm
+        layer += (q + 2 * kv) if self.qkv_bias else 0
+        layer += d if self.out_bias else 0
+        layer += (f * (2 if self.gated else 1) + d) if self.ffn_bias else 0
+        if self.qk_norm is not None:
+            layer += 2 * self.head_dim if self.qk_norm == "head" else q + kv
+        total = self.vocab_size * e + self.num_layers * layer
+        if self.position == "learned":
+            total += (self.max_position + self.position_offset) * d
+        total += norm if self.final_norm else 0
+        total += norm if self.embedding_norm else 0
+        total += 2 * d * e if e != d else 0
+        total += 0 if self.tie_embeddings else self.vocab_size * e
+        total += self.vocab_size if self.head_bias else 0
+        return total

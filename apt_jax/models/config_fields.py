@@ -1,0 +1,159 @@
+"""Typed, checked access to the fields of a Hugging Face ``config.json``."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from apt_jax.errors import ModelLoadError
+
+_T = TypeVar("_T")
+
+_REQUIRED = object()
+_MAX_SIZE = 2**31 - 1  # sizes are used as int32 on the device
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 1024),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads"), 8192),
+    "head_dim": 8192,
+}
+"""Sizes of which the host makes as many objects; the largest published ones are a fraction of these."""
+
+
+class ConfigFields:
+    """Reads fields of one configuration; every method raises `ModelLoadError` that names the field and its value.
+
+    JSON has no integer type of its own and Python takes `True` for 1, so both are checked here: ``768.0`` and ``true``
+    are not sizes.
+
+    Args:
+        fields: the JSON object.
+        where: what stands before a field's name in messages.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], where: str = "config.json: ") -> None:
+        self._fields, self._where = fields, where
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self._fields.get(name, default)
+        if value is _REQUIRED:
+            raise ModelLoadError(f"{self._where}{name} is missing")
+        return default if value is None and default is not _REQUIRED else value
+
+    def positive(self, name: str, default: Any = _REQUIRED) -> int:
+        """An integer in [1, 2**31), less for some."""
+        value, most = self._value(name, default), _MOST.get(name, _MAX_SIZE)
+        if type(value) is not int or not 0 < value <= most:
+            raise ModelLoadError(
+                f"{self._where}{name}={value!r:.60} must be an integer in [1, {most}]"
+            )
+        return value
+
+    def named(self, *names: str) -> str:
+        """The name that is present of several for one field; the first where none is."""
+        present = [name for name in names if self._fields.get(name) is not None]
+        if any(self._fields[name] != self._fields[present[0]] for name in present):
+            values = ", ".join(f"{name}={self._fields[name]!r:.40}" for name in present)
+            raise ModelLoadError(f"{self._where}{values} are the same field and differ")
+        return present[0] if present else names[0]
+
+    def number(
+        self, name: str, default: Any = _REQUIRED, *, at_least: float | None = None
+    ) -> float:
+        """A finite number; integers are taken as well."""
+        value = self._value(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) < 1e30 or (at_least is not None and value < at_least):
+            least = "" if at_least is None else f" of at least {at_least:g}"
+            raise ModelLoadError(
+                f"{self._where}{name}={value!r:.60} must be a finite number{least}"
+            )
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """A positive number, or None where the field is absent or null."""
+        if self._fields.get(name) is None:
+            return None
+        value = self.number(name)
+        if value <= 0:
+            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a positive number")
+        return value
+
+    def optional_positive(self, name: str) -> int | None:
+        """As `positive`, or None where the field is absent or null."""
+        return None if self._fields.get(name) is None else self.positive(name)
+
+    def choice(self, name: str, default: str, known: Mapping[str, _T]) -> _T:
+        """The value that one of a few words stands for."""
+        value = self.text(name, default)
+        if value not in known:
+            raise ModelLoadError(
+                f"{self._where}{name}={value!r:.60} is not supported; only {', '.join(map(repr, known))}"
+            )
+        return known[value]
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A JSON boolean."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A string."""
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a string")
+        return value
+
+    def token_ids(
+        self, name: str, default: int | None, vocab_size: int, file: str = "config.json"
+    ) -> tuple[int, ...]:
+        """None, one id or a list of ids, each in [0, vocab_size), as a tuple.
+
+        A default beyond a small vocabulary counts as absent: it was not the model's own word.
+        """
+        if name not in self._fields:
+            return (default,) if default is not None and default < vocab_size else ()
+        value = self._fields[name]
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+            raise ModelLoadError(
+                f"{file}: {name}={value!r:.60} must lie in [0, vocab_size={vocab_size})"
+            )
+        return tuple(ids)
+
+    def attention_sizes(
+        self, width: str, heads: str, default_width: Any = _REQUIRED, default_heads: Any = _REQUIRED
+    ) -> tuple[int, int, int]:
+        """Model width, heads and width of a head, from the fields of the first two."""
+        size, count = self.positive(width, default_width), self.positive(heads, default_heads)
+        if size % count:
+            raise ModelLoadError(
+                f"{self._where}{width}={size} must be a multiple of {heads}={count}"
+            )
+        return size, count, size // count
+
+    def special_ids(
+        self, vocab_size: int, bos: int | None, eos: int | None, pad: int | None
+    ) -> dict[str, Any]:
+        """Begin-of-sequence, end-of-sequence and padding id as arguments of `ModelConfig`, with the family's defaults."""
+        return {
+            "bos_token_id": self.label_id("bos_token_id", bos, vocab_size),
+            "eos_token_id": self.token_id("eos_token_id", eos, vocab_size),
+            "pad_token_id": self.label_id("pad_token_id", pad, vocab_size),
+        }
+
+    def label_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
+        """As `token_id`, but None outside the vocabulary: some models write -1 for a token that they do not use."""
+        value = self._fields.get(name, default)
+        if value is not None and type(value) is not int:
+            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a token id")
+        return value if value is not None and 0 <= value < vocab_size else None
+
+    def token_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
+        """The first of `token_ids`, or None."""
+        ids = self.token_ids(name, default, vocab_size)
+        return ids[0] if ids else None
+
+
+__all__ = ["ConfigFields"]

@@ -1,0 +1,5 @@
+"""Model families: an adapter a family, which reads its ``config.json`` and its tensor names."""
+
+from apt_jax.models.families.registry import FAMILIES, MODEL_TYPES, PRESETS
+
+__all__ = ["FAMILIES", "MODEL_TYPES", "PRESETS"]

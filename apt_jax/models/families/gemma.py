@@ -1,0 +1,62 @@
+"""Gemma 1 (Gemma Team, 2024): Llama with scaled token embeddings, norms that store their scale less one, the tanh form of
+GELU, heads of 256, and tied embeddings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.errors import ModelLoadError
+from apt_jax.models.checkpoint_map import ACTIVATIONS, ModelFamily
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.families.llama import (
+    bare_name,
+    base_config,
+    preset,
+    source,
+)
+
+
+def gemma_config(
+    fields: Mapping[str, Any], family: str, max_len: int | None, activation: str, **more: Any
+) -> ModelConfig:
+    """A `ModelConfig` of the layout that Gemma 1 and 2 share.
+
+    Args:
+        activation: name of the field.
+        more: fields of `ModelConfig` in which they differ.
+    """
+    get = ConfigFields(fields)
+    if get.flag("use_bidirectional_attention", False):
+        raise ModelLoadError("config.json: use_bidirectional_attention is set, and is not supported")
+    chosen = get.choice(activation, "gelu_pytorch_tanh", ACTIVATIONS)
+    if activation == "hidden_act" and chosen == "gelu":
+        chosen = "gelu_tanh"  # the first releases said gelu and meant this
+    return base_config(
+        fields, family, max_len, head_dim=256, tie_embeddings=True, tokens=(2, 1, 0),
+        default_activation="gelu_pytorch_tanh",
+        **({
+            "activation": chosen,
+            "norm_offset": 1.0,
+            "embedding_scale": float(get.positive("hidden_size")) ** 0.5,
+        } | more),
+    )  # fmt: skip
+
+
+def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
+    """See `llama.model_config`."""
+    return gemma_config(fields, "gemma", max_len, "hidden_act")
+
+
+_GEMMA = "GemmaForCausalLM"
+PRESETS: dict[str, dict[str, Any]] = {
+    "gemma-2b": preset(_GEMMA, 18, 2048, 8, 1, 16384, 256000, 8192, head_dim=256),
+    "gemma-7b": preset(_GEMMA, 28, 3072, 16, 16, 24576, 256000, 8192, head_dim=256),
+}
+
+FAMILY = ModelFamily(
+    name="gemma",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

@@ -1,0 +1,125 @@
+"""MPT (MosaicML, 2023): ALiBi, no biases anywhere, q, k and v one after another in one tensor."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.errors import ModelLoadError
+from apt_jax.models.checkpoint_map import ModelFamily, Source, flat_shape, rows, split_leaf, whole
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
+
+_TOP_LEVEL = {
+    "embed": "wte.weight",
+    "final_norm.scale": "norm_f.weight",
+    "head": "lm_head.weight",
+}
+
+_IN_LAYER = {
+    "attn_norm.scale": "norm_1.weight",
+    "wo": "attn.out_proj.weight",
+    "ffn_norm.scale": "norm_2.weight",
+    "w_up": "ffn.up_proj.weight",
+    "w_down": "ffn.down_proj.weight",
+}
+
+
+def slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
+    """MPT's slopes: 2^(-bias_max i / n) of the next power of two; where there are fewer heads, the even ones come first."""
+    power = 2 ** math.ceil(math.log2(num_heads))
+    all_of_them = [2.0 ** (-bias_max * i / power) for i in range(1, power + 1)]
+    if power != num_heads:
+        all_of_them = all_of_them[1::2] + all_of_them[::2]
+    return tuple(all_of_them[:num_heads])
+
+
+def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
+    """See `bloom.model_config`."""
+    get = ConfigFields(fields)
+    hidden_size, num_heads, head_dim = get.attention_sizes(
+        get.named("d_model", "hidden_size"), get.named("n_heads", "num_attention_heads"), 2048, 16
+    )
+    found = fields.get("attn_config")
+    if found is not None and not isinstance(found, Mapping):
+        raise ModelLoadError(f"config.json: attn_config={found!r:.60} must be an object")
+    attention = ConfigFields(found or {}, "config.json: attn_config.")
+    ffn = fields.get("ffn_config") or {}
+    refused = {
+        "attn_config.alibi=false": not attention.flag("alibi", True),
+        "attn_config.prefix_lm": attention.flag("prefix_lm", False),
+        "attn_config.qk_ln": attention.flag("qk_ln", False),
+        "attn_config.rope": attention.flag("rope", False),
+        "attn_config.kv_n_heads": attention.positive("kv_n_heads", num_heads) != num_heads,
+        "logit_scale": fields.get("logit_scale") is not None,
+        "norm_type other than layernorm": get.text("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"),
+        "ffn_config other than mptmlp": not isinstance(ffn, Mapping) or ffn.get("ffn_type", "mptmlp") != "mptmlp",
+    }  # fmt: skip
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise ModelLoadError(f"config.json: {name} is not supported")
+    if attention.text("attn_type", "multihead_attention") != "multihead_attention":
+        raise ModelLoadError("config.json: attn_config.attn_type: only 'multihead_attention' is supported")  # fmt: skip
+    if get.positive("expansion_ratio", 4) != 4 or not get.flag("no_bias", True):
+        raise ModelLoadError("config.json: only expansion_ratio=4 and no_bias=true are supported")
+    bias_max = attention.number("alibi_bias_max", 8.0, at_least=0.0)
+    if bias_max > 1000:
+        raise ModelLoadError(f"config.json: attn_config.alibi_bias_max={bias_max:g} must lie in [0, 1000]")  # fmt: skip
+    vocab_size, trained = get.positive("vocab_size", 50368), get.positive("max_seq_len", 2048)
+    return ModelConfig(
+        family="mpt",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=get.positive(get.named("n_layers", "num_hidden_layers"), 24),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        ffn_size=4 * hidden_size,
+        max_position=max(trained, max_len or trained),
+        activation="gelu",
+        norm_bias=False,
+        norm_eps=get.number("layer_norm_epsilon", 1e-5, at_least=0.0),
+        position="alibi",
+        alibi_slopes=slopes(num_heads, bias_max),
+        attention_scale=attention.optional_number("softmax_scale"),
+        clip_qkv=attention.optional_number("clip_qkv"),
+        qkv_bias=False,
+        out_bias=False,
+        ffn_bias=False,
+        tie_embeddings=get.flag("tie_word_embeddings", True),
+        **get.special_ids(vocab_size, None, None, None),
+    )
+
+
+def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
+    """Source tensor of a leaf of `param_names`."""
+    field, index = split_leaf(leaf)
+    if field in ("wq", "wk", "wv"):
+        d = config.hidden_size
+        start = d * "qkv".index(field[1])
+        return rows(f"blocks.{index}.attn.Wqkv.weight", flat_shape(field, shape), start, 3 * d)
+    return whole(leaf, shape, _TOP_LEVEL, _IN_LAYER, "blocks.{}.")
+
+
+def bare_name(name: str) -> str:
+    """A tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
+    return name.removeprefix("transformer.")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "mpt-7b": {
+        "architectures": ["MptForCausalLM"],
+        "d_model": 4096, "n_heads": 32, "n_layers": 32, "max_seq_len": 2048, "vocab_size": 50432,
+    },
+    "mpt-30b": {
+        "architectures": ["MptForCausalLM"],
+        "d_model": 7168, "n_heads": 64, "n_layers": 48, "max_seq_len": 8192, "vocab_size": 50432,
+    },
+}  # fmt: skip
+
+FAMILY = ModelFamily(
+    name="mpt",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

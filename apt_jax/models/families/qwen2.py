@@ -1,0 +1,47 @@
+"""Qwen 2 and 2.5 (Yang et al., 2024): Llama with biases on the projections to q, k and v, and a sliding window in the upper
+layers of some sizes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.models.checkpoint_map import ModelFamily, windows
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.families.llama import (
+    bare_name,
+    base_config,
+    preset,
+    source,
+)
+
+
+def layer_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Qwen's rule: the layers from ``max_window_layers`` on slide, if ``use_sliding_window``."""
+    get = ConfigFields(fields)
+    if not get.flag("use_sliding_window", False):
+        return ()
+    first = get.number("max_window_layers", 28.0)
+    given = {"sliding_window": 4096, **fields}
+    return windows(given, get.positive("num_hidden_layers"), lambda i: i >= first)
+
+
+def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
+    """See `llama.model_config`."""
+    return base_config(
+        fields, "qwen2", max_len, tokens=(None, None, None), qkv_bias=True, out_bias=False, layer_windows=layer_windows(fields)
+    )  # fmt: skip
+
+
+_QWEN2 = "Qwen2ForCausalLM"
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": preset(_QWEN2, 24, 896, 14, 2, 4864, 151936, 32768, rope_theta=1e6, tie_word_embeddings=True),
+    "qwen2.5-7b": preset(_QWEN2, 28, 3584, 28, 4, 18944, 152064, 131072, rope_theta=1e6),
+}  # fmt: skip
+
+FAMILY = ModelFamily(
+    name="qwen2",
+    presets=PRESETS,
+    model_config=model_config,
+    source=source,
+    bare_name=bare_name,
+)

@@ -1,0 +1,53 @@
+"""Registry of model families: which adapter loads which published architecture.
+
+A new family is one file beside this one and one line here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.models.checkpoint_map import ModelFamily
+from apt_jax.models.families import (
+    bloom,
+    gemma,
+    gemma2,
+    gpt2,
+    gpt_neox,
+    llama,
+    mistral,
+    mpt,
+    olmo2,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+)
+
+FAMILIES: dict[str, ModelFamily] = {
+    "OPTForCausalLM": opt.FAMILY,
+    "LlamaForCausalLM": llama.FAMILY,
+    "MistralForCausalLM": mistral.FAMILY,
+    "Qwen2ForCausalLM": qwen2.FAMILY,
+    "Qwen3ForCausalLM": qwen3.FAMILY,
+    "Phi3ForCausalLM": phi3.FAMILY,
+    "GemmaForCausalLM": gemma.FAMILY,
+    "Gemma2ForCausalLM": gemma2.FAMILY,
+    "Olmo2ForCausalLM": olmo2.FAMILY,
+    "GPT2LMHeadModel": gpt2.FAMILY,
+    "GPTNeoXForCausalLM": gpt_neox.FAMILY,
+    "BloomForCausalLM": bloom.FAMILY,
+    "MptForCausalLM": mpt.FAMILY,
+}
+"""Adapters by the architecture name in ``config.json``."""
+
+_OTHER_NAMES = {"MPTForCausalLM": "MptForCausalLM", "LLaMAForCausalLM": "LlamaForCausalLM"}
+FAMILIES |= {old: FAMILIES[name] for old, name in _OTHER_NAMES.items()}
+
+MODEL_TYPES: dict[str, str] = {
+    family.name: architecture for architecture, family in FAMILIES.items() if architecture not in _OTHER_NAMES
+}
+"""Architectures by ``model_type``, for a configuration that names no architecture."""
+
+PRESETS: dict[str, Mapping[str, Any]] = {
+    name: fields for family in FAMILIES.values() for name, fields in family.presets.items()
+}

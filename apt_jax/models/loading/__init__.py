@@ -1,0 +1,1 @@
+"""Loading: find a model by its name, check its files, and put its weights on the devices."""

@@ -1,0 +1,1 @@
+"""GGUF files: their format, the models and the tokenizers in them."""

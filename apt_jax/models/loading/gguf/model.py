@@ -1,0 +1,624 @@
+"""A GGUF file as the Hugging Face checkpoint that it was converted from: configuration, tensor names, tensor layout.
+
+llama.cpp's converter renames tensors and changes some: it interleaves the rotary halves of q and k (llama), adds one to
+norm weights (gemma), transposes matrices (gpt2) and sorts fused q, k and v by kind instead of by head (gptneox, bloom).
+`GgufCheckpoint` undoes each of these, so that everything behind it sees Hugging Face's names and values.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apt_jax.errors import ModelLoadError
+from apt_jax.models.loading.checkpoint import TensorInfo, join_chunks
+from apt_jax.models.loading.gguf.file import GgufFile
+
+_LLAMA_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Hugging Face's names of one architecture, without ``.weight`` and ``.bias``."""
+
+    top: Mapping[str, str]
+    layer: Mapping[str, str]
+    layers: str = "model.layers"
+
+
+_NAMES: dict[str, _Names] = {
+    "llama": _Names(_LLAMA_TOP, _LLAMA_LAYER),
+    "qwen2": _Names(_LLAMA_TOP, _LLAMA_LAYER),
+    "qwen3": _Names(_LLAMA_TOP, _LLAMA_LAYER),
+    "gemma": _Names(_LLAMA_TOP, _LLAMA_LAYER),
+    "gemma2": _Names(
+        _LLAMA_TOP,
+        _LLAMA_LAYER
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+    "phi3": _Names(
+        _LLAMA_TOP,
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+    ),
+    "gpt2": _Names(
+        {
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        {
+            "attn_norm": "ln_1",
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+        "transformer.h",
+    ),
+    "gptneox": _Names(
+        {
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "embed_out",
+        },
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        "gpt_neox.layers",
+    ),
+    "bloom": _Names(
+        {
+            "token_embd": "transformer.word_embeddings",
+            "token_embd_norm": "transformer.word_embeddings_layernorm",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "self_attention.query_key_value",
+            "attn_output": "self_attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        "transformer.h",
+    ),
+    "mpt": _Names(
+        {"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"},
+        {
+            "attn_norm": "norm_1",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.out_proj",
+            "ffn_norm": "norm_2",
+            "ffn_up": "ffn.up_proj",
+            "ffn_down": "ffn.down_proj",
+        },
+        "transformer.blocks",
+    ),
+}  # fmt: skip
+
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Rotary frequencies; they become fields of the configuration, not weights."""
+
+_BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
+_LLAMA3_TOLERANCE = 1e-3
+
+
+class _Metadata:
+    """Typed access to the metadata of one architecture; every method names key and value where they are wrong."""
+
+    def __init__(self, file: GgufFile, arch: str) -> None:
+        self._file, self._arch = file, arch
+
+    def _refuse(self, key: str, value: Any, rule: str) -> ModelLoadError:
+        return ModelLoadError(f"{self._file.path}: metadata {key}={value!r:.60} must be {rule}")
+
+    def raw(self, name: str) -> Any:
+        return self._file.metadata.get(f"{self._arch}.{name}")
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive integer; arrays of one repeated value count as that value."""
+        key, value = f"{self._arch}.{name}", self.raw(name)
+        if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
+            value = value.flat[0].item()
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise ModelLoadError(f"{self._file.path}: metadata {key} is missing")
+        if type(value) is not int or not 0 < value < 2**31:
+            raise self._refuse(key, value, "a positive integer, the same in all layers")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        key, value = f"{self._arch}.{name}", self.raw(name)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise ModelLoadError(f"{self._file.path}: metadata {key} is missing")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not np.isfinite(value):
+            raise self._refuse(key, value, "a finite number")
+        # float32 in the file: 1e-5 shall not become 9.999999747378752e-06.
+        return float(np.format_float_positional(np.float32(value), unique=True))
+
+    def token_id(self, name: str, vocab_size: int) -> int | None:
+        key = f"tokenizer.ggml.{name}"
+        value = self._file.metadata.get(key)
+        if value is None:
+            return None
+        if type(value) is not int or not 0 <= value < 2**32:
+            raise self._refuse(key, value, "a token id")
+        return value if value < vocab_size else None  # 2**32 - 1 stands for none
+
+
+_END_TEXTS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>",
+)  # fmt: skip
+"""Control tokens that end a turn by their name, in files that do not list them otherwise (llama.cpp has the same list)."""
+
+_CONTROL = 3
+
+
+def end_ids(file: GgufFile, vocab_size: int) -> list[int]:
+    """Ids that end an output: the end of text and of a turn that the metadata names, then those known by their text."""
+    get = _Metadata(file, "")
+    ids = [get.token_id(f"{n}_token_id", vocab_size) for n in ("eos", "eot", "eom")]
+    tokens, types = (file.metadata.get(f"tokenizer.ggml.{n}") for n in ("tokens", "token_type"))
+    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
+        control = np.flatnonzero(types == _CONTROL).tolist()
+        ids += [i for i in control if tokens[i] in _END_TEXTS and i < vocab_size]
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, where: str) -> dict[str, Any]:
+    """The parameters that the tensor of factors was made from (Llama 3.1): it keeps only what came of them."""
+    scale = float(factors.max())
+    wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = 1.0, 4.0
+    for context in (8192, 4096, 16384, 32768):
+        smooth = (context / wavelength - low) / (high - low)
+        middle = 1 / ((1 - smooth) / scale + smooth)
+        want = np.where(
+            wavelength < context / high, 1, np.where(wavelength > context / low, scale, middle)
+        )
+        if want.shape == factors.shape and np.allclose(want, factors, rtol=_LLAMA3_TOLERANCE):
+            return {
+                "rope_type": "llama3",
+                "factor": float(np.format_float_positional(np.float32(scale), unique=True)),
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": context,
+            }
+    raise ModelLoadError(f"{where}: tensor 'rope_freqs.weight' holds a scaling that is not known")
+
+
+def _rope_scaling(
+    file: GgufFile, get: _Metadata, head_dim: int, theta: float
+) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        factors = _small(file, "rope_freqs.weight", head_dim // 2)
+        if (factors == 1).all():
+            return None
+        return _llama3_scaling(factors, head_dim, theta, str(file.path))
+    long, short = (f"rope_factors_{n}.weight" for n in ("long", "short"))
+    if long in file.tensors or short in file.tensors:
+        rotated = get.size("rope.dimension_count", head_dim)
+        return {
+            "rope_type": "longrope",
+            "long_factor": _small(file, long, rotated // 2).tolist(),
+            "short_factor": _small(file, short, rotated // 2).tolist(),
+        }
+    kind = get.raw("rope.scaling.type")
+    if kind is None and get.raw("rope.scale_linear") is not None:  # files of 2023
+        return {"rope_type": "linear", "factor": get.number("rope.scale_linear")}
+    if kind in (None, "none"):
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": get.number("rope.scaling.factor")}
+    if kind == "linear":
+        return scaling
+    if kind != "yarn":
+        raise ModelLoadError(f"{file.path}: metadata rope.scaling.type={kind!r:.40} is not known")
+    scaling["original_max_position_embeddings"] = get.size("rope.scaling.original_context_length")
+    for name, field in (
+        ("yarn_beta_fast", "beta_fast"),
+        ("yarn_beta_slow", "beta_slow"),
+        ("yarn_attn_factor", "attention_factor"),
+    ):
+        if get.raw(f"rope.scaling.{name}") is not None:
+            scaling[field] = get.number(f"rope.scaling.{name}")
+    return scaling
+
+
+def _small(file: GgufFile, name: str, size: int) -> np.ndarray:
+    info = file.tensors.get(name)
+    if info is None or info.shape != (size,):
+        shape = "absent" if info is None else list(info.shape)
+        raise ModelLoadError(f"{file.path}: tensor {name!r} is {shape}, not of {size} values")
+    values = np.concatenate(list(file.chunks(name))).astype(np.float64)
+    if not np.isfinite(values).all() or (values <= 0).any():
+        raise ModelLoadError(f"{file.path}: tensor {name!r} holds values that are no factors")
+    return values
+
+
+def _rotary_fields(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    """Fields that all Llama-like models share."""
+    hidden, heads = get.size("embedding_length"), get.size("attention.head_count")
+    head_dim = get.size("attention.key_length", max(1, hidden // heads))
+    if get.size("attention.value_length", head_dim) != head_dim:
+        raise ModelLoadError(f"{file.path}: keys and values of different widths are not supported")
+    theta = get.number("rope.freq_base", 10000.0)
+    bias = "blk.0.attn_q.bias" in file.tensors
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": get.size("feed_forward_length"),
+        "num_hidden_layers": get.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": get.size("context_length"),
+        "rms_norm_eps": get.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(file, get, head_dim, theta),
+        "hidden_act": "silu",
+        "attention_bias": bias,
+    }
+
+
+def _llama(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    if get.raw("expert_count"):
+        raise ModelLoadError(f"{file.path}: mixtures of experts are not supported")
+    fields = _rotary_fields(file, get)
+    fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    window = get.raw("attention.sliding_window")
+    if not window:
+        return fields | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    return fields | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": get.size("attention.sliding_window"),
+    }
+
+
+def _qwen2(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    fields = _rotary_fields(file, get)
+    del fields["attention_bias"]  # always on q, k and v
+    return fields | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+    }
+
+
+def _qwen3(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    return _rotary_fields(file, get) | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "use_sliding_window": False,
+    }
+
+
+def _gemma(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    return _rotary_fields(file, get) | {
+        "architectures": ["GemmaForCausalLM"],
+        "model_type": "gemma",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+_GEMMA2_27B_LAYERS = 46
+
+
+def _gemma2(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    fields = _rotary_fields(file, get)
+    # Not in the file: the largest of the three models scales by D / N, the others by H.
+    large = fields["num_hidden_layers"] == _GEMMA2_27B_LAYERS
+    scalar = fields["hidden_size"] // fields["num_attention_heads"] if large else fields["head_dim"]
+    return fields | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": get.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": get.number("final_logit_softcapping", 30.0),
+        "sliding_window": get.size("attention.sliding_window", 4096),
+    }
+
+
+def _phi3(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    fields = _rotary_fields(file, get)
+    context = fields["max_position_embeddings"]
+    rotated = get.size("rope.dimension_count", fields["head_dim"])
+    return fields | {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "original_max_position_embeddings": get.size(
+            "rope.scaling.original_context_length", context
+        ),
+        "partial_rotary_factor": rotated / fields["head_dim"],
+        "sliding_window": get.size("attention.sliding_window")
+        if get.raw("attention.sliding_window")
+        else None,
+    }
+
+
+def _gpt2(_file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    width, context = get.size("embedding_length"), get.size("context_length")
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": width,
+        "n_layer": get.size("block_count"),
+        "n_head": get.size("attention.head_count"),
+        "n_positions": context,
+        "n_ctx": context,
+        "n_inner": get.size("feed_forward_length", 4 * width),
+        "layer_norm_epsilon": get.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
+def _gptneox(_file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    width, heads = get.size("embedding_length"), get.size("attention.head_count")
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "hidden_size": width,
+        "intermediate_size": get.size("feed_forward_length"),
+        "num_hidden_layers": get.size("block_count"),
+        "num_attention_heads": heads,
+        "max_position_embeddings": get.size("context_length"),
+        "layer_norm_eps": get.number("attention.layer_norm_epsilon"),
+        "rotary_pct": get.size("rope.dimension_count") / max(1, width // heads),
+        "rotary_emb_base": get.number("rope.freq_base", 10000.0),
+        "use_parallel_residual": bool(get.raw("use_parallel_residual")),
+        "hidden_act": "gelu",
+    }
+
+
+def _bloom(_file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    width = get.size("embedding_length")
+    return {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "hidden_size": width,
+        "n_embed": width,
+        "n_layer": get.size("block_count"),
+        "n_head": get.size("attention.head_count"),
+        "seq_length": get.size("context_length"),
+        "layer_norm_epsilon": get.number("attention.layer_norm_epsilon"),
+    }
+
+
+def _mpt(_file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    width, heads = get.size("embedding_length"), get.size("attention.head_count")
+    inner = get.size("feed_forward_length", 4 * width)
+    alibi = get.number("attention.max_alibi_bias", 0.0)
+    clip = get.number("attention.clamp_kqv", 0.0)
+    return {
+        "architectures": ["MPTForCausalLM"],
+        "model_type": "mpt",
+        "d_model": width,
+        "n_layers": get.size("block_count"),
+        "n_heads": heads,
+        "expansion_ratio": inner // width if inner % width == 0 else inner / width,
+        "max_seq_len": get.size("context_length"),
+        "layer_norm_epsilon": get.number("attention.layer_norm_epsilon", 1e-5),
+        "no_bias": True,
+        "attn_config": {
+            "alibi": alibi > 0,
+            "alibi_bias_max": alibi or 8,
+            "clip_qkv": clip or None,
+            "kv_n_heads": get.size("attention.head_count_kv", heads),
+        },
+    }
+
+
+_FIELDS: dict[str, Callable[[GgufFile, _Metadata], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
+    "gptneox": _gptneox,
+    "bloom": _bloom,
+    "mpt": _mpt,
+}
+
+ARCHITECTURES = tuple(_FIELDS)
+"""Values of ``general.architecture`` that are known."""
+
+
+def _architecture(file: GgufFile) -> str:
+    arch = file.metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch not in _FIELDS:
+        raise ModelLoadError(
+            f"{file.path}: architecture {arch!r:.60} is not known; known in GGUF files: {', '.join(ARCHITECTURES)}"
+        )
+    parts = file.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ModelLoadError(
+            f"{file.path}: is one of {parts!r:.20} parts; join them into one file (llama-gguf-split --merge)"
+        )
+    return arch
+
+
+def gguf_fields(file: GgufFile) -> dict[str, Any]:
+    """The fields of the ``config.json`` that the model had.
+
+    Raises:
+        ModelLoadError: unknown architecture, missing or impossible metadata.
+    """
+    arch = _architecture(file)
+    get = _Metadata(file, arch)
+    embed = file.tensors.get("token_embd.weight")
+    if embed is None or len(embed.shape) != 2:
+        raise ModelLoadError(f"{file.path}: tensor 'token_embd.weight' is missing or no matrix")
+    vocab_size = embed.shape[0]
+    ends = end_ids(file, vocab_size)
+    return _FIELDS[arch](file, get) | {
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": get.token_id("bos_token_id", vocab_size),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": get.token_id("padding_token_id", vocab_size),
+    }
+
+
+def hf_name(arch: str, name: str) -> str | None:
+    """Hugging Face's name of a tensor of a GGUF file; None: it has none, or is no weight."""
+    names = _NAMES[arch]
+    base, _, suffix = name.rpartition(".")
+    if suffix not in ("weight", "bias") or name in _ROPE_TENSORS:
+        return None
+    block = _BLOCK.fullmatch(base)
+    if block is None:
+        top = names.top.get(base)
+        return None if top is None else f"{top}.{suffix}"
+    inner = names.layer.get(block[2])
+    return None if inner is None else f"{names.layers}.{int(block[1])}.{inner}.{suffix}"
+
+
+def _split_halves(values: np.ndarray, heads: int) -> np.ndarray:
+    """Undo llama.cpp's order of rotary rows: neighbours form a pair there, rows half a head apart in Hugging Face."""
+    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _by_head(values: np.ndarray, heads: int) -> np.ndarray:
+    """All q, all k, all v -> q, k and v of each head in turn."""
+    kinds = values.reshape(3, heads, -1, *values.shape[1:])
+    return kinds.swapaxes(0, 1).reshape(values.shape)
+
+
+class GgufCheckpoint:
+    """The tensors of a GGUF file by Hugging Face's names, in Hugging Face's layout; see `checkpoint.Checkpoint`.
+
+    Args:
+        file: stays open until `close`.
+        fields: from `gguf_fields`.
+    """
+
+    def __init__(self, file: GgufFile, fields: Mapping[str, Any]) -> None:
+        self._file = file
+        self._arch = _architecture(file)
+        self._heads = int(fields.get("num_attention_heads", fields.get("n_head", 1)))
+        self._kv_heads = int(fields.get("num_key_value_heads", self._heads))
+        self._inner: dict[str, str] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, info in file.tensors.items():
+            if name in _ROPE_TENSORS:
+                continue
+            hf = hf_name(self._arch, name)
+            if hf is None:
+                raise ModelLoadError(
+                    f"{file.path}: tensor {name!r:.80} has no place in a model of architecture {self._arch}"
+                )
+            if hf in self._inner:
+                raise ModelLoadError(
+                    f"{file.path}: {name!r:.80} and {self._inner[hf]!r:.80} are the same tensor"
+                )
+            shape = tuple(reversed(info.shape)) if self._transposed(name) else info.shape
+            self._inner[hf] = name
+            self.tensors[hf] = dataclasses.replace(info, shape=shape)
+
+    def _transposed(self, name: str) -> bool:
+        """GPT-2's matrices are (in, out) in Hugging Face's files, (out, in) everywhere else."""
+        return self._arch == "gpt2" and bool(
+            re.fullmatch(r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight", name)
+        )
+
+    def chunks(self, name: str) -> Iterator[np.ndarray]:
+        inner = self._inner[name]
+        add_one = self._arch in ("gemma", "gemma2") and inner.endswith("norm.weight")
+        for chunk in self._file.chunks(inner):
+            yield chunk - np.asarray(1, chunk.dtype) if add_one else chunk
+
+    def arrange(self, name: str, values: np.ndarray) -> np.ndarray:
+        inner = self._inner[name]
+        values = values.reshape(self._file.tensors[inner].shape)
+        heads = 0
+        if self._arch == "llama" and ".attn_q." in inner:
+            heads = self._heads
+        elif self._arch == "llama" and ".attn_k." in inner:
+            heads = self._kv_heads
+        if heads:
+            self._divisible(name, values, 2 * heads)
+            return _split_halves(values, heads)
+        if self._arch in ("gptneox", "bloom") and ".attn_qkv." in inner:
+            self._divisible(name, values, 3 * self._heads)
+            return _by_head(values, self._heads)
+        return values.T if self._transposed(inner) else values
+
+    def _divisible(self, name: str, values: np.ndarray, parts: int) -> None:
+        if values.shape[0] % parts:
+            raise ModelLoadError(
+                f"{self._file.path}: tensor {name!r:.80} has {values.shape[0]} rows, no multiple of {parts}"
+            )
+
+    def read(self, name: str) -> np.ndarray:
+        return join_chunks(self, name)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_gguf(path: Path) -> tuple[GgufCheckpoint, dict[str, Any]]:
+    """The checkpoint of a GGUF file and its configuration fields.
+
+    Raises:
+        ModelLoadError: one line that names the file and what is wrong in it.
+    """
+    file = GgufFile(path)
+    try:
+        fields = gguf_fields(file)
+        return GgufCheckpoint(file, fields), fields
+    except BaseException:
+        file.close()
+        raise
+
+
+__all__ = [
+    "ARCHITECTURES",
+    "GgufCheckpoint",
+    "end_ids",
+    "gguf_fields",
+    "hf_name",
+    "open_gguf",
+]

@@ -1,0 +1,283 @@
+"""The tokenizer in a GGUF file, as a tokenizer of the `tokenizers` library.
+
+A GGUF file keeps the tokens and merges or scores, but not how text is split before: that it only names
+(``tokenizer.ggml.pre``), and `_SPLITS` has the expressions behind the names. Two kinds are known: byte-level BPE
+(``gpt2``) and SentencePiece's BPE with byte fallback (``llama``). For others `--tokenizer` names a directory.
+"""
+
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from apt_jax.errors import ModelLoadError, one_line
+from apt_jax.models.loading.gguf.file import GgufFile
+
+_logger = logging.getLogger(__name__)
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "▁"
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = None
+"""Built into the library's byte-level pre-tokenizer."""
+_DIGITS = ""
+"""As GPT-2, after every digit has been split off."""
+
+_SPLITS: dict[str, str | None] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _LLAMA3.replace("{1,3}", "")),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("bloom", "poro-chat"), r" ?[^(\s|[.,!?…。，、।۔،])]+"),
+}  # fmt: skip
+_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+"""A word that is a token is that token, whatever the merges say."""
+_NFC = ("qwen2", "deepseek-r1-qwen", "mpt", "olmo")
+_ADD_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+"""Defaults for files that do not say whether a text begins with the bos token."""
+
+
+class _Vocabulary:
+    """The arrays of ``tokenizer.ggml``, checked."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self.tokens = self.strings("tokens")
+        if not self.tokens:
+            raise self.refuse("tokens is empty")
+        types = file.metadata.get("tokenizer.ggml.token_type")
+        if types is None:
+            types = np.full(len(self.tokens), _NORMAL)
+        if not isinstance(types, np.ndarray) or types.shape != (len(self.tokens),):
+            raise self.refuse("token_type does not have one number a token")
+        self.types = types.tolist()
+        # Padding of a vocabulary to a round size may repeat a name; the first one counts.
+        self.ids: dict[str, int] = {}
+        for index, token in enumerate(self.tokens):
+            self.ids.setdefault(token, index)
+
+    def refuse(self, problem: str) -> ModelLoadError:
+        return ModelLoadError(f"{self._file.path}: metadata tokenizer.ggml.{problem}")
+
+    def get(self, name: str) -> Any:
+        return self._file.metadata.get(f"tokenizer.ggml.{name}")
+
+    def strings(self, name: str) -> list[str]:
+        value = self.get(name)
+        if not isinstance(value, list):
+            raise self.refuse(f"{name} is missing or no list of strings")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(f"{name}={value!r:.40} must be true or false")
+        return default if value is None else value
+
+    def special(self, name: str) -> int | None:
+        value = self.get(f"{name}_token_id")
+        return value if isinstance(value, int) and 0 <= value < len(self.tokens) else None
+
+    def scores(self) -> list[float]:
+        scores = self.get("scores")
+        if not isinstance(scores, np.ndarray) or scores.shape != (len(self.tokens),):
+            raise self.refuse("scores does not have one number a token")
+        if not np.isfinite(scores).all():
+            raise self.refuse("scores holds NaN or infinite values")
+        return scores.tolist()
+
+    def merges(self) -> list[tuple[str, str]]:
+        merges = []
+        for index, text in enumerate(self.strings("merges")):
+            left, space, right = text.partition(" ")
+            if not space or not all(p in self.ids for p in (left, right, left + right)):
+                raise self.refuse(
+                    f"merges[{index}]={text!r:.60} does not join two tokens to a third"
+                )
+            merges.append((left, right))
+        return merges
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    pre = vocabulary.get("pre")
+    if pre is None:
+        _logger.warning(
+            "the GGUF file does not say how its tokenizer splits text; taken for GPT-2's way"
+        )
+        pre = "gpt-2"
+    if not isinstance(pre, str) or pre not in _SPLITS:
+        raise vocabulary.refuse(
+            f"pre={pre!r:.40} is not known (known: {', '.join(_SPLITS)}); give the tokenizer's directory (--tokenizer)"
+        )
+    split, prefix = _SPLITS[pre], vocabulary.flag("add_space_prefix", False)
+    model = models.BPE(
+        vocab=vocabulary.ids,
+        merges=vocabulary.merges(),
+        ignore_merges=pre in _IGNORE_MERGES,
+    )
+    backend = tokenizers.Tokenizer(model)
+    if pre in _NFC:
+        backend.normalizer = normalizers.NFC()
+    level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not split)
+    if split is _GPT2:
+        backend.pre_tokenizer = level
+    else:
+        first = (
+            pre_tokenizers.Split(Regex(split), behavior="isolated")
+            if split
+            else pre_tokenizers.Digits(individual_digits=True)
+        )
+        backend.pre_tokenizer = pre_tokenizers.Sequence([first, level])  # pyright: ignore[reportArgumentType, reportCallIssue]
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """SentencePiece joins the neighbours whose union scores best; as merges: all splits of all pieces, best union first."""
+    ids, scores = vocabulary.ids, vocabulary.scores()
+    merges = []
+    for piece, index in ids.items():
+        if vocabulary.types[index] not in (_NORMAL, _USER_DEFINED) or len(piece) > 512:
+            continue
+        splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        known = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
+        known.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += [(scores[index], pair) for pair in known]
+    merges.sort(key=lambda entry: -entry[0])
+    return [pair for _, pair in merges]
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    prefix = vocabulary.flag("add_space_prefix", True)
+    if vocabulary.get("precompiled_charsmap") is not None or vocabulary.flag(
+        "remove_extra_whitespaces", False
+    ):
+        raise vocabulary.refuse(
+            "model: a SentencePiece normaliser is not supported; give the tokenizer's directory (--tokenizer)"
+        )
+    unknown = vocabulary.special("unknown")
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary.ids,
+            merges=_merges_of_scores(vocabulary),
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=_BYTE in vocabulary.types,
+        )
+    )
+    spaces = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    )
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(
+        [*steps, decoders.Strip(" ", 1, 0)] if prefix else steps  # pyright: ignore[reportArgumentType]
+    )
+    return backend
+
+
+def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
+    """Build the tokenizer that the metadata describe.
+
+    Raises:
+        ModelLoadError: a kind that is not known, or arrays that contradict each other.
+    """
+    model = file.metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise ModelLoadError(
+            f"{file.path}: metadata tokenizer.ggml.model={model!r:.40} is not known (known: gpt2, llama); give the "
+            "tokenizer's directory (--tokenizer)"
+        )
+    vocabulary = _Vocabulary(file)
+    try:
+        backend = _byte_level(vocabulary) if model == "gpt2" else _sentencepiece(vocabulary)
+        _add_tokens(backend, vocabulary)
+        _add_template(backend, vocabulary, model == "llama" or vocabulary.get("pre") in _ADD_BOS)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the library raises plain Exception
+        reason = one_line(str(error))[:120]
+        raise vocabulary.refuse(f"* makes no tokenizer ({reason})") from None
+    return backend
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
+    special = {
+        vocabulary.special(name) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+    }
+    added = []
+    for token, index in vocabulary.ids.items():
+        kind = vocabulary.types[index]
+        if not token:
+            continue
+        is_special = kind in (_CONTROL, _UNKNOWN) or (index in special and kind != _BYTE)
+        if is_special or kind == _USER_DEFINED:
+            added.append(tokenizers.AddedToken(token, special=is_special, normalized=False))
+    backend.add_tokens(added)
+
+
+def _add_template(
+    backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, bos_default: bool
+) -> None:
+    bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
+    first = bos if vocabulary.flag("add_bos_token", bos_default) else None
+    last = eos if vocabulary.flag("add_eos_token", False) else None
+    ends = [(vocabulary.tokens[i], i) for i in (first, last) if i is not None]
+    if not ends:
+        return
+    template = ["$A"]
+    if first is not None:
+        template.insert(0, vocabulary.tokens[first])
+    if last is not None:
+        template.append(vocabulary.tokens[last])
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=list(dict(ends).items())
+    )
+
+
+def gguf_chat_template(file: GgufFile) -> str | None:
+    """The default chat template in the metadata.
+
+    Raises:
+        ModelLoadError: it is no text.
+    """
+    template = file.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelLoadError(f"{file.path}: metadata tokenizer.chat_template is no text")
+    return template
+
+
+def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
+    """``bos_token``, ``eos_token`` and so on, as in tokenizer_config.json."""
+    vocabulary = _Vocabulary(file)
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    ids = {f"{short}_token": vocabulary.special(name) for name, short in names.items()}
+    return {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
+
+
+def gguf_tokenizer_files(file: GgufFile) -> dict[str, str]:
+    """The tokenizer as the files of a model directory: contents by name."""
+    config: dict[str, Any] = dict(gguf_special_tokens(file))
+    template = gguf_chat_template(file)
+    if template is not None:
+        config["chat_template"] = template
+    return {
+        "tokenizer.json": gguf_tokenizer(file).to_str(),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+__all__ = ["gguf_chat_template", "gguf_special_tokens", "gguf_tokenizer", "gguf_tokenizer_files"]

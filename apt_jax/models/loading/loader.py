@@ -1,0 +1,426 @@
+"""From a model's name to its parameters on the device.
+
+1. `resolve_model` turns the name into a directory, a GGUF file or a preset; the hub is asked for names such as
+   ``owner/model`` alone. No code is ever taken from a model directory.
+2. config.json, or the same fields from the metadata of a GGUF file, become a `ModelConfig` through the family's
+   adapter.
+3. The checkpoint's headers are compared with the shapes that the configuration asks for: missing, extra and misshapen
+   tensors and too little memory are found here, before anything is allocated on the device.
+4. Tensors are read in the order of the file, piece by piece, checked for NaN and infinities, dequantised, cast, and
+   moved to their devices. Host memory holds one tensor in the final dtype, and a piece, besides the result.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from apt_jax.config import EngineConfig
+from apt_jax.errors import ModelLoadError
+from apt_jax.models.checkpoint_map import TIED_HEAD, ModelFamily, Source
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.loading.checkpoint import (
+    Checkpoint,
+    format_names,
+    is_weight_dtype,
+    open_checkpoint,
+    read_json,
+)
+from apt_jax.models.loading.gguf.model import open_gguf
+from apt_jax.models.loading.orbax_format import DTYPES, OrbaxCheckpoint
+from apt_jax.models.loading.resolve import (
+    ModelFormat,
+    ResolvedModel,
+    read_model_config,
+    resolve_model,
+)
+from apt_jax.models.params import ModelParams, abstract_params, dummy_params, param_names
+
+LeafSharding = Callable[[ModelConfig, str], jax.sharding.Sharding | None]
+"""Target sharding of a leaf of a model's parameters (``layers.3.wq``); None: on the default device."""
+
+_logger = logging.getLogger(__name__)
+
+_PROGRESS_BYTES = 64 * 2**20  # below this, loading is over before a bar is read
+_CHUNK_ELEMENTS = 2**20  # of the check for NaN: small enough for the processor's cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model that is ready to run."""
+
+    config: ModelConfig
+    params: ModelParams
+    path: Path | None
+    """Directory of its files, where a tokenizer may be, or its GGUF file; None for a preset."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end an output: those of generation_config.json where it names any, else those of config.json."""
+    hf_config: Mapping[str, Any]
+    """Contents of config.json, or of the preset, or the same fields made from the metadata of a GGUF file."""
+    format: ModelFormat = "directory"
+    weights: str = "random"
+    """Storage format of the weights: their dtype or quantization, such as ``BF16`` or ``Q4_K``."""
+
+
+@contextlib.contextmanager
+def open_weights(resolved: ResolvedModel, load_format: str = "auto") -> Iterator[Checkpoint]:
+    """The tensors of a model that has files, whatever their format.
+
+    Args:
+        load_format: as in `EngineConfig`; other than ``auto`` the model must have it.
+
+    Raises:
+        ModelLoadError: the model has another format; or see `open_checkpoint`.
+    """
+    path = resolved.path
+    assert path is not None
+    found = {"gguf": ("gguf",), "orbax": ("orbax",)}.get(resolved.format, ("safetensors", "pt"))
+    if load_format not in ("auto", *found):
+        raise ModelLoadError(
+            f"{path}: is {resolved.format if resolved.format != 'directory' else 'in Hugging Face format'}, "
+            f"not {load_format} (--load-format {load_format})"
+        )
+    if resolved.format == "gguf":
+        checkpoint, _ = open_gguf(path)
+        with contextlib.closing(checkpoint):
+            yield checkpoint
+    elif resolved.format == "orbax":
+        with contextlib.closing(OrbaxCheckpoint(path)) as checkpoint:
+            yield checkpoint
+    else:
+        with open_checkpoint(path, allow_pickle=load_format == "pt") as checkpoint:
+            yield checkpoint
+
+
+def _eos_token_ids(path: Path | None, config: ModelConfig, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    if path is not None and (path / "generation_config.json").is_file():
+        generation = ConfigFields(read_json(path, "generation_config.json"))
+        ids = generation.token_ids("eos_token_id", None, config.vocab_size, "generation_config.json")
+        if ids:
+            return ids
+    ids = ConfigFields(fields).token_ids("eos_token_id", config.eos_token_id, config.vocab_size)
+    if not ids:
+        _logger.warning("the model names no end-of-sequence token: outputs end at max_tokens or a stop string only")
+    return ids
+
+
+def free_memory_bytes(device: Any = None) -> int | None:
+    """Free memory of a device, by default the first one; None where it is unknown."""
+    device = jax.local_devices()[0] if device is None else device
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        limit = stats.get("bytes_limit")
+        return None if limit is None else limit - stats.get("bytes_in_use", 0)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+
+
+def _check_memory(config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None = None) -> None:
+    """Raises ModelLoadError where the weights of a device, or of all that the host plays, take more than is free."""
+    needed, free, share = config.num_params * dtype.itemsize, free_memory_bytes(), ""
+    if sharding is not None and jax.local_devices()[0].platform != "cpu":
+        needed, share = 0, " of each device"
+        leaves = jax.tree.leaves(abstract_params(config, dtype))
+        for name, leaf in zip(jax.tree.leaves(param_names(config)), leaves, strict=True):
+            where = sharding(config, name)
+            shape = leaf.shape if where is None else where.shard_shape(leaf.shape)
+            needed += math.prod(shape) * dtype.itemsize
+    if free is not None and needed > free:
+        raise ModelLoadError(
+            f"the weights{share} take {needed / 2**30:.1f} GiB in {dtype.name}, but {free / 2**30:.1f} GiB of device memory are free; "
+            "choose a smaller model, a 16-bit --dtype or more devices (-tp)"
+        )
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    """No NaN and no infinity: no element has all exponent bits set. Independent of slow 16-bit float arithmetic."""
+    bits, mask = {
+        "float16": (np.uint16, 0x7C00),
+        "bfloat16": (np.uint16, 0x7F80),
+        "float32": (np.uint32, 0x7F800000),
+        "float64": (np.uint64, 0x7FF0000000000000),
+    }[values.dtype.name]
+    flat, exponent = values.reshape(-1).view(bits), bits(mask)
+    for start in range(0, flat.size, _CHUNK_ELEMENTS):
+        if np.any((flat[start : start + _CHUNK_ELEMENTS] & exponent) == exponent):
+            return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """Source of one leaf of the parameters."""
+
+    leaf: str
+    shape: tuple[int, ...]
+    stored: str | None
+    """Tensor in the checkpoint, or None:"""
+    constant: float = 0.0
+    """the leaf is filled with this value."""
+    source: Source | None = None
+    """Layout of the leaf in it."""
+
+
+def _match(
+    checkpoint: Checkpoint,
+    family: ModelFamily,
+    config: ModelConfig,
+    fields: Mapping[str, Any],
+    path: Path,
+) -> tuple[list[_Leaf], str | None]:
+    """Pair every leaf with its tensor; also the stored name of a tied head, if the checkpoint has one.
+
+    Raises:
+        ModelLoadError: one line that names the missing, extra, misshapen or mistyped tensors.
+    """
+    by_bare_name: dict[str, str] = {}
+    for name in checkpoint.tensors:
+        bare = family.bare_name(name)
+        if bare in by_bare_name:
+            raise ModelLoadError(f"{path}: {name!r} and {by_bare_name[bare]!r} are the same tensor")
+        by_bare_name[bare] = name
+    shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
+    leaves: list[_Leaf] = []
+    wanted: dict[str, tuple[int, ...]] = {}
+    missing: list[str] = []
+    for leaf, shape in zip(jax.tree.leaves(param_names(config)), shapes, strict=True):
+        constant = None if family.constant_leaf is None else family.constant_leaf(leaf, fields)
+        if constant is not None:
+            leaves.append(_Leaf(leaf, shape, None, constant))
+            continue
+        source = family.source(leaf, shape, config)
+        bare = source.name
+        wanted[bare] = source.shape
+        if bare in by_bare_name:
+            leaves.append(_Leaf(leaf, shape, by_bare_name[bare], source=source))
+        elif bare not in missing:
+            missing.append(bare)
+    head = None
+    if config.tie_embeddings and TIED_HEAD in by_bare_name:
+        head = by_bare_name[TIED_HEAD]
+        width = config.embedding_size or config.hidden_size
+        wanted[TIED_HEAD] = (config.vocab_size, width)
+    extra = [
+        name for bare, name in by_bare_name.items() if bare not in wanted and not family.ignored_tensors.search(bare)
+    ]
+    infos = {bare: checkpoint.tensors[by_bare_name[bare]] for bare in wanted if bare in by_bare_name}
+    wrong = [
+        f"{bare} has {list(info.shape)}, not {list(wanted[bare])}"
+        for bare, info in infos.items()
+        if info.shape != wanted[bare]
+    ]
+    mistyped = [f"{bare} is {info.dtype}" for bare, info in infos.items() if not is_weight_dtype(info)]
+    problems = [
+        f"{len(found)} {kind} ({format_names(found)})"
+        for kind, found in (
+            ("missing", missing),
+            ("unexpected", extra),
+            ("misshapen", wrong),
+            ("not floating-point", mistyped),
+        )
+        if found
+    ]
+    if problems:
+        raise ModelLoadError(f"{path}: tensors do not match config.json: {'; '.join(problems)}")
+    return leaves, head
+
+
+def read_cast(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) -> np.ndarray:
+    """A tensor in `dtype`, checked and cast piece by piece: beside the result there is one piece, never a second tensor."""
+    values = _empty(checkpoint, name, dtype, path)
+    done = 0
+    for chunk in checkpoint.chunks(name):
+        if not _is_finite(chunk):
+            raise ModelLoadError(f"{path}: tensor {name!r} holds NaN or infinite values; the file is damaged")
+        target = values[done : done + chunk.size]
+        with np.errstate(over="ignore"):  # found by the check that follows
+            target[...] = chunk
+        if chunk.dtype != dtype and not _is_finite(target):
+            raise ModelLoadError(
+                f"{path}: tensor {name!r} has values beyond the range of {dtype.name}; choose another --dtype"
+            )
+        done += chunk.size
+    return checkpoint.arrange(name, values)
+
+
+def _empty(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) -> np.ndarray:
+    size = math.prod(checkpoint.tensors[name].shape)
+    try:
+        return np.empty(size, dtype)
+    except MemoryError as error:
+        raise ModelLoadError(f"{path}: no memory for {name!r:.80} of {size * dtype.itemsize} bytes") from error
+
+
+def _equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    """True if two tensors hold the same values, compared piece by piece."""
+    pieces = itertools.zip_longest(checkpoint.chunks(name), checkpoint.chunks(other))
+    return all(a is not None and b is not None and np.array_equal(a, b) for a, b in pieces)
+
+
+def _put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Move values to the devices and wait: the host holds no more than one tensor that is on its way."""
+    if sharding is None:
+        array = jnp.asarray(values)
+    else:
+        array = jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
+    return array.block_until_ready()
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
+
+
+def _restored(
+    checkpoint: Checkpoint,
+    leaf: _Leaf,
+    dtype: np.dtype[Any],
+    path: Path,
+    sharding: jax.sharding.Sharding | None,
+) -> jax.Array | None:
+    """A leaf that Orbax can put onto its devices itself, as it is stored; None: it must pass through the host."""
+    if sharding is None or leaf.stored is None or not isinstance(checkpoint, OrbaxCheckpoint):
+        return None
+    info = checkpoint.tensors[leaf.stored]
+    assert leaf.source is not None
+    if leaf.source.take is not None or info.shape != leaf.shape or DTYPES.get(info.dtype) != dtype.name:
+        return None
+    array = checkpoint.read_sharded(leaf.stored, sharding)
+    if not _all_finite(array):
+        raise ModelLoadError(f"{path}: tensor {leaf.stored!r} holds NaN or infinite values; the file is damaged")
+    return array
+
+
+def _load_params(
+    checkpoint: Checkpoint,
+    family: ModelFamily,
+    config: ModelConfig,
+    fields: Mapping[str, Any],
+    dtype: np.dtype[Any],
+    path: Path,
+    sharding: LeafSharding | None = None,
+) -> ModelParams:
+    leaves, tied_head = _match(checkpoint, family, config, fields, path)
+    _check_memory(config, dtype, sharding)
+    if tied_head is not None:
+        embed = next(leaf.stored for leaf in leaves if leaf.leaf == "embed")
+        assert embed is not None
+        if not _equal(checkpoint, embed, tied_head):
+            raise ModelLoadError(
+                f"{path}: {tied_head!r} differs from {embed!r}, but config.json says that they are tied (tie_word_embeddings)"
+            )
+    arrays: dict[str, jax.Array] = {}
+    stored = {leaf.stored for leaf in leaves if leaf.stored is not None}
+    total = sum(checkpoint.tensors[name].num_bytes for name in stored)
+    # disable=None: shown on a terminal only.
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="loading",
+        disable=None if total > _PROGRESS_BYTES else True,
+    ) as bar:
+        largest = max((info.num_bytes for info in checkpoint.tensors.values()), default=0)
+
+        def place(leaf: _Leaf) -> tuple[bool, str, int]:
+            """As they lie in the files, but what is large first: memory is not in pieces yet."""
+            info = checkpoint.tensors[leaf.stored] if leaf.stored is not None else None
+            return (True, "", 0) if info is None else (2 * info.num_bytes < largest, info.file, info.start)  # fmt: skip
+
+        last: np.ndarray | None = None
+        last_name: str | None = None
+        for leaf in sorted(leaves, key=place):
+            where = None if sharding is None else sharding(config, leaf.leaf)
+            if leaf.stored is None:
+                arrays[leaf.leaf] = _put(np.full(leaf.shape, leaf.constant, dtype), where)
+                continue
+            array = _restored(checkpoint, leaf, dtype, path, where)
+            if array is None:
+                if leaf.stored != last_name:  # parts of one tensor come one after another
+                    last = None  # the one before goes first
+                    last = read_cast(checkpoint, leaf.stored, dtype, path)
+                    last_name = leaf.stored
+                    bar.update(checkpoint.tensors[leaf.stored].num_bytes)
+                assert last is not None
+                assert leaf.source is not None
+                part = last if leaf.source.take is None else leaf.source.take(last)
+                array = _put(part.reshape(leaf.shape), where)
+            else:
+                bar.update(checkpoint.tensors[leaf.stored].num_bytes)
+            arrays[leaf.leaf] = array
+    return jax.tree.map(lambda name: arrays[name], param_names(config))
+
+
+def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> LoadedModel:
+    """Find, check and load the model that `config` names, or make random weights of its shape (`load_format="dummy"`).
+
+    Args:
+        config: names the model.
+        sharding: where each leaf goes; each is moved there directly, in its shards. None: to the default device.
+
+    Returns:
+        The parameters, every leaf in `config.dtype`.
+
+    Raises:
+        ModelLoadError: one line that says which file or field is wrong and why.
+    """
+    dummy = config.load_format == "dummy"
+    resolved = resolve_model(config.model, allow_preset=dummy)
+    fields, path = resolved.fields, resolved.path
+    where = config.model if path is None else os.fspath(path)
+    try:
+        family, model_config = read_model_config(fields, config.max_model_len)
+        eos_token_ids = _eos_token_ids(path, model_config, fields)
+    except ModelLoadError as error:
+        # A GGUF file has no config.json: its metadata stand for it.
+        text = str(error).replace("config.json", "metadata") if resolved.format == "gguf" else str(error)
+        raise ModelLoadError(text if text.startswith(where) else f"{where}: {text}") from error.__cause__
+    ignored = [name for name in ("auto_map", "trust_remote_code") if fields.get(name)]
+    if ignored:
+        _logger.warning(
+            "%s: %s in config.json is ignored: code from model directories is never run",
+            where,
+            " and ".join(ignored),
+        )
+    dtype, weights = np.dtype(jnp.dtype(config.dtype)), "random"
+    if dummy:
+        _check_memory(model_config, dtype, sharding)
+        place = None if sharding is None else functools.partial(sharding, model_config)
+        params = dummy_params(model_config, dtype, config.seed, place)
+    else:
+        assert path is not None
+        with open_weights(resolved, config.load_format) as checkpoint:
+            weights = storage(checkpoint)
+            params = _load_params(checkpoint, family, model_config, fields, dtype, path, sharding)
+    return LoadedModel(
+        config=model_config,
+        params=params,
+        path=path,
+        eos_token_ids=eos_token_ids,
+        hf_config=fields,
+        format=resolved.format,
+        weights=weights,
+    )
+
+
+def storage(checkpoint: Checkpoint) -> str:
+    """The dtype or quantisation that most bytes of a checkpoint have."""
+    sums: dict[str, int] = {}
+    for info in checkpoint.tensors.values():
+        sums[info.dtype] = sums.get(info.dtype, 0) + info.num_bytes
+    return max(sums, key=lambda kind: sums[kind], default="none")

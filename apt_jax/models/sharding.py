@@ -1,0 +1,240 @@
+"""Tensor parallelism: one model sharded over several devices as in Megatron, and the collectives between them.
+
+Every device runs the decoder of `apt_jax.models.decoder` on its share of the heads, of the feed-forward layer and of the
+vocabulary, within one `jax.shard_map` a program. What crosses between them is written where it happens (`TensorParallel`):
+
+* a sum after attention's output product and after the feed-forward layer, as both are cut on their input side;
+* a sum of the token embeddings, of which every device has some rows, and a gathering of the scores over the vocabulary;
+* for layer inputs X, which are cached by feature so that they too take 1/t of the memory on each of t devices: absorbed
+  attention gathers the new queries, sums the scores between its two products, a tile of positions at a time, and sums and scatters its result over heads; where
+  keys must be computed from X, its features are gathered first.
+
+The residual stream and the sampler are computed by every device alike.
+
+Key heads that are fewer than devices are repeated: a device holds the one that its query heads need.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from apt_jax.config import CacheConfig
+from apt_jax.errors import ConfigError
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.params import LayerParams, ModelParams, abstract_params, param_axes, param_names
+
+AXIS = "tensor"
+"""Name of the mesh axis."""
+
+_CUT = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+"""Logical axes of parameters that are sharded; the others are replicated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """Collectives of one program, to be called within `jax.shard_map` over `AXIS`."""
+
+    size: int
+    """t: devices."""
+    config: ModelConfig
+    """The whole model; the decoder itself sees `own_config`."""
+
+    @property
+    def rank(self) -> Array:
+        """Index of this device."""
+        return lax.axis_index(AXIS)
+
+    def own(self, x: Array, axis: int) -> Array:
+        """This device's shard of a replicated array."""
+        width = x.shape[axis] // self.size
+        return lax.dynamic_slice_in_dim(x, self.rank * width, width, axis)
+
+    def sum(self, x: Array) -> Array:
+        """The sum over devices, on every device."""
+        return lax.psum(x, AXIS)
+
+    def scatter_sum(self, x: Array, axis: int) -> Array:
+        """This device's shard of the sum over devices."""
+        return lax.psum_scatter(x, AXIS, scatter_dimension=axis, tiled=True)
+
+    def gather(self, x: Array, axis: int) -> Array:
+        """The shards of all devices, concatenated."""
+        return lax.all_gather(x, AXIS, axis=axis, tiled=True)
+
+
+def sizes_that_fit(config: ModelConfig) -> list[int]:
+    """Numbers of devices that a model can be sharded over."""
+    return [
+        t
+        for t in range(1, config.num_heads + 1)
+        if config.num_heads % t == 0
+        and (config.num_kv_heads % t == 0 or t % config.num_kv_heads == 0)
+        and config.ffn_size % t == 0
+    ]
+
+
+def check_size(config: ModelConfig, size: int) -> None:
+    """Raises ConfigError where a model cannot be sharded over so many devices."""
+    fit = sizes_that_fit(config)
+    if size not in fit:
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not divide this model ({config.num_heads} query heads, {config.num_kv_heads} key heads, "
+            f"feed-forward width {config.ffn_size}); {', '.join(map(str, fit))} do (-tp)"
+        )
+
+
+def tensor_mesh(size: int, num_hosts: int = 1) -> Mesh:
+    """The first so many devices, as many of each host.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    devices = jax.devices()
+    if num_hosts > 1:
+        own = [[d for d in devices if d.process_index == rank] for rank in range(num_hosts)]
+        each = size // num_hosts
+        for rank, there in enumerate(own):
+            if len(there) < each:
+                raise ConfigError(
+                    f"tensor_parallel_size={size} over {num_hosts} hosts needs {each} devices of each, and rank {rank} has {len(there)} (-tp, --nnodes)"
+                )
+        return Mesh(np.array([d for there in own for d in there[:each]]), (AXIS,))
+    if len(devices) < size:
+        platform = devices[0].platform
+        hint = f"; JAX_NUM_CPU_DEVICES={size} simulates them" if platform == "cpu" else ""
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs {size} devices and there are {len(devices)} ({platform}){hint} (-tp)"
+        )
+    return Mesh(np.array(devices[:size]), (AXIS,))
+
+
+def hidden_refusal(config: ModelConfig, size: int) -> str | None:
+    """Why layer inputs cannot be cached on so many devices; None where they can."""
+    if size == 1:
+        return None
+    if config.hidden_size % size:
+        return f"its width of {config.hidden_size} cannot be cut for {size} devices"
+    if config.qk_norm == "lane":
+        return "its norm of keys goes over the heads of all devices"
+    return None
+
+
+def offers_hidden(config: ModelConfig, cache: CacheConfig, num_devices: int) -> bool:
+    """True if requests may have the hidden kind. Raises ConfigError where it is the only kind and not offered."""
+    refusal = config.hidden_refusal or hidden_refusal(config, num_devices)
+    if cache.mode != "hidden":
+        return cache.mode == "hybrid" and config.offers_hybrid and refusal is None
+    if refusal is not None:
+        raise ConfigError(f"cache='hidden' is not offered for this model: {refusal}; use --cache kv")
+    inputs = config.hidden_block_size(cache.block_size)
+    if 2 * inputs <= cache.block_size:
+        raise ConfigError(
+            f"cache='hidden' saves nothing at block_size={cache.block_size}: such a block holds {inputs} of this model's "
+            "layer inputs; use a larger --block-size or --cache kv"
+        )
+    return True
+
+
+def with_repeated_heads(config: ModelConfig, size: int) -> ModelConfig:
+    """The model with as many key heads as devices where it has fewer."""
+    return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, size))
+
+
+def own_config(config: ModelConfig, size: int) -> ModelConfig:
+    """The share of one device of a model `with_repeated_heads`. ALiBi slopes are not its own: they differ by device."""
+    if size == 1:
+        return config
+    heads = config.num_heads // size
+    return dataclasses.replace(
+        config,
+        num_heads=heads,
+        num_kv_heads=config.num_kv_heads // size,
+        ffn_size=config.ffn_size // size,
+        vocab_size=-(-config.vocab_size // size),
+        alibi_slopes=config.alibi_slopes[:heads],
+    )
+
+
+def _spec(shape: tuple[int, ...], axes: tuple[str, ...], size: int) -> P:
+    """Partition of a leaf; replicated where its size does not divide."""
+    return P(*(AXIS if axis in _CUT and length % size == 0 else None for length, axis in zip(shape, axes, strict=True)))
+
+
+@functools.lru_cache(maxsize=8)
+def _specs_by_name(config: ModelConfig, size: int) -> dict[str, P]:
+    names = jax.tree.leaves(param_names(config))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
+    axes = jax.tree.leaves(param_axes(config), is_leaf=lambda x: isinstance(x, tuple) and all(isinstance(a, str) for a in x))  # fmt: skip
+    return {n: _spec(shape, axis, size) for n, shape, axis in zip(names, shapes, axes, strict=True)}
+
+
+def leaf_spec(config: ModelConfig, size: int, name: str) -> P:
+    """Partition of a leaf of `param_names` over so many devices. Raises ConfigError where the model cannot be sharded."""
+    check_size(config, size)
+    return _specs_by_name(config, size)[name] if size > 1 else P()
+
+
+def leaf_sharding(mesh: Mesh, config: ModelConfig, name: str) -> NamedSharding:
+    """Sharding that a leaf of `param_names` is loaded to; see `apt_jax.models.loading.loader.LeafSharding`."""
+    return NamedSharding(mesh, leaf_spec(config, mesh.size, name))
+
+
+def shard_params(
+    params: ModelParams, config: ModelConfig, mesh: Mesh, *, absorbs: bool
+) -> tuple[ModelParams, ModelParams]:
+    """A model sharded over a mesh, and the tree of its `PartitionSpec`s.
+
+    Args:
+        params: as loaded, anywhere. Leaves that are not needed whole are deleted.
+        config: of the model as loaded.
+        absorbs: whether attention over layer inputs absorbs both W_k and W_v: they are kept a second time, sharded by feature.
+    """
+    size = mesh.size
+    specs = _specs_by_name(with_repeated_heads(config, size), size)
+    repeats = max(1, size // config.num_kv_heads)
+
+    def put(leaf: Any, spec: P) -> Any:
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    def is_repeated(name: str) -> bool:
+        of_keys = name.rpartition(".")[2] in ("wk", "bk", "wv", "bv")
+        lanes = name.endswith("k_norm") and config.qk_norm == "lane"
+        return repeats > 1 and (of_keys or lanes)
+
+    def is_padded(name: str) -> bool:
+        return name in ("embed", "head", "head_bias") and config.vocab_size % size > 0
+
+    def placed(name: str, leaf: Any) -> Any:
+        if is_repeated(name):
+            lanes = name.endswith("k_norm")
+            heads = leaf.reshape(config.num_kv_heads, -1) if lanes else leaf
+            leaf = jnp.repeat(heads, repeats, axis=0)
+            leaf = leaf.reshape(-1) if lanes else leaf
+        if is_padded(name):
+            rows = -leaf.shape[0] % size
+            leaf = jnp.pad(leaf, ((0, rows),) + ((0, 0),) * (leaf.ndim - 1))
+            return put(leaf, P(AXIS, *(None,) * (leaf.ndim - 1)))
+        return put(leaf, specs[name])
+
+    names = param_names(config)
+    cut = jax.tree.map(placed, names, params)
+    if absorbs:
+        by_feature = functools.partial(put, spec=P(None, None, AXIS))
+
+        def with_inputs(layer: LayerParams, whole: LayerParams) -> LayerParams:
+            wk, wv = (jnp.repeat(w, repeats, axis=0) for w in (whole.wk, whole.wv))
+            return dataclasses.replace(layer, wk_inputs=by_feature(wk), wv_inputs=by_feature(wv))
+
+        layers = zip(cut.layers, params.layers, strict=True)
+        cut = dataclasses.replace(cut, layers=tuple(with_inputs(*pair) for pair in layers))
+    for name, leaf in zip(jax.tree.leaves(names), jax.tree.leaves(params), strict=True):
+        if is_repeated(name) or is_padded(name):
+            leaf.delete()  # every device holds it whole
+    return cut, jax.tree.map(lambda leaf: leaf.sharding.spec, cut)

@@ -1,0 +1,138 @@
+"""Inputs and static settings of one decoder step, and the products and norms that its parts share."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int32
+
+from apt_jax.models.config import HiddenMode, ModelConfig
+from apt_jax.models.sharding import TensorParallel
+from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderBatch:
+    """One step on the device. T flat tokens: B decode rows of one token, then the chunks of R prefill rows."""
+
+    token_ids: Int32[Array, " T"]
+    positions: Int32[Array, " T"]
+    """Position of each token in its request; padding tokens have 0."""
+    first_slots: Int32[Array, " T"]
+    """Pool slot for the token's k or x, counted in slots of its kind; out of range for padding, which is dropped."""
+    second_slots: Int32[Array, " T"]
+    """Pool slot for its v; out of range for hidden requests and padding."""
+    token_hidden: Bool[Array, " T"]
+    decode_tables: Int32[Array, "B 2 J"]
+    decode_lens: Int32[Array, " B"]
+    """Positions to attend to, the row's own included; 0 for padding rows."""
+    num_kv_rows: Int32[Array, ""]
+    """Decode rows [0, num_kv_rows) have the KV kind,"""
+    num_decode_rows: Int32[Array, ""]
+    """rows [num_kv_rows, num_decode_rows) the hidden kind."""
+    prefill_tables: Int32[Array, "R 2 J"]
+    prefill_offsets: Int32[Array, " R"]
+    """Start of each chunk among the prefill tokens."""
+    prefill_lens: Int32[Array, " R"]
+    prefix_lens: Int32[Array, " R"]
+    prefill_hidden: Bool[Array, " R"]
+    num_prefill_rows: Int32[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertBatch:
+    """Layer inputs that become keys and values. G of their blocks, T = G * `hidden_block_size` slots, block after block."""
+
+    blocks: Int32[Array, " G"]
+    """The reserved block for padding."""
+    positions: Int32[Array, " T"]
+    """Position of each slot in its request."""
+    first_slots: Int32[Array, " T"]
+    """Pool slot for the slot's k, counted in keys; out of range for slots without a layer input, which are dropped."""
+    second_slots: Int32[Array, " T"]
+    """The same for its v."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Static settings of a compiled step."""
+
+    num_decode: int
+    """B: decode rows, padding included."""
+    block_size: int
+    hidden_block_size: int
+    """Layer inputs a block."""
+    hidden_mode: HiddenMode | None
+    """What hidden decode rows absorb, as in `ModelConfig.hidden_mode`; None: nothing, they are reprojected."""
+    kinds: tuple[bool, bool]
+    """(KV rows can occur, hidden rows can occur)."""
+    ops: AttentionOps
+    """`ops.branches` says whether what no row needs is branched around on the device."""
+    tensor: TensorParallel | None = None
+    """None: the device has the whole model. Else the step runs one device's shard of it, within `jax.shard_map`, and its
+    `ModelConfig` is `sharding.own_config`."""
+
+
+Product = Callable[..., Array]
+"""`AttentionOps.dense`."""
+
+
+def apply_dense(
+    x: Float[Array, "T I"],
+    w: Float[Array, "O I"] | QuantizedMatrix | TiledMatrix,
+    b: Float[Array, " O"] | None,
+    product: Product,
+) -> Float[Array, "T O"]:
+    """`x @ w.T + b` in float32, by the platform's product."""
+    out = product(x, *product_args(w))
+    return out if b is None else out + b.astype(jnp.float32)[None, :]
+
+
+def apply_dense_summed(
+    x: Float[Array, "T I"],
+    w: Any,
+    b: Float[Array, " O"] | None,
+    options: StepOptions,
+) -> Float[Array, "T O"]:
+    """`apply_dense`, summed over devices where each holds a shard of the inputs."""
+    if options.tensor is None:
+        return apply_dense(x, w, b, options.ops.dense)
+    out = options.tensor.sum(apply_dense(x, w, None, options.ops.dense))
+    return out if b is None else out + b.astype(jnp.float32)[None, :]
+
+
+def product_args(w: Array | QuantizedMatrix | TiledMatrix) -> tuple[Any, ...]:
+    """The weight arguments of a product: a matrix, or integers and their scales."""
+    return (w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)
+
+
+def flatten_inputs(w: Any, inputs_from: int) -> Any:
+    """A matrix as (outputs, inputs); axes from `inputs_from` on are inputs. Quantized and tiled ones are flat already."""
+    if isinstance(w, QuantizedMatrix | TiledMatrix):
+        return w
+    return w.reshape(math.prod(w.shape[:inputs_from]), -1)
+
+
+def apply_norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[Array, "T D"]:
+    """The norm that the model has, in float32."""
+    x = x.astype(jnp.float32)
+    if config.norm == "layer":
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    scaled = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
+    scale = p.scale.astype(jnp.float32)
+    if config.norm_offset:
+        scale = scale + config.norm_offset
+    out = scaled * scale[None, :]
+    return out if p.bias is None else out + p.bias.astype(jnp.float32)[None, :]
+
+
+def zero_non_finite(x: Array) -> Array:
+    """`x` with zeros for NaN and infinities."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))

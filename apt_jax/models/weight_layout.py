@@ -1,0 +1,128 @@
+"""Layouts of a model's weights that make products faster: fused projections, and matrix tiles for CPUs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from apt_jax.models.params import LayerParams, ModelParams
+from apt_jax.ops.weights import QuantizedMatrix, TiledMatrix
+
+
+def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
+    """One matrix for q, k and v in every layer, and one for gate and up: CPUs compute one wide product in less than half
+    the time of three.
+
+    Args:
+        keep: leave wq, wk and wv as well: hidden rows need only q, and absorption needs wk and wv by themselves. The
+            copies add a quarter to the layers' memory (less with grouped queries).
+    """
+
+    def join(*leaves: Any) -> Any:
+        if leaves[0] is None:
+            return None
+        return jnp.concatenate([w.reshape(-1, *w.shape[2:]) if w.ndim == 3 else w.reshape(-1) for w in leaves])
+
+    def fused(layer: LayerParams) -> LayerParams:
+        layer = dataclasses.replace(
+            layer,
+            wqkv=join(layer.wq, layer.wk, layer.wv),
+            bqkv=join(layer.bq, layer.bk, layer.bv),
+        )
+        if not keep:
+            layer = dataclasses.replace(layer, wq=None, wk=None, wv=None, bq=None, bk=None, bv=None)
+        if layer.w_gate is None:
+            return layer
+        biases = None if layer.b_gate is None else jnp.concatenate([layer.b_gate, layer.b_up])
+        return dataclasses.replace(
+            layer,
+            w_gate_up=jnp.concatenate([layer.w_gate, layer.w_up]),
+            b_gate_up=biases,
+            w_gate=None, w_up=None, b_gate=None, b_up=None,
+        )  # fmt: skip
+
+    return dataclasses.replace(params, layers=tuple(fused(layer) for layer in params.layers))
+
+
+def map_matrices(
+    params: ModelParams, change: Callable[[Any], Any], *, keep: Callable[[Any], Any] | None = None
+) -> ModelParams:
+    """With every matrix that rows are multiplied with, and the token embeddings, changed; they come flattened to (outputs,
+    inputs).
+
+    Args:
+        params: whole, or as `fuse_products` leaves them.
+        keep: what to do with wk and wv instead, in their own shape: attention over layer inputs absorbs or reprojects with
+            them by themselves.
+    """
+
+    def matrix(w: Any) -> Any:
+        if w is None or not hasattr(w, "ndim"):
+            return None if w is None else change(w)
+        return change(w.reshape(-1, w.shape[-1]))
+
+    def by_output(w: Any) -> Any:
+        return matrix(w.reshape(w.shape[0], -1) if hasattr(w, "ndim") else w)
+
+    def kept(w: Any) -> Any:
+        if keep is None or w is None:
+            return matrix(w)
+        return keep(w)
+
+    layers = [
+        dataclasses.replace(
+            layer,
+            wq=matrix(layer.wq),
+            wk=kept(layer.wk),
+            wv=kept(layer.wv),
+            wqkv=matrix(layer.wqkv),
+            wo=by_output(layer.wo),
+            w_gate=matrix(layer.w_gate),
+            w_up=matrix(layer.w_up),
+            w_gate_up=matrix(layer.w_gate_up),
+            w_down=matrix(layer.w_down),
+        )
+        for layer in params.layers
+    ]
+    return dataclasses.replace(
+        params,
+        embed=matrix(params.embed),
+        project_in=matrix(params.project_in),
+        project_out=matrix(params.project_out),
+        head=matrix(params.head),
+        layers=tuple(layers),
+    )
+
+
+def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams]) -> ModelParams:
+    """`change(params)`, a layer at a time: what it makes and throws away again is a layer's, not a model's."""
+    nothing = dataclasses.replace(
+        params,
+        **{field.name: None for field in dataclasses.fields(params) if field.name != "layers"},
+        layers=(),
+    )
+    rest = change(dataclasses.replace(params, layers=()))
+    layers = [change(dataclasses.replace(nothing, layers=(layer,))).layers[0] for layer in params.layers]  # fmt: skip
+    return dataclasses.replace(rest, layers=tuple(layers))
+
+
+def tile_params(params: ModelParams, *, keep: bool) -> ModelParams:
+    """Tile all matrices of a bfloat16 model that `map_matrices` visits; with `keep`, wk and wv stay as they are."""
+    return map_matrices(params, tile_matrix, keep=(lambda w: w) if keep else None)
+
+
+def tile_matrix(w: Array | QuantizedMatrix) -> TiledMatrix:
+    """The tiled layout of a matrix (outputs, inputs)."""
+    if isinstance(w, QuantizedMatrix):
+        return TiledMatrix(values=_tiled(w.values), scale=w.scale, shape=(w.shape[0], w.shape[1]))
+    return TiledMatrix(values=_tiled(w), scale=None, shape=(w.shape[0], w.shape[1]))
+
+
+@jax.jit
+def _tiled(w: Array) -> Array:
+    outputs, inputs = w.shape
+    w = jnp.pad(w, ((0, -outputs % 16), (0, -inputs % 32)))
+    return w.reshape(w.shape[0] // 16, 16, w.shape[1] // 32, 16, 2).transpose(0, 2, 3, 1, 4)

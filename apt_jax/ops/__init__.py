@@ -1,0 +1,1 @@
+"""Operations of a model: contracts (`reference`), weights, and portable code in plain XLA."""

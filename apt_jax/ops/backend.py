@@ -1,0 +1,45 @@
+"""Contract of a kernel backend: the ops of one implementation, and what it can do beside plain attention."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax import Array
+
+from apt_jax.ops import linear
+
+EXTRAS: frozenset[str] = frozenset({"softcap", "alibi", "window", "key norm", "grouped absorption", "input width"})  # fmt: skip
+"""Features that some models need beside plain attention: the three of `ScoreRules`, `KeyNorm`, `decode_v_absorbed` with fewer
+key heads than query heads, and layer inputs narrower or wider than the lane."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOps:
+    """One implementation of the attention ops and the products around them; contracts in `reference.py`."""
+
+    name: str
+    decode_kv: Callable[..., Any]
+    decode_absorbed: Callable[..., Any]
+    decode_reprojected: Callable[..., Any]
+    decode_v_absorbed: Callable[..., Any]
+    prefill: Callable[..., Any]
+    dense: Callable[..., Array] = linear.dense
+    """Products of rows with weights, `linear.dense`."""
+    dense_argmax: Callable[..., tuple[Array, Array]] | None = None
+    """`sampling.greedy` of the products of `dense`, from the same arguments; None: not provided."""
+    gated: Callable[[Array, Any, str], Array] | None = None
+    """The first half of a gated feed-forward in one: rows (T, I), gate and up as one matrix (2 F, I), and the name of the
+    activation, to (T, F) in the dtype of the rows; None: not provided."""
+    add_norm: Callable[..., tuple[Array, Array]] | None = None
+    """Sum and norm of the residual stream and what is added to it (`cpu.ops.add_norm`); None: not provided, like the next."""
+    split_qkv: Callable[..., tuple[Array, Array, Array]] | None = None
+    """Cut one product for q, k and v into the three (`cpu.ops.split_qkv`)."""
+    tiles: bool = False
+    """Products of bfloat16 rows take their weights as `models.weight_layout.tile_params` lays them out."""
+    rows_per_tile: int
+    """Decode rows that attend together, reading up to the longest of their contexts."""
+    extras: frozenset[str]
+    """Features of `EXTRAS` that the ops support."""
+    branches: bool
+    """The decoder may branch around ops that have no rows. False: ops are called for every step and must cost little
+    where they have none, as a branch on the device would break up a CUDA graph."""

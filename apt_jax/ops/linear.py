@@ -1,0 +1,60 @@
+"""Products of rows with weights in plain XLA, in float32, and the activations between them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from apt_jax.ops.reference import KeyNorm, rms_norm_heads, rotate
+
+
+def dot(
+    a: Array,
+    b: Array,
+    contract: tuple[int, int],
+    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    dtype: Any = None,
+) -> Array:
+    """`lax.dot_general` over one axis of each side, returned in `dtype`, float32 unless told."""
+    return lax.dot_general(a, b, (((contract[0],), (contract[1],)), batch), preferred_element_type=dtype or jnp.float32)
+
+
+def dense(x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None = None) -> Float[Array, "T O"]:
+    """`x @ w.T` in float32, w (O, I), int8 with a `scale`. One 16-bit row is padded to two: CPUs have a fast product, but no
+    fast GEMV, for it."""
+    rows = x.shape[0]
+    w = w.astype(x.dtype) if scale is not None else w
+    if rows == 1 and w.dtype.itemsize == 2:
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    out = dot(x.astype(w.dtype), w, (1, 1))[:rows]
+    return out if scale is None else out * scale[None, :]
+
+
+def activate(x: Float[Array, "T F"], name: str) -> Float[Array, "T F"]:
+    """The activation that a `ModelConfig` names."""
+    if name == "relu":
+        return jax.nn.relu(x)
+    if name == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+
+
+def project_kv(
+    x: Float[Array, "T D"],
+    w: Float[Array, "K H D"],
+    b: Float[Array, "K H"] | None,
+    angles: Float[Array, "T HALF"] | None = None,
+    norm: KeyNorm | None = None,
+) -> Float[Array, "T E"]:
+    """Keys or values of layer inputs, in the dtype of `x`, lanes flattened; rounded once, after `reference.rotate`."""
+    out = dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1))
+    if b is not None:
+        out = out + b.astype(jnp.float32).reshape(1, -1)
+    if norm is not None:
+        heads = out.reshape(x.shape[0], *w.shape[:2])
+        out = rms_norm_heads(heads, norm.scale, norm.eps).reshape(out.shape)
+    if angles is not None:
+        out = rotate(out.reshape(x.shape[0], *w.shape[:2]), angles).reshape(out.shape)
+    return out.astype(x.dtype)

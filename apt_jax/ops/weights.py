@@ -1,0 +1,54 @@
+"""Weights as the ops take them: norms, and matrices that are quantized or laid out for matrix tiles."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+from jaxtyping import Float, Int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormParams:
+    """Layer norm, `(x - mean) / sqrt(var + eps) * scale + bias`, or RMS norm, `x / sqrt(mean(x^2) + eps) * scale`."""
+
+    scale: Any
+    bias: Any
+    """None: adds nothing."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedMatrix:
+    """A matrix as `values * scale[:, None]`; see `quantize`."""
+
+    values: Any
+    """(O, I) int8"""
+    scale: Any
+    """(O,) float32"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(O, I)"""
+        return self.values.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TiledMatrix:
+    """A matrix laid out for matrix tiles of CPUs; see `apt_jax.models.weight_layout`."""
+
+    values: Any
+    """(O / 16, I / 32, 16, 16, 2), padded with zeros: of 16 outputs and 32 inputs each pair of inputs of every output; bfloat16,
+    or int8"""
+    scale: Any
+    """(O,) float32 of int8, else None"""
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    """(O, I)"""
+
+
+def rows_of(w: TiledMatrix, rows: Int32[Array, " T"]) -> Float[Array, "T I"]:
+    """Rows of the matrix, without the scale."""
+    values = w.values[rows // 16, :, :, rows % 16]
+    return values.reshape(rows.shape[0], -1)[:, : w.shape[1]]

@@ -1,0 +1,101 @@
+"""Helpers of decode and prefill attention in plain XLA: reading blocks of the pool, masks and score rules."""
+
+import functools
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int32
+
+from apt_jax.ops.reference import ScoreRules, own_slots
+
+MASKED = -1e30
+"""Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
+
+Fetch = Callable[[Array, Array, Array], tuple[Array, Array]]
+"""From G table entries of each of R rows (R, A, G), whether each of their T slots is the row's own (R, T) and its
+position (R, T), to the slots' keys and values (R, T, E). Values of slots that are not the row's own must be finite."""
+
+
+@runtime_checkable
+class Shards(Protocol):
+    """Devices that layer inputs are spread over by feature: `apt_jax.models.sharding.TensorParallel`."""
+
+    @property
+    def size(self) -> int:
+        """Their number."""
+        ...
+
+    def sum(self, x: Array) -> Array:
+        """The sum over them."""
+        ...
+
+    def gather(self, x: Array, axis: int) -> Array:
+        """The shares of all of them, one after another."""
+        ...
+
+
+def apply_rules(
+    s: Float[Array, "*heads T"],
+    distance: Int32[Array, "*one T"],
+    rules: ScoreRules,
+    slopes_shape: tuple[int, ...],
+) -> tuple[Array, Array]:
+    """Apply the rules to scores, from key position less query position; also returns which keys the window leaves. See
+    `reference.ruled_scores`. Distances and, in `slopes_shape`, slopes broadcast against the scores."""
+    if rules.softcap is not None:
+        s = rules.softcap * jnp.tanh(s / rules.softcap)
+    if rules.slopes is not None:
+        s = s + rules.slopes.reshape(slopes_shape) * distance.astype(jnp.float32)
+    if rules.window is None:
+        return s, distance <= 0
+    return s, (distance <= 0) & (distance > -rules.window)
+
+
+def own_slots_of(
+    slot_ranges: Int32[Array, "B J 2"] | None,
+    lens: Int32[Array, " R"],
+    first_row: Array,
+    first_entry: Array,
+    num_entries: int,
+    block_size: int,
+) -> tuple[Bool[Array, "R T"], Int32[Array, "R T"]]:
+    """`reference.own_slots` of R rows from `first_row` on, of their table entries from `first_entry` on."""
+    start = first_entry * block_size
+    if slot_ranges is None:
+        position = start + jnp.arange(num_entries * block_size, dtype=jnp.int32)[None, :]
+        return position < lens[:, None], jnp.broadcast_to(position, (lens.shape[0], position.shape[1]))
+    ranges = lax.dynamic_slice(slot_ranges, (first_row, first_entry, jnp.int32(0)), (lens.shape[0], num_entries, 2))
+    of_row = functools.partial(own_slots, num_entries=num_entries, block_size=block_size)
+    own, position = jax.vmap(of_row)(ranges, lens - start)
+    return own, start + position
+
+
+def fetch_blocks(
+    pool: Array,
+    ids: Int32[Array, "R G"],
+    block_size: int,
+    own: Bool[Array, "R T"] | None,
+    width: int | None = None,
+    tensor: Shards | None = None,
+) -> Float[Array, "R T E"]:
+    """The slots of G blocks a row; where `own` is given, zeros for slots that are not the row's own.
+
+    Args:
+        width: of a slot, where `block_size` of them do not fill a block.
+        tensor: the devices that the features of a slot are spread over; `width` is that of all.
+    """
+    if tensor is not None:
+        assert width is not None
+        share = fetch_blocks(pool, ids, block_size, own, width // tensor.size)
+        return tensor.gather(share, 2)
+    r, g = ids.shape
+    blocks = pool[ids.reshape(-1)]
+    if width is not None and block_size * width < pool.shape[1]:
+        blocks = blocks[:, : block_size * width]
+    slots = blocks.reshape(r, g * block_size, -1)
+    if own is None:
+        return slots
+    return jnp.where(own[:, :, None], slots, jnp.zeros((), slots.dtype))

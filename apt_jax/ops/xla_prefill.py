@@ -1,0 +1,270 @@
+"""Prefill attention over the block pool as plain XLA code (contract: `reference.prefill`).
+
+Chunks are taken row by row. A row's queries attend to its cached prefix first, a tile of keys at a time, then to the tokens of
+their own chunk, a tile of queries at a time. The flash state of all queries of a row is kept between the two.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int32
+
+from apt_jax.ops.linear import dot, project_kv
+from apt_jax.ops.reference import KeyNorm, ScoreRules
+from apt_jax.ops.xla_common import MASKED, Fetch, Shards, apply_rules, fetch_blocks, own_slots_of
+
+PREFILL_QUERY_TILE = 128
+PREFILL_KEY_TILE = 128
+
+_FlashState = tuple[Array, Array, Array]
+"""Running maximum and denominator (K, T, G) and accumulator (K, T, G, H) of flash attention."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Chunks:
+    """The tokens of all chunks, heads first: tiles are slices along one axis, and their products need no transposition."""
+
+    q: Array
+    """(K, T, G * H), scaled; like the next two padded by a tile."""
+    k: Array
+    """(K, T, H)"""
+    v: Array
+    """(K, T, H)"""
+    query_tile: int
+    key_tile: int
+    rules: ScoreRules | None
+
+    @property
+    def group(self) -> int:
+        """G: query heads of a key head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    def queries(self, start: Array) -> Array:
+        """A tile of queries (K, query_tile * G, H)."""
+        tile = lax.dynamic_slice_in_dim(self.q, start, self.query_tile, axis=1)
+        return tile.reshape(self.k.shape[0], self.query_tile * self.group, self.k.shape[2])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One chunk, scalars on the device."""
+
+    index: Array
+    offset: Array
+    """Its first token among those of all chunks."""
+    length: Array
+    prefix_len: Array
+    query_tiles: Array
+    query_index: Array
+    """(query_tile,) 0, 1, ..."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PrefixReader:
+    """Reader of cached prefixes, a few table entries at a time."""
+
+    tables: Array
+    slot_ranges: Array | None
+    entries: int
+    """Table entries of a tile of keys."""
+    slots: int
+    """Positions of a table entry."""
+    fetch: Fetch
+
+
+def prefill(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    pool: Float[Array, "P CE"],
+    tables: Int32[Array, "B 2 J"],
+    offsets: Int32[Array, " B"],
+    chunk_lens: Int32[Array, " B"],
+    prefix_lens: Int32[Array, " B"],
+    hidden: Bool[Array, " B"],
+    num_rows: Int32[Array, ""],
+    wk: Float[Array, "K H D"] | None,
+    bk: Float[Array, "K H"] | None,
+    wv: Float[Array, "K H D"] | None,
+    bv: Float[Array, "K H"] | None,
+    *,
+    block_size: int,
+    with_hidden: bool,
+    slot_ranges: Int32[Array, "B J 2"] | None = None,
+    angles: Float[Array, "S HALF"] | None = None,
+    hidden_block_size: int | None = None,
+    key_norm: KeyNorm | None = None,
+    rules: ScoreRules | None = None,
+    tensor: Shards | None = None,
+) -> Float[Array, "T N H"]:
+    """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than
+    absorbing (crossover at H * N / (N - 1))."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
+    hidden_slots = hidden_block_size or block_size
+    tq, tk = min(PREFILL_QUERY_TILE, num_tokens), min(PREFILL_KEY_TILE, num_tokens)
+    kv_entries, hidden_entries = (max(1, PREFILL_KEY_TILE // slots) for slots in (block_size, hidden_slots))
+
+    padding = max(-tables.shape[2] % kv_entries, -tables.shape[2] % hidden_entries if with_hidden else 0)
+    pad = ((0, 0), (0, max(tq, tk)), (0, 0))
+    by_head = q.reshape(num_tokens, num_kv_heads, group * head_dim).transpose(1, 0, 2)
+    q_by_head = jnp.pad(by_head * jnp.asarray(head_dim**-0.5, q.dtype), pad)
+    k_by_head, v_by_head = (jnp.pad(a.transpose(1, 0, 2), pad) for a in (k, v))
+    chunks = _Chunks(q=q_by_head, k=k_by_head, v=v_by_head, query_tile=tq, key_tile=tk, rules=rules)
+    tables = jnp.pad(tables, ((0, 0), (0, 0), (0, padding)))
+    if slot_ranges is not None:
+        slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, padding), (0, 0)))
+
+    def fetch_kv(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+        del position
+        both = fetch_blocks(pool, ids, block_size, jnp.broadcast_to(own, (2, own.shape[1])))
+        return both[0], both[1]
+
+    def fetch_hidden(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+        assert wk is not None
+        assert wv is not None
+        x = fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2], tensor)[0]
+        turns = None if angles is None else angles[position[0]]
+        return project_kv(x, wk, bk, turns, key_norm), project_kv(x, wv, bv)
+
+    reader = functools.partial(_PrefixReader, tables=tables, slot_ranges=slot_ranges)
+    kv = reader(entries=kv_entries, slots=block_size, fetch=fetch_kv)
+    inputs = reader(entries=hidden_entries, slots=hidden_slots, fetch=fetch_hidden)
+
+    def attend_row(r: Array, carry: tuple[_FlashState, Array]) -> tuple[_FlashState, Array]:
+        state, out = carry
+        length = chunk_lens[r]
+        row = _Row(
+            index=r,
+            offset=offsets[r],
+            length=length,
+            prefix_len=prefix_lens[r],
+            query_tiles=(length + tq - 1) // tq,
+            query_index=jnp.arange(tq, dtype=jnp.int32),
+        )
+        over_kv = functools.partial(_attend_prefix, chunks, row, kv)
+        if with_hidden:
+            over_inputs = functools.partial(_attend_prefix, chunks, row, inputs)
+            state = lax.cond(hidden[r], over_inputs, over_kv, state)
+        else:
+            state = over_kv(state)
+        return state, _attend_chunk(chunks, row, state, out)
+
+    padded = num_tokens + pad[1][1]
+    init = (
+        jnp.full((num_kv_heads, padded, group), MASKED, jnp.float32),
+        jnp.zeros((num_kv_heads, padded, group), jnp.float32),
+        jnp.zeros((num_kv_heads, padded, group, head_dim), jnp.float32),
+    )
+    out = jnp.zeros((padded, num_kv_heads, group, head_dim), q.dtype)
+    _, out = lax.fori_loop(0, num_rows, attend_row, (init, out))
+    return out[:num_tokens].reshape(num_tokens, num_heads, head_dim)
+
+
+def _attend_prefix(chunks: _Chunks, row: _Row, reader: _PrefixReader, state: _FlashState) -> _FlashState:
+    """Fold the cached prefix of a row into the state of its queries."""
+    num_kv_heads, _, head_dim = chunks.k.shape
+    tq, size = chunks.query_tile, reader.entries * reader.slots
+
+    def key_tile(j: Array, state: _FlashState) -> _FlashState:
+        entry = j * reader.entries
+        ids = lax.dynamic_slice(reader.tables, (row.index, jnp.int32(0), entry), (1, 2, reader.entries))[0]
+        own, position = own_slots_of(
+            reader.slot_ranges, row.prefix_len[None], row.index, entry, reader.entries, reader.slots
+        )
+        keys, values = (
+            a.astype(chunks.k.dtype).reshape(-1, num_kv_heads, head_dim).transpose(1, 0, 2)
+            for a in reader.fetch(ids, own, position)
+        )
+
+        def query_tile(i: Array, state: _FlashState) -> _FlashState:
+            start = row.offset + i * tq
+            mask = own & (i * tq + row.query_index < row.length)[:, None]
+            distance = position - (row.prefix_len + i * tq + row.query_index)[:, None]
+            tile = _fold(chunks, _load(state, start, tq), chunks.queries(start), keys, values, mask, distance)
+            return _store(state, tile, start)
+
+        return lax.fori_loop(0, row.query_tiles, query_tile, state)
+
+    first = jnp.int32(0)
+    if chunks.rules is not None and chunks.rules.window is not None:
+        first = jnp.maximum(row.prefix_len + 1 - chunks.rules.window, 0) // size
+    return lax.fori_loop(first, (row.prefix_len + size - 1) // size, key_tile, state)
+
+
+def _attend_chunk(chunks: _Chunks, row: _Row, state: _FlashState, out: Array) -> Array:
+    """The outputs with those of a row, whose tokens attend to each other after the prefix that is in `state`.
+
+    Tokens of the next row in the last tile get zeros here, and their values when it is their turn.
+    """
+    tq, tk, rules = chunks.query_tile, chunks.key_tile, chunks.rules
+
+    def query_tile(i: Array, out: Array) -> Array:
+        start, q_position = row.offset + i * tq, i * tq + row.query_index
+        q_tile = chunks.queries(start)
+
+        def key_tile(j: Array, tile: _FlashState) -> _FlashState:
+            keys, values = (lax.dynamic_slice_in_dim(a, row.offset + j * tk, tk, axis=1) for a in (chunks.k, chunks.v))
+            k_position = j * tk + jnp.arange(tk, dtype=jnp.int32)
+            distance = k_position[None, :] - q_position[:, None]
+            mask = (distance <= 0) & (q_position < row.length)[:, None]
+            return _fold(chunks, tile, q_tile, keys, values, mask, distance)
+
+        first = jnp.int32(0)
+        if rules is not None and rules.window is not None:
+            first = jnp.maximum(i * tq + 1 - rules.window, 0) // tk
+        last = (jnp.minimum((i + 1) * tq, row.length) + tk - 1) // tk
+        _, l, acc = lax.fori_loop(first, last, key_tile, _load(state, start, tq))
+        tile = (acc / jnp.maximum(l, 1e-30)[..., None]).astype(out.dtype).transpose(1, 0, 2, 3)
+        return lax.dynamic_update_slice_in_dim(out, tile, start, axis=0)
+
+    return lax.fori_loop(0, row.query_tiles, query_tile, out)
+
+
+def _load(state: _FlashState, start: Array, size: int) -> _FlashState:
+    m, l, acc = (lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in state)
+    return m, l, acc
+
+
+def _store(state: _FlashState, tile: _FlashState, start: Array) -> _FlashState:
+    m, l, acc = (lax.dynamic_update_slice_in_dim(a, b, start, axis=1) for a, b in zip(state, tile, strict=True))
+    return m, l, acc
+
+
+def _fold(
+    chunks: _Chunks,
+    tile: _FlashState,
+    q_tile: Float[Array, "K QG H"],
+    keys: Float[Array, "K S H"],
+    values: Float[Array, "K S H"],
+    mask: Bool[Array, "Q S"],
+    distance: Int32[Array, "Q S"],
+) -> _FlashState:
+    """Fold keys and values into the state of a tile of queries.
+
+    Args:
+        distance: position of the key less that of the query.
+    """
+    m, l, acc = tile
+    heads = q_tile.shape[0]
+    s = dot(q_tile, keys, (2, 2), ((0,), (0,))).reshape(heads, chunks.query_tile, chunks.group, -1)
+    if chunks.rules is not None:
+        s, seen = apply_rules(s, distance[None, :, None, :], chunks.rules, (heads, 1, chunks.group, 1))
+        mask = mask & seen[0, :, 0]
+    s = jnp.where(mask[None, :, None, :], s, MASKED)
+    m_new = jnp.maximum(m, jnp.max(s, axis=-1))
+    p = jnp.exp(s - m_new[..., None])
+    rescale = jnp.exp(m - m_new)
+    p_tile = p.reshape(heads, chunks.query_tile * chunks.group, -1).astype(values.dtype)
+    pv = dot(p_tile, values, (2, 1), ((0,), (0,))).reshape(acc.shape)
+    # A query that has seen no key yet keeps the running maximum of none: what it adds to l here, the first key that it sees
+    # scales away. Its acc must not even see 0 * NaN: the tile may hold tokens of another row.
+    sees = jnp.any(mask, axis=1)[None, :, None, None]
+    return (
+        m_new,
+        l * rescale + jnp.sum(p, axis=-1),
+        jnp.where(sees, acc * rescale[..., None] + pv, acc),
+    )
