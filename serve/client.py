@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from serve.messages import structured_outputs
+from serve.grpc_api.messages import structured_outputs
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 _GENERATE = "/aptjax.v1.AptServe/Generate"

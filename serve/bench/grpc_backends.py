@@ -11,9 +11,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from apt_jax.errors import ConfigError, one_line
 from serve.bench.backends import Backend, News, RequestFailed, Target, made_up_ids
 from serve.bench.load import BenchRequest
+from serve.cli.options import channel_credentials
 from serve.client import AsyncAptClient
 from serve.errors import CommandError
-from serve.options import channel_credentials
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 vllm: Any = vllm_engine_pb2  # generated without types that checkers can follow

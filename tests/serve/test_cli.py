@@ -83,7 +83,7 @@ def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
     from serve.options import Parser
 
     parser = Parser(prog=verb)
-    module = "serve.demo" if verb == "demo" else f"serve.verbs.{verb}"
+    module = "serve.demo.demo" if verb == "demo" else f"serve.verbs.{verb}"
     importlib.import_module(module).add_arguments(parser)
     for action in parser._actions:
         assert action.help, action.option_strings

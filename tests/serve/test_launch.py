@@ -32,7 +32,7 @@ from serve.verbs import launch as launch_verb
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = (str(ROOT / "tests/support/toy_launch.py"),)
-REAL = ("-m", "serve.launch")
+REAL = ("-m", "serve.cli", "launch")
 FEW_PROGRAMS = ("--max-num-seqs=4", "--max-num-batched-tokens=64", "--max-model-len=512", "--num-blocks-override=256", "--calibration-time=0")  # fmt: skip
 PROMPT = "Shall I compare thee"
 

@@ -20,7 +20,7 @@ from serve.keys import ApiKeys
 
 KEY = "sk-0123456789abcdefghij"
 CANARY = "canary-7f3a"
-CALLS = ("serve.http_app", "serve.grpc_calls")
+CALLS = ("serve.http_api.app", "serve.grpc_api.calls")
 
 pb: Any = vllm_engine_pb2
 

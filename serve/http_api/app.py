@@ -1,10 +1,10 @@
 """The HTTP application: who may ask, bodies within limits, the life of one call, and the small endpoints.
 
 1. Every call passes `HttpApp.__call__`: size of its head, and its key, decided by its path as it was sent.
-2. A completion reads its body, builds its requests (`serve.openai_api`; in a thread where that waits or takes long) and submits
+2. A completion reads its body, builds its requests (`serve.http_api.openai_request`; in a thread where that waits or takes long) and submits
    them to the engine, which alone decides what runs.
 3. While it is served, somebody waits for the client to leave: from then on nothing of the call is left in the engine, whether
-   it streams or not. A client that does not read is made to leave (`serve.http_protocol`).
+   it streams or not. A client that does not read is made to leave (`serve.http_api.protocol`).
 4. The status is sent with the first token, so that a call that is refused, or fails while it waits, has the right one. After
    it an error is an event of its own, and the stream ends without `[DONE]`.
 5. However a call ends, its `CallRecord` becomes a line of the log and, where that is asked for, a trace.
@@ -32,19 +32,21 @@ from apt_jax.async_engine import AsyncEngine, EngineClosedError, StreamGroup
 from apt_jax.errors import QueueFullError
 from apt_jax.llm import OutputDelta
 from apt_jax.validation import RequestLimits
-from serve import dashboard_page, openai_api, openapi
-from serve.call_record import NO_ID, CallRecord
-from serve.dashboard_feed import DashboardFeed
-from serve.http_status import Failure, RefusedError, failure_of, json_bytes
-from serve.keys import ApiKeys
-from serve.logs import CallLog, log_failure
-from serve.openai_api import Answers, Call, Kind
-from serve.profiler import Profiler
-from serve.prometheus import ServerMetrics
-from serve.status import RequestFailedError, UnknownModelError, reason_for_client
+from serve.dashboard import page as dashboard_page
+from serve.dashboard.feed import DashboardFeed
+from serve.grpc_api.errors import RequestFailedError, UnknownModelError, reason_for_client
+from serve.http_api import openai_request as openai_api
+from serve.http_api import openapi
+from serve.http_api.errors import Failure, RefusedError, failure_of, json_bytes
+from serve.http_api.openai_request import Answers, Call, Kind
+from serve.observability.call_log import CallLog, log_failure
+from serve.observability.call_record import NO_ID, CallRecord
+from serve.observability.profiler import Profiler
+from serve.observability.prometheus import ServerMetrics
+from serve.security.api_keys import ApiKeys
 
 if TYPE_CHECKING:  # it needs the extra `otel`
-    from serve.traces import Tracer
+    from serve.observability.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -358,7 +360,7 @@ class HttpApp:
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise RefusedError(415, "unsupported_encoding", "the body must not be compressed")
         # The connection stays: one that is closed while the client still sends takes the answer with it. What comes is thrown
-        # away, and not for long (`serve.http_protocol`).
+        # away, and not for long (`serve.http_api.protocol`).
         too_large = RefusedError(413, "body_too_large", f"the body must not exceed {config.max_body_bytes} bytes")  # fmt: skip
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > config.max_body_bytes:

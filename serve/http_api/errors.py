@@ -1,4 +1,4 @@
-"""From errors to HTTP answers in OpenAI's shape: the only place where the two meet; `serve.status` is the same for gRPC.
+"""From errors to HTTP answers in OpenAI's shape: the only place where the two meet; `serve.grpc_api.errors` is the same for gRPC.
 
 Clients see the texts of our own errors, which are written for them, and never that of any other exception. A request that was
 refused or failed for its own sake says `x-should-retry: false`, which clients obey before they look at the status; what may
@@ -17,7 +17,7 @@ from apt_jax.errors import (
     QueueFullError,
     UnknownRequestError,
 )
-from serve.status import ProfilerStateError, RequestFailedError, UnknownModelError
+from serve.grpc_api.errors import ProfilerStateError, RequestFailedError, UnknownModelError
 
 
 class RefusedError(Exception):

@@ -33,11 +33,11 @@ from apt_jax.llm import EngineParts, OutputDelta
 from apt_jax.metrics import TokenRate
 from apt_jax.request import Logprob
 from apt_jax.validation import unsupported
-from serve.grpc_calls import Calls, decoder, metadata_of, readable
-from serve.messages import Metadata, objectives
-from serve.profiler import Profiler
-from serve.status import NoTokenizerError
-from serve.tokenizer_bundle import tokenizer_bundle
+from serve.grpc_api.calls import Calls, decoder, metadata_of, readable
+from serve.grpc_api.errors import NoTokenizerError
+from serve.grpc_api.messages import Metadata, objectives
+from serve.grpc_api.tokenizer_bundle import tokenizer_bundle
+from serve.observability.profiler import Profiler
 
 pb: Any = vllm_engine_pb2  # generated without types that checkers can follow
 common: Any = common_pb2

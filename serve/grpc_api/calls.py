@@ -24,19 +24,19 @@ from apt_jax.async_engine import AsyncEngine, EngineClosedError, StreamGroup
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError, UnknownRequestError
 from apt_jax.llm import EngineParts, OutputDelta
 from apt_jax.request import EngineRequest
-from serve.call_record import CallRecord
-from serve.keys import ApiKeys
-from serve.logs import CallLog, log_failure
-from serve.status import (
+from serve.grpc_api.errors import (
     RequestFailedError,
     SlowReaderError,
     Status,
     reason_for_client,
     status_of,
 )
+from serve.observability.call_log import CallLog, log_failure
+from serve.observability.call_record import CallRecord
+from serve.security.api_keys import ApiKeys
 
 if TYPE_CHECKING:  # it needs the extra `otel`
-    from serve.traces import Tracer
+    from serve.observability.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 

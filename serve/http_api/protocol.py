@@ -4,10 +4,10 @@
 * The head of a request comes within some seconds, whether it comes slowly or not at all, and fits some kilobytes.
 * A client that takes nothing of its answer for some seconds loses the connection, and with it the request. What has been
   written for it and not read is bounded: little in our buffer, little in the kernel's. One on this machine is seen not to read
-  before they are full (`serve.stopped_readers`).
+  before they are full (`serve.http_api.stalled_clients`).
 * A peer that vanished without a word is found out by the kernel's probes.
 
-The time for the body of a request is the application's to watch (`serve.http_app`).
+The time for the body of a request is the application's to watch (`serve.http_api.app`).
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from serve.http_status import RefusedError, failure_of, json_bytes
-from serve.stopped_readers import StoppedReaders
+from serve.http_api.errors import RefusedError, failure_of, json_bytes
+from serve.http_api.stalled_clients import StoppedReaders
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
 from apt_jax.validation import check_deadline_ms
 from apt_jax.watch import Iteration, WatchNews
-from serve.grpc_calls import readable
-from serve.objectives import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
+from serve.grpc_api.calls import readable
+from serve.grpc_api.errors import UnknownModelError
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
-from serve.status import UnknownModelError
+from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
 
 Metadata = Sequence[tuple[str, str | bytes]]
 

@@ -1,5 +1,5 @@
-"""What is known of one call when it has ended, at either door: for its line in the log (`serve.logs`) and its trace
-(`serve.traces`). Nothing of what it says: no text, no tokens, no key.
+"""What is known of one call when it has ended, at either door: for its line in the log (`serve.observability.call_log`) and its trace
+(`serve.observability.tracing`). Nothing of what it says: no text, no tokens, no key.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Literal
 from apt_jax.async_engine import AsyncEngine, EngineClosedError, StreamGroup
 from apt_jax.errors import EngineDeadError, InvalidRequestError
 from apt_jax.request import EngineRequest, RequestMetrics
-from serve.status import RequestFailedError
+from serve.grpc_api.errors import RequestFailedError
 
 NO_ID = "unnamed"
 """Of a call that was refused before its id was known."""
@@ -29,7 +29,7 @@ class CallRecord:
     """HTTP's method, likewise; None: at the other door, or not one that we know."""
     request_id: str = NO_ID
     tenant: str | None = None
-    """Whose key it came with (`serve.keys`)."""
+    """Whose key it came with (`serve.security.api_keys`)."""
     reason: str = "error"
     """The finish reason of its answer, or the status that it got instead."""
     code: str | None = None

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 
 from apt_jax.errors import ConfigError
-from serve.call_record import CallRecord
-from serve.logs import CallLog
+from serve.observability.call_log import CallLog
+from serve.observability.call_record import CallRecord
 
 FLAG = "--api-key-file"
 

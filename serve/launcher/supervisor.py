@@ -1,10 +1,10 @@
-"""Keeps replicas and the gateway before them running: `apt-jax launch` (`python -m serve.launch` is the same).
+"""Keeps replicas and the gateway before them running: `apt-jax launch`.
 
 1. Every replica is started; the gateway when all of them are healthy.
 2. One that ends is started again, after 1 s, 2 s, 4 s, up to 60 s; `STEADY_S` of health begin the count anew.
 3. At SIGTERM or SIGINT replicas end what they have begun; then the gateway ends. A second signal kills all.
 
-All are children that the kernel kills with this process, whatever ends it (serve/tied.py).
+All are children that the kernel kills with this process, whatever ends it (serve/launcher/exec_with_pdeathsig.py).
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from typing import TextIO
 from tqdm import tqdm
 
 from apt_jax.errors import ConfigError
+from serve.cli.commands.serve import Signals
 from serve.errors import CommandError
-from serve.verbs.serve import Signals
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class _Keeper:
         """One life of the program; for how long it was healthy, seconds."""
         program, loop = self.program, asyncio.get_running_loop()
         cpus = ",".join(map(str, program.cpus))
-        tied = str(Path(__file__).with_name("tied.py"))
+        tied = str(Path(__file__).with_name("exec_with_pdeathsig.py"))
         self._words = {name: collections.deque(maxlen=1) for name in ("stdout", "stderr")}
         self.code = None
         # A process group of its own: Ctrl-C is for the launcher, which passes it on once.
@@ -292,9 +292,3 @@ def _write(line: str, stream: TextIO) -> None:
     with contextlib.suppress(OSError):
         tqdm.write(line, file=stream)
         stream.flush()
-
-
-if __name__ == "__main__":
-    from serve.cli import main
-
-    sys.exit(main(["launch", *sys.argv[1:]]))

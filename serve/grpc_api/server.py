@@ -20,20 +20,20 @@ from apt_jax.async_engine import AsyncEngine
 from apt_jax.errors import QueueFullError
 from apt_jax.validation import check_watch_capacity
 from apt_jax.watch import SchedulerWatch
-from serve import messages, vllm_grpc
 from serve.errors import PortInUseError
-from serve.grpc_calls import Calls, decoder, metadata_of, readable
-from serve.keys import ApiKeys, KeyInterceptor
-from serve.profiler import Profiler
+from serve.grpc_api import messages, vllm_service
+from serve.grpc_api.calls import Calls, decoder, metadata_of, readable
+from serve.observability.profiler import Profiler
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
-from serve.tls import Tls
+from serve.security.api_keys import ApiKeys, KeyInterceptor
+from serve.security.tls import Tls
 
 if TYPE_CHECKING:  # it needs the extra `otel`
-    from serve.traces import Tracer
+    from serve.observability.tracing import Tracer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AptServe"].full_name
 # No health service of other engines is ever registered beside them: gateways ask for those first and would take us for them.
-_SERVICES = (SERVICE, vllm_grpc.SERVICE)
+_SERVICES = (SERVICE, vllm_service.SERVICE)
 
 
 _WATCH_CAPACITY = 256
@@ -235,7 +235,7 @@ class GrpcServer:
             raise PortInUseError(
                 f"cannot listen on {host}:{config.port}; choose another address (--grpc-port, --host)"
             ) from None
-        vllm = vllm_grpc.VllmEngine(self._calls, config.profiler)
+        vllm = vllm_service.VllmEngine(self._calls, config.profiler)
         server.add_generic_rpc_handlers((AptServe(self._calls).handler(), vllm.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if config.reflection:

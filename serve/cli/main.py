@@ -5,7 +5,6 @@ done, 1 failed, 2 wrong usage, 130 interrupted.
 """
 
 import importlib
-import importlib.util
 import os
 import shlex
 import sys
@@ -16,32 +15,27 @@ import grpc
 
 from apt_jax import __version__
 from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, nearest
+from serve.cli.options import Parser
 from serve.errors import CommandError
-from serve.options import Parser
 
 _VERBS = {
-    "serve": ("serve.verbs.serve", "serve a model over HTTP and gRPC"),
-    "launch": ("serve.verbs.launch", "serve a model by several replicas behind one address"),
-    "generate": ("serve.verbs.generate", "complete prompts"),
-    "chat": ("serve.verbs.chat", "talk with a model on the terminal"),
-    "demo": ("serve.demo", "compare cache kinds and policies on this machine"),
-    "bench": ("serve.verbs.bench", "load a server and measure latencies, attainment and the rate that it sustains"),
-    "info": ("serve.verbs.info", "versions, devices, kernels, model and cache, or a server's numbers"),
-    "optimal": ("serve.verbs.optimal", "find the best possible schedule of a few requests"),
-    "simulate": ("serve.verbs.simulate", "what a policy would do to a workload on other hardware"),
-    "convert": ("serve.verbs.convert", "rewrite a model's files as Orbax or safetensors"),
-    "calibrate": ("serve.verbs.calibrate", "measure what steps cost on this machine"),
+    "serve": ("serve.cli.commands.serve", "serve a model over HTTP and gRPC"),
+    "launch": ("serve.cli.commands.launch", "serve a model by several replicas behind one address"),
+    "generate": ("serve.cli.commands.generate", "complete prompts"),
+    "chat": ("serve.cli.commands.chat", "talk with a model on the terminal"),
+    "demo": ("serve.demo.demo", "compare cache kinds and policies on this machine"),
+    "bench": ("serve.cli.commands.bench", "load a server and measure latencies, attainment and the rate that it sustains"),
+    "info": ("serve.cli.commands.info", "versions, devices, kernels, model and cache, or a server's numbers"),
+    "optimal": ("serve.cli.commands.optimal", "find the best possible schedule of a few requests"),
+    "simulate": ("serve.cli.commands.simulate", "what a policy would do to a workload on other hardware"),
+    "convert": ("serve.cli.commands.convert", "rewrite a model's files as Orbax or safetensors"),
+    "calibrate": ("serve.cli.commands.calibrate", "measure what steps cost on this machine"),
 }  # fmt: skip
 
 
-def _available() -> dict[str, tuple[str, str]]:
-    return {n: v for n, v in _VERBS.items() if importlib.util.find_spec(v[0]) is not None}
-
-
 def _usage() -> str:
-    verbs = _available()
-    width = max(map(len, verbs))
-    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in verbs.items()]
+    width = max(map(len, _VERBS))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in _VERBS.items()]
     return "\n".join(
         [
             "usage: apt-jax VERB [flags]",
@@ -96,14 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] in ("-V", "--version"):
         sys.stdout.write(f"apt-jax {__version__}\n")
         return 0
-    verb, verbs = argv[0], _available()
-    if verb not in verbs:
+    verb = argv[0]
+    if verb not in _VERBS:
         kind = "flag" if verb.startswith("-") else "verb"
-        known = ["--help", "--version"] if kind == "flag" else list(verbs)
-        hint = nearest(verb, known) or f"; verbs: {', '.join(verbs)}"
+        known = ["--help", "--version"] if kind == "flag" else list(_VERBS)
+        hint = nearest(verb, known) or f"; verbs: {', '.join(_VERBS)}"
         return _fail("apt-jax", f"unknown {kind} {verb!r:.60}{hint}", 2)
-    return _run(verb, importlib.import_module(verbs[verb][0]), argv[1:])
+    return _run(verb, importlib.import_module(_VERBS[verb][0]), argv[1:])
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,9 +21,9 @@ from prometheus_client.registry import Collector
 from apt_jax.async_engine import AsyncEngine
 from apt_jax.errors import QueueFullError
 from apt_jax.watch import SchedulerWatch, WatchNews
-from serve.http_status import json_bytes
-from serve.logs import log_failure
-from serve.prometheus import LABELS, ServerMetrics
+from serve.http_api.errors import json_bytes
+from serve.observability.call_log import log_failure
+from serve.observability.prometheus import LABELS, ServerMetrics
 
 logger = logging.getLogger(__name__)
 

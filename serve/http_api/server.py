@@ -1,12 +1,12 @@
 """The HTTP server: OpenAI's completions and chat completions, models, tokens, health and metrics on one port.
 
-Its life is that of `serve.grpc_server`, over the same engine:
+Its life is that of `serve.grpc_api.server`, over the same engine:
 
 1. `HttpServer.start` binds and answers at once: `/health` is 200, `/ready` 503, completions are 503 while a model loads.
 2. `HttpServer.serve` takes a warm engine; `/ready` turns 200.
 3. `HttpServer.stop` turns `/ready` to 503, refuses new completions, lets open ones go on for a while, cuts the rest, and closes.
 
-`serve.http_protocol` bounds connections, `serve.http_app` calls; `serve.openai_api` knows what bodies and answers mean.
+`serve.http_api.protocol` bounds connections, `serve.http_api.app` calls; `serve.http_api.openai_request` knows what bodies and answers mean.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ import uvicorn
 
 from apt_jax.async_engine import AsyncEngine
 from serve.errors import PortInUseError
-from serve.http_app import AppConfig, HttpApp
-from serve.http_protocol import BoundedProtocol, ConnectionLimits
-from serve.prometheus import ServerMetrics
-from serve.stopped_readers import StoppedReaders
-from serve.tls import Tls
+from serve.http_api.app import AppConfig, HttpApp
+from serve.http_api.protocol import BoundedProtocol, ConnectionLimits
+from serve.http_api.stalled_clients import StoppedReaders
+from serve.observability.prometheus import ServerMetrics
+from serve.security.tls import Tls
 
 _BACKLOG = 1024
 _HANDSHAKE_TIMEOUT_S = 10.0

@@ -30,4 +30,4 @@ def file(path: str) -> Response:
 
 @functools.cache
 def _read(name: str) -> bytes:
-    return Path(__file__).with_name("dashboard").joinpath(name).read_bytes()
+    return Path(__file__).with_name(name).read_bytes()

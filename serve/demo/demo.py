@@ -24,11 +24,9 @@ from apt_jax.assets import sonnet_prompts
 from apt_jax.async_engine import AsyncEngine
 from apt_jax.config import SLO, CacheConfig, CacheMode, EngineConfig, SchedulerConfig
 from apt_jax.llm import EngineParts, build_engine, recalibrated, with_scheduler
+from serve.cli.output import starting_bars
 from serve.client import AsyncAptClient
-from serve.grpc_server import GrpcServer, ServerConfig
-from serve.output import starting_bars
-from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
-from serve.workload import (
+from serve.demo.workload import (
     Answer,
     Arrival,
     Workload,
@@ -37,6 +35,8 @@ from serve.workload import (
     replay,
     summary_of,
 )
+from serve.grpc_api.server import GrpcServer, ServerConfig
+from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 RUNS: tuple[tuple[str, str, CacheMode], ...] = (
     ("fcfs, KV cache", "fcfs", "kv"),

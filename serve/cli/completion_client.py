@@ -13,10 +13,10 @@ from apt_jax.chat import Message
 from apt_jax.config import EngineConfig
 from apt_jax.errors import InvalidRequestError
 from apt_jax.llm import EngineParts, build_engine
-from serve import messages
+from serve.cli.options import access, engine_config
+from serve.cli.output import starting_bars
 from serve.client import AsyncAptClient
-from serve.options import access, engine_config
-from serve.output import starting_bars
+from serve.grpc_api import messages
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 

@@ -1,7 +1,7 @@
 """Which readers on this machine have stopped: one that was frozen takes nothing, but its kernel goes on acknowledging.
 
 TCP cannot tell a reader that is stopped from one that is slow until the buffers of both machines are full, which takes hundreds
-of tokens, and HTTP/1.1 has no question to ask it (gRPC does: `serve.grpc_server`). Where both ends are on one machine, as with a
+of tokens, and HTTP/1.1 has no question to ask it (gRPC does: `serve.grpc_api.server`). Where both ends are on one machine, as with a
 gateway or a sidecar, Linux tells of the other end how much has arrived there and not been read. With what this end knows to be
 acknowledged that is how much has been read; it must grow now and then while anything is unread.
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pythonjsonlogger.json import JsonFormatter
 
-from serve.call_record import NO_ID, CallRecord
+from serve.observability.call_record import NO_ID, CallRecord
 
 Format = Literal["text", "json"]
 FORMATS: tuple[Format, ...] = ("text", "json")

@@ -30,9 +30,9 @@ from apt_jax.validation import (
     check_text,
     check_token_ids,
 )
-from serve.http_status import json_bytes
-from serve.objectives import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
-from serve.status import UnknownModelError
+from serve.grpc_api.errors import UnknownModelError
+from serve.http_api.errors import json_bytes
+from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
 
 Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]

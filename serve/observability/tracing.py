@@ -26,8 +26,8 @@ import apt_jax
 from apt_jax.errors import ConfigError
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import EngineRequest, RequestMetrics
-from serve.call_record import CallRecord
-from serve.logs import log_failure
+from serve.observability.call_log import log_failure
+from serve.observability.call_record import CallRecord
 
 logger = logging.getLogger(__name__)
 
