@@ -1,37 +1,29 @@
-"""What the gRPC services of a port share: the engine that answers, and the life of a call.
+"""The Generate calls of the gRPC services of one port.
 
-A Generate call of any service is an `Exchange`: it says what is asked for and what the answers look like. `Calls` does the rest, once
-for all of them:
+A `GenerateCodec` knows the messages of one service; `GrpcCalls` carries each call by `serve.generate_call.run_generate`:
 
-1. Refuse while the server is starting or draining. Build the requests; nothing else reaches the engine.
-2. Submit them and write what they have until the last message. A client that does not read for too long loses its requests.
-3. However the RPC ends, `finally` and a done-callback end the requests: a cancellation that arrives during a write is not a
-   CancelledError in grpc.aio. Its `CallRecord` becomes a line of the log and, where that is asked for, a trace.
+* A client that does not read for too long loses its requests.
+* A done-callback of the RPC cancels its requests: a disconnect during a write is not a CancelledError in grpc.aio.
 """
 
 import asyncio
-import concurrent.futures
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from apt_jax.async_engine import AsyncEngine, EngineClosedError, StreamGroup
+from apt_jax.async_engine import AsyncEngine, StreamGroup
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError, UnknownRequestError
 from apt_jax.llm import EngineParts, OutputDelta
 from apt_jax.request import EngineRequest
-from serve.grpc_api.errors import (
-    RequestFailedError,
-    SlowReaderError,
-    Status,
-    reason_for_client,
-    status_of,
-)
-from serve.observability.call_log import CallLog, log_failure
+from serve.errors import SlowReaderError
+from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall, run_generate
+from serve.grpc_api.errors import Status, to_grpc_status
+from serve.observability.call_log import log_failure
 from serve.observability.call_record import CallRecord
 from serve.security.api_keys import ApiKeys
 
@@ -40,42 +32,38 @@ if TYPE_CHECKING:  # it needs the extra `otel`
 
 logger = logging.getLogger(__name__)
 
-_LONG_PROMPT_CHARS = 4096
-"""Prompts longer than this are tokenised in a thread, so that the event loop goes on."""
-_FORM_THREADS = 4
-"""Requests with structured outputs are built in threads of their own: a new form is compiled, which may take seconds."""
-_NEWS_S = 1.0
+_DISCONNECT_GRACE_S = 1.0
 _INTERNAL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
 
 T = TypeVar("T")
 
 
-class Exchange(Protocol):
-    """One Generate call of one service."""
+class GenerateCodec(Protocol):
+    """The messages of one Generate call, which are those of its service."""
 
     def fields(self, parts: EngineParts) -> dict[str, Any]:
         """Arguments for `EngineParts.build_requests`.
 
         Raises:
-            InvalidRequestError, UnknownModelError: the message cannot be read, or is not for this server.
+            InvalidRequestError, UnknownModelError: the message cannot be decoded, or names another model.
         """
         ...
 
     def deadline_s(self) -> float | None:
-        """Seconds that the request gives itself; None: no limit of its own. Raises InvalidRequestError."""
+        """The request's own time limit, seconds; None: it has none. Raises InvalidRequestError."""
         ...
 
     def messages(self, index: int, delta: OutputDelta) -> Iterable[Message]:
-        """What to write for news of output `index`."""
+        """Encode new output of request `index`."""
         ...
 
 
-class _ClientGoneError(Exception):
+class _ClientDisconnectedError(Exception):
     """A write failed."""
 
 
 def decoder(message_type: Any) -> Callable[[bytes], Any]:
-    """Bytes that are no message (invalid UTF-8, cut off) become None, for the handler to refuse with the right status."""
+    """Make a decoder that returns None for invalid bytes, so that the handler can reject them with the right status."""
 
     def decode(data: bytes) -> Any:
         try:
@@ -87,27 +75,27 @@ def decoder(message_type: Any) -> Callable[[bytes], Any]:
 
 
 def metadata_of(context: grpc.aio.ServicerContext) -> list[tuple[str, str | bytes]]:
-    """The metadata that an RPC came with."""
+    """The metadata of an RPC."""
     return [(key, value) for key, value in context.invocation_metadata() or ()]
 
 
-def readable(request: T | None) -> T:
-    """The message, if there is one.
+def require_decoded(request: T | None) -> T:
+    """Check that a message was decoded.
 
     Raises:
-        InvalidRequestError: it could not be read.
+        InvalidRequestError: it was not.
     """
     if request is None:
         raise InvalidRequestError("request", "the message cannot be read; text must be valid UTF-8")
     return request
 
 
-class Calls:
-    """The open calls of a port and the engine that answers them; one event loop.
+class GrpcCalls:
+    """The in-flight Generate calls of a port; one event loop.
 
     Args:
         write_stall_s: a client that has not read for this long loses its requests.
-        keys: which tell whose call it is; None: nobody's in particular.
+        keys: tell the tenant of a call; None: there are no tenants.
         tracer: None: no traces.
     """
 
@@ -117,209 +105,165 @@ class Calls:
         keys: ApiKeys | None = None,
         tracer: "Tracer | None" = None,
     ) -> None:
-        self._keys, self._tracer = keys, tracer
-        self.log = CallLog(logger)
-        """A line for each call that has ended."""
-        self._write_stall_s = write_stall_s
-        self._engine: AsyncEngine | None = None
-        self._served_since_s = 0.0
-        self._draining = False
+        self.service = CallService("grpc", logger, tracer)
+        self.write_stall_s = write_stall_s
+        self.last_arrival_s: float | None = None
+        """Arrival of the last Generate call, seconds since the epoch."""
+        self._keys = keys
         self._live: dict[str, tuple[EngineRequest, ...]] = {}
         """Requests that may not have ended, by the id of their call."""
-        self._forms = concurrent.futures.ThreadPoolExecutor(
-            _FORM_THREADS, thread_name_prefix="apt-jax-forms"
-        )
-        self.num_open = 0
-        """Generate calls in progress."""
-        self.last_arrival_s: float | None = None
-        """When the last Generate call came, seconds since the epoch."""
 
-    def use(self, engine: AsyncEngine) -> None:
-        """Answer with this engine from now on."""
-        self._engine, self._served_since_s = engine, time.monotonic()
-
-    def drain(self) -> None:
-        """Refuse new requests."""
-        self._draining = True
-
-    def close(self) -> None:
-        self._forms.shutdown(wait=False, cancel_futures=True)
-        self.log.close()
-
-    @property
-    def uptime_s(self) -> float:
-        """Seconds since there is an engine."""
-        return 0.0 if self._engine is None else time.monotonic() - self._served_since_s
-
-    def engine(self, *, even_draining: bool = False) -> AsyncEngine:
-        """The engine.
-
-        Raises:
-            EngineClosedError: there is none yet, or the server is shutting down.
-        """
-        if self._draining and not even_draining:
-            raise EngineClosedError("the server is shutting down")
-        if self._engine is None:
-            raise EngineClosedError("the server is starting: the model is not ready yet")
-        return self._engine
-
-    async def generate(
-        self, exchange: Exchange, context: grpc.aio.ServicerContext, service: str
-    ) -> None:
-        """Serve a Generate call to its end.
-
-        Args:
-            service: that it was made to.
-        """
-        metadata, engine, group = dict(metadata_of(context)), None, None
-        record = CallRecord(door="grpc", method=f"{service}/Generate")
-        record.comes_from(metadata)
+    async def generate(self, codec: GenerateCodec, context: grpc.aio.ServicerContext, service: str) -> None:
+        """Serve a Generate call of `service` to its end."""
+        metadata = dict(metadata_of(context))
+        record = CallRecord(protocol="grpc", method=f"{service}/Generate")
+        record.set_trace_parent(metadata)
         if self._keys is not None:
             record.tenant = self._keys.tenant_of(metadata.get("authorization"))
         self.last_arrival_s = time.time()
-        self.num_open += 1
-        try:
-            engine = self.engine()
-            deadline_s = _deadline_s(engine, exchange, context)
-            requests = await self._build(engine.parts, exchange, record.tenant)
-            request_id = record.request_id = requests[0].request_id
-            if request_id in self._live:
-                raise DuplicateRequestError(request_id)
-            group = engine.submit_all(requests, deadline_s=deadline_s)
-            self._live[request_id] = tuple(requests)
-            cancel = group.cancel
-            context.add_done_callback(lambda _: cancel())  # type: ignore[arg-type]  # the stubs want a class
-            reason = "error"
-            try:
-                async for index, delta in group:
-                    record.num_output_tokens += len(delta.token_ids)
-                    if delta.finish_reason == "error":
-                        raise RequestFailedError(reason_for_client(delta.error))
-                    if group.ended:  # before the client knows: it may use the id again
-                        self._forget(request_id, requests)
-                    for message in exchange.messages(index, delta):
-                        await self._write(context, message, group)
-                    reason = delta.finish_reason or reason
-                record.serve(reason)
-            finally:
-                group.cancel()
-                self._forget(request_id, requests)
-        except asyncio.CancelledError:
-            record.leave("cancelled")
-            raise
-        except (
-            _ClientGoneError
-        ):  # or its deadline has passed, during a write: nobody hears a status any more
-            record.leave("cancelled")
-            # The news of its leaving comes after the failed write; gRPC must have them before the handler returns, or
-            # it tries to send a status and logs that it cannot. It then cancels this task.
-            await asyncio.sleep(_NEWS_S)
-        except Exception as error:
-            if context.done():
-                record.leave("cancelled")
-                return
-            status = status_of(error, record.request_id)
-            record.fail(error, status.code.name.lower(), internal=status.code in _INTERNAL)
-            await _end(context, status)
-        finally:
-            self.num_open -= 1
-            record.close(engine, group)
-            self.log.write(record)
-            if self._tracer is not None:
-                self._tracer.send(record)
+        await run_generate(_GrpcCall(self, codec, context, record), self.service)
 
-    def abort(self, call_ids: Iterable[str]) -> None:
-        """End the requests of these calls; their streams end with the finish reason "abort".
+    def register(self, call_id: str, requests: tuple[EngineRequest, ...]) -> None:
+        """Note live requests for `abort`.
 
         Raises:
-            UnknownRequestError: some of them are not live; the others are ended all the same.
+            DuplicateRequestError: a live call has this id.
+        """
+        if call_id in self._live:
+            raise DuplicateRequestError(call_id)
+        self._live[call_id] = requests
+
+    def release(self, call_id: str, requests: tuple[EngineRequest, ...]) -> None:
+        """Free the id, unless another call has it by now."""
+        if self._live.get(call_id) is requests:
+            del self._live[call_id]
+
+    def abort(self, call_ids: Iterable[str]) -> None:
+        """Abort the requests of these calls; their streams end with the finish reason "abort".
+
+        Raises:
+            UnknownRequestError: some of them are not live; the others are aborted all the same.
         """
         unknown = None
         for call_id in call_ids:
             requests = self._live.get(call_id)
             if requests is None:
                 unknown = call_id if unknown is None else unknown
-            elif self._engine is not None:
+            elif self.service.attached is not None:
                 for request in requests:
-                    self._engine.abort(request.request_id)
+                    self.service.attached.abort(request.request_id)
         if unknown is not None:
             raise UnknownRequestError(unknown[:80])
 
-    async def refuse(
-        self, context: grpc.aio.ServicerContext, error: Exception, what: str
-    ) -> NoReturn:
-        """End an RPC that is no Generate call with the status that an error becomes.
-
-        Args:
-            what: the method, for the log.
-        """
-        status = status_of(error, what)
+    async def reject(self, context: grpc.aio.ServicerContext, error: Exception, method: str) -> NoReturn:
+        """End an RPC other than Generate with the status of an error."""
+        status = to_grpc_status(error, method)
         if status.code is grpc.StatusCode.INTERNAL:
-            log_failure(logger, what, error)
+            log_failure(logger, method, error)
         await _end(context, status)
 
-    def _forget(self, call_id: str, requests: list[EngineRequest]) -> None:
-        """The id is free; it may have another owner already."""
-        if self._live.get(call_id, (None,))[0] is requests[0]:
-            del self._live[call_id]
 
-    async def _build(
-        self, parts: EngineParts, exchange: Exchange, tenant: str | None
-    ) -> list[EngineRequest]:
-        fields = exchange.fields(parts)
-        fields["tenant"] = tenant
-        fields["arrival_s"] = parts.clock.now_s()
-        build = functools.partial(parts.build_requests, **fields)
-        params: Mapping[str, Any] = fields["params"]
-        if params.get("structured_outputs") is not None:
-            return await asyncio.get_running_loop().run_in_executor(self._forms, build)
-        if len(fields.get("prompt") or "") <= _LONG_PROMPT_CHARS:
-            return build()
-        return await asyncio.to_thread(build)
+class _GrpcCall:
+    """One Generate call, a `serve.generate_call.Transport`."""
 
-    async def _write(
-        self, context: grpc.aio.ServicerContext, message: Message, group: StreamGroup
+    def __init__(
+        self,
+        calls: GrpcCalls,
+        codec: GenerateCodec,
+        context: grpc.aio.ServicerContext,
+        record: CallRecord,
     ) -> None:
+        self.record = record
+        self._calls, self._codec, self._context = calls, codec, context
+        self._requests: tuple[EngineRequest, ...] = ()
+
+    async def read(self, engine: AsyncEngine) -> EngineCall:
+        deadline_s = self._deadline_s(engine)
+        requests = await self._build(engine.parts)
+        call_id = self.record.request_id = requests[0].request_id
+        self._calls.register(call_id, requests)
+        self._requests = requests
+        return EngineCall(call_id, requests, deadline_s)
+
+    def on_disconnect(self, cancel: Callable[[], None]) -> None:
+        self._context.add_done_callback(lambda _: cancel())  # type: ignore[arg-type]  # the stubs want a class
+
+    async def write(self, index: int, delta: OutputDelta, group: StreamGroup) -> None:
+        if group.ended:  # before the client knows: it may use the id again
+            self.close()
+        for message in self._codec.messages(index, delta):
+            await self._send(message, group)
+
+    async def finish(self) -> None:
+        pass
+
+    def disconnect_reason(self, error: Exception) -> str | None:
+        gone = isinstance(error, _ClientDisconnectedError) or self._context.done()
+        return "cancelled" if gone else None
+
+    async def fail(self, error: Exception) -> None:
+        self.close()  # before the client knows, likewise
+        status = to_grpc_status(error, self.record.request_id)
+        internal = status.code in _INTERNAL
+        self.record.failed(error, status.code.name.lower(), internal=internal)
+        await _end(self._context, status)
+
+    def close(self) -> None:
+        self._calls.release(self.record.request_id, self._requests)
+
+    def _deadline_s(self, engine: AsyncEngine) -> float | None:
+        """The earlier of the RPC's deadline and the request's own, on the engine's clock."""
+        now_s = engine.parts.clock.now_s()
+        limits = [self._context.time_remaining(), self._codec.deadline_s()]
+        known = [s for s in limits if s is not None]
+        if not known:
+            return None
+        if min(known) <= 0.0:
+            raise TimeoutError
+        return now_s + min(known)
+
+    async def _build(self, parts: EngineParts) -> tuple[EngineRequest, ...]:
+        fields = self._codec.fields(parts)
+        fields["tenant"] = self.record.tenant
+        fields["arrival_s"] = parts.clock.now_s()
+        requests = await self._calls.service.build(
+            functools.partial(parts.build_requests, **fields),
+            slow=len(fields.get("prompt") or "") > LONG_PROMPT_CHARS,
+            compiles=fields["params"].get("structured_outputs") is not None,
+        )
+        return tuple(requests)
+
+    async def _send(self, message: Message, group: StreamGroup) -> None:
         """Write one message. A client that does not read for too long loses its requests, and with them the cache blocks.
 
-        A write that has begun cannot be taken back in gRPC, and no status can be sent before it has ended. So the status
-        waits until the client reads again or goes away; what waits is one message, and the place among the RPCs.
+        A write that has started cannot be taken back in gRPC, and no status can be sent before it has ended. So the status
+        waits until the client reads again or disconnects; what waits is one message, and the place among the RPCs.
         """
-        stall_s = self._write_stall_s
+        stall_s = self._calls.write_stall_s
         slow = False
 
-        def note() -> None:
+        def cancel() -> None:
             nonlocal slow
-            slow = not group.ended  # what has ended is delivered whole, however slowly
+            slow = not group.ended  # finished output is delivered whole, however slowly
             group.cancel()
 
-        timer = asyncio.get_running_loop().call_later(stall_s, note)
+        timer = asyncio.get_running_loop().call_later(stall_s, cancel)
         try:
-            await context.write(message)
+            await self._context.write(message)
         except Exception as error:  # gRPC's type for it is not public
-            raise _ClientGoneError from error
+            group.cancel()
+            self.close()
+            # gRPC notices the disconnect, or the deadline, after the failed write, and then cancels this task. If the
+            # handler returned earlier, gRPC would try to send a status and log that it cannot.
+            await asyncio.sleep(_DISCONNECT_GRACE_S)
+            raise _ClientDisconnectedError from error
         finally:
             timer.cancel()
         if slow:
-            raise SlowReaderError(
-                f"the client did not read for {stall_s:.0f} s; read faster or ask for less"
-            )
+            raise SlowReaderError(f"the client did not read for {stall_s:.0f} s; read faster or ask for less")
 
 
 async def _end(context: grpc.aio.ServicerContext, status: Status) -> NoReturn:
     # Before the first message this goes out as trailers only: the client may then retry elsewhere.
     await context.abort(status.code, status.message, status.trailers)
     raise AssertionError("not reached: abort raises")
-
-
-def _deadline_s(
-    engine: AsyncEngine, exchange: Exchange, context: grpc.aio.ServicerContext
-) -> float | None:
-    """The sooner one of the RPC's deadline and the request's own, on the engine's clock."""
-    now_s = engine.parts.clock.now_s()
-    limits = [s for s in (context.time_remaining(), exchange.deadline_s()) if s is not None]
-    if not limits:
-        return None
-    if min(limits) <= 0.0:
-        raise TimeoutError
-    return now_s + min(limits)

@@ -1,7 +1,7 @@
-"""From errors to gRPC statuses: the only place where the two meet.
+"""The only mapping from errors to gRPC statuses; `serve.http_api.errors` is its twin for HTTP.
 
 Clients see the texts of our own errors, which are written for them, and never that of any other exception.
-`grpc-retry-pushback-ms` tells clients and proxies when to try again; -1 says not to (gRPC proposal A6).
+`grpc-retry-pushback-ms` tells clients and proxies when to retry; -1 says not to (gRPC proposal A6).
 """
 
 import asyncio
@@ -17,53 +17,33 @@ from apt_jax.errors import (
     QueueFullError,
     UnknownRequestError,
 )
+from serve.errors import (
+    NoTokenizerError,
+    ProfilerStateError,
+    RequestFailedError,
+    SlowReaderError,
+    UnknownModelError,
+)
 
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 RETRY_AFTER_KEY = "retry-after"
 
 
-class UnknownModelError(Exception):
-    """A request names a model that is not served here."""
-
-
-class SlowReaderError(Exception):
-    """The client has not read for too long."""
-
-
-class NoTokenizerError(Exception):
-    """Somebody asks for the tokenizer of a model that has none."""
-
-
-class ProfilerStateError(Exception):
-    """A profile is to begin while one is being taken, or to end while none is."""
-
-
-class RequestFailedError(Exception):
-    """The engine ended this request for its own sake."""
-
-
-def reason_for_client(error: str | None) -> str:
-    """From a fixed catalogue: texts of the engine that begin so are written for users, others may hold anything."""
-    if error is not None and error.startswith(("numeric:", "grammar:")):
-        return error
-    return "the request failed"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """How an RPC ends."""
+    """Final status of an RPC."""
 
     code: grpc.StatusCode
     message: str
     trailers: tuple[tuple[str, str], ...] = ()
 
 
-def status_of(error: BaseException, request_id: str) -> Status:
-    """The status that an error becomes.
+def to_grpc_status(error: BaseException, request_id: str) -> Status:
+    """Map an error to the status of its RPC.
 
     Args:
-        error: whatever ended the RPC.
-        request_id: shown where nothing else may be.
+        error: what ended the RPC.
+        request_id: shown to the client if the error's text may not be.
     """
     match error:
         case DuplicateRequestError():

@@ -1,57 +1,20 @@
-"""Between protobuf messages and the types of `apt_jax`. No checks here: `apt_jax.validation` makes them all."""
+"""Conversions between protobuf messages and the types of `apt_jax`. `apt_jax.validation` makes all checks."""
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apt_jax.engine import EngineStats
 from apt_jax.errors import InvalidRequestError
-from apt_jax.llm import EngineParts, OutputDelta
+from apt_jax.llm import OutputDelta
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
-from apt_jax.validation import check_deadline_ms
 from apt_jax.watch import Iteration, WatchNews
-from serve.grpc_api.calls import readable
-from serve.grpc_api.errors import UnknownModelError
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
 
 Metadata = Sequence[tuple[str, str | bytes]]
-
-
-class GenerateExchange:
-    """A Generate call of AptServe, a `serve.grpc_calls.Exchange`.
-
-    Args:
-        request: None: it could not be read.
-        metadata: of the RPC.
-    """
-
-    def __init__(self, request: pb.GenerateRequest | None, metadata: Metadata) -> None:
-        self._request = request
-        self._metadata = metadata
-        self._num_messages = 0
-        self._num_tokens = 0
-
-    def fields(self, parts: EngineParts) -> dict[str, Any]:
-        request = readable(self._request)
-        if request.model not in ("", parts.model_name, parts.config.model):
-            raise UnknownModelError(
-                f"model {request.model[:80]!r} is not served here; this server has {parts.model_name!r}"
-            )
-        return request_fields(request, self._metadata)
-
-    def deadline_s(self) -> float | None:
-        if self._request is None or not self._request.HasField("deadline_ms"):
-            return None
-        return check_deadline_ms(self._request.deadline_ms)
-
-    def messages(self, index: int, delta: OutputDelta) -> Iterable[pb.GenerateResponse]:
-        self._num_tokens += len(delta.token_ids)
-        message = response(delta, self._num_messages, self._num_tokens)
-        self._num_messages += 1
-        return (message,)
 
 
 _SAMPLING_SCALARS = tuple(
@@ -81,14 +44,14 @@ def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str,
             fields["prompt"] = request.text
         case "token_ids":
             fields["prompt_token_ids"] = list(request.token_ids.ids)
-    fields |= objectives(metadata, request.slo, request.slo_class)
+    fields |= slo_fields(metadata, request.slo, request.slo_class)
     return fields
 
 
-def objectives(
+def slo_fields(
     metadata: Metadata, slo: pb.Slo | None = None, slo_class: int = pb.SLO_CLASS_UNSPECIFIED
 ) -> dict[str, Any]:
-    """Objectives and class of a request, those of its message before those of its metadata.
+    """SLOs and class of a request: those of its message, else those of its metadata.
 
     Raises:
         InvalidRequestError: metadata that is no number, or an unknown class.
@@ -113,11 +76,11 @@ def _sampling_fields(params: pb.SamplingParams) -> dict[str, Any]:
     if params.stop_token_ids:
         fields["stop_token_ids"] = list(params.stop_token_ids)
     if params.HasField("structured_outputs"):
-        fields["structured_outputs"] = _form_fields(params.structured_outputs)
+        fields["structured_outputs"] = _structured_output_fields(params.structured_outputs)
     return fields
 
 
-def _form_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
+def _structured_output_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
     fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     form = message.WhichOneof("form")
     if form is not None:  # also one that is empty or false
@@ -164,7 +127,7 @@ def _slo_class(value: int, headers: Mapping[str, str | bytes]) -> str | None:
 
 
 def response(delta: OutputDelta, sequence: int, num_tokens: int) -> pb.GenerateResponse:
-    """One message of a stream; `num_tokens` counts the output so far."""
+    """Encode new output; `num_tokens` counts the output so far."""
     message = pb.GenerateResponse(
         request_id=delta.request.request_id,
         sequence=sequence,
@@ -226,7 +189,7 @@ def _finish(delta: OutputDelta, num_tokens: int) -> pb.Finish:
 
 
 def timings(metrics: RequestMetrics) -> pb.Timings:
-    """Latencies of a request; what it does not have is not set."""
+    """Latencies of a request; those that it does not have are not set."""
     record = RequestRecord.from_metrics(metrics)
 
     def since_arrival(at_s: float | None) -> float | None:
@@ -253,7 +216,7 @@ def _slo_result(metrics: RequestMetrics, *, ok: bool) -> pb.SloResult:
 
 
 def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
-    """The engine's numbers and what the server adds to them."""
+    """The engine's counters and gauges, and the server's own `facts`."""
     copied = {
         name: getattr(stats, name)
         for name in pb.GetStatsResponse.DESCRIPTOR.fields_by_name
@@ -264,7 +227,7 @@ def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
 
 
 def watch_response(news: WatchNews, served_since_s: float) -> pb.WatchSchedulerResponse:
-    """What a watcher of the scheduler has not seen; `served_since_s` is on the engine's clock."""
+    """Encode the scheduler's unread iterations; `served_since_s` is on the engine's clock."""
     return pb.WatchSchedulerResponse(
         num_dropped=news.num_dropped,
         iterations=[_iteration(iteration, served_since_s) for iteration in news.iterations],

@@ -4,8 +4,8 @@ The messages are those of the package smg-grpc-proto, and mean what they mean in
 
 * An unset temperature is 1, an unset `max_tokens` is as many as fit, and a `top_p` or `repetition_penalty` of 0 is unset. 32-bit numbers
   are taken as the decimals that they were written as (0.7, not 0.699999988).
-* A streamed call gets a `chunk` for each piece of news of each of its `n` outputs, and a `complete` at the end of each. Chunks hold what
-  is new (token ids, their count and log probabilities); `complete` repeats all token ids. Any other call gets `complete`s alone.
+* A streamed call gets a `chunk` for each update of each of its `n` outputs, and a `complete` at the end of each. Chunks hold the new
+  token ids, their count and log probabilities; `complete` repeats all token ids. Any other call gets only `complete`s.
 * Stop strings are matched here. The token ids of a stop string are in the output: whoever makes text of them cuts it there.
 * What the engine does not do is INVALID_ARGUMENT with the reason: prompt log probabilities, truncation, structural tags, inputs other than
   text, transfer of caches, ranks. `spaces_between_special_tokens` and `grammar_from_first_token` change nothing here.
@@ -33,9 +33,9 @@ from apt_jax.llm import EngineParts, OutputDelta
 from apt_jax.metrics import TokenRate
 from apt_jax.request import Logprob
 from apt_jax.validation import unsupported
-from serve.grpc_api.calls import Calls, decoder, metadata_of, readable
-from serve.grpc_api.errors import NoTokenizerError
-from serve.grpc_api.messages import Metadata, objectives
+from serve.errors import NoTokenizerError
+from serve.grpc_api.calls import GrpcCalls, decoder, metadata_of, require_decoded
+from serve.grpc_api.messages import Metadata, slo_fields
 from serve.grpc_api.tokenizer_bundle import tokenizer_bundle
 from serve.observability.profiler import Profiler
 
@@ -75,11 +75,11 @@ _NOT_TAKEN = (
 )
 
 
-class GenerateExchange:
+class VllmGenerateCodec:
     """A Generate call, a `serve.grpc_calls.Exchange`.
 
     Args:
-        request: None: it could not be read.
+        request: None: it could not be decoded.
         metadata: of the RPC.
     """
 
@@ -89,7 +89,7 @@ class GenerateExchange:
         self._outputs: collections.defaultdict[int, _Output] = collections.defaultdict(_Output)
 
     def fields(self, parts: EngineParts) -> dict[str, Any]:
-        request = readable(self._request)
+        request = require_decoded(self._request)
         given = {field.name for field, _ in request.ListFields()}
         for name in _NOT_TAKEN:
             if name in given:
@@ -105,7 +105,7 @@ class GenerateExchange:
                 fields["prompt"] = request.text
             case "tokenized":
                 fields["prompt_token_ids"] = list(request.tokenized.input_ids)
-        return fields | objectives(self._metadata)
+        return fields | slo_fields(self._metadata)
 
     def deadline_s(self) -> float | None:
         return None
@@ -145,7 +145,7 @@ class GenerateExchange:
 
 
 class _Output:
-    """What one output has said so far; log probabilities where they have not been sent."""
+    """One output so far; log probabilities only if they have not been sent."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -153,7 +153,7 @@ class _Output:
 
 
 def sampling_fields(params: Any) -> dict[str, Any]:
-    """The fields of `apt_jax.SamplingParams` that a message SamplingParams stands for, unchecked; `n` is not among them."""
+    """Convert a message SamplingParams to fields of `apt_jax.SamplingParams`, unchecked and without `n`."""
     names = [*_PLAIN, *(name for name in _OPTIONAL if params.HasField(name))]
     names += [name for name in _UNSET_IF_ZERO if getattr(params, name) != 0.0]
     fields = {name: _decimal(getattr(params, name)) for name in names}
@@ -170,14 +170,14 @@ def sampling_fields(params: Any) -> dict[str, Any]:
 
 
 def _decimal(value: Any) -> Any:
-    """A 32-bit number as the shortest decimal that stands for it: what somebody typed, and what the rules are about."""
+    """Round a 32-bit number to its shortest decimal, which is what the user typed and what validation checks."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _output_logprobs(
     delta: OutputDelta, token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]] | None
 ) -> Any:
-    """None where there are none."""
+    """Encode log probabilities; None: there are none."""
     if not entries:
         return None
     message = pb.OutputLogProbs(
@@ -202,7 +202,7 @@ class VllmEngine:
         profiler: None: its methods are not offered.
     """
 
-    def __init__(self, calls: Calls, profiler: Profiler | None = None) -> None:
+    def __init__(self, calls: GrpcCalls, profiler: Profiler | None = None) -> None:
         self._calls, self._profiler = calls, profiler
         self._rate = TokenRate()
         self._bundle: bytes | None = None
@@ -213,9 +213,9 @@ class VllmEngine:
         def unary(name: str, request: Any, answer: Callable[[Any], Awaitable[Message]]) -> Any:
             async def method(message: Any, context: grpc.aio.ServicerContext) -> Message:
                 try:
-                    return await answer(readable(message))
+                    return await answer(require_decoded(message))
                 except Exception as error:
-                    await self._calls.refuse(context, error, name)
+                    await self._calls.reject(context, error, name)
 
             return grpc.unary_unary_rpc_method_handler(
                 method,
@@ -230,7 +230,7 @@ class VllmEngine:
                 response_serializer=_encoded,
             )
 
-        async def refused(request: bytes, context: grpc.aio.ServicerContext) -> None:
+        async def unimplemented(request: bytes, context: grpc.aio.ServicerContext) -> None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, _NOT_OFFERED)
 
         profiling = {
@@ -240,7 +240,7 @@ class VllmEngine:
         rest = pb.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name
         return grpc.method_handlers_generic_handler(
             SERVICE,
-            {name: grpc.unary_stream_rpc_method_handler(refused) for name in rest}
+            {name: grpc.unary_stream_rpc_method_handler(unimplemented) for name in rest}
             | {
                 "Generate": stream(self.Generate, pb.GenerateRequest),
                 "GetTokenizer": stream(self.GetTokenizer, common.GetTokenizerRequest),
@@ -255,16 +255,16 @@ class VllmEngine:
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         await self._calls.generate(
-            GenerateExchange(request, metadata_of(context)), context, SERVICE
+            VllmGenerateCodec(request, metadata_of(context)), context, SERVICE
         )
 
     async def GetTokenizer(
         self, request: Any, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
-        """The ZIP archive in pieces; the last one has its SHA-256."""
+        """Stream the ZIP archive in chunks; the last one has its SHA-256."""
         try:
-            readable(request)
-            parts = self._calls.engine(even_draining=True).parts
+            require_decoded(request)
+            parts = self._calls.service.engine(even_draining=True).parts
             data = self._bundle or await asyncio.to_thread(tokenizer_bundle, parts)
             self._bundle = data
             if data is None:
@@ -272,7 +272,7 @@ class VllmEngine:
                     f"model {parts.model_name!r:.80} has no tokenizer; start the server with one (--tokenizer DIR)"
                 )
         except Exception as error:
-            await self._calls.refuse(context, error, "GetTokenizer")
+            await self._calls.reject(context, error, "GetTokenizer")
         digest = hashlib.sha256(data).hexdigest()
         for start in range(0, len(data), _CHUNK_BYTES):
             piece = data[start : start + _CHUNK_BYTES]
@@ -280,8 +280,8 @@ class VllmEngine:
             yield common.GetTokenizerChunk(data=piece, sha256=digest if last else "")
 
     async def _health(self, request: Any) -> Message:
-        """Answers only while requests are taken: gateways take any answer for the sign to begin."""
-        engine = self._calls.engine()
+        """Succeed only while requests are accepted: gateways start sending after any response."""
+        engine = self._calls.service.engine()
         if not engine.is_serving:
             raise EngineDeadError(engine.dead_reason or "the engine is shutting down")
         return pb.HealthCheckResponse(healthy=True, message="serving")
@@ -302,7 +302,7 @@ class VllmEngine:
         return common.ProfileResponse(success=True, message=str(await self._profiler.stop()))
 
     async def _model_info(self, request: Any) -> Message:
-        parts = self._calls.engine(even_draining=True).parts
+        parts = self._calls.service.engine(even_draining=True).parts
         model, limits = parts.model_config, parts.limits
         hf_config = parts.hf_config
         return pb.GetModelInfoResponse(
@@ -321,11 +321,11 @@ class VllmEngine:
         )
 
     async def _server_info(self, request: Any) -> Message:
-        parts = self._calls.engine(even_draining=True).parts
+        parts = self._calls.service.engine(even_draining=True).parts
         return pb.GetServerInfoResponse(
-            active_requests=self._calls.num_open,
+            active_requests=self._calls.service.num_open,
             last_receive_timestamp=self._calls.last_arrival_s or 0.0,
-            uptime_seconds=self._calls.uptime_s,
+            uptime_seconds=self._calls.service.uptime_s,
             server_type="vllm-grpc",
             data_parallel_size=1,
             kv_cache_dtype=parts.config.dtype,
@@ -339,7 +339,7 @@ class VllmEngine:
     async def _loads(self, request: Any) -> Message:
         if request.dp_rank != 0:
             raise unsupported("dp_rank")
-        engine = self._calls.engine(even_draining=True)
+        engine = self._calls.service.engine(even_draining=True)
         stats = await engine.stats()
         rate = self._rate.update(time.monotonic(), stats.generation_tokens, stats.busy_s)
         return pb.GetLoadsResponse(
@@ -351,8 +351,8 @@ class VllmEngine:
 
 
 def _tokenizer_path(parts: EngineParts) -> str:
-    """Where the tokenizer lies. Gateways read what they find there, and ask for GetTokenizer's archive where they find nothing; so
-    a tokenizer whose chat template is not the one beside it lies nowhere."""
+    """The tokenizer's directory. Gateways read it if it exists, else call GetTokenizer; so a tokenizer with a chat template from
+    elsewhere gets a path that does not exist."""
     if parts.tokenizer is None or parts.tokenizer.path is None:
         return ""
     path, template = str(parts.tokenizer.path), parts.config.chat_template

@@ -1,12 +1,11 @@
-"""From errors to HTTP answers in OpenAI's shape: the only place where the two meet; `serve.grpc_api.errors` is the same for gRPC.
+"""The only mapping from errors to HTTP responses in OpenAI's format; `serve.grpc_api.errors` is its twin for gRPC.
 
-Clients see the texts of our own errors, which are written for them, and never that of any other exception. A request that was
-refused or failed for its own sake says `x-should-retry: false`, which clients obey before they look at the status; what may
-work later or elsewhere says `retry-after`.
+Clients see the texts of our own errors, which are written for them, and never that of any other exception. Responses to requests
+that would fail again have `x-should-retry: false`, which clients obey before they look at the status; those that may
+succeed later or elsewhere have `retry-after`.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,17 +16,17 @@ from apt_jax.errors import (
     QueueFullError,
     UnknownRequestError,
 )
-from serve.grpc_api.errors import ProfilerStateError, RequestFailedError, UnknownModelError
+from serve.errors import ProfilerStateError, RequestFailedError, UnknownModelError
 
 
-class RefusedError(Exception):
-    """The call cannot be taken, for a reason of HTTP: its path, size, key or speed.
+class BadCallError(Exception):
+    """The call is rejected for a reason of HTTP: its path, size, key or speed.
 
     Args:
-        status: to answer with.
-        code: a word for programs.
-        message: one line for people.
-        headers: of the answer.
+        status: of the response.
+        code: machine-readable.
+        message: one line for users.
+        headers: of the response.
     """
 
     def __init__(
@@ -38,8 +37,8 @@ class RefusedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failure:
-    """An answer that is an error."""
+class HttpError:
+    """A response that is an error."""
 
     status: int
     message: str
@@ -47,11 +46,11 @@ class Failure:
     """OpenAI's `type`."""
     code: str | None = None
     param: str | None = None
-    """The field that is wrong."""
+    """The invalid field."""
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's shape."""
+        """The body in OpenAI's format."""
         return {
             "error": {
                 "message": self.message,
@@ -62,15 +61,15 @@ class Failure:
         }
 
 
-def failure_of(error: BaseException, request_id: str) -> Failure:
-    """The answer that an error becomes.
+def to_http_error(error: BaseException, request_id: str) -> HttpError:
+    """Map an error to its response.
 
     Args:
-        error: whatever ended the request.
-        request_id: shown where nothing else may be.
+        error: what ended the request.
+        request_id: shown to the client if the error's text may not be.
     """
     match error:
-        case RefusedError():
+        case BadCallError():
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             return _final(error.status, str(error), kind, error.code, headers=error.headers)
         case InvalidRequestError():
@@ -101,8 +100,8 @@ def _final(
     code: str | None,
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
-) -> Failure:
-    return Failure(
+) -> HttpError:
+    return HttpError(
         status=status,
         message=message,
         kind=kind,
@@ -112,20 +111,11 @@ def _final(
     )
 
 
-def _later(status: int, message: str, kind: str, code: str, after_s: float) -> Failure:
-    return Failure(
+def _later(status: int, message: str, kind: str, code: str, after_s: float) -> HttpError:
+    return HttpError(
         status=status,
         message=message,
         kind=kind,
         code=code,
         headers={"retry-after": str(max(1, math.ceil(after_s)))},
     )
-
-
-# Made once: `json.dumps` with options makes one a call, which for a token's chunk is a third of the time.
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-
-
-def json_bytes(value: Any) -> bytes:
-    """Compact JSON."""
-    return _encode(value).encode("utf-8", "replace")

@@ -1,13 +1,13 @@
-"""uvicorn's HTTP/1.1 connection, with the bounds that a server among strangers needs.
+"""uvicorn's HTTP/1.1 connection, with the limits that a public server needs.
 
-* There are so many connections and no more.
-* The head of a request comes within some seconds, whether it comes slowly or not at all, and fits some kilobytes.
-* A client that takes nothing of its answer for some seconds loses the connection, and with it the request. What has been
-  written for it and not read is bounded: little in our buffer, little in the kernel's. One on this machine is seen not to read
-  before they are full (`serve.http_api.stalled_clients`).
-* A peer that vanished without a word is found out by the kernel's probes.
+* The number of connections is limited.
+* The head of a request must arrive within some seconds and fit some kilobytes.
+* A client that reads nothing of its response for some seconds loses the connection, and with it the request. The unread output is
+  bounded: small buffers here and in the kernel. A stalled client on this machine is detected before they are full
+  (`serve.http_api.stalled_clients`).
+* The kernel's probes detect a peer that vanished.
 
-The time for the body of a request is the application's to watch (`serve.http_api.app`).
+The application limits the time for the body of a request (`serve.http_api.calls`).
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from serve.http_api.errors import RefusedError, failure_of, json_bytes
-from serve.http_api.stalled_clients import StoppedReaders
+from serve.compact_json import json_bytes
+from serve.http_api.errors import BadCallError, to_http_error
+from serve.http_api.stalled_clients import StalledClientDetector
 
 logger = logging.getLogger(__name__)
 
@@ -33,36 +34,36 @@ class ConnectionLimits:
     """Bounds of connections."""
 
     max_connections: int = 2048
-    """Further ones are closed at once."""
+    """More are closed at once."""
     max_header_bytes: int = 16 << 10
     """Of one request's head."""
     header_timeout_s: float = 10.0
     """For one request's head, from the connection or its first byte."""
     write_stall_s: float = 2.5
-    """A client that takes nothing of its answer for this long is cut off."""
+    """A client that reads nothing of its response for this long is disconnected."""
     keepalive_time_s: int = 20
-    """A silent connection is probed after this time, in whole seconds,"""
+    """A silent connection is probed after this time, in whole seconds."""
     keepalive_timeout_s: int = 10
-    """and cut this much later."""
+    """An unanswered probe closes the connection after this time."""
     unacknowledged_s: int = 30
-    """What was sent and not acknowledged for this long ends the connection, an answer that is complete among it."""
+    """Bytes that are not acknowledged for this long end the connection, even if the response is complete."""
 
 
-class BoundedProtocol(H11Protocol):
+class LimitedHttpProtocol(H11Protocol):
     """One connection; uvicorn makes it.
 
     Args:
         limits: of this server.
-        readers: sees who has stopped reading; shared by all connections.
+        stalled: detects clients that have stopped reading; shared by all connections.
         *args, **kwargs: uvicorn's.
     """
 
     def __init__(
-        self, *args: Any, limits: ConnectionLimits, readers: StoppedReaders, **kwargs: Any
+        self, *args: Any, limits: ConnectionLimits, stalled: StalledClientDetector, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
-        self._readers = readers
+        self._stalled = stalled
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._received = False
@@ -81,7 +82,7 @@ class BoundedProtocol(H11Protocol):
         """See `asyncio.Protocol`."""
         self._head_timer = _cancelled(self._head_timer)
         self._write_timer = _cancelled(self._write_timer)
-        self._readers.forget(self)
+        self._stalled.forget(self)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -89,7 +90,7 @@ class BoundedProtocol(H11Protocol):
         """See `asyncio.Protocol`."""
         self._received = True
         super().data_received(data)
-        # The rest of a body whose answer is complete is nothing to wait for either.
+        # The rest of a body is not awaited once the response is complete.
         answered = self.cycle is not None and self.cycle.response_complete
         if self.conn.their_state is not h11.IDLE and not answered:
             self._head_timer = _cancelled(self._head_timer)
@@ -99,12 +100,12 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """See `H11Protocol`."""
-        self._readers.forget(self)
+        self._stalled.forget(self)
         super().on_response_complete()
         self._watch_reader()  # the next request may have come already
 
     def eof_received(self) -> None:
-        """See `asyncio.Protocol`. The application learns of it now: the connection goes when all is written, which may be never."""
+        """See `asyncio.Protocol`. The application is told now: the connection closes only when all is written, which may be never."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -125,18 +126,18 @@ class BoundedProtocol(H11Protocol):
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """An idle connection; one whose last answer still waits to be read is not worth waiting for."""
+        """Close an idle connection, at once if its last response is still unread."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP."""
+        """Respond to bytes that are not HTTP."""
         if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
-            self._refuse(431, "headers_too_large", f"the head of a request must fit {self._limits.max_header_bytes >> 10} KiB")  # fmt: skip
+            self._reject(431, "headers_too_large", f"the head of a request must fit {self._limits.max_header_bytes >> 10} KiB")  # fmt: skip
         else:
-            self._refuse(400, "malformed_request", "this is no HTTP/1.1 request")
+            self._reject(400, "malformed_request", "this is no HTTP/1.1 request")
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
@@ -146,16 +147,16 @@ class BoundedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self._received:
-            self._refuse(408, "headers_timeout", f"the head of a request must come within {self._limits.header_timeout_s:g} s")  # fmt: skip
+            self._reject(408, "headers_timeout", f"the head of a request must come within {self._limits.header_timeout_s:g} s")  # fmt: skip
         else:
             self.transport.close()
 
     def _watch_reader(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._readers.watch(self, self.transport.get_extra_info("socket"), self._cut_off)
+            self._stalled.watch(self, self.transport.get_extra_info("socket"), self._cut_off)
 
     def _check_writes(self, least: int, since_s: float) -> None:
-        """`least` has been unsent since then."""
+        """Disconnect the client if `least` bytes have been unsent since `since_s` for too long."""
         unsent, now_s = self.transport.get_write_buffer_size(), self.loop.time()
         if unsent < least:
             least, since_s = unsent, now_s
@@ -170,9 +171,9 @@ class BoundedProtocol(H11Protocol):
         logger.info("a client took nothing for %g s and is cut off", self._limits.write_stall_s)
         self.transport.abort()
 
-    def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answer outside of any request, and close."""
-        failure = failure_of(RefusedError(status, code, message, {"connection": "close"}), "")
+    def _reject(self, status: int, code: str, message: str) -> None:
+        """Respond outside of any request, and close."""
+        failure = to_http_error(BadCallError(status, code, message, {"connection": "close"}), "")
         body = json_bytes(failure.body())
         headers = [
             ("content-type", "application/json"),
@@ -185,7 +186,7 @@ class BoundedProtocol(H11Protocol):
                 self.conn.send(h11.Data(data=body)),
                 self.conn.send(h11.EndOfMessage()),
             ]
-        except h11.LocalProtocolError:  # an answer has begun
+        except h11.LocalProtocolError:  # a response has begun
             self.transport.abort()
             return
         self.transport.write(b"".join(part for part in parts if part))

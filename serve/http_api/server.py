@@ -4,9 +4,9 @@ Its life is that of `serve.grpc_api.server`, over the same engine:
 
 1. `HttpServer.start` binds and answers at once: `/health` is 200, `/ready` 503, completions are 503 while a model loads.
 2. `HttpServer.serve` takes a warm engine; `/ready` turns 200.
-3. `HttpServer.stop` turns `/ready` to 503, refuses new completions, lets open ones go on for a while, cuts the rest, and closes.
+3. `HttpServer.stop` turns `/ready` to 503, rejects new completions, lets in-flight ones go on for a while, cancels the rest, and closes.
 
-`serve.http_api.protocol` bounds connections, `serve.http_api.app` calls; `serve.http_api.openai_request` knows what bodies and answers mean.
+`serve.http_api.protocol` limits connections, `serve.http_api.app` calls; `openai_request` and `openai_response` know the bodies.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ import uvicorn
 from apt_jax.async_engine import AsyncEngine
 from serve.errors import PortInUseError
 from serve.http_api.app import AppConfig, HttpApp
-from serve.http_api.protocol import BoundedProtocol, ConnectionLimits
-from serve.http_api.stalled_clients import StoppedReaders
+from serve.http_api.protocol import ConnectionLimits, LimitedHttpProtocol
+from serve.http_api.stalled_clients import StalledClientDetector
 from serve.observability.prometheus import ServerMetrics
 from serve.security.tls import Tls
 
@@ -94,7 +94,7 @@ class HttpServer:
 
     @property
     def num_open(self) -> int:
-        """Completions in progress."""
+        """Number of in-flight completions."""
         return self.app.num_open
 
     async def start(self) -> None:
@@ -108,7 +108,7 @@ class HttpServer:
         self.port = listener.getsockname()[1]
         limits = config.connections
         protocol: Any = functools.partial(
-            BoundedProtocol, limits=limits, readers=StoppedReaders(limits.write_stall_s)
+            LimitedHttpProtocol, limits=limits, stalled=StalledClientDetector(limits.write_stall_s)
         )
         settings = uvicorn.Config(
             self.app,
@@ -144,14 +144,14 @@ class HttpServer:
         self.app.use(engine, metrics)
 
     async def stop(self, drain_s: float) -> None:
-        """Not ready at once, refuse new completions, end open ones within `drain_s`, close. A second call hurries."""
+        """Turn not ready, reject new completions, end in-flight ones within `drain_s`, close. A second call may shorten the time."""
         self.app.drain()
         if self._engine is not None:
             await self._engine.shutdown(drain_s)
         await self.app.end_views()
         server, running = self._uvicorn, self._running
         if server is not None and running is not None:
-            # Every answer has its end or its error: uvicorn gives them time to be sent.
+            # Every response has its end or its error: uvicorn gives them time to be sent.
             server.should_exit = True
             await asyncio.shield(running)
             for connection in list(server.server_state.connections):

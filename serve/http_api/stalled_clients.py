@@ -1,11 +1,11 @@
-"""Which readers on this machine have stopped: one that was frozen takes nothing, but its kernel goes on acknowledging.
+"""Detection of stalled clients on this machine: a stopped process reads nothing, but its kernel goes on acknowledging.
 
-TCP cannot tell a reader that is stopped from one that is slow until the buffers of both machines are full, which takes hundreds
-of tokens, and HTTP/1.1 has no question to ask it (gRPC does: `serve.grpc_api.server`). Where both ends are on one machine, as with a
-gateway or a sidecar, Linux tells of the other end how much has arrived there and not been read. With what this end knows to be
-acknowledged that is how much has been read; it must grow now and then while anything is unread.
+TCP cannot tell a stopped reader from a slow one until the buffers of both ends are full, which takes hundreds
+of tokens, and HTTP/1.1 has no ping (gRPC has one: `serve.grpc_api.server`). If both ends are on one machine, as with a
+gateway or a sidecar, Linux reports how many bytes the other end has received and not read. Acknowledged minus unread
+bytes is what it has read, which must grow while anything is unread.
 
-Elsewhere, and behind network address translation, nothing is found and nothing happens.
+For clients on other machines, or behind network address translation, nothing is found and nothing happens.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ _ACKNOWLEDGED = struct.Struct("=120xQ")
 """`tcpi_bytes_acked` of Linux's `struct tcp_info`."""
 
 
-class StoppedReaders:
-    """Watches connections while answers are streamed over them; one event loop.
+class StalledClientDetector:
+    """Watches connections while responses are streamed over them; one event loop.
 
     Args:
-        limit_s: without reading, before a connection is given up.
+        limit_s: time without reading after which a client is stalled.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -36,7 +36,7 @@ class StoppedReaders:
         self._looking: asyncio.Task[None] | None = None
 
     def watch(self, key: object, connection: socket.socket, stopped: Callable[[], None]) -> None:
-        """Call `stopped` once if the other end of the connection has something to read and does not."""
+        """Call `stopped` once if the other end of the connection has unread bytes and reads none."""
         reader = None if key in self._watched else _Reader.of(connection, stopped)
         if reader is not None:
             self._watched[key] = reader
@@ -44,11 +44,11 @@ class StoppedReaders:
                 self._looking = asyncio.create_task(self._look())
 
     def forget(self, key: object) -> None:
-        """End of the answer, or of the connection."""
+        """Stop watching: the response or the connection has ended."""
         self._watched.pop(key, None)
 
     async def _look(self) -> None:
-        """Every now and then, as long as anything is watched."""
+        """Check all connections periodically, as long as any is watched."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(_TICK_S)
         while self._watched:

@@ -1,8 +1,8 @@
 """The log: one line for each call that has ended, as text for people or as JSON for programs. Never a prompt, an output or a key.
 
-A call that was answered, or broken off by its client, or refused is told at INFO; one that failed for our sake at ERROR, once, with
-the place where it failed but not the text of the exception, which may hold anything. Who sends what is refused can do so very
-fast: of each reason there are at most ten lines a second, and one that says how many more there were.
+Calls that succeeded, were cancelled by their client or were rejected are logged at INFO. Internal failures are logged at ERROR, once, with
+the stack but not the text of the exception, which may hold anything. Cancelled and rejected calls are rate-limited: ten
+lines a second for each reason, and one line with the number of those left out.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def configure(log_format: Format, level: str) -> None:
-    """Log to standard error: warnings of all, and of our own packages what `level` says."""
+    """Log to standard error: warnings of every package, and of our own at `level`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if log_format == "text" else json_formatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -37,7 +37,7 @@ def configure(log_format: Format, level: str) -> None:
 
 
 def announcer(log_format: Format) -> Callable[[str], None]:
-    """What writes a line to standard output, at once: as it is, or as an object like those of the log."""
+    """Make a function that writes a line to standard output at once: as it is, or as a JSON object like those of the log."""
     formatter = logging.Formatter() if log_format == "text" else json_formatter()
 
     def say(line: str) -> None:
@@ -49,8 +49,7 @@ def announcer(log_format: Format) -> Callable[[str], None]:
 
 
 class TextFormatter(logging.Formatter):
-    """A line a record. What follows in further lines is indented, and control characters are escaped: nothing that is logged can
-    look like a line of its own."""
+    """A line a record. Further lines are indented and control characters escaped, so that no logged text can forge a line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -82,27 +81,28 @@ class _Json(JsonFormatter):
 
 
 class CallLog:
-    """The lines of a door; one event loop.
+    """The log lines of one protocol's calls; one event loop.
 
     Args:
-        logger: of the door.
+        logger: of the protocol.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._recent: dict[str, tuple[int, asyncio.TimerHandle]] = {}
-        """Lines that were due, by reason, and when that is over."""
+        """Lines in the current window, by reason, and the timer that ends the window."""
 
     def write(self, record: CallRecord) -> None:
-        """The line of a call that has ended."""
-        level = logging.ERROR if record.verdict == "failed" else logging.INFO
+        """Log a call that has ended."""
+        level = logging.ERROR if record.outcome == "failed" else logging.INFO
         if not self._logger.isEnabledFor(level):
             return
-        if record.verdict in ("refused", "gone") and self._is_too_many(record.reason):
+        if record.outcome in ("rejected", "cancelled") and self._is_over_limit(record.reason):
             return
         known = {
             "request_id": record.request_id,
-            "door": record.door,
+            "protocol": record.protocol,
+            "door": record.protocol,  # the field's name up to 0.1
             "method": record.method,
             "verb": record.verb,
             "tenant": record.tenant,
@@ -127,20 +127,20 @@ class CallLog:
         )
 
     def close(self) -> None:
-        """Tell of what was left out so far."""
+        """Log the number of lines that were left out so far."""
         for reason, (_, timer) in list(self._recent.items()):
             timer.cancel()
-            self._tell(reason)
+            self._log_left_out(reason)
 
-    def _is_too_many(self, reason: str) -> bool:
+    def _is_over_limit(self, reason: str) -> bool:
         if reason not in self._recent:
-            timer = asyncio.get_running_loop().call_later(_WINDOW_S, self._tell, reason)
+            timer = asyncio.get_running_loop().call_later(_WINDOW_S, self._log_left_out, reason)
             self._recent[reason] = 0, timer
         lines, timer = self._recent[reason]
         self._recent[reason] = lines + 1, timer
         return lines >= _MOST_LINES
 
-    def _tell(self, reason: str) -> None:
+    def _log_left_out(self, reason: str) -> None:
         left_out = self._recent.pop(reason)[0] - _MOST_LINES
         if left_out > 0:
             fields = {"reason": reason, "left_out": left_out}
@@ -148,8 +148,8 @@ class CallLog:
 
 
 def _headline(record: CallRecord) -> tuple[str, str]:
-    """Which call, and how it ended: without what its client wrote."""
-    if record.verdict == "served":
+    """The call and how it ended, without anything its client wrote."""
+    if record.outcome == "succeeded":
         return f"request {record.request_id}", record.reason
     call = record.method if record.verb is None else f"{record.verb} {record.method}"
     named = "" if record.request_id == NO_ID else f" (request {record.request_id})"
@@ -158,7 +158,7 @@ def _headline(record: CallRecord) -> tuple[str, str]:
 
 
 def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None:
-    """At ERROR, that something failed which nobody expected to.
+    """Log an unexpected failure at ERROR.
 
     Args:
         what: a name of ours.
@@ -167,7 +167,7 @@ def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None
 
 
 def stack_of(error: BaseException) -> str:
-    """Where an exception was raised, and those that led to it, without their texts."""
+    """Format the stack of an exception and of its causes, without their texts."""
     parts: list[str] = []
     seen: set[int] = set()
     at: BaseException | None = error

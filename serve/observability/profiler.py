@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from apt_jax.errors import ConfigError
-from serve.grpc_api.errors import ProfilerStateError
+from serve.errors import ProfilerStateError
 from serve.observability.call_log import log_failure
 
 logger = logging.getLogger(__name__)

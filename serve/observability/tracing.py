@@ -88,7 +88,7 @@ class Tracer:
         )
         if span.is_recording():  # else the client's trace is not sampled
             span.set_attributes(_of_call(record))
-            if record.verdict in ("refused", "failed"):
+            if record.outcome in ("rejected", "failed"):
                 span.set_attribute("error.type", record.code or record.reason)
                 span.set_status(StatusCode.ERROR, record.code or record.reason)
             for index, (request, metrics) in enumerate(
@@ -187,7 +187,8 @@ def _of_call(record: CallRecord) -> _Attributes:
         "gen_ai.latency.e2e": record.duration_s,
         "gen_ai.latency.time_in_queue": record.queue_s,
         "gen_ai.latency.time_to_first_token": record.ttft_s,
-        "aptjax.door": record.door,
+        "aptjax.protocol": record.protocol,
+        "aptjax.door": record.protocol,  # the attribute's name up to 0.1
         "aptjax.method": record.method,
         "aptjax.tenant": record.tenant,
         "aptjax.reason": record.reason,
@@ -226,7 +227,7 @@ def _of_objectives(record: CallRecord) -> dict[str, AttributeValue | None]:
     """Whether all its requests met theirs; nothing of objectives that it has not."""
     slo = record.requests[0].slo
     known: dict[str, AttributeValue | None] = {"aptjax.slo.class": record.requests[0].slo_class}
-    ok = record.verdict == "served" and "abort" not in record.reason
+    ok = record.outcome == "succeeded" and "abort" not in record.reason
     records = [
         RequestRecord.from_metrics(m, ok=ok) if m is not None else RequestRecord(arrival_s=0.0, ok=False)
         for m in record.metrics

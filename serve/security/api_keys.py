@@ -1,33 +1,26 @@
-"""API keys: who may ask. One list for both doors; without it everybody may.
+"""API key authentication, with one list of keys for every protocol.
 
-A door asks `ApiKeys.accepts` with what stands in `authorization`; what everybody may ask all the same is the door's to list,
-by exact name, so that whatever is added later is closed until somebody opens it.
+A protocol's server passes the `authorization` header to `ApiKeys.accepts`. Endpoints that need no key are listed there by exact
+name, so that new endpoints need one by default.
 """
 
 import hashlib
 import hmac
 import os
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from apt_jax.errors import ConfigError
-from serve.observability.call_log import CallLog
-from serve.observability.call_record import CallRecord
 
 FLAG = "--api-key-file"
 
 _MIN_CHARS = 20
 _MAX_FILE_BYTES = 1 << 20
-_OPEN_METHODS = frozenset(("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"))
-_REFUSED = "no valid API key; send 'authorization: Bearer KEY'"
 
 
 class ApiKeys:
-    """The keys that are let in.
+    """The accepted keys.
 
     Args:
         keys: at least one.
@@ -71,7 +64,7 @@ class ApiKeys:
             raise ConfigError(f"{path}: {error}") from None
 
     def replace(self, other: "ApiKeys") -> None:
-        """Let in the other's keys from now on."""
+        """Accept the other's keys from now on."""
         self._digests = other._digests
 
     def accepts(self, authorization: str | bytes | None) -> bool:
@@ -79,7 +72,7 @@ class ApiKeys:
         return self.tenant_of(authorization) is not None
 
     def tenant_of(self, authorization: str | bytes | None) -> str | None:
-        """A name for whose key it is, which tells nothing of the key; None: it is none of ours. As `accepts`."""
+        """The name of the key's owner, which reveals nothing of the key; None: the key is not accepted. As `accepts`."""
         if authorization is None:
             return None
         raw = authorization.encode("utf-8", "replace") if isinstance(authorization, str) else authorization  # fmt: skip
@@ -94,48 +87,3 @@ class ApiKeys:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Lets only calls with a key through, and those that ask whether the server is healthy.
-
-    Args:
-        keys: that are let in.
-        log: of the others.
-    """
-
-    def __init__(self, keys: ApiKeys, log: CallLog) -> None:
-        self._keys, self._log = keys, log
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        """See `grpc.aio.ServerInterceptor`."""
-        handler = await continuation(handler_call_details)
-        if handler_call_details.method in _OPEN_METHODS:
-            return handler
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        if self._keys.accepts(metadata.get("authorization")):
-            return handler
-        if handler is None:
-            return grpc.unary_unary_rpc_method_handler(self._refusing("any"))
-        make: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[handler.request_streaming, handler.response_streaming]
-        return make(self._refusing(handler_call_details.method.removeprefix("/")))
-
-    def _refusing(self, method: str) -> Any:
-        async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
-            record = CallRecord(door="grpc", method=method, reason="unauthenticated", verdict="refused")  # fmt: skip
-            record.close(None, None)
-            self._log.write(record)
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, _REFUSED, (("grpc-retry-pushback-ms", "-1"),)
-            )
-
-        return refuse

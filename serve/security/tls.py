@@ -1,4 +1,4 @@
-"""TLS of both doors: one certificate, and where a CA for clients is given, no connection without a certificate of theirs."""
+"""TLS for every protocol: one certificate, and client certificates if a CA for clients is given."""
 
 import ssl
 from pathlib import Path

@@ -238,8 +238,8 @@ def test_what_is_refused_has_ten_lines_a_second_and_one_for_the_rest():
 
 
 def refusal(error: Exception | None = None) -> CallRecord:
-    record = CallRecord(door="http", method="/v1/completions")
-    record.fail(
+    record = CallRecord(protocol="http", method="/v1/completions")
+    record.failed(
         error or ValueError(), "429" if error is None else "500", internal=error is not None
     )
     record.close(None, None)
