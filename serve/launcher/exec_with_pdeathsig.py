@@ -1,7 +1,9 @@
-"""`python tied.py PARENT CPUS COMMAND...`: becomes COMMAND, which the kernel kills when process PARENT ends, however it ends.
+"""Replace this process by COMMAND, which the kernel kills when process PARENT ends, however it ends.
 
-CPUS are numbers with commas between them, which COMMAND is bound to, or nothing. Run as a file, on Linux; elsewhere a parent that is
-killed leaves COMMAND behind.
+    python exec_with_pdeathsig.py PARENT CPUS COMMAND...
+
+CPUS are comma-separated numbers of CPUs to bind COMMAND to, or empty. Run as a file, on Linux; elsewhere a parent that is
+killed leaves COMMAND running.
 """
 
 import ctypes

@@ -1,10 +1,10 @@
-"""Keeps replicas and the gateway before them running: `apt-jax launch`.
+"""Supervision of the replicas and the gateway of `apt-jax launch`.
 
-1. Every replica is started; the gateway when all of them are healthy.
-2. One that ends is started again, after 1 s, 2 s, 4 s, up to 60 s; `STEADY_S` of health begin the count anew.
-3. At SIGTERM or SIGINT replicas end what they have begun; then the gateway ends. A second signal kills all.
+1. All replicas are started; the gateway once they are healthy.
+2. A process that ends is restarted after 1 s, 2 s, 4 s, up to 60 s; `STEADY_S` of health reset the count.
+3. At SIGTERM or SIGINT the replicas drain; then the gateway ends. A second signal kills all.
 
-All are children that the kernel kills with this process, whatever ends it (serve/launcher/exec_with_pdeathsig.py).
+All are children that the kernel kills with this process, however it ends (serve/launcher/exec_with_pdeathsig.py).
 """
 
 import asyncio
@@ -24,57 +24,57 @@ from typing import TextIO
 from tqdm import tqdm
 
 from apt_jax.errors import ConfigError
-from serve.cli.commands.serve import Signals
 from serve.errors import CommandError
+from serve.signals import Signals
 
 logger = logging.getLogger(__name__)
 
 STEADY_S = 60.0
-"""A program that was healthy for so long has not failed to start: the next failure is its first."""
+"""After this much health a process has started well: its next failure counts as the first."""
 
 _USAGE_ERROR = 2
-_LONGEST_DELAY_S = 60.0
+_MAX_RESTART_DELAY_S = 60.0
 _PROBE_S = 0.25
 _GRACE_S = 10.0
-"""Beyond the time that a program was given to end."""
-_LONGEST_LINE_BYTES = 1 << 20
+"""Added to the time that a process has to drain."""
+_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """What is kept running."""
+class ProcessSpec:
+    """A process to keep running."""
 
     name: str
-    """Begins every line of its output."""
+    """Prefix of every line of its output."""
     command: Sequence[str]
-    """The file of the program, by its whole path, and arguments."""
+    """Absolute path of the executable, and arguments."""
     env: Mapping[str, str]
     cpus: Sequence[int] = ()
-    """That it is bound to; none: it may use all."""
+    """CPUs that it is bound to; (): it may use all."""
     is_healthy: Callable[[], bool] | None
-    """Asks it, in a thread; None: it cannot be asked."""
+    """Health probe, called in a thread; None: there is none."""
     keeps_json: bool = False
-    """Lines that are JSON objects are passed on as they are."""
+    """Forward lines that are JSON objects without the prefix."""
     hides: re.Pattern[str] | None = None
-    """Found in lines that are not shown."""
+    """Lines that match are dropped."""
 
 
-class _Keeper:
-    """Keeps one program running until `stop`."""
+class Supervisor:
+    """Keeps one process running until `stop`."""
 
-    def __init__(self, program: Program, max_restarts: int) -> None:
+    def __init__(self, program: ProcessSpec, max_restarts: int) -> None:
         self.program = program
         self.was_healthy = False
-        """In any of its lives."""
+        """In any of its runs."""
         self.code: int | None = None
-        """Of its end after `stop`; None: it did not run then."""
+        """Exit code after `stop`; None: it was not running then."""
         self._max_restarts = max_restarts
         self._process: asyncio.subprocess.Process | None = None
         self._may_start, self._stopping = asyncio.Event(), asyncio.Event()
-        self._words: dict[str, collections.deque[str]] = {}
+        self._last_lines: dict[str, collections.deque[str]] = {}
 
     async def run(self) -> None:
-        """From `start` to the end of the program after `stop`.
+        """Run the process from `start` until it ends after `stop`.
 
         Raises:
             ConfigError: it does not accept its flags.
@@ -86,15 +86,15 @@ class _Keeper:
             healthy_s = await self._live()
             if self._stopping.is_set():
                 break
-            name, how = self.program.name, _how_ended(self.code)
+            name, how = self.program.name, _exit_text(self.code)
             if self.code == _USAGE_ERROR and not self.was_healthy:
-                raise ConfigError(f"{name}: {self._last_words()}")
+                raise ConfigError(f"{name}: {self._last_log_line()}")
             failures = 1 if healthy_s >= STEADY_S else failures + 1
             if failures > self._max_restarts:
                 raise CommandError(
-                    f"{name} {how}, {failures} times in a row (--max-restarts {self._max_restarts}); its last words: {self._last_words()}"
+                    f"{name} {how}, {failures} times in a row (--max-restarts {self._max_restarts}); its last words: {self._last_log_line()}"
                 )
-            delay_s = min(2.0 ** (failures - 1), _LONGEST_DELAY_S)
+            delay_s = min(2.0 ** (failures - 1), _MAX_RESTART_DELAY_S)
             logger.warning("%s %s; it is started again in %g s", name, how, delay_s)
             self.code = None
             with contextlib.suppress(TimeoutError):
@@ -104,13 +104,13 @@ class _Keeper:
         self._may_start.set()
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it by a signal, and let it be ended."""
+        """End it by a signal and do not restart it."""
         self._stopping.set()
         self._may_start.set()
         self._signal(number)
 
     def tell(self, number: int) -> None:
-        """Pass a signal on that ends nothing, once the program can take it."""
+        """Forward a signal that does not end the process, once the process handles it."""
         if self.was_healthy:
             self._signal(number)
 
@@ -120,15 +120,15 @@ class _Keeper:
                 self._process.send_signal(number)
 
     async def _live(self) -> float:
-        """One life of the program; for how long it was healthy, seconds."""
+        """Run the process once; returns for how long it was healthy, seconds."""
         program, loop = self.program, asyncio.get_running_loop()
         cpus = ",".join(map(str, program.cpus))
-        tied = str(Path(__file__).with_name("exec_with_pdeathsig.py"))
-        self._words = {name: collections.deque(maxlen=1) for name in ("stdout", "stderr")}
+        wrapper = str(Path(__file__).with_name("exec_with_pdeathsig.py"))
+        self._last_lines = {name: collections.deque(maxlen=1) for name in ("stdout", "stderr")}
         self.code = None
-        # A process group of its own: Ctrl-C is for the launcher, which passes it on once.
+        # A process group of its own: Ctrl-C is for the launcher, which forwards it once.
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", tied, str(os.getpid()), cpus, *program.command,
+            sys.executable, "-I", wrapper, str(os.getpid()), cpus, *program.command,
             env=program.env, process_group=0, stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
@@ -137,8 +137,8 @@ class _Keeper:
         assert process.stdout is not None
         assert process.stderr is not None
         pumps = [
-            asyncio.create_task(self._pass_on(process.stdout, "stdout")),
-            asyncio.create_task(self._pass_on(process.stderr, "stderr")),
+            asyncio.create_task(self._forward(process.stdout, "stdout")),
+            asyncio.create_task(self._forward(process.stderr, "stderr")),
         ]
         health = asyncio.create_task(self._wait_healthy())
         try:
@@ -152,7 +152,7 @@ class _Keeper:
         return loop.time() - health.result() if health.done() else 0.0
 
     async def _wait_healthy(self) -> float:
-        """The time at which it is."""
+        """Wait until the process is healthy; returns the time."""
         if self.program.is_healthy is None:
             await asyncio.sleep(STEADY_S)
         else:
@@ -163,11 +163,11 @@ class _Keeper:
         self.was_healthy = True
         return asyncio.get_running_loop().time()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, stream: str) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, stream: str) -> None:
         left = b""
         while chunk := await reader.read(1 << 16):
             *lines, left = (left + chunk).split(b"\n")
-            if len(left) > _LONGEST_LINE_BYTES:
+            if len(left) > _MAX_LINE_BYTES:
                 lines, left = [*lines, left], b""
             for line in lines:
                 self._show(line, stream)
@@ -179,47 +179,49 @@ class _Keeper:
         if self.program.hides is not None and self.program.hides.search(text):
             return
         if text:
-            self._words[stream].append(text)
+            self._last_lines[stream].append(text)
         if not (self.program.keeps_json and text.startswith("{")):
             text = f"{self.program.name} | {text}"
         _write(text, sys.stdout if stream == "stdout" else sys.stderr)
 
-    def _last_words(self) -> str:
-        said = self._words["stderr"] or self._words["stdout"]
+    def _last_log_line(self) -> str:
+        said = self._last_lines["stderr"] or self._last_lines["stdout"]
         return said[-1] if said else "none"
 
 
 async def launch(
-    replicas: Sequence[Program],
-    gateway: Program | None,
+    replicas: Sequence[ProcessSpec],
+    gateway: ProcessSpec | None,
     *,
     max_restarts: int,
     drain_s: float,
     where: str,
 ) -> int:
-    """Run programs until a signal; returns the exit code.
+    """Run processes until a signal; returns the exit code.
 
     Args:
         replicas: end first.
         gateway: ends after them.
         max_restarts: of one program in a row.
         drain_s: time that replicas have to end after the first signal.
-        where: said when all that can be asked are healthy.
+        where: printed when all with a probe are healthy.
 
     Raises:
         ConfigError: a program does not accept its flags.
         CommandError: a program ended too often.
     """
-    backs = [_Keeper(program, max_restarts) for program in replicas]
-    fronts = [] if gateway is None else [_Keeper(gateway, max_restarts)]
+    replica_supervisors = [Supervisor(program, max_restarts) for program in replicas]
+    gateway_supervisors = [] if gateway is None else [Supervisor(gateway, max_restarts)]
 
-    def pass_on() -> None:
-        for keeper in backs:
-            keeper.tell(signal.SIGHUP)
+    def forward_hangup() -> None:
+        for supervisor in replica_supervisors:
+            supervisor.tell(signal.SIGHUP)
 
-    signals = Signals(pass_on)
-    jobs = {keeper: asyncio.create_task(keeper.run()) for keeper in (*backs, *fronts)}
-    ready = asyncio.create_task(_start(backs, fronts, where))
+    signals = Signals(forward_hangup)
+    jobs = {
+        supervisor: asyncio.create_task(supervisor.run()) for supervisor in (*replica_supervisors, *gateway_supervisors)
+    }
+    ready = asyncio.create_task(_start(replica_supervisors, gateway_supervisors, where))
     first = asyncio.create_task(signals.first.wait())
     second = asyncio.create_task(signals.second.wait())
     try:
@@ -227,21 +229,21 @@ async def launch(
         ready.cancel()
         if first.done():
             _say(f"stopping: open requests have {drain_s:g} s to end")
-        for group, limit_s in ((backs, drain_s + _GRACE_S), (fronts, _GRACE_S)):
-            for keeper in group:
-                keeper.stop()
-            ended = asyncio.gather(*(jobs[keeper] for keeper in group), return_exceptions=True)
+        for group, limit_s in ((replica_supervisors, drain_s + _GRACE_S), (gateway_supervisors, _GRACE_S)):
+            for supervisor in group:
+                supervisor.stop()
+            ended = asyncio.gather(*(jobs[supervisor] for supervisor in group), return_exceptions=True)
             await asyncio.wait({ended, second}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
-            for keeper in group:
-                keeper.stop(signal.SIGKILL)
+            for supervisor in group:
+                supervisor.stop(signal.SIGKILL)
             await ended
         for job in jobs.values():
             job.result()
         if second.done():
             return 128 + signals.last
-        wrong = [keeper for keeper in backs if keeper.code not in (None, 0, -signal.SIGTERM)]
-        for keeper in wrong:
-            logger.error("%s %s", keeper.program.name, _how_ended(keeper.code))
+        wrong = [supervisor for supervisor in replica_supervisors if supervisor.code not in (None, 0, -signal.SIGTERM)]
+        for supervisor in wrong:
+            logger.error("%s %s", supervisor.program.name, _exit_text(supervisor.code))
         _say("stopped")
         return 1 if wrong else 0
     finally:
@@ -251,9 +253,11 @@ async def launch(
         signals.close()
 
 
-async def _start(backs: list[_Keeper], fronts: list[_Keeper], where: str) -> None:
-    """One after the other, told by a bar over those that can be asked."""
-    groups = [[k for k in group if k.program.is_healthy is not None] for group in (backs, fronts)]
+async def _start(replica_supervisors: list[Supervisor], gateway_supervisors: list[Supervisor], where: str) -> None:
+    """Start the replicas, then the gateway, with a progress bar over those with a probe."""
+    groups = [
+        [k for k in group if k.program.is_healthy is not None] for group in (replica_supervisors, gateway_supervisors)
+    ]
     columns, lines = shutil.get_terminal_size()  # some terminals say that they have no size
     with tqdm(
         total=sum(map(len, groups)),
@@ -263,19 +267,19 @@ async def _start(backs: list[_Keeper], fronts: list[_Keeper], where: str) -> Non
         ncols=columns,
         nrows=lines,
     ) as bar:
-        for all_of_group, group in zip((backs, fronts), groups, strict=True):
-            for keeper in all_of_group:
-                keeper.start()
+        for all_of_group, group in zip((replica_supervisors, gateway_supervisors), groups, strict=True):
+            for supervisor in all_of_group:
+                supervisor.start()
             before = bar.n
-            while not all(keeper.was_healthy for keeper in group):
-                bar.n = before + sum(keeper.was_healthy for keeper in group)
+            while not all(supervisor.was_healthy for supervisor in group):
+                bar.n = before + sum(supervisor.was_healthy for supervisor in group)
                 bar.refresh()
                 await asyncio.sleep(_PROBE_S)
             bar.n = before + len(group)
     _say(where)
 
 
-def _how_ended(code: int | None) -> str:
+def _exit_text(code: int | None) -> str:
     if code is None:
         return "has not run"
     if code < 0:
@@ -288,7 +292,7 @@ def _say(line: str) -> None:
 
 
 def _write(line: str, stream: TextIO) -> None:
-    """A line, above the bar where there is one. Whoever read it may have gone: the replicas serve on."""
+    """Write a line, above the bar if there is one. A closed stream is ignored: the replicas serve on."""
     with contextlib.suppress(OSError):
         tqdm.write(line, file=stream)
         stream.flush()

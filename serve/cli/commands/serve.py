@@ -7,52 +7,44 @@ reads API keys and the certificate again.
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
-import ipaddress
 import logging
 import os
-import resource
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from apt_jax.async_engine import AsyncEngine
 from apt_jax.config import EngineConfig, ParallelConfig
 from apt_jax.errors import AptJaxError, ConfigError, one_line
 from apt_jax.llm import (
     DEFAULT_CALIBRATION_S,
-    EngineParts,
     ProgressBars,
-    build_engine,
-    freeze_loaded,
     run_headless,
 )
 from serve import logs, options
-from serve.errors import CommandError, PortInUseError
-from serve.grpc_server import GrpcServer, ServerConfig
+from serve.errors import CommandError
+from serve.grpc_server import ServerConfig
 from serve.http_app import AppConfig
 from serve.http_protocol import ConnectionLimits
-from serve.http_server import HttpConfig, HttpServer
+from serve.http_server import HttpConfig
 from serve.keys import FLAG, ApiKeys
 from serve.profiler import FLAG as PROFILER_FLAG
 from serve.profiler import Profiler
-from serve.prometheus import ServerMetrics
+from serve.server import (
+    ENGINE_LOST,
+    WorkerRanks,
+    build_parts,
+    find_model,
+    is_loopback,
+    raise_file_limit,
+    serve,
+)
 from serve.tls import Tls
 
 if TYPE_CHECKING:
-    from apt_jax.hosts import Leader
     from serve.traces import Tracer  # it needs the extra `otel`
 
 logger = logging.getLogger(__name__)
-
-ENGINE_LOST = 1
-"""Exit code where the engine has ended by itself."""
-
-_NICE = 5  # a third of the weight that they had
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -264,7 +256,7 @@ def _run(args: argparse.Namespace) -> int:
     config, keys, tls = check(args)
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
-    _allow_many_files()
+    raise_file_limit()
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
     http = HttpConfig(
         host=args.http_host or args.host,
@@ -275,7 +267,7 @@ def _run(args: argparse.Namespace) -> int:
         ),
         app=AppConfig(keys=keys, tracer=tracer, profiler=profiler, dashboard=not args.no_dashboard),
     )
-    hosts = _OtherHosts()
+    hosts = WorkerRanks()
     code = asyncio.run(
         serve(
             config,
@@ -293,11 +285,11 @@ def _run(args: argparse.Namespace) -> int:
             ),
             None if args.no_http else http,
             shutdown_timeout_s=args.shutdown_timeout,
-            build=lambda: _build(config, args.calibration_time, hosts),
+            build=lambda: build_parts(config, args.calibration_time, hosts),
             reload=lambda: _reload(args, keys, tls),
             step_timeout_s=args.step_timeout,
             decision_log=args.decision_log,
-            find=lambda: _find(config),
+            find=lambda: find_model(config),
             log_format=args.log_format,
             hosts=hosts,
         )
@@ -350,285 +342,3 @@ def _reload(args: argparse.Namespace, keys: ApiKeys | None, tls: Tls | None) -> 
         logger.error("not reloaded: %s", error)
     else:
         logger.info("keys and certificate reloaded")
-
-
-def _allow_many_files() -> None:
-    """Every connection is an open file, and the usual limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _find(config: EngineConfig) -> None:
-    from apt_jax.models import resolve_model  # JAX takes a second to import
-
-    resolve_model(config.model, allow_preset=config.load_format == "dummy")
-
-
-class _OtherHosts:
-    """The other ranks of the replica, where there are any and once they have joined.
-
-    Attributes:
-        on_drain: called in a thread when one of them was asked to end.
-    """
-
-    def __init__(self) -> None:
-        self._leader: Leader | None = None
-        self.on_drain: Callable[[], object] = lambda: None
-
-    def joined(self, leader: "Leader") -> None:
-        leader.on_drain = lambda: self.on_drain()
-        self._leader = leader
-
-    def tell_engine(self, engine: AsyncEngine) -> None:
-        """Have what is lost end the engine."""
-
-        def lose(reason: str) -> None:
-            logger.critical("%s", reason)
-            engine.lose("another host of this replica is gone")
-
-        if self._leader is not None:
-            self._leader.on_lost = lose
-
-    def end(self) -> None:
-        if self._leader is not None:
-            self._leader.end()
-
-
-def _build(config: EngineConfig, calibration_s: float, hosts: _OtherHosts) -> EngineParts:
-    bars, others = ProgressBars(), _tasks()
-    try:
-        parts = build_engine(
-            config,
-            calibrate=calibration_s > 0,
-            calibration_s=calibration_s,
-            progress=bars,
-            on_joined=hosts.joined,
-        )
-    finally:
-        bars.close()
-    freeze_loaded()
-    _let_calls_go_first(others)
-    return parts
-
-
-def _let_calls_go_first(others: set[int]) -> None:
-    """On a CPU the model's own threads take every core. Those that answer calls need them for moments only, and get them first.
-
-    Args:
-        others: threads that are not the model's. Nor are Python's, which the interpreter's lock makes wait for each other.
-    """
-    import jax
-
-    if jax.default_backend() != "cpu":
-        return
-    python = {thread.native_id for thread in threading.enumerate()}
-    for task in _tasks() - others - python:
-        with contextlib.suppress(OSError):  # it has ended
-            nice = os.getpriority(os.PRIO_PROCESS, task)
-            os.setpriority(os.PRIO_PROCESS, task, min(nice + _NICE, 19))
-
-
-def _tasks() -> set[int]:
-    """The threads of this process, on systems that give each its own priority."""
-    try:
-        return {int(task) for task in os.listdir("/proc/self/task")}
-    except OSError:
-        return set()
-
-
-async def serve(
-    config: EngineConfig,
-    server_config: ServerConfig,
-    http_config: HttpConfig | None = None,
-    *,
-    shutdown_timeout_s: float,
-    build: Callable[[], EngineParts],
-    reload: Callable[[], None] = lambda: None,
-    step_timeout_s: float | None = None,
-    decision_log: int = 1024,
-    find: Callable[[], object] = lambda: None,
-    log_format: logs.Format = "text",
-    hosts: "_OtherHosts | None" = None,
-) -> int | None:
-    """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
-
-    Args:
-        config: of the engine.
-        server_config: of gRPC.
-        http_config: of HTTP; None: no HTTP.
-        shutdown_timeout_s: time that open requests have after the first signal.
-        build: makes the engine, in a thread.
-        reload: called at SIGHUP.
-        step_timeout_s, decision_log: see `AsyncEngine`.
-        find: looks for the model, before anything is said of it; in the same thread.
-        log_format: of the lines on standard output that say what becomes of the server.
-        hosts: the other ranks of the replica.
-
-    Raises:
-        CommandError: a port is in use.
-        ModelLoadError, ConfigError: from `find` or `build`.
-    """
-    server = _Doors(server_config, http_config)
-    try:
-        await server.start()  # before the model: a wrong port need not wait for it
-    except PortInUseError as error:
-        raise CommandError(str(error)) from None
-    address, say = server.addresses, logs.announcer(log_format)
-
-    def find_and_build() -> EngineParts:
-        find()
-        say(f"listening on {address}, loading {config.model}")
-        return build()
-
-    signals = Signals(reload)
-    if hosts is not None:
-        loop = asyncio.get_running_loop()
-        hosts.on_drain = lambda: loop.call_soon_threadsafe(signals.first.set)
-    building = _in_thread(find_and_build)
-    stopped = asyncio.create_task(signals.first.wait())
-    try:
-        await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not building.done():
-            await server.stop(0)
-            say("stopped before the model was ready")
-            return None
-        parts = building.result()
-        metrics = ServerMetrics(parts)
-        engine = AsyncEngine(
-            parts, metrics, step_timeout_s=step_timeout_s, decision_log=decision_log
-        )
-        if hosts is not None:
-            hosts.tell_engine(engine)
-        await server.serve(engine, metrics)
-        say(
-            f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, programs prepared in {parts.warm_up_s:.1f} s, "
-            f"calibrated in {parts.calibration_s:.1f} s; {parts.executor.num_blocks} blocks of {parts.executor.block_size} tokens)"
-        )
-        ended = asyncio.create_task(engine.wait_ended())
-        await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done():
-            await server.engine_lost()
-            logger.critical("%s", ended.result())
-            await server.stop(0)
-            return ENGINE_LOST
-        say(f"stopping: {server.num_open} open requests have {shutdown_timeout_s:g} s to end")
-        stopping = asyncio.create_task(server.stop(shutdown_timeout_s))
-        hurry = asyncio.create_task(signals.second.wait())
-        await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        if not stopping.done():
-            await server.stop(0)
-            await stopping
-            return 128 + signals.last if engine.dead_reason is None else ENGINE_LOST
-        hurry.cancel()
-        if engine.dead_reason is not None:
-            return ENGINE_LOST
-        say("stopped")
-        return 0
-    finally:
-        stopped.cancel()
-        signals.close()
-        await server.stop(0)
-        if server_config.profiler is not None:
-            await server_config.profiler.close()
-        if server_config.tracer is not None:
-            await asyncio.to_thread(server_config.tracer.close)
-
-
-class _Doors:
-    """The gRPC server, and the HTTP server where there is one, over one engine."""
-
-    def __init__(self, grpc_config: ServerConfig, http_config: HttpConfig | None) -> None:
-        self._grpc = GrpcServer(grpc_config)
-        self._http = None if http_config is None else HttpServer(http_config)
-
-    @property
-    def addresses(self) -> str:
-        """Where they listen."""
-        text = f"{self._grpc.config.host}:{self._grpc.port} (gRPC)"
-        if self._http is not None:
-            text += f" and {self._http.config.host}:{self._http.port} (HTTP)"
-        return text
-
-    @property
-    def num_open(self) -> int:
-        """Requests in progress."""
-        return self._grpc.num_open + (0 if self._http is None else self._http.num_open)
-
-    async def start(self) -> None:
-        await self._grpc.start()
-        if self._http is not None:
-            try:
-                await self._http.start()
-            except PortInUseError:
-                await self._grpc.stop(0)
-                raise
-
-    async def serve(self, engine: AsyncEngine, metrics: ServerMetrics) -> None:
-        await self._grpc.serve(engine)
-        if self._http is not None:
-            await self._http.serve(engine, metrics)
-
-    async def engine_lost(self) -> None:
-        await self._grpc.engine_lost()
-
-    async def stop(self, drain_s: float) -> None:
-        stops = [self._grpc.stop(drain_s)]
-        if self._http is not None:
-            stops.append(self._http.stop(drain_s))
-        await asyncio.gather(*stops)
-
-
-class Signals:
-    """SIGTERM and SIGINT as events, SIGHUP as a call."""
-
-    def __init__(self, reload: Callable[[], None]) -> None:
-        self.first, self.second = asyncio.Event(), asyncio.Event()
-        self.last = 0
-        self._was_told = False
-        self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._note, number)
-        self._loop.add_signal_handler(signal.SIGHUP, reload)
-
-    def _note(self, number: int) -> None:
-        self.last = int(number)
-        (self.second if self._was_told else self.first).set()
-        self._was_told = True
-
-    def close(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            self._loop.remove_signal_handler(number)
-
-
-def _in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
-    """As `asyncio.to_thread`, in a thread that does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(method: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            method(value)
-
-    def work() -> None:
-        try:
-            outcome: tuple[Any, Any] = future.set_result, function()
-        except BaseException as error:
-            outcome = future.set_exception, error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=work, name="apt-jax-build", daemon=True).start()
-    return future
