@@ -23,7 +23,8 @@ from apt_jax.metrics import percentile
 from apt_jax.sim.trace import known_traces
 from serve import options
 from serve.bench import load, report
-from serve.bench.backends import BACKENDS, Backend, Target, open_backend
+from serve.bench.backends import Backend, Target
+from serve.bench.registry import BACKENDS, open_backend
 from serve.bench.runner import Outcome, Run, Runner
 from serve.bench.search import Found, Probe, find_rates
 from serve.client import address
