@@ -8,12 +8,14 @@ Errors are `grpc.RpcError`s, with the status codes that the .proto file lists.
 """
 
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from apt_jax.errors import ConfigError
 from serve.grpc_api.messages import structured_outputs
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
@@ -37,6 +39,16 @@ def address(target: str) -> str:
     if not colon or not host or not port.isdecimal() or "//" in bare:
         raise ValueError(f"{target!r} must be grpc://HOST:PORT")
     return bare
+
+
+def channel_credentials(tls_ca: str | None) -> grpc.ChannelCredentials | None:
+    """TLS credentials of a channel from a PEM file of CAs; None: plaintext. Raises ConfigError: it cannot be read."""
+    if tls_ca is None:
+        return None
+    try:
+        return grpc.ssl_channel_credentials(Path(tls_ca).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{tls_ca}: cannot be read ({error.strerror}) (--tls-ca)") from None
 
 
 def make_request(

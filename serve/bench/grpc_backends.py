@@ -11,8 +11,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from apt_jax.errors import ConfigError, one_line
 from serve.bench.backends import Backend, RequestFailed, StreamEvent, Target, random_token_ids
 from serve.bench.load import BenchRequest
-from serve.cli.options import channel_credentials
-from serve.client import AsyncAptClient
+from serve.client import AsyncAptClient, channel_credentials
 from serve.errors import CommandError
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 

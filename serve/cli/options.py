@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import grpc
-
 from apt_jax.config import (
     SLO,
     CacheConfig,
@@ -18,7 +16,7 @@ from apt_jax.errors import ConfigError, nearest
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.sched import POLICIES, check_policy
 from apt_jax.validation import RequestLimits, build_request
-from serve.client import address
+from serve.client import address, channel_credentials
 
 DEFAULT_MODEL = "tiny-opt"
 _INT32_MAX = 2**31 - 1
@@ -576,16 +574,6 @@ def read_api_key(path: str | None) -> str | None:
     if not lines:
         raise ConfigError(f"{path}: holds no key (--api-key-file)")
     return lines[0]
-
-
-def channel_credentials(tls_ca: str | None) -> grpc.ChannelCredentials | None:
-    """For a gRPC channel; None: no TLS. Raises ConfigError: the file cannot be read."""
-    if tls_ca is None:
-        return None
-    try:
-        return grpc.ssl_channel_credentials(Path(tls_ca).read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{tls_ca}: cannot be read ({error.strerror}) (--tls-ca)") from None
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
