@@ -1,28 +1,28 @@
-"""Objectives that come beside a request: in gRPC metadata and HTTP headers alike, under the names that routers use."""
+"""SLOs in HTTP headers or gRPC metadata, under the names that routers use."""
 
 import re
 from collections.abc import Iterable, Mapping
 
 from apt_jax.errors import InvalidRequestError
 
-# The first name that is there wins, for each part.
+# The first name that is present wins.
 TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TBT_KEYS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 TIER_KEY = "service_tier"
 
 TIERS = {"flex": "be", "priority": "rt", "auto": None, "default": None}
 DECIMAL_PATTERN = r"[0-9]{1,12}(\.[0-9]{1,12})?"
-"""Of milliseconds in headers."""
+"""Milliseconds in headers."""
 _DECIMAL = re.compile(DECIMAL_PATTERN)
 
 Headers = Mapping[str, str | bytes]
 
 
 def milliseconds(headers: Headers, keys: Iterable[str]) -> float | None:
-    """The first of `keys` that is there, as a number; None: none is.
+    """Parse the first of `keys` that is present; None: none is.
 
     Raises:
-        InvalidRequestError: it is no number.
+        InvalidRequestError: it is not a number.
     """
     for key in keys:
         value = headers.get(key)
@@ -38,10 +38,10 @@ def milliseconds(headers: Headers, keys: Iterable[str]) -> float | None:
 
 
 def class_of_tier(tier: object) -> str | None:
-    """The class that OpenAI's `service_tier` asks for; None: the default one.
+    """Map OpenAI's `service_tier` to a class; None: the default one.
 
     Raises:
-        InvalidRequestError: no tier has this name.
+        InvalidRequestError: the tier is unknown.
     """
     if tier is None:
         return None

@@ -97,4 +97,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = nearest(verb, known) or f"; verbs: {', '.join(_VERBS)}"
         return _fail("apt-jax", f"unknown {kind} {verb!r:.60}{hint}", 2)
     return _run(verb, importlib.import_module(_VERBS[verb][0]), argv[1:])
-

@@ -1,11 +1,11 @@
-"""What the dashboard shows: a snapshot of the server each second, while somebody watches, one for all who do.
+"""The dashboard's data: a snapshot of the server each second while it has viewers, shared by all of them.
 
-1. The first `Viewer` starts the feed and the last one that leaves ends it. Without viewers nothing runs and nothing is noted.
-2. Each second one function runs in the engine's thread, between two steps, for under a millisecond. It copies the numbers that `/metrics` would show
-   at that moment, by the same code, what the scheduler decided since the last time, and where the last requests stand.
-3. It is turned into bytes once for each key that watches: a key sees the ids of its own requests and no others.
-4. A viewer waits for the newest snapshot. Whoever reads slowly misses those between, and holds up nobody.
-5. When the server starts, drains or stops, or the engine has ended, snapshots say so; the last one ends the stream.
+1. The first `Viewer` starts the feed and the last one ends it. Without viewers nothing runs and nothing is recorded.
+2. Each second one function runs in the engine's thread, between two steps, for under a millisecond. It copies the current values of
+   `/metrics`, by the same code, the scheduler's decisions since the last snapshot, and the state of the last requests.
+3. It is encoded once for each tenant that watches: a tenant sees the ids of its own requests and no others.
+4. A viewer waits for the newest snapshot. A slow reader skips the older ones and delays no one.
+5. Snapshots hold the server's state (starting, serving, draining, stopped, engine ended); the last one ends the stream.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ MAX_VIEWERS = 16
 PERIOD_S = 1.0
 
 _READ_TIMEOUT_S = 5.0
-"""An engine that does not answer for this long is said to be stalled."""
+"""An engine that does not respond for this long is shown as stalled."""
 _HISTORY_S = 300.0
 _WATCH_CAPACITY = 1024
 _MOST_ROWS = 256
@@ -47,10 +47,10 @@ _SHOWN = frozenset(
         "aptjax:slo_attained", "aptjax:slo_missed", "aptjax:cache_kind_switch", "aptjax:recomputed_tokens", "aptjax:requests_refused",
     )
 )  # fmt: skip
-"""Families of metrics."""
+"""Metric families on the dashboard."""
 
 Numbers = dict[str, dict[str, float]]
-"""Values by name of the metric, and by the values of its own labels, joined by commas."""
+"""Values by metric name, then by the values of its own labels, joined by commas."""
 Rows = list[dict[str, Any]]
 
 
@@ -62,19 +62,19 @@ class _Reading:
     metrics: Collector
     news: WatchNews
     owners: dict[str, str | None]
-    """Tenants of the requests in the news, as far as they are known."""
+    """Tenants of the requests in `news`, as far as they are known."""
     requests: dict[str | None, Rows]
-    """The last ones of each tenant that watches."""
+    """The last requests of each tenant that watches."""
 
 
 class _Snapshot:
     """One moment, for all viewers.
 
     Args:
-        common: what everybody may see.
+        common: visible to every tenant.
         requests: by tenant.
-        batch, changes: rows with the `tenant` of their request; absent: not known.
-        last: nothing comes after it.
+        batch, changes: rows with the `tenant` of their request, if it is known.
+        last: it ends the stream.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class _Snapshot:
         self._events: dict[str | None, bytes] = {}
 
     def event(self, tenant: str | None) -> bytes:
-        """For one tenant; None: there are no keys, and everybody sees everything."""
+        """Encode it for one tenant; None: there are no keys, and every viewer sees everything."""
         if tenant not in self._events:
             value = {
                 **self._common,
@@ -107,7 +107,7 @@ class _Snapshot:
 class Viewer:
     """An asynchronous iterator of server-sent events, for one reader; made by `DashboardFeed.join`.
 
-    The first event, `history`, has what was seen before; then come those named `snapshot`, and never an old one.
+    The first event, `history`, holds past points; then come events `snapshot`, always the newest.
     """
 
     def __init__(self, feed: "DashboardFeed", tenant: str | None) -> None:
@@ -133,7 +133,7 @@ class Viewer:
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """Leave; any number of times."""
+        """Stop watching; may be called more than once."""
         self._over = True
         self._news.set()
         self._feed._leave(self)
@@ -170,17 +170,17 @@ class DashboardFeed:
         self._engine, self._metrics = engine, metrics
 
     def drain(self) -> None:
-        """Say that the server is about to stop."""
+        """Show that the server is about to stop."""
         self._draining = True
 
     def join(self, tenant: str | None) -> Viewer:
-        """Watch from now on; close what it returns.
+        """Add a viewer; close it at the end.
 
         Args:
-            tenant: whose key the viewer has; None: there are no keys.
+            tenant: owner of the viewer's API key; None: there are no keys.
 
         Raises:
-            QueueFullError: too many watch already.
+            QueueFullError: there are too many viewers.
         """
         if len(self._viewers) >= self._max_viewers:
             raise QueueFullError(f"{self._max_viewers} dashboards are open already", _RETRY_AFTER_S)
@@ -193,7 +193,7 @@ class DashboardFeed:
         return viewer
 
     async def close(self) -> None:
-        """Tell all viewers how things stand, for the last time. Whoever comes later is told the same."""
+        """Send the last snapshot to all viewers, later ones included."""
         if self._closed:
             return
         self._closed = True
@@ -226,7 +226,7 @@ class DashboardFeed:
     async def _refresh(self, watch: SchedulerWatch | None, *, last: bool = False) -> None:
         try:
             snapshot = await self._snapshot(watch, last=last)
-        except Exception as error:  # neither who is served nor the end of the server is disturbed
+        except Exception as error:  # it must disturb neither calls nor shutdown
             log_failure(logger, "a snapshot for the dashboard", error)
             snapshot = _Snapshot(self._common(self._state()), {}, [], [], last=last)
         self._latest = snapshot
@@ -276,7 +276,7 @@ class DashboardFeed:
         return "starting" if engine is None else "serving"
 
     def _note(self, reading: _Reading) -> None:
-        """Keep the last iteration and the last changes of caches."""
+        """Keep the last iteration, and the last preemptions and cache-kind switches."""
         owners = reading.owners
         for iteration in reading.news.iterations:
             at = {"iteration": iteration.number, "at_s": iteration.at_s}
@@ -315,7 +315,7 @@ def _read(
     watch: SchedulerWatch | None,
     tenants: set[str | None],
 ) -> _Reading:
-    """In the engine's thread."""
+    """Copy the state; called in the engine's thread."""
     news = WatchNews(num_dropped=0, iterations=[]) if watch is None else watch.take()
     log, owners, requests = engine.decision_log, {}, {}
     if log is not None:
@@ -337,7 +337,7 @@ def _read(
 
 
 def _numbers(metrics: Collector) -> Numbers:
-    """What is shown, as `/metrics` has it."""
+    """The metrics on the dashboard, as `/metrics` has them."""
     numbers: Numbers = {}
     for family in metrics.collect():
         if family.name in _SHOWN:
@@ -348,7 +348,7 @@ def _numbers(metrics: Collector) -> Numbers:
 
 
 def _point(at_s: float, numbers: Numbers) -> dict[str, float]:
-    """What the page draws over time."""
+    """One point of the page's time series."""
     blocks = numbers["aptjax:blocks"]
     return {
         "at_s": round(at_s, 3),
@@ -366,7 +366,7 @@ def _owned(request_id: str, owners: dict[str, str | None]) -> dict[str, Any]:
 
 
 def _seen_by(tenant: str | None, rows: Rows) -> Rows:
-    """Rows without the ids of requests that are another's, or of which nobody knows whose they are."""
+    """Rows without the ids of requests of other or unknown tenants."""
     seen = []
     for row in rows:
         mine = tenant is None or row.get("tenant", None) == tenant

@@ -1,4 +1,4 @@
-"""The dashboard's page as it lies in `serve/dashboard/`: no data, no build step, nothing from other servers."""
+"""The dashboard's static page: no data, no build step, nothing from other servers."""
 
 import functools
 from pathlib import Path
@@ -23,7 +23,7 @@ _HEADERS = {
 
 
 def file(path: str) -> Response:
-    """The file at one of `FILES`."""
+    """Serve one of `FILES`."""
     name, media_type = FILES[path]
     return Response(_read(name), headers=_HEADERS, media_type=media_type)
 

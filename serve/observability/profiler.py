@@ -1,7 +1,7 @@
-"""JAX's profiler on demand: what ran when, on the host and on the device, for TensorBoard's plug-in xprof, and Perfetto.
+"""JAX profiles on demand, of host and device, for TensorBoard's plug-in xprof and for Perfetto.
 
-There is one profile at a time, and it ends by itself after a while. Beginning and ending, which write files, happen in a thread of
-their own; the engine goes on. Python calls are not recorded: that would slow down every one of them.
+At most one profile runs at a time, and it stops by itself after a while. Starting and stopping write files, in a thread of
+their own; the engine goes on. Python calls are not recorded, which would slow down every one of them.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ class Profiler:
     """Takes profiles of this process; one event loop.
 
     Args:
-        directory: each profile gets a directory of its own in it, which nobody else can read; made where it is not there.
-        max_s: a profile ends after this time by itself.
+        directory: each profile gets a private directory in it; made if it does not exist.
+        max_s: a profile stops by itself after this time.
 
     Raises:
         ConfigError: the directory cannot be made.
@@ -55,10 +55,10 @@ class Profiler:
         return self._running is not None
 
     async def start(self) -> Path:
-        """Begin a profile; returns its directory.
+        """Start a profile; returns its directory.
 
         Raises:
-            ProfilerStateError: one is being taken.
+            ProfilerStateError: one is running.
         """
         if self._running is not None:
             raise ProfilerStateError(
@@ -67,21 +67,21 @@ class Profiler:
         return await self._whole(self._start())
 
     async def stop(self) -> Path:
-        """End the profile and write it; returns its directory.
+        """Stop the profile and write it; returns its directory.
 
         Raises:
-            ProfilerStateError: none is being taken.
+            ProfilerStateError: none is running.
         """
         return await self._whole(self._stop())
 
     async def close(self) -> None:
-        """End a profile that is being taken, if that does not last too long."""
+        """Stop a running profile, within a time limit."""
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self.stop()
         except (ProfilerStateError, TimeoutError):
             pass
-        except Exception as error:  # the server ends as it would have
+        except Exception as error:  # shutdown goes on
             log_failure(logger, "the profile could not be ended", error)
         finally:
             self._thread.shutdown(wait=False)
@@ -120,7 +120,7 @@ class Profiler:
         name = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H-%M-%S.%f}"
         directory = self._root / name
         directory.mkdir(mode=0o700)
-        import jax  # here: who only reads flags needs none of it
+        import jax  # here: reading flags needs no JAX
 
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
@@ -132,14 +132,14 @@ class Profiler:
             try:
                 await self._stop()
             except ProfilerStateError:
-                pass  # somebody was quicker
+                pass  # it was stopped meanwhile
             except Exception as error:
                 log_failure(logger, "writing a profile", error)
 
         self._keep(asyncio.ensure_future(stop()))
 
     async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
-        """Do it to its end, also where the caller leaves."""
+        """Run it to its end, even if the caller is cancelled."""
         return await asyncio.shield(self._keep(asyncio.ensure_future(change)))
 
     def _keep(self, task: "asyncio.Task[T]") -> "asyncio.Task[T]":

@@ -1,8 +1,8 @@
-"""What the server has done, for Prometheus: vLLM's names where vLLM has one, `aptjax:` for the rest (docs/serving.md).
+"""Prometheus metrics: vLLM's names if vLLM has one, else `aptjax:` (docs/serving.md).
 
-Counters and gauges are the engine's own (`EngineStats`); what the engine does not sum up, `ServerMetrics` does as the
-observer of an `AsyncEngine`, for requests of every door alike. A scrape copies both between two steps of the engine, in its
-thread, so that its numbers belong together, and reading them changes nothing.
+Counters and gauges are the engine's own (`EngineStats`); `ServerMetrics` adds distributions and SLO counts as the
+observer of an `AsyncEngine`, for requests of every protocol. A scrape copies both between two steps, in the engine's
+thread, so that its values are consistent, and changes nothing.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _REASONS = ("stop", "length", "abort", "error")
 _OBJECTIVES = ("ttft", "tbt", "all")
 _CLASSES = ("rt", "be")
 LABELS = ("model_name", "engine")
-"""Of every sample."""
+"""Labels of every sample."""
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def token_buckets(most: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(kw_only=True)
 class _Sums:
-    """Of all requests so far."""
+    """Distributions and counts over all requests so far."""
 
     ttft_s: Distribution
     inter_token_s: Distribution
@@ -73,7 +73,7 @@ class _Sums:
 
 
 class ServerMetrics:
-    """The numbers of one engine; the observer of its `AsyncEngine`.
+    """The metrics of one engine; the observer of its `AsyncEngine`.
 
     Args:
         parts: of the engine.
@@ -108,15 +108,15 @@ class ServerMetrics:
             sums.queue_s.add(metrics.first_scheduled_s - metrics.arrival_s)
             sums.prompt_tokens.add(delta.request.prompt_token_ids.size)
             sums.generation_tokens.add(len(times_s))
-        self._judge(RequestRecord.from_metrics(metrics, ok=ok), delta.request)
+        self._count_slos(RequestRecord.from_metrics(metrics, ok=ok), delta.request)
 
     def refused(self, request: EngineRequest) -> None:
         """See `apt_jax.async_engine.Observer`."""
         record = RequestRecord(arrival_s=request.arrival_s, ok=False, slo=request.slo)
-        self._judge(record, request)
+        self._count_slos(record, request)
 
-    def _judge(self, record: RequestRecord, request: EngineRequest) -> None:
-        """Requests without an objective are neither attained nor missed."""
+    def _count_slos(self, record: RequestRecord, request: EngineRequest) -> None:
+        """Count a request; one without an objective is neither attained nor missed."""
         has_ttft, has_tbt = math.isfinite(request.slo.ttft_s), math.isfinite(request.slo.tbt_s)
         for objective, has, attained in (
             ("ttft", has_ttft, record.ttft_attained),
@@ -128,11 +128,11 @@ class ServerMetrics:
                 counter[objective, request.slo_class] += 1
 
     def read(self) -> Collector:
-        """All numbers of this moment; called in the engine's thread, used in any."""
+        """Copy all metrics now; called in the engine's thread, used in any."""
         return _Scrape(self._parts, self._parts.engine.stats(), self._sums.copy())
 
     async def scrape(self, engine: AsyncEngine, accept: str = "") -> tuple[bytes, str]:
-        """The exposition and its content type, of the kind that the scraper accepts."""
+        """The exposition in a format that the scraper accepts, and its content type."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(await asyncio.wrap_future(engine.call(self.read)))
         encode, content_type = choose_encoder(accept)
@@ -140,7 +140,7 @@ class ServerMetrics:
 
 
 class _Scrape(Collector):
-    """The numbers of one moment."""
+    """The metrics of one moment."""
 
     def __init__(self, parts: EngineParts, stats: EngineStats, sums: _Sums) -> None:
         self._parts, self._stats, self._sums = parts, stats, sums

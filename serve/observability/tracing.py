@@ -1,10 +1,10 @@
-"""Traces of calls for OpenTelemetry (the extra `otel`): a span a call, and in it what became of each of its requests.
+"""OpenTelemetry traces of calls (the extra `otel`): a span a call, with child spans for the phases of each request.
 
-Spans are made when a call has ended, of the times that were kept of it anyway, so nothing is added to the work on its tokens. A
-thread of the library sends them, up to 512 at a time, over OTLP and HTTP; 2,048 wait at most, and of more the oldest are
-dropped. Whoever collects them may be slow or away: that holds up nobody, and the log tells it when it begins and when it ends.
+Spans are made when a call has ended, from its recorded times, so tokens cost nothing more. A thread of the library sends them, up to
+512 at a time, over OTLP and HTTP; 2,048 wait at most, then the oldest are dropped. A slow or unreachable collector delays no
+one; the log says when that starts and when it ends.
 
-Names of attributes are vLLM's where vLLM has one (`gen_ai.*`), `aptjax.*` for the rest; docs/serving.md lists them.
+Attributes have vLLM's names if vLLM has one (`gen_ai.*`), else `aptjax.*`; docs/serving.md lists them.
 """
 
 import logging
@@ -46,15 +46,15 @@ class Tracer:
     """Makes and sends the spans; one event loop.
 
     Args:
-        endpoint: of the collector, such as http://127.0.0.1:4318/v1/traces; without a path that one.
+        endpoint: of the collector, such as http://127.0.0.1:4318/v1/traces, which is also the default path.
 
     Raises:
-        ConfigError: it is no address of HTTP.
+        ConfigError: it is not an HTTP URL.
     """
 
     def __init__(self, endpoint: str) -> None:
         url, where = _checked(endpoint)
-        # It would tell of every attempt; `_Exporter` tells enough.
+        # It would log every attempt; `_Exporter` logs enough.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         names = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "apt-jax"}
         self._provider = TracerProvider(resource=Resource.create(names), shutdown_on_exit=False)
@@ -71,10 +71,10 @@ class Tracer:
         self._has_failed = False
 
     def send(self, record: CallRecord) -> None:
-        """Send the spans of a call that has ended, soon and in another thread."""
+        """Queue the spans of a call that has ended; another thread sends them."""
         try:
             self._make(record)
-        except Exception as error:  # whoever watches cannot disturb who serves
+        except Exception as error:  # tracing must not disturb calls
             if not self._has_failed:
                 log_failure(logger, "making a trace (told once)", error)
             self._has_failed = True
@@ -124,25 +124,25 @@ class Tracer:
             span.end(record.unix_ns(until_s))
 
     def close(self) -> None:
-        """Send what there is, for three seconds at most."""
-        # By itself the library waits for half a minute.
+        """Send what is queued, for three seconds at most."""
+        # The library itself would wait for half a minute.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)
 
 
 class _Exporter(SpanExporter):
-    """Tells of failures when they begin and when they are over.
+    """Logs failures when they start and when they are over.
 
     Args:
-        exporter: that sends.
+        exporter: the one that sends.
         where: for the log.
     """
 
     def __init__(self, exporter: SpanExporter, where: str) -> None:
         self._exporter, self._where = exporter, where
         self._num_lost = 0
-        """Since it last worked."""
+        """Spans lost since the last success."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See `SpanExporter`."""
@@ -167,7 +167,7 @@ class _Exporter(SpanExporter):
 
 
 def _checked(endpoint: str) -> tuple[str, str]:
-    """The whole address, and host and port of it: the rest may be secret."""
+    """The whole URL, and its host and port for the log: the rest may be secret."""
     try:
         parts = urlsplit(endpoint)
         host, port = parts.hostname, parts.port
@@ -204,7 +204,7 @@ def _of_call(record: CallRecord) -> _Attributes:
             "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
             "gen_ai.usage.completion_tokens": record.num_output_tokens,
         }
-        known |= _of_objectives(record)
+        known |= _of_slos(record)
     metrics = [m for m in record.metrics if m is not None]
     if metrics:
         kinds = {m.cache_kind for m in metrics if m.cache_kind is not None}
@@ -223,8 +223,8 @@ def _of_call(record: CallRecord) -> _Attributes:
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _of_objectives(record: CallRecord) -> dict[str, AttributeValue | None]:
-    """Whether all its requests met theirs; nothing of objectives that it has not."""
+def _of_slos(record: CallRecord) -> dict[str, AttributeValue | None]:
+    """SLOs, and whether all requests attained them; only those that the call has."""
     slo = record.requests[0].slo
     known: dict[str, AttributeValue | None] = {"aptjax.slo.class": record.requests[0].slo_class}
     ok = record.outcome == "succeeded" and "abort" not in record.reason
