@@ -1,4 +1,4 @@
-"""One way to complete a prompt, whether the engine is in this process or behind a server."""
+"""Completion of prompts by an engine in this process or by a server."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """New text of a completion; the last piece says how it ended."""
+    """New text of a completion; the last piece has a `finish`."""
 
     text: str
     finish: pb.Finish | None = None
 
 
 class Completer(Protocol):
-    """Completes prompts: texts, or where `has_chat` says so also conversations."""
+    """Completes texts, and conversations if `has_chat`."""
 
     @property
     def has_chat(self) -> bool:
@@ -87,7 +87,7 @@ class RemoteCompleter:
 
     @property
     def has_chat(self) -> bool:
-        return False  # the service takes text
+        return False  # the service accepts only text
 
     async def stream(
         self,
@@ -118,7 +118,7 @@ class RemoteCompleter:
 
 @contextlib.asynccontextmanager
 async def open_completer(args: Any) -> AsyncIterator[Completer]:
-    """The completer that `--target` or the engine flags ask for."""
+    """Open the completer for `--target`, or for the engine flags."""
     if args.target is not None:
         async with AsyncAptClient(args.target, **access(args)) as client:
             yield RemoteCompleter(client)
@@ -132,7 +132,7 @@ async def open_completer(args: Any) -> AsyncIterator[Completer]:
 
 
 def _build(config: EngineConfig, *, warm_up: bool, quiet: bool) -> EngineParts:
-    """In place: nobody waits for the event loop yet, and Ctrl-C ends it."""
+    """Build in this thread: the event loop has no other work yet, and Ctrl-C ends it."""
     bars = starting_bars(quiet=quiet)
     try:
         return build_engine(config, warm_up=warm_up, calibrate=False, progress=bars)
@@ -141,7 +141,7 @@ def _build(config: EngineConfig, *, warm_up: bool, quiet: bool) -> EngineParts:
 
 
 def verdict(finish: pb.Finish) -> str:
-    """How a completion went, in one line."""
+    """Summarize a completion in one line."""
     usage, timings, slo = finish.usage, finish.timings, finish.slo
     parts = [
         f"{usage.prompt_tokens} prompt and {usage.completion_tokens} output tokens",

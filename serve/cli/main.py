@@ -1,6 +1,6 @@
-"""`apt-jax VERB`: finds the verb, reads its flags, runs it.
+"""`apt-jax COMMAND`: finds the command, reads its flags, runs it.
 
-A verb is a module with `add_arguments(parser)` and `run(args) -> int`; only the one asked for is imported. Exit codes: 0
+A command is a module with `add_arguments(parser)` and `run(args) -> int`; only the one asked for is imported. Exit codes: 0
 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
 
@@ -18,7 +18,7 @@ from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, neares
 from serve.cli.options import Parser
 from serve.errors import CommandError
 
-_VERBS = {
+_COMMANDS = {
     "serve": ("serve.cli.commands.serve", "serve a model over HTTP and gRPC"),
     "launch": ("serve.cli.commands.launch", "serve a model by several replicas behind one address"),
     "generate": ("serve.cli.commands.generate", "complete prompts"),
@@ -34,8 +34,8 @@ _VERBS = {
 
 
 def _usage() -> str:
-    width = max(map(len, _VERBS))
-    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in _VERBS.items()]
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in _COMMANDS.items()]
     return "\n".join(
         [
             "usage: apt-jax VERB [flags]",
@@ -55,12 +55,12 @@ def _fail(prog: str, message: str, code: int) -> int:
     return code
 
 
-def _run(verb: str, module: ModuleType, argv: Sequence[str]) -> int:
-    prog = f"apt-jax {verb}"
+def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
+    prog = f"apt-jax {command}"
     parser = Parser(prog=prog, description=(module.__doc__ or "").strip().split("\n\n")[0])
     module.add_arguments(parser)
     args = parser.parse_args(argv)
-    args.command_line = shlex.join(["apt-jax", verb, *argv])
+    args.command_line = shlex.join(["apt-jax", command, *argv])
     try:
         return int(module.run(args) or 0)
     except (ConfigError, InvalidRequestError) as error:
@@ -91,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"apt-jax {__version__}\n")
         return 0
     verb = argv[0]
-    if verb not in _VERBS:
+    if verb not in _COMMANDS:
         kind = "flag" if verb.startswith("-") else "verb"
-        known = ["--help", "--version"] if kind == "flag" else list(_VERBS)
-        hint = nearest(verb, known) or f"; verbs: {', '.join(_VERBS)}"
+        known = ["--help", "--version"] if kind == "flag" else list(_COMMANDS)
+        hint = nearest(verb, known) or f"; verbs: {', '.join(_COMMANDS)}"
         return _fail("apt-jax", f"unknown {kind} {verb!r:.60}{hint}", 2)
-    return _run(verb, importlib.import_module(_VERBS[verb][0]), argv[1:])
+    return _run(verb, importlib.import_module(_COMMANDS[verb][0]), argv[1:])

@@ -1,4 +1,4 @@
-"""What verbs write: tables for people, JSON for programs."""
+"""Output of commands: tables for people, JSON for programs."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from serve.errors import CommandError
 
 
 def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
-    """Two columns on stdout: what, and its value."""
+    """Print two columns: name and value."""
     table = Table(
         title=title, show_header=False, box=None, title_justify="left", title_style="bold"
     )
@@ -28,7 +28,7 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
 
 
 def starting_bars(*, quiet: bool = False) -> ProgressBars:
-    """What shows on stderr how far an engine is with its programs: a bar on terminals, else a line at start and end."""
+    """Show on stderr the progress of an engine's start: a bar on terminals, else a line at start and end."""
 
     def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
@@ -38,7 +38,7 @@ def starting_bars(*, quiet: bool = False) -> ProgressBars:
 
 
 def rounded(value: Any, places: int = 6) -> Any:
-    """`value` with its fractions to six places, those of names in ``_ms`` to three: microseconds. Six digits always stay."""
+    """Round fractions to six places, values of names in ``_ms`` to three (microseconds), but keep six digits."""
     match value:
         case dict():
             return {

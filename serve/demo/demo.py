@@ -50,7 +50,7 @@ MAX_MODEL_LEN = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the verb."""
+    """Flags of the command."""
     parser.add_argument(
         "--model", metavar="MODEL", default="tiny-opt", help="model to serve (default: tiny-opt)"
     )
@@ -117,8 +117,8 @@ def make_workload(parts: EngineParts, duration_s: float, seed: int) -> Workload:
     )
 
 
-class _Board:
-    """Live progress of one run: how many were sent and answered, and how many met their objectives."""
+class DemoDisplay:
+    """Live progress of one run: requests sent, served, and with attained SLOs."""
 
     def __init__(self, title: str, total: int, console: Console) -> None:
         self._bar = Progress(
@@ -143,7 +143,7 @@ class _Board:
 
 
 async def _run(
-    parts: EngineParts, workload: Workload, board: _Board
+    parts: EngineParts, workload: Workload, board: DemoDisplay
 ) -> tuple[list[Answer], pb.GetStatsResponse]:
     """One policy behind its own gRPC server on an ephemeral port, and the load through its client."""
     engine = AsyncEngine(parts)
@@ -228,7 +228,7 @@ def _numbers(
 
 
 def run(args: argparse.Namespace) -> int:
-    """The verb. 0: the runs ended and every request was answered."""
+    """Run the demo. 0: the runs ended and every request was served."""
     console = Console()
     started = time.monotonic()
     bars = starting_bars()
@@ -249,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
     runs: dict[str, list[Answer]] = {}
     stats: dict[str, pb.GetStatsResponse] = {}
     for title, policy, mode in RUNS:
-        board = _Board(title, len(workload.arrivals), console)
+        board = DemoDisplay(title, len(workload.arrivals), console)
         runs[title], stats[title] = asyncio.run(
             _run(with_scheduler(parts, policy, mode), workload, board)
         )

@@ -22,9 +22,9 @@ ARRIVAL_CV = 2.0
 LOAD = 0.72
 """Mean arrival rate, over the geometric mean of what keys and values and what hidden cache sustain."""
 TTFT_IN_STEPS = 25.0
-"""Objective on the first token, in (decode step + full prefill step)."""
+"""TTFT SLO, in (decode step + full prefill step)."""
 TBT_IN_STEPS = 5.0
-"""Objective on the gaps between tokens, in the same unit."""
+"""TBT SLO, in the same unit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The same arrivals for every policy, and the objectives that they are held to."""
+    """The same arrivals and SLOs for every policy."""
 
     arrivals: tuple[Arrival, ...]
     slo: SLO
@@ -111,7 +111,7 @@ def derive_workload(
     min_requests: int = 40,
     max_requests: int = 400,
 ) -> Workload:
-    """Arrivals between what keys and values sustain and what the hidden cache sustains; objectives in steps.
+    """Arrivals at a rate between what the KV cache and what the hidden cache sustains, with SLOs in steps.
 
     Everything is a multiple of calibrated step times, so that a slower machine sees the same picture, later.
 
@@ -161,7 +161,7 @@ Send = Callable[[Arrival, SLO], AsyncIterator[tuple[int, str, dict[str, Any]]]]
 async def replay(
     workload: Workload, send: Send, on_event: Callable[[str, Answer | None], None] | None = None
 ) -> list[Answer]:
-    """Send every arrival at its time, whether earlier ones have been answered or not (open loop).
+    """Send every arrival at its time, whether earlier ones have been served or not (open loop).
 
     Args:
         on_event: called with ("sent", None), ("first", None) and ("done", answer).

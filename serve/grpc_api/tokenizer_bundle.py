@@ -1,4 +1,4 @@
-"""The tokenizer that a server answers with, as files for those who encode and decode elsewhere.
+"""The tokenizer of a server, as files for gateways that encode and decode themselves.
 
 A ZIP archive of tokenizer.json, tokenizer_config.json (special tokens and chat template) and config.json. They are made from what was
 loaded, so they say what the server does, whatever file it came from (GGUF, vocab.json) and whatever was chosen at start
@@ -46,7 +46,7 @@ def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
         return {}
     if path.is_dir():
         settings = tokenizer_config(path)
-        settings.pop("auto_map", None)  # names code, which nobody should run
+        settings.pop("auto_map", None)  # names code, which must not be run
         return settings
     from apt_jax.models.gguf_file import GgufFile
     from apt_jax.models.gguf_tokenizer import gguf_special_tokens

@@ -44,7 +44,7 @@ PLAIN = tuple(
     if field.name not in ("max_tokens", "logprobs", "logit_bias", "structured_outputs")
 )
 
-# Fields that would change the answer and are not supported, with the values that ask for nothing.
+# Fields that would change the output and are not supported, with the values that change nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),

@@ -152,7 +152,7 @@ def _behind_gateway(
             sys.executable, "-m", "smg", "launch", "--worker-urls", *(f"grpc://{a}" for a in addresses),
             f"--host={host}", f"--port={front}", f"--prometheus-host={host}", f"--prometheus-port={metrics}",
             f"--policy={args.routing_policy}", *_GATEWAY_FLAGS,
-            # Nobody but us could say which servers it has; without a key everybody could.
+            # A random key: without one, every client could change the gateway's list of servers.
             f"--control-plane-api-keys=launch:launch:admin:{secrets.token_hex(16)}", f"--log-level={'info' if args.log_level == 'debug' else 'error'}",
             *(["--log-json"] if args.log_format == "json" else []),
         ],
