@@ -167,7 +167,8 @@ class HttpCall:
     def __init__(
         self, kind: Kind, config: AppConfig, service: CallService, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        self._kind, self._config, self._service = kind, config, service
+        self._kind: Kind = kind
+        self._config, self._service = config, service
         self._request, self._writer = Request(scope, receive), ResponseWriter(send)
         self._tenant: str | None = scope.get(TENANT_KEY)
         self.record = CallRecord(protocol="http", method=PATHS[kind], verb="POST", tenant=self._tenant)
