@@ -7,6 +7,7 @@
 Errors are `grpc.RpcError`s, with the status codes that the .proto file lists.
 """
 
+import types
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,8 @@ class _Client:
             channel = grpc_module.secure_channel(address(target), credentials, options=_OPTIONS)
         self._channel: Any = channel
         self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
-        self._generate_method = _method(channel, "Generate")
-        self._stats_method = _method(channel, "GetStats")
-        self._watch_method = _method(channel, "WatchScheduler")
+        methods = {name: _method(channel, name) for name in _SERVICE.methods_by_name}
+        self._stub: Any = types.SimpleNamespace(**methods)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
 
     def _generate(
@@ -122,13 +122,13 @@ class _Client:
         fields: Mapping[str, Any],
     ) -> Any:
         sent = (*(metadata or {}).items(), *self._metadata)
-        return self._generate_method(make_request(prompt, **fields), timeout=timeout_s, metadata=sent)
+        return self._stub.Generate(make_request(prompt, **fields), timeout=timeout_s, metadata=sent)
 
     def _stats(self, timeout_s: float) -> Any:
-        return self._stats_method(pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata)
+        return self._stub.GetStats(pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata)
 
     def _watch(self, capacity: int | None) -> Any:
-        return self._watch_method(pb.WatchSchedulerRequest(capacity=capacity), metadata=self._metadata)
+        return self._stub.WatchScheduler(pb.WatchSchedulerRequest(capacity=capacity), metadata=self._metadata)
 
     def _check(self, service: str, timeout_s: float) -> Any:
         return self._health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)

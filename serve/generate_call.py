@@ -150,7 +150,7 @@ class CallService:
         pool = self._grammar_pool if compiles else self._build_pool
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 
-    def end(self, record: CallRecord, engine: AsyncEngine | None = None, group: StreamGroup | None = None) -> None:
+    def end(self, record: CallRecord, engine: AsyncEngine | None, group: StreamGroup | None) -> None:
         """Log and trace a call that has ended."""
         record.close(engine, group)
         self.log.write(record)

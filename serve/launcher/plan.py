@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -40,6 +40,10 @@ _GATEWAY_FLAGS = (
 """Dead replicas are detected, and restarted ones used, within seconds."""
 
 
+ServeCommand = Callable[..., list[str]]
+"""Makes the command line of a replica: `apt-jax serve` with the launcher's flags for it, and `flags`, but those of `without`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The programs to run."""
@@ -48,18 +52,6 @@ class Plan:
     gateway: ProcessSpec | None = None
     where: str
     """A line with their addresses."""
-
-
-class ServeCommand(Protocol):
-    """Makes the command line of one replica."""
-
-    def __call__(self, flags: Sequence[str], without: Sequence[str] = ()) -> list[str]:
-        """`apt-jax serve` with the launcher's own flags for it, and `flags`.
-
-        Args:
-            without: flags that are dropped; those in `flags` are, too.
-        """
-        ...
 
 
 def plan(
