@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-
 from serve import logs, options
 from serve.launcher import plan as planner
 from serve.launcher.plan import Plan
