@@ -1,4 +1,4 @@
-"""A small client of `aptjax.v1.AptServe`, blocking and asynchronous.
+"""Clients of `aptjax.v1.AptServe`, blocking and asynchronous.
 
     with AptClient("127.0.0.1:50051") as client:
         for chunk in client.generate("Once upon a time", max_tokens=32, temperature=0.0, slo_ttft_ms=500):
@@ -7,19 +7,20 @@
 Errors are `grpc.RpcError`s, with the status codes that the .proto file lists.
 """
 
+import types
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serve.messages import structured_outputs
+from apt_jax.errors import ConfigError
+from serve.grpc_api.messages import structured_outputs
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
-_GENERATE = "/aptjax.v1.AptServe/Generate"
-_GET_STATS = "/aptjax.v1.AptServe/GetStats"
-_WATCH = "/aptjax.v1.AptServe/WatchScheduler"
-_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+_SERVICE = pb.DESCRIPTOR.services_by_name["AptServe"]
 _OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -29,7 +30,7 @@ _CLASSES = {None: pb.SLO_CLASS_UNSPECIFIED, "rt": pb.SLO_CLASS_RT, "be": pb.SLO_
 
 
 def address(target: str) -> str:
-    """``grpc://HOST:PORT`` or ``HOST:PORT`` as gRPC wants it.
+    """Convert ``grpc://HOST:PORT`` or ``HOST:PORT`` to gRPC's form.
 
     Raises:
         ValueError: anything else.
@@ -39,6 +40,16 @@ def address(target: str) -> str:
     if not colon or not host or not port.isdecimal() or "//" in bare:
         raise ValueError(f"{target!r} must be grpc://HOST:PORT")
     return bare
+
+
+def channel_credentials(tls_ca: str | None) -> grpc.ChannelCredentials | None:
+    """TLS credentials of a channel from a PEM file of CAs; None: plaintext. Raises ConfigError: it cannot be read."""
+    if tls_ca is None:
+        return None
+    try:
+        return grpc.ssl_channel_credentials(Path(tls_ca).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{tls_ca}: cannot be read ({error.strerror}) (--tls-ca)") from None
 
 
 def make_request(
@@ -52,7 +63,7 @@ def make_request(
     deadline_ms: float | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
-    """A request message; `sampling` are the fields of the message SamplingParams, absent or None: the default.
+    """Make a request message; `sampling` are the fields of the message SamplingParams, absent or None: the default.
 
     `structured_outputs` is a mapping of the fields of `apt_jax.StructuredOutputsParams`.
 
@@ -78,11 +89,70 @@ def make_request(
     return request
 
 
-def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+class _Client:
+    """What both clients share: the methods of their channel, and the arguments of its calls.
+
+    Args:
+        grpc_module: `grpc` or `grpc.aio`.
+        target, api_key, credentials: see `AptClient`.
+    """
+
+    def __init__(
+        self,
+        grpc_module: Any,
+        target: str,
+        api_key: str | None,
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
+        if credentials is None:
+            channel = grpc_module.insecure_channel(address(target), options=_OPTIONS)
+        else:
+            channel = grpc_module.secure_channel(address(target), credentials, options=_OPTIONS)
+        self._channel: Any = channel
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        methods = {name: _method(channel, name) for name in _SERVICE.methods_by_name}
+        self._stub: Any = types.SimpleNamespace(**methods)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
+
+    def _generate(
+        self,
+        prompt: str | Sequence[int],
+        timeout_s: float | None,
+        metadata: Mapping[str, str] | None,
+        fields: Mapping[str, Any],
+    ) -> Any:
+        sent = (*(metadata or {}).items(), *self._metadata)
+        return self._stub.Generate(make_request(prompt, **fields), timeout=timeout_s, metadata=sent)
+
+    def _stats(self, timeout_s: float) -> Any:
+        return self._stub.GetStats(pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata)
+
+    def _watch(self, capacity: int | None) -> Any:
+        return self._stub.WatchScheduler(pb.WatchSchedulerRequest(capacity=capacity), metadata=self._metadata)
+
+    def _check(self, service: str, timeout_s: float) -> Any:
+        return self._health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
 
 
-class AptClient:
+def _method(channel: Any, name: str) -> Any:
+    """The stub of a method of AptServe, from its descriptor.
+
+    A generated module would refuse every grpcio older than the one that generated it.
+    """
+    method = _SERVICE.methods_by_name[name]
+    kind = channel.unary_stream if method.server_streaming else channel.unary_unary
+    return kind(
+        f"/{_SERVICE.full_name}/{name}",
+        request_serializer=GetMessageClass(method.input_type).SerializeToString,
+        response_deserializer=GetMessageClass(method.output_type).FromString,
+    )
+
+
+def _is_serving(response: health_pb2.HealthCheckResponse) -> bool:
+    return response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+class AptClient(_Client):
     """Blocking client.
 
     Args:
@@ -98,31 +168,7 @@ class AptClient:
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self._metadata = _metadata(api_key)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address(target), options=_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(address(target), credentials, options=_OPTIONS)
-        self._generate = self._channel.unary_stream(
-            _GENERATE,
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=pb.GenerateResponse.FromString,
-        )
-        self._get_stats = self._channel.unary_unary(
-            _GET_STATS,
-            request_serializer=pb.GetStatsRequest.SerializeToString,
-            response_deserializer=pb.GetStatsResponse.FromString,
-        )
-        self._watch = self._channel.unary_stream(
-            _WATCH,
-            request_serializer=pb.WatchSchedulerRequest.SerializeToString,
-            response_deserializer=pb.WatchSchedulerResponse.FromString,
-        )
-        self._check = self._channel.unary_unary(
-            _HEALTH_CHECK,
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+        super().__init__(grpc, target, api_key, credentials)
 
     def generate(
         self,
@@ -132,32 +178,27 @@ class AptClient:
         metadata: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> Generator[pb.GenerateResponse]:
-        """Messages as they come; see `make_request` for the fields. Closing the iterator ends the request."""
-        call = self._generate(
-            make_request(prompt, **fields),
-            timeout=timeout_s,
-            metadata=(*(metadata or {}).items(), *self._metadata),
-        )
+        """Stream messages; see `make_request` for the fields. Closing the iterator cancels the request."""
+        call = self._generate(prompt, timeout_s, metadata, fields)
         try:
             yield from call
         finally:
             call.cancel()
 
     def stats(self, timeout_s: float = 10.0) -> pb.GetStatsResponse:
-        return self._get_stats(pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata)
+        return self._stats(timeout_s)
 
     def watch_scheduler(self, capacity: int | None = None) -> Generator[pb.WatchSchedulerResponse]:
-        """What the scheduler decides from now on; see the .proto file. Close the iterator to leave."""
-        call = self._watch(pb.WatchSchedulerRequest(capacity=capacity), metadata=self._metadata)
+        """Stream the scheduler's decisions from now on; see the .proto file. Close the iterator to stop."""
+        call = self._watch(capacity)
         try:
             yield from call
         finally:
             call.cancel()
 
     def is_serving(self, service: str = "", timeout_s: float = 10.0) -> bool:
-        """What the server's health service says."""
-        answer = self._check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
-        return answer.status == health_pb2.HealthCheckResponse.SERVING
+        """Ask the server's health service."""
+        return _is_serving(self._check(service, timeout_s))
 
     def close(self) -> None:
         self._channel.close()
@@ -169,7 +210,7 @@ class AptClient:
         self.close()
 
 
-class AsyncAptClient:
+class AsyncAptClient(_Client):
     """As `AptClient`, for asyncio code."""
 
     def __init__(
@@ -179,31 +220,7 @@ class AsyncAptClient:
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self._metadata = _metadata(api_key)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address(target), options=_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(address(target), credentials, options=_OPTIONS)
-        self._generate = self._channel.unary_stream(
-            _GENERATE,
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=pb.GenerateResponse.FromString,
-        )
-        self._get_stats = self._channel.unary_unary(
-            _GET_STATS,
-            request_serializer=pb.GetStatsRequest.SerializeToString,
-            response_deserializer=pb.GetStatsResponse.FromString,
-        )
-        self._watch = self._channel.unary_stream(
-            _WATCH,
-            request_serializer=pb.WatchSchedulerRequest.SerializeToString,
-            response_deserializer=pb.WatchSchedulerResponse.FromString,
-        )
-        self._check = self._channel.unary_unary(
-            _HEALTH_CHECK,
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+        super().__init__(grpc.aio, target, api_key, credentials)
 
     @property
     def channel(self) -> grpc.aio.Channel:
@@ -217,12 +234,8 @@ class AsyncAptClient:
         metadata: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Messages as they come; see `make_request` for the fields. Closing the iterator ends the request."""
-        call = self._generate(
-            make_request(prompt, **fields),
-            timeout=timeout_s,
-            metadata=(*(metadata or {}).items(), *self._metadata),
-        )
+        """As `AptClient.generate`."""
+        call = self._generate(prompt, timeout_s, metadata, fields)
         try:
             async for message in call:
                 yield message
@@ -230,15 +243,11 @@ class AsyncAptClient:
             call.cancel()
 
     async def stats(self, timeout_s: float = 10.0) -> pb.GetStatsResponse:
-        return await self._get_stats(
-            pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata
-        )
+        return await self._stats(timeout_s)
 
-    async def watch_scheduler(
-        self, capacity: int | None = None
-    ) -> AsyncGenerator[pb.WatchSchedulerResponse]:
-        """What the scheduler decides from now on; see the .proto file. Close the iterator to leave."""
-        call = self._watch(pb.WatchSchedulerRequest(capacity=capacity), metadata=self._metadata)
+    async def watch_scheduler(self, capacity: int | None = None) -> AsyncGenerator[pb.WatchSchedulerResponse]:
+        """As `AptClient.watch_scheduler`."""
+        call = self._watch(capacity)
         try:
             async for message in call:
                 yield message
@@ -246,10 +255,8 @@ class AsyncAptClient:
             call.cancel()
 
     async def is_serving(self, service: str = "", timeout_s: float = 10.0) -> bool:
-        """What the server's health service says."""
-        request = health_pb2.HealthCheckRequest(service=service)
-        answer = await self._check(request, timeout=timeout_s)
-        return answer.status == health_pb2.HealthCheckResponse.SERVING
+        """As `AptClient.is_serving`."""
+        return _is_serving(await self._check(service, timeout_s))
 
     async def close(self) -> None:
         await self._channel.close()

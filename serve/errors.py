@@ -1,9 +1,36 @@
-"""Errors of the command line and of the servers that it starts."""
+"""Errors of the command line and of the servers that it starts.
+
+    Exception
+    ├── CommandError          a command cannot go on
+    ├── PortInUseError        the address cannot be bound
+    └── of one call, mapped by `serve.http_api.errors` and `serve.grpc_api.errors`:
+        UnknownModelError, SlowReaderError, NoTokenizerError, ProfilerStateError, RequestFailedError
+"""
 
 
 class CommandError(Exception):
-    """A verb cannot go on; one line for the user. Exit code 1."""
+    """A command cannot go on; one line for the user. Exit code 1."""
 
 
 class PortInUseError(Exception):
     """The address cannot be bound; one line that names the flag."""
+
+
+class UnknownModelError(Exception):
+    """A request names a model that is not served here."""
+
+
+class SlowReaderError(Exception):
+    """The client has not read for too long."""
+
+
+class NoTokenizerError(Exception):
+    """A client asks for the tokenizer of a model without one."""
+
+
+class ProfilerStateError(Exception):
+    """A profile is to start while one is running, or to stop while none is."""
+
+
+class RequestFailedError(Exception):
+    """The engine ended this request because of an internal failure."""

@@ -1,4 +1,4 @@
-"""What the load tool asks of a way to reach a server, and which ways there are."""
+"""The contract between the load tool and the backends that reach a server."""
 
 import dataclasses
 from collections.abc import AsyncGenerator
@@ -9,12 +9,10 @@ import numpy as np
 from apt_jax.config import SLO
 from serve.bench.load import BenchRequest
 
-BACKENDS = ("aptjax-grpc", "vllm-grpc", "openai", "openai-chat")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """Which server, and what every request to it says."""
+    """The server, and the fields of every request to it."""
 
     address: str
     """``HOST:PORT`` for gRPC, a base URL for HTTP."""
@@ -25,13 +23,13 @@ class Target:
     ignore_eos: bool = True
     temperature: float = 0.0
     vocab_size: int | None = None
-    """Made-up prompts have token ids below it; None: the server is asked."""
+    """Random prompts have token ids below it; None: the server is asked."""
     api_key: str | None = None
     tls_ca: str | None = None
     """PEM file of the CAs that the server's certificate is held against; None with gRPC: no TLS."""
 
     def slo_ms(self) -> dict[str, float]:
-        """The finite objectives, milliseconds, by the words of `serve.client.make_request`."""
+        """The finite SLOs, milliseconds, by the arguments of `serve.client.make_request`."""
         parts = {"slo_ttft_ms": self.slo.ttft_s * 1e3, "slo_tbt_ms": self.slo.tbt_s * 1e3}
         return {name: round(ms, 6) for name, ms in parts.items() if ms < float("inf")}
 
@@ -43,13 +41,13 @@ class Target:
 
 
 @dataclasses.dataclass(slots=True)
-class News:
-    """What one message of a stream says."""
+class StreamEvent:
+    """One message of a stream."""
 
     num_tokens: int = 0
     """New output tokens."""
     finish_reason: str | None = None
-    """In the last message: "stop", "length", or something else where it did not end well."""
+    """In the last message: "stop", "length", or something else if it did not end well."""
     prompt_tokens: int | None = None
     num_preemptions: int | None = None
     recomputed_tokens: int | None = None
@@ -57,10 +55,10 @@ class News:
 
 
 class RequestFailed(Exception):
-    """A request was refused or broke off.
+    """A request was rejected or broke off.
 
     Attributes:
-        status: a word for tables: an HTTP status, the name of a gRPC status, "connection", "broken".
+        status: short text for tables: an HTTP status, the name of a gRPC status, "connection", "broken".
     """
 
     def __init__(self, status: str, message: str) -> None:
@@ -72,18 +70,18 @@ class Backend(Protocol):
     """A server, opened."""
 
     def prepare(self, request: BenchRequest) -> Any:
-        """Everything that can be done before a request is due.
+        """Do everything that can be done before a request is due.
 
         Raises:
             ConfigError: this backend cannot send it.
         """
         ...
 
-    def send(self, prepared: Any) -> AsyncGenerator[News]:
-        """Send it, and tell the news as they come. Closing the generator ends the request.
+    def send(self, prepared: Any) -> AsyncGenerator[StreamEvent]:
+        """Send it and stream its events. Closing the generator cancels the request.
 
         Raises:
-            RequestFailed: refused, or broken off.
+            RequestFailed: rejected, or broken off.
         """
         ...
 
@@ -95,24 +93,8 @@ class Backend(Protocol):
     async def close(self) -> None: ...
 
 
-async def open_backend(name: str, target: Target) -> Backend:
-    """Reach the server and learn its model and vocabulary.
-
-    Raises:
-        CommandError: nobody answers there, or not as expected.
-        ConfigError: a flag that this backend cannot use.
-    """
-    if name in ("aptjax-grpc", "vllm-grpc"):
-        from serve.bench.grpc_backends import open_grpc
-
-        return await open_grpc(name, target)
-    from serve.bench.http_backends import HttpBackend
-
-    return await HttpBackend.open(target, chat=name == "openai-chat")
-
-
-def made_up_ids(request: BenchRequest, vocab_size: int) -> list[int]:
-    """Token ids of a prompt that no other request of the run has, so that nothing of it is cached."""
+def random_token_ids(request: BenchRequest, vocab_size: int) -> list[int]:
+    """Random token ids of a prompt, different for each request of the run, so that nothing of it is cached."""
     # Special tokens lie at either end of a vocabulary.
     low, high = vocab_size // 8, max(vocab_size - vocab_size // 8, 1)
     rng = np.random.default_rng([request.seed, request.index, 0x1D5])

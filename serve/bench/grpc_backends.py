@@ -9,11 +9,10 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 from apt_jax.errors import ConfigError, one_line
-from serve.bench.backends import Backend, News, RequestFailed, Target, made_up_ids
+from serve.bench.backends import Backend, RequestFailed, StreamEvent, Target, random_token_ids
 from serve.bench.load import BenchRequest
-from serve.client import AsyncAptClient
+from serve.client import AsyncAptClient, channel_credentials
 from serve.errors import CommandError
-from serve.options import channel_credentials
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 vllm: Any = vllm_engine_pb2  # generated without types that checkers can follow
@@ -21,7 +20,7 @@ _OPEN_TIMEOUT_S = 10.0
 
 
 async def open_grpc(name: str, target: Target) -> Backend:
-    """See `serve.bench.backends.open_backend`."""
+    """See `serve.bench.registry.open_backend`."""
     try:
         client = AsyncAptClient(
             target.address, api_key=target.api_key, credentials=channel_credentials(target.tls_ca)
@@ -64,7 +63,7 @@ def _failed(error: grpc.aio.AioRpcError) -> RequestFailed:
 def _prompt(request: BenchRequest, vocab_size: int) -> str | list[int]:
     prompt = request.prompt
     if prompt is None:
-        return made_up_ids(request, vocab_size)
+        return random_token_ids(request, vocab_size)
     if isinstance(prompt, str):
         return prompt
     ids = [token for token in prompt if type(token) is int and 0 <= token < 2**32]
@@ -93,20 +92,20 @@ class AptBackend:
             **self._target.slo_ms(),
         }
 
-    async def send(self, prepared: dict[str, Any]) -> AsyncGenerator[News]:
+    async def send(self, prepared: dict[str, Any]) -> AsyncGenerator[StreamEvent]:
         call = self._client.generate(**prepared)
         try:
             async for message in call:
-                news = News(num_tokens=len(message.token_ids))
+                event = StreamEvent(num_tokens=len(message.token_ids))
                 if message.HasField("finish"):
                     finish = message.finish
-                    news.finish_reason = _word(pb.FinishReason.Name(finish.reason))
-                    news.prompt_tokens = finish.usage.prompt_tokens
-                    news.num_preemptions = finish.num_preemptions
-                    news.recomputed_tokens = finish.recomputed_tokens
+                    event.finish_reason = _word(pb.FinishReason.Name(finish.reason))
+                    event.prompt_tokens = finish.usage.prompt_tokens
+                    event.num_preemptions = finish.num_preemptions
+                    event.recomputed_tokens = finish.recomputed_tokens
                     if finish.cache_kind:
-                        news.cache_kind = _word(pb.CacheKind.Name(finish.cache_kind))
-                yield news
+                        event.cache_kind = _word(pb.CacheKind.Name(finish.cache_kind))
+                yield event
         except grpc.aio.AioRpcError as error:
             raise _failed(error) from None
         finally:
@@ -154,7 +153,7 @@ class VllmBackend:
         tier = (("service_tier", "flex"),) if request.best_effort else ()
         return message, (*self._metadata, *tier)
 
-    async def send(self, prepared: tuple[Any, Any]) -> AsyncGenerator[News]:
+    async def send(self, prepared: tuple[Any, Any]) -> AsyncGenerator[StreamEvent]:
         message, metadata = prepared
         call = self._stub.Generate(message, metadata=metadata)
         seen = 0
@@ -162,10 +161,10 @@ class VllmBackend:
             async for answer in call:
                 if answer.HasField("chunk"):
                     seen += len(answer.chunk.token_ids)
-                    yield News(num_tokens=len(answer.chunk.token_ids))
+                    yield StreamEvent(num_tokens=len(answer.chunk.token_ids))
                     continue
                 complete = answer.complete
-                yield News(
+                yield StreamEvent(
                     num_tokens=max(0, complete.completion_tokens - seen),
                     finish_reason=complete.finish_reason,
                     prompt_tokens=complete.prompt_tokens,

@@ -14,7 +14,7 @@ import aiohttp
 import numpy as np
 
 from apt_jax.errors import ConfigError, one_line
-from serve.bench.backends import News, RequestFailed, Target, made_up_ids
+from serve.bench.backends import RequestFailed, StreamEvent, Target, random_token_ids
 from serve.bench.load import BenchRequest
 from serve.errors import CommandError
 
@@ -97,7 +97,7 @@ class HttpBackend:
         """Text, token ids or messages."""
         prompt = request.prompt
         if prompt is None and not self._chat and self._target.vocab_size is not None:
-            return made_up_ids(request, self._target.vocab_size)
+            return random_token_ids(request, self._target.vocab_size)
         if prompt is None:
             rng = np.random.default_rng([request.seed, request.index, 0x1D5])
             if self._tokens and not self._chat:
@@ -128,7 +128,7 @@ class HttpBackend:
             body["service_tier"] = "flex"
         return json.dumps(body).encode()
 
-    async def send(self, prepared: bytes) -> AsyncGenerator[News]:
+    async def send(self, prepared: bytes) -> AsyncGenerator[StreamEvent]:
         path = "/v1/chat/completions" if self._chat else "/v1/completions"
         headers = {"content-type": "application/json", **self._target.slo_headers()}
         seen, done = 0, False
@@ -141,13 +141,13 @@ class HttpBackend:
                     raise RequestFailed(str(response.status), text)
                 # To the very end, so that the connection can be used again.
                 async with contextlib.aclosing(_events(response)) as events:
-                    async for event in events:
-                        if event == b"[DONE]":
+                    async for data in events:
+                        if data == b"[DONE]":
                             done = True
                             continue
-                        news = _news(event, seen)
-                        seen += news.num_tokens
-                        yield news
+                        event = _stream_event(data, seen)
+                        seen += event.num_tokens
+                        yield event
         except (aiohttp.ClientError, ConnectionError) as error:
             raise RequestFailed("connection", one_line(str(error)) or "lost") from None
         if not done:
@@ -192,25 +192,25 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
                 yield line[5:].strip()
 
 
-def _news(event: bytes, seen: int) -> News:
+def _stream_event(data: bytes, seen: int) -> StreamEvent:
     """What a chunk says after `seen` tokens."""
     try:
-        chunk = json.loads(event)
+        chunk = json.loads(data)
     except ValueError:
-        raise RequestFailed("broken", f"not JSON: {event[:60]!r}") from None
+        raise RequestFailed("broken", f"not JSON: {data[:60]!r}") from None
     if not isinstance(chunk, dict) or "error" in chunk:
         raise RequestFailed("error", _error_text(chunk))
-    news = News()
+    event = StreamEvent()
     text = None
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
         text = text or choice.get("text") or delta.get("content")
         text = text or delta.get("reasoning_content") or delta.get("reasoning")
-        news.finish_reason = choice.get("finish_reason") or news.finish_reason
+        event.finish_reason = choice.get("finish_reason") or event.finish_reason
     usage = chunk.get("usage")
     if usage:
-        news.num_tokens = max(0, (usage.get("completion_tokens") or 0) - seen)
-        news.prompt_tokens = usage.get("prompt_tokens")
+        event.num_tokens = max(0, (usage.get("completion_tokens") or 0) - seen)
+        event.prompt_tokens = usage.get("prompt_tokens")
     elif text:
-        news.num_tokens = 1
-    return news
+        event.num_tokens = 1
+    return event

@@ -225,17 +225,17 @@ class Runner:
                 asyncio.timeout(self._timeout_s),
                 contextlib.aclosing(self._backend.send(prepared)) as stream,
             ):
-                async for news in stream:
-                    if news.num_tokens:
-                        outcome.token_times_s += [time.perf_counter()] * news.num_tokens
-                    outcome.finish_reason = news.finish_reason or outcome.finish_reason
+                async for event in stream:
+                    if event.num_tokens:
+                        outcome.token_times_s += [time.perf_counter()] * event.num_tokens
+                    outcome.finish_reason = event.finish_reason or outcome.finish_reason
                     for name in (
                         "prompt_tokens",
                         "num_preemptions",
                         "recomputed_tokens",
                         "cache_kind",
                     ):
-                        if (value := getattr(news, name)) is not None:
+                        if (value := getattr(event, name)) is not None:
                             setattr(outcome, name, value)
         except RequestFailed as failure:
             outcome.status, outcome.error = failure.status, str(failure)

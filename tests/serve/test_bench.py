@@ -33,7 +33,7 @@ from apt_jax.config import SLO
 from apt_jax.errors import ConfigError
 from serve import cli
 from serve.bench import load, report
-from serve.bench.backends import Target, made_up_ids
+from serve.bench.backends import Target, random_token_ids
 from serve.bench.runner import ClientHealth, Outcome
 from serve.bench.search import Probe, find_rates
 from serve.keys import ApiKeys
@@ -160,7 +160,7 @@ def test_endless_requests_take_every_line_once_before_any_twice():
 
 def test_no_two_made_up_prompts_are_alike():
     request = load.BenchRequest(index=0, at_s=0.0, max_tokens=1, prompt_tokens=200)
-    prompts = [made_up_ids(dataclasses.replace(request, index=i), 500) for i in range(20)]
+    prompts = [random_token_ids(dataclasses.replace(request, index=i), 500) for i in range(20)]
     assert all(len(p) == 200 and min(p) >= 62 and max(p) < 438 for p in prompts)
     assert len({tuple(p[:8]) for p in prompts}) == 20
 
@@ -257,7 +257,7 @@ def test_servers_that_do_not_count_in_every_chunk(tmp_path, usage, output, promp
 
 
 def test_an_answer_without_a_token_is_not_attained():
-    from serve.bench.backends import News
+    from serve.bench.backends import StreamEvent
     from serve.bench.runner import Runner
 
     class Silent:
@@ -268,7 +268,7 @@ def test_an_answer_without_a_token_is_not_attained():
             return request.index
 
         async def send(self, prepared):
-            yield News(num_tokens=prepared % 2, finish_reason="abort" if prepared == 3 else "stop")
+            yield StreamEvent(num_tokens=prepared % 2, finish_reason="abort" if prepared == 3 else "stop")
 
         async def close(self):
             pass
@@ -328,7 +328,7 @@ def test_a_client_that_is_the_bottleneck_says_so():
 
 def test_a_busy_event_loop_is_noticed(tmp_path):
     """A backend that computes for 30 ms a message: sends are late, and the loop's share of a core is high."""
-    from serve.bench.backends import News
+    from serve.bench.backends import StreamEvent
     from serve.bench.runner import Runner
 
     class Busy:
@@ -342,7 +342,7 @@ def test_a_busy_event_loop_is_noticed(tmp_path):
             end_s = time.thread_time() + 0.03
             while time.thread_time() < end_s:
                 pass
-            yield News(num_tokens=1, finish_reason="stop")
+            yield StreamEvent(num_tokens=1, finish_reason="stop")
 
         async def close(self):
             pass

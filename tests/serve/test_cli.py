@@ -83,7 +83,7 @@ def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
     from serve.options import Parser
 
     parser = Parser(prog=verb)
-    module = "serve.demo" if verb == "demo" else f"serve.verbs.{verb}"
+    module = "serve.demo.demo" if verb == "demo" else f"serve.verbs.{verb}"
     importlib.import_module(module).add_arguments(parser)
     for action in parser._actions:
         assert action.help, action.option_strings
@@ -284,7 +284,7 @@ def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog
         raise CommandError("enough")
 
     monkeypatch.setattr("serve.completer.build_engine", build)
-    monkeypatch.setattr(serve_verb, "build_engine", build)
+    monkeypatch.setattr("serve.server.build_engine", build)
     err = Terminal() if terminal else io.StringIO()
     argv = [verb, "tiny-opt", *(["hi"] if verb == "generate" else [])]
     if verb == "serve":
@@ -310,7 +310,7 @@ def test_calls_come_before_the_model_on_a_cpu():
     """In a process of its own: what is made permanent or slow there stays so."""
     code = """
 import gc, os, threading
-from serve.verbs import serve
+from serve import server as serve
 
 def build(config, **options):
     import jax
@@ -320,13 +320,13 @@ def build(config, **options):
 
 import grpc
 server = grpc.aio.init_grpc_aio()
-before, least = serve._tasks(), os.getpriority(os.PRIO_PROCESS, 0)
+before, least = serve.thread_ids(), os.getpriority(os.PRIO_PROCESS, 0)
 assert len(before) > 1
 serve.build_engine = build
-assert serve._build(None, 0.0, serve._OtherHosts()) == "parts"
+assert serve.build_parts(None, 0.0, serve.WorkerRanks()) == "parts"
 python = {thread.native_id for thread in threading.enumerate()}
 assert len(python - before) == 1
-later = {task: os.getpriority(os.PRIO_PROCESS, task) - least for task in serve._tasks()}
+later = {task: os.getpriority(os.PRIO_PROCESS, task) - least for task in serve.thread_ids()}
 assert {more for task, more in later.items() if task in before | python} == {0}
 assert {more for task, more in later.items() if task not in before | python} == {5}
 assert gc.get_freeze_count() > 10_000

@@ -28,11 +28,12 @@ from apt_jax.errors import ConfigError
 from apt_jax.tokenizer import load_tokenizer
 from serve import cli, options
 from serve.client import AptClient
+from serve.launcher.plan import visible_gpus
 from serve.verbs import launch as launch_verb
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = (str(ROOT / "tests/support/toy_launch.py"),)
-REAL = ("-m", "serve.launch")
+REAL = ("-m", "serve.cli", "launch")
 FEW_PROGRAMS = ("--max-num-seqs=4", "--max-num-batched-tokens=64", "--max-model-len=512", "--num-blocks-override=256", "--calibration-time=0")  # fmt: skip
 PROMPT = "Shall I compare thee"
 
@@ -487,7 +488,7 @@ def test_replicas_divide_the_gpus_that_the_launcher_was_given(visible, size, exp
 
 def test_gpus_are_found_as_cuda_finds_them(monkeypatch, tmp_path):
     def seen(**env: str) -> list[str]:
-        return launch_verb.visible_gpus(env)
+        return visible_gpus(env)
 
     assert seen(CUDA_VISIBLE_DEVICES="0,1,-1,2") == ["0", "1"]
     assert seen(CUDA_VISIBLE_DEVICES="") == []

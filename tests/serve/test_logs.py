@@ -20,7 +20,7 @@ from serve.keys import ApiKeys
 
 KEY = "sk-0123456789abcdefghij"
 CANARY = "canary-7f3a"
-CALLS = ("serve.http_app", "serve.grpc_calls")
+CALLS = ("serve.http_api.app", "serve.grpc_api.calls")
 
 pb: Any = vllm_engine_pb2
 
@@ -238,8 +238,8 @@ def test_what_is_refused_has_ten_lines_a_second_and_one_for_the_rest():
 
 
 def refusal(error: Exception | None = None) -> CallRecord:
-    record = CallRecord(door="http", method="/v1/completions")
-    record.fail(
+    record = CallRecord(protocol="http", method="/v1/completions")
+    record.failed(
         error or ValueError(), "429" if error is None else "500", internal=error is not None
     )
     record.close(None, None)

@@ -5,8 +5,9 @@ from toy_serving import toy_parts
 
 from apt_jax.llm import OutputDelta
 from apt_jax.request import Logprob, RequestMetrics
-from serve.http_status import json_bytes
-from serve.openai_api import Answers, read_call
+from serve.compact_json import json_bytes
+from serve.http_api.openai_request import read_call
+from serve.http_api.openai_response import CompletionResponseBuilder
 
 TEXTS = ["He said ", '"text":"', "\n\\", "", "äöü 🙂", '","content":"', "end"]
 
@@ -35,7 +36,7 @@ def test_events_are_chunks_as_json(kind, fields):
     # Chats need a template; what is under test only looks at the kind of the call.
     call = read_call(parts, "completion", {**body, "logprobs": None}, {}, 0.0)
     object.__setattr__(call, "kind", kind)
-    fast, plain = Answers(parts, call), Answers(parts, call)
+    fast, plain = CompletionResponseBuilder(parts, call), CompletionResponseBuilder(parts, call)
     for number, text in enumerate(TEXTS):
         for index, request in enumerate(call.requests):
             delta = OutputDelta(

@@ -221,7 +221,7 @@ def test_a_collector_that_does_not_take_them_harms_nobody(trouble, caplog):
         async with http_serving(app={"tracer": tracer}) as served:
             for _ in range(3):
                 await asyncio.wait_for(served.ask("hi", max_tokens=2), 20)
-            record = CallRecord(door="http", method="/v1/completions")
+            record = CallRecord(protocol="http", method="/v1/completions")
             record.close(served.engine, None)
             began_s = time.monotonic()
             for _ in range(5000):

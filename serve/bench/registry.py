@@ -1,0 +1,21 @@
+"""The backends by name."""
+
+from serve.bench.backends import Backend, Target
+
+BACKENDS = ("aptjax-grpc", "vllm-grpc", "openai", "openai-chat")
+
+
+async def open_backend(name: str, target: Target) -> Backend:
+    """Connect to the server and learn its model and vocabulary.
+
+    Raises:
+        CommandError: no server answers there, or not as expected.
+        ConfigError: a flag that this backend cannot use.
+    """
+    if name in ("aptjax-grpc", "vllm-grpc"):
+        from serve.bench.grpc_backends import open_grpc
+
+        return await open_grpc(name, target)
+    from serve.bench.http_backends import HttpBackend
+
+    return await HttpBackend.open(target, chat=name == "openai-chat")

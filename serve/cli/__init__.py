@@ -1,0 +1,5 @@
+"""The command line `apt-jax`."""
+
+from serve.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,1 @@
+"""The commands of `apt-jax`, a module each: `add_arguments(parser)` and `run(args) -> int`."""

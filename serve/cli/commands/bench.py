@@ -1,0 +1,523 @@
+"""Load a server and measure what its clients see: latencies, attainment of objectives, the rate that it sustains.
+
+Servers of apt-jax, and any other with vLLM's gRPC service or OpenAI's API.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import math
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from apt_jax.config import SLO
+from apt_jax.errors import ConfigError
+from apt_jax.metrics import percentile
+from apt_jax.sim.trace import known_traces
+from serve import options
+from serve.bench import load, report
+from serve.bench.backends import Backend, Target
+from serve.bench.registry import BACKENDS, open_backend
+from serve.bench.runner import Outcome, Run, Runner
+from serve.bench.search import Found, Probe, find_rates
+from serve.client import address
+from serve.errors import CommandError
+from serve.output import print_table, write_json
+
+_DEFAULT_REQUESTS = 200
+_WARM_UP_INDEX = 2**31
+_USAGE_ERRORS = ("400", "404", "INVALID_ARGUMENT", "NOT_FOUND")
+
+
+def _rate(text: str) -> float:
+    return math.inf if text == "inf" else options.positive(float)(text)
+
+
+def _share(text: str) -> float:
+    value = options.positive(float)(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must lie in (0, 1]")
+    return value
+
+
+def _objective(text: str) -> tuple[str, float]:
+    name, colon, ms = text.partition(":")
+    if name not in ("ttft", "tbt") or not colon:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be ttft:MS or tbt:MS")
+    return name, options.positive(float)(ms)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    positive = options.positive
+    group = parser.add_argument_group("server")
+    group.add_argument("--target", required=True, metavar="HOST:PORT|URL",
+                       help="HOST:PORT or grpc://HOST:PORT for gRPC, http://HOST:PORT for HTTP")  # fmt: skip
+    group.add_argument("--backend", choices=BACKENDS,
+                       help="how to ask; without it aptjax-grpc, or openai (completions) for http targets")  # fmt: skip
+    group.add_argument(
+        "--model", metavar="NAME", help="name of the served model; without it the server's"
+    )
+    options.add_access_arguments(group)
+    group.add_argument("--timeout", type=positive(float), default=600.0, metavar="S",
+                       help="seconds after which a request has failed")  # fmt: skip
+    group = parser.add_argument_group("what is sent (one of trace, random lengths, prompts)")
+    group.add_argument("--trace", metavar="NAME|FILE", help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(known_traces())}; without any source sharegpt")  # fmt: skip
+    group.add_argument(
+        "--random-input-len", type=positive(int), metavar="TOKENS", help="length of every prompt"
+    )
+    group.add_argument("--random-output-len", type=positive(int), metavar="TOKENS",
+                       help="length of every output; with --prompts where a line says nothing; default 128")  # fmt: skip
+    group.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt (text or token ids) or messages, and optionally output_tokens")  # fmt: skip
+    group.add_argument(
+        "--output-scale",
+        type=positive(float),
+        metavar="FACTOR",
+        default=1.0,
+        help="factor on output lengths of the trace",
+    )
+    group.add_argument("--max-len", type=positive(int), metavar="TOKENS", help="leave out requests of the trace that are longer in all; without it, of bundled traces, what the server has no room for")  # fmt: skip
+    group.add_argument("--vocab-size", type=positive(int), metavar="N", help="made-up prompts have token ids below it; without it the server is asked")  # fmt: skip
+    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction,
+                       help="go on after the end-of-sequence token; without it yes, but not with --prompts")  # fmt: skip
+    group.add_argument(
+        "--temperature",
+        type=options.not_negative,
+        metavar="T",
+        default=0.0,
+        help="0: always the most likely token",
+    )
+    group = parser.add_argument_group("when it is sent")
+    group.add_argument("--request-rate", "--rate", type=_rate, metavar="R",
+                       help="requests/s, whether answers have come or not; inf: all at once; without it as recorded, else inf")  # fmt: skip
+    shape = group.add_mutually_exclusive_group()
+    shape.add_argument("--burstiness", type=positive(float), metavar="B", help="shape of the Gamma distribution of the gaps (1: Poisson, below 1: bursts); without it recorded arrivals stretched to the rate, else 1")  # fmt: skip
+    shape.add_argument(
+        "--cv",
+        type=positive(float),
+        metavar="CV",
+        help="the same as coefficient of variation, 1 / sqrt(B)",
+    )
+    group.add_argument("--max-concurrency", type=positive(int), metavar="N", help="most requests under way; without a rate always so many (closed loop)")  # fmt: skip
+    group.add_argument("--num-requests", "--num-prompts", type=positive(int), metavar="N", help=f"without it and --duration {_DEFAULT_REQUESTS}")  # fmt: skip
+    group.add_argument(
+        "--duration", type=positive(float), metavar="S", help="seconds after which nothing is sent"
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="SEED", default=0, help="draws requests, prompts and arrivals"
+    )
+    group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before, one by one, that are not counted; 0: none")  # fmt: skip
+    group = parser.add_argument_group("objectives, sent along and judged by the client's clock")
+    group.add_argument(
+        "--slo-ttft-ms",
+        type=positive(float),
+        metavar="MS",
+        help="time to first token, milliseconds",
+    )
+    group.add_argument("--slo-tbt-ms", type=positive(float), metavar="MS", help="P99 of a request's gaps between tokens, milliseconds")  # fmt: skip
+    group.add_argument(
+        "--goodput",
+        type=_objective,
+        nargs="+",
+        metavar="ttft:MS tbt:MS",
+        help="the same, in vLLM's form",
+    )
+    group = parser.add_argument_group("the rate that the server sustains")
+    group.add_argument("--find-rate", action="store_true", help="find the highest rate that holds the attainment, by bisection from --request-rate (default 1) on")  # fmt: skip
+    group.add_argument("--attainment", type=_share, nargs="+", default=[0.9], metavar="SHARE", help="targets, e.g. 0.9 0.6; default 0.9")  # fmt: skip
+    group.add_argument(
+        "--seeds",
+        type=positive(int),
+        default=3,
+        metavar="N",
+        help="a search for each of N seeds from --seed on",
+    )
+    group.add_argument("--tolerance", type=positive(float), metavar="SHARE", default=0.05, help="relative width of the bracket at which a search ends")  # fmt: skip
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "--save-csv", metavar="FILE", help="a row a request; with --find-rate a row a run"
+    )
+    group.add_argument(
+        "--save-json",
+        "--json",
+        metavar="FILE",
+        help="summary with command, versions and date; -: stdout",
+    )
+    group.add_argument("--save-png", metavar="FILE", help="plot distributions and attainment; with --find-rate attainment over the rate")  # fmt: skip
+
+
+# --- what the flags mean -------------------------------------------------------------------------------------------
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what contradicts itself before anybody is asked anything."""
+    sources = [
+        flag
+        for flag, given in (
+            ("--trace", args.trace),
+            ("--random-input-len", args.random_input_len),
+            ("--prompts", args.prompts),
+        )
+        if given is not None
+    ]
+    if len(sources) > 1:
+        raise ConfigError(f"{' and '.join(sources)}: only one of them says what is sent")
+    if args.trace is not None and args.random_output_len is not None:
+        raise ConfigError("--random-output-len has no meaning with --trace (--output-scale)")
+    if args.find_rate:
+        if _slo(args) == SLO():
+            raise ConfigError("--find-rate needs objectives (--slo-ttft-ms, --slo-tbt-ms)")
+        if args.request_rate == math.inf or args.max_concurrency is not None:
+            raise ConfigError(
+                "--find-rate searches a finite rate (--request-rate, --max-concurrency)"
+            )
+    if args.duration is not None and args.request_rate == math.inf and args.max_concurrency is None:
+        raise ConfigError("--duration needs a finite --request-rate, or --max-concurrency")
+    if args.goodput and (args.slo_ttft_ms or args.slo_tbt_ms):
+        raise ConfigError("--goodput says the same as --slo-ttft-ms and --slo-tbt-ms: give one")
+    load.Arrivals(burstiness=_burstiness(args))
+    if args.seed < 0:
+        raise ConfigError(f"{args.seed} must be at least 0 (--seed)")
+    if args.num_warmups < 0:
+        raise ConfigError(f"{args.num_warmups} must be at least 0 (--num-warmups)")
+    for flag in ("save_csv", "save_json", "save_png"):
+        path = getattr(args, flag)
+        if path not in (None, "-") and not Path(path).resolve().parent.is_dir():
+            name = flag.replace("_", "-")
+            raise ConfigError(f"{path}: no such directory (--{name})")
+    if args.save_png is not None:
+        report.check_png()
+
+
+def _burstiness(args: argparse.Namespace) -> float | None:
+    return args.burstiness if args.cv is None else args.cv**-2
+
+
+def _slo(args: argparse.Namespace) -> SLO:
+    ms = {"ttft": args.slo_ttft_ms, "tbt": args.slo_tbt_ms, **dict(args.goodput or ())}
+    return SLO(**{f"{name}_s": value / 1e3 for name, value in ms.items() if value is not None})
+
+
+def _backend(args: argparse.Namespace) -> tuple[str, Target]:
+    is_url = re.match(r"https?://[^/]+", args.target) is not None
+    name = args.backend or ("openai" if is_url else "aptjax-grpc")
+    where = args.target
+    if name.startswith("openai") and not is_url:
+        if "://" in where:
+            raise ConfigError(
+                f"{where!r:.80} must be http://HOST:PORT (--target, --backend {name})"
+            )
+        where = f"http://{where}"
+    if not name.startswith("openai"):
+        try:
+            where = address(where)
+        except ValueError as error:
+            raise ConfigError(f"{error} (--target, --backend {name})") from None
+    ignore_eos = args.prompts is None if args.ignore_eos is None else args.ignore_eos
+    return name, Target(
+        address=where,
+        model=args.model,
+        slo=_slo(args),
+        ignore_eos=ignore_eos,
+        temperature=args.temperature,
+        vocab_size=args.vocab_size,
+        api_key=options.read_api_key(args.api_key_file),
+        tls_ca=args.tls_ca,
+    )
+
+
+def _source(args: argparse.Namespace, max_model_len: int | None) -> load.Source:
+    output_len = args.random_output_len or 128
+    if args.prompts is not None:
+        return load.prompts_source(args.prompts, output_len=output_len)
+    if args.random_input_len is not None or args.random_output_len is not None:
+        return load.fixed_source(args.random_input_len or 512, output_len)
+    trace = args.trace or "sharegpt"
+    max_len = args.max_len or (max_model_len if trace in known_traces() else None)
+    return load.trace_source(trace, output_scale=args.output_scale, max_len=max_len)
+
+
+def _arrivals(args: argparse.Namespace, source: load.Source, rate: float | None) -> load.Arrivals:
+    burstiness = _burstiness(args)
+    count = args.num_requests
+    if count is None and args.duration is None:
+        count = _DEFAULT_REQUESTS
+    if rate is None and (source.trace.arrival_s is None or args.max_concurrency is not None):
+        rate = math.inf
+    if rate is None and burstiness is not None:
+        raise ConfigError("--burstiness and --cv need a rate (--request-rate)")
+    if rate == math.inf and args.duration is not None and args.max_concurrency is None:
+        raise ConfigError("--duration needs a finite --request-rate, or --max-concurrency")
+    return load.Arrivals(
+        rate=rate, burstiness=burstiness, num_requests=count, duration_s=args.duration
+    )
+
+
+# --- one run -------------------------------------------------------------------------------------------------------
+
+
+class _Live:
+    """A progress bar on terminals, with what was measured so far."""
+
+    def __init__(self, total: int | None, title: str) -> None:
+        self._bar = tqdm(total=total, desc=title, unit="req", disable=None)
+        self._ttft: list[float] = []
+        self._open = self._attained = self._failed = 0
+
+    def __call__(self, what: str, outcome: Outcome) -> None:
+        if what == "sent":
+            self._open += 1
+            return
+        self._open -= 1
+        if self._bar.disable:
+            return
+        record = outcome.record
+        self._attained += record.slo_attained
+        self._failed += not record.completed
+        if record.ttft_s is not None:
+            self._ttft.append(record.ttft_s)
+        self._bar.update(1)
+        ttft = percentile(self._ttft[-200:], 50)
+        self._bar.set_postfix_str(
+            f"{self._open} under way, {100 * self._attained / self._bar.n:.0f} % attained, {self._failed} failed"
+            + ("" if ttft is None else f", TTFT {ttft * 1e3:.0f} ms"),
+            refresh=False,
+        )
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@contextlib.contextmanager
+def _interruptible(stop: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C sets `stop`, the second one is the usual one."""
+    loop = asyncio.get_running_loop()
+
+    def broken_off() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    # Not everywhere: threads other than the main one have no signals.
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+        loop.add_signal_handler(signal.SIGINT, broken_off)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.remove_signal_handler(signal.SIGINT)
+
+
+async def _measure(
+    args: argparse.Namespace, *, rate: float | None, seed: int, title: str, warm_ups: int
+) -> tuple[Run, dict[str, Any]]:
+    """One run, and facts about the server and the load."""
+    name, target = _backend(args)
+    backend = await open_backend(name, target)
+    stop = asyncio.Event()
+    try:
+        source = _source(args, backend.max_model_len)
+        arrivals = _arrivals(args, source, rate)
+        await _warm_up(args, backend, source, seed, warm_ups)
+        closed = arrivals.rate == math.inf and args.max_concurrency is not None
+        if closed:
+            coming = load.endless(source, seed)
+            if arrivals.num_requests is not None:
+                coming = (r for r, _ in zip(coming, range(arrivals.num_requests), strict=False))
+        else:
+            coming = load.requests(source, arrivals, seed)
+        total = len(coming) if isinstance(coming, list) else arrivals.num_requests
+        live = _Live(total, title)
+        runner = Runner(
+            backend,
+            slo=target.slo,
+            timeout_s=args.timeout,
+            max_concurrency=args.max_concurrency,
+            observe=live,
+        )
+        try:
+            with _interruptible(stop):
+                if isinstance(coming, list):
+                    run = await runner.open_loop(coming, stop)
+                else:
+                    run = await runner.closed_loop(coming, stop, duration_s=arrivals.duration_s)
+        finally:
+            live.close()
+        finite = (
+            arrivals.rate if arrivals.rate is not None and math.isfinite(arrivals.rate) else None
+        )
+        facts = {
+            "backend": name,
+            "target": target.address,
+            "model": backend.model,
+            "load": {
+                "source": source.trace.name,
+                "rate": finite,
+                "arrivals": "closed loop" if closed else _pattern(arrivals, source),
+                "cv": arrivals.cv,
+                "max_concurrency": args.max_concurrency,
+                "duration_s": args.duration,
+                "seed": seed,
+                "ignore_eos": target.ignore_eos,
+            },
+            "slo_ms": target.slo_ms(),
+        }
+        return run, facts
+    finally:
+        await backend.close()
+
+
+def _pattern(arrivals: load.Arrivals, source: load.Source) -> str:
+    if arrivals.rate == math.inf:
+        return "all at once"
+    if source.trace.arrival_s is not None and arrivals.cv is None:
+        return "recorded"
+    return "poisson" if arrivals.cv in (None, 1.0) else "gamma"
+
+
+async def _warm_up(
+    args: argparse.Namespace, backend: Backend, source: load.Source, seed: int, count: int
+) -> None:
+    """Requests that are not counted; where one fails there is no use in sending more.
+
+    Raises:
+        ConfigError, CommandError: one failed.
+    """
+    requests = [
+        dataclasses.replace(request, index=_WARM_UP_INDEX + i)
+        for i, request in zip(range(count), load.endless(source, seed), strict=False)
+    ]
+    if not requests:
+        return
+    runner = Runner(backend, slo=SLO(), timeout_s=args.timeout, max_concurrency=1)
+    run = await runner.closed_loop(requests, asyncio.Event(), duration_s=None)
+    for outcome in run.outcomes:
+        if outcome.status == "ok":
+            continue
+        kind = ConfigError if outcome.status in _USAGE_ERRORS else CommandError
+        raise kind(f"{args.target}: the first request failed: {outcome.status}: {outcome.error}")
+
+
+# --- the verb ------------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    if args.find_rate:
+        return _search(args)
+    run, facts = asyncio.run(
+        _measure(args, rate=args.request_rate, seed=args.seed, title="requests", warm_ups=args.num_warmups)
+    )  # fmt: skip
+    if not run.outcomes and run.interrupted:
+        sys.stderr.write("apt-jax bench: broken off before a request had ended\n")
+        return 130
+    values = {**_head(args), **facts, **report.summary(run)}
+    title = f"{facts['model']} at {facts['target']} ({facts['backend']}), {facts['load']['source']}"
+    print_table(title, report.rows(values, has_slo=bool(facts["slo_ms"])))
+    for outcome in run.outcomes:
+        if outcome.status != "ok":
+            sys.stderr.write(f"first failure: {outcome.status}: {outcome.error}\n")
+            break
+    if values["warning"]:
+        sys.stderr.write(f"warning: {values['warning']}\n")
+    if args.save_csv is not None:
+        report.write_csv(args.save_csv, run)
+    if args.save_png is not None:
+        report.plot(args.save_png, run, values, title)
+    write_json(args.save_json, values)
+    if run.interrupted:
+        return 130
+    return 0 if values["num_completed"] else 1
+
+
+def _head(args: argparse.Namespace) -> dict[str, Any]:
+    return {"command": args.command_line, **report.provenance()}
+
+
+def _search(args: argparse.Namespace) -> int:
+    seeds = range(args.seed, args.seed + args.seeds)
+    probes: list[Probe] = []
+    facts: dict[str, Any] = {}
+
+    def measure(rate: float, seed: int) -> Probe:
+        nonlocal facts
+        title = f"{rate:.3g} requests/s, seed {seed}"
+        warm_ups = 0 if probes else args.num_warmups
+        run, facts = asyncio.run(
+            _measure(args, rate=rate, seed=seed, title=title, warm_ups=warm_ups)
+        )
+        if run.interrupted:
+            raise KeyboardInterrupt
+        values = report.summary(run)
+        if not values["num_completed"]:
+            status = ", ".join(values["statuses"])
+            raise CommandError(
+                f"{args.target}: no request completed at {rate:g} requests/s: {status}"
+            )
+        probe = Probe(
+            rate=rate,
+            seed=seed,
+            attainment=values["slo_attainment"],
+            num_sent=values["num_sent"],
+            alone=run.peak_concurrency <= 1,
+            late=values["warning"] is not None,
+        )
+        probes.append(probe)
+        sys.stderr.write(
+            f"{rate:8.3f} requests/s, seed {seed}: {100 * probe.attainment:5.1f} % of {probe.num_sent} attained"
+            f"{' (client late)' if probe.late else ''}\n"
+        )
+        return probe
+
+    found: Sequence[Found] = ()
+    code = 0
+    try:
+        found = find_rates(
+            measure,
+            targets=args.attainment,
+            seeds=seeds,
+            guess=args.request_rate or 1.0,
+            tolerance=args.tolerance,
+        )
+    except KeyboardInterrupt:
+        code = 130
+        sys.stderr.write("broken off\n")
+        if not probes:
+            return code
+    _report_search(args, found, probes, facts)
+    return code
+
+
+def _report_search(
+    args: argparse.Namespace, found: Sequence[Found], probes: Sequence[Probe], facts: dict[str, Any]
+) -> None:
+    title = f"{facts['model']} at {facts['target']} ({facts['backend']}), {facts['load']['source']}"
+    shown = []
+    for one in found:
+        spread = f" ± {one.rate.std:.2f}" if len(one.rate.rates) > 1 else ""
+        note = "" if one.bounded else " or more: send more requests (--num-requests, --duration)"
+        shown.append((f"{100 * one.rate.target:g} % attainment", f"{one.rate.mean:.2f}{spread} requests/s{note}"))  # fmt: skip
+    print_table("effective throughput", [("server, load", title), *shown, ("runs", len(probes))])
+    if any(probe.late for probe in probes):
+        sys.stderr.write(
+            "warning: the client itself limited some of these runs; use an idle machine, or several clients\n"
+        )
+    facts["load"].pop("seed", None)
+    facts["load"].pop("rate", None)
+    values = {
+        **_head(args),
+        **facts,
+        "effective_rate": found[0].rate.mean if found else None,
+        "by_target": [{**one.rate.as_dict(), "bounded": one.bounded} for one in found],
+        "runs": [dataclasses.asdict(probe) for probe in probes],
+    }
+    if args.save_csv is not None:
+        report.write_probes(args.save_csv, probes)
+    if args.save_png is not None:
+        report.plot_search(args.save_png, probes, args.attainment, title)
+    write_json(args.save_json, values)

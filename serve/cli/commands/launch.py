@@ -1,0 +1,107 @@
+"""Serve a model by several replicas behind one address: each is an `apt-jax serve` on devices of its own, before them stands the
+gateway smg. Takes every flag of `apt-jax serve`, of which --host and --port are the gateway's.
+
+What ends is started again. SIGTERM lets open requests end and exits with 0; a second one exits now. SIGHUP is passed on.
+"""
+
+import argparse
+import asyncio
+import functools
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+from serve import logs, options
+from serve.launcher import plan as planner
+from serve.launcher.plan import Plan
+from serve.launcher.supervisor import launch
+from serve.verbs import serve
+
+POLICIES = (
+    "least_load",
+    "power_of_two",
+    "cache_aware",
+    "prefix_hash",
+    "consistent_hashing",
+    "round_robin",
+    "random",
+)
+"""Of smg."""
+
+SERVE = (sys.executable, "-m", "serve.cli", "serve")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    serve.add_arguments(parser)
+    _add_own_arguments(parser)
+
+
+def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("replicas")
+    group.add_argument(
+        "--replicas",
+        type=options.positive(int),
+        metavar="N",
+        default=1,
+        help="servers, each on as many devices as -tp says; gRPC ports from --grpc-port on, HTTP ports after --port",
+    )
+    group.add_argument(
+        "--routing-policy",
+        choices=POLICIES,
+        default=POLICIES[0],
+        help="how the gateway chooses the replica of a request",
+    )
+    group.add_argument(
+        "--gateway", action="store_true", help="a gateway before a single replica too"
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=options.natural,
+        metavar="N",
+        default=5,
+        help="how often in a row one that ends is started again before all ends",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    logs.configure(args.log_format, args.log_level)
+    planned = plan(args, shlex.split(args.command_line)[2:], os.environ)
+    return asyncio.run(
+        launch(
+            planned.replicas,
+            planned.gateway,
+            max_restarts=args.max_restarts,
+            drain_s=args.shutdown_timeout,
+            where=planned.where,
+        )
+    )
+
+
+def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) -> Plan:
+    """See `serve.launcher.plan.plan`.
+
+    Args:
+        args: what `argv` was parsed to.
+        argv: flags of `apt-jax launch`.
+        env: environment of the launcher.
+    """
+    command = functools.partial(_serve_command, argv)
+    return planner.plan(args, env, command=command, check=serve.check)
+
+
+def _serve_command(
+    argv: Sequence[str], flags: Sequence[str], without: Sequence[str] = ()
+) -> list[str]:
+    """`apt-jax serve` with what `argv` says for it, and `flags`.
+
+    Args:
+        without: flags of `argv` that it does not get; nor those that `flags` has.
+    """
+    ours = options.Parser(add_help=False)
+    _add_own_arguments(ours)
+    given = {flag.split("=")[0] for flag in flags if "=" in flag}
+    for flag in {*without, *given}:
+        names = ("--port", "--http-port") if flag == "--port" else (flag,)
+        ours.add_argument(*names)
+    return [*SERVE, *ours.parse_known_args(argv)[1], *flags]

@@ -1,0 +1,344 @@
+"""Serve a model over gRPC (aptjax.v1.AptServe, vllm.grpc.engine.VllmEngine, health and reflection on one port) and HTTP
+(OpenAI's API on another).
+
+SIGTERM turns health to NOT_SERVING, refuses new requests, lets open ones end, and exits with 0; a second one exits now. SIGHUP
+reads API keys and the certificate again.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from apt_jax.config import EngineConfig, ParallelConfig
+from apt_jax.errors import AptJaxError, ConfigError, one_line
+from apt_jax.llm import (
+    DEFAULT_CALIBRATION_S,
+    ProgressBars,
+    run_headless,
+)
+from serve import logs, options
+from serve.errors import CommandError
+from serve.grpc_server import ServerConfig
+from serve.http_app import AppConfig
+from serve.http_protocol import ConnectionLimits
+from serve.http_server import HttpConfig
+from serve.keys import FLAG, ApiKeys
+from serve.profiler import FLAG as PROFILER_FLAG
+from serve.profiler import Profiler
+from serve.server import (
+    ENGINE_LOST,
+    WorkerRanks,
+    build_parts,
+    find_model,
+    is_loopback,
+    raise_file_limit,
+    serve,
+)
+from serve.tls import Tls
+
+if TYPE_CHECKING:
+    from serve.traces import Tracer  # it needs the extra `otel`
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model_argument(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", metavar="HOST", default=ServerConfig().host, help="address to listen on"
+    )
+    group.add_argument(
+        "--grpc-port",
+        type=int,
+        metavar="PORT",
+        default=ServerConfig().port,
+        help="of gRPC; 0: any free one",
+    )
+    group.add_argument(
+        "--port",
+        "--http-port",
+        dest="http_port",
+        type=int,
+        metavar="PORT",
+        default=HttpConfig().port,
+        help="of HTTP; 0: any free one",
+    )
+    group.add_argument(
+        "--http-host", metavar="HOST", help="address of HTTP to listen on; without it --host"
+    )
+    group.add_argument("--no-http", action="store_true", help="serve gRPC alone")
+    group.add_argument(
+        "--no-dashboard", action="store_true", help="HTTP without the page at /dashboard"
+    )
+    group.add_argument(
+        FLAG,
+        metavar="FILE",
+        help="only calls with one of these keys, one a line, are served; health asks for none",
+    )
+    group.add_argument("--tls-cert", metavar="FILE", help="PEM certificate and chain of both ports")
+    group.add_argument("--tls-key", metavar="FILE", help="PEM key of the certificate")
+    group.add_argument(
+        "--tls-client-ca",
+        metavar="FILE",
+        help="PEM certificates of CAs; only clients that have a certificate of theirs can connect",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=options.not_negative,
+        metavar="S",
+        default=30.0,
+        help="time that open requests have to end after SIGTERM, seconds",
+    )
+    group.add_argument(
+        "--decision-log",
+        type=options.natural,
+        metavar="N",
+        default=1024,
+        help="requests of which is kept why they waited, ran or lost their cache (GET /v1/requests/ID/decisions); 0: none",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=options.positive(float),
+        metavar="S",
+        default=60.0,
+        help="seconds after which a step that has not ended is a fault: the server tells its clients and exits with 1",
+    )
+    group.add_argument(
+        "--client-timeout",
+        type=options.positive(float),
+        metavar="S",
+        default=4.0,
+        help="seconds after which a client that neither answers nor reads loses its requests, and they their cache",
+    )
+    group.add_argument(
+        "--insecure-open",
+        action="store_true",
+        help="allow an address that other machines can reach, without encryption or keys",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="one line a request at info; never prompts or outputs",
+    )
+    group.add_argument(
+        "--log-format", choices=logs.FORMATS, default="text", help="json: an object a line"
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry traces of requests there, over OTLP and HTTP (http://127.0.0.1:4318); needs the extra otel",
+    )
+    group.add_argument(
+        PROFILER_FLAG,
+        metavar="DIR",
+        help="take profiles of JAX into DIR when asked to (POST /start_profile, /stop_profile); without it nobody can ask",
+    )
+    hosts, ours = parser.add_argument_group("several hosts"), ParallelConfig()
+    hosts.add_argument(
+        "--nnodes",
+        type=int,
+        metavar="HOSTS",
+        default=ours.nnodes,
+        help="processes that share the devices of -tp, usually one a host (docs/parallel.md)",
+    )
+    hosts.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="RANK",
+        default=ours.node_rank,
+        help="which of them this is; 0 schedules and serves",
+    )
+    hosts.add_argument(
+        "--master-addr",
+        metavar="HOST",
+        default=ours.master_addr,
+        help="address of rank 0, without encryption: for a network of its own",
+    )
+    hosts.add_argument(
+        "--master-port",
+        type=int,
+        metavar="PORT",
+        default=ours.master_port,
+        help="port there; the next one is used too",
+    )
+    hosts.add_argument(
+        "--join-timeout",
+        type=options.positive(float),
+        metavar="S",
+        default=ours.join_timeout_s,
+        help="seconds that ranks wait for each other",
+    )
+    hosts.add_argument(
+        "--headless",
+        action="store_true",
+        help="serve nothing: for ranks other than 0, to which apt-jax launch adds it",
+    )
+    options.add_calibration_argument(parser, DEFAULT_CALIBRATION_S)
+    options.add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.nnodes == 1 and not args.headless:
+        return _run(args)
+    try:
+        code = _run_one_of_several(args)
+    except (AptJaxError, CommandError) as error:
+        sys.stderr.write(f"apt-jax serve: {one_line(str(error))}\n")
+        code = 2 if isinstance(error, ConfigError) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # JAX would wait for processes that have ended
+
+
+def _run_one_of_several(args: argparse.Namespace) -> int:
+    if not args.headless:
+        return _run(args)
+    logs.configure(args.log_format, args.log_level)
+    config, _, _ = check(args)
+    bars = ProgressBars()
+    try:
+        run_headless(config, bars)
+    finally:
+        bars.close()
+    return 0
+
+
+def _config(args: argparse.Namespace) -> EngineConfig:
+    config = options.engine_config(args)
+    ours = dataclasses.replace(
+        config.parallel,
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        join_timeout_s=args.join_timeout,
+    )
+    return dataclasses.replace(config, parallel=ours)
+
+
+def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls | None]:
+    """What the flags say of the engine, the keys and the certificates; opens no port and loads no model.
+
+    Raises:
+        ConfigError: one line that names the flag.
+    """
+    http_host = args.http_host or args.host
+    for flag, port in (("--grpc-port", args.grpc_port), ("--port", args.http_port)):
+        if not 0 <= port < 65536:
+            raise ConfigError(f"port {port} must lie in [0, 65535] ({flag})")
+    keys, tls = _keys(args), _tls(args)
+    closed = keys is not None or (tls is not None and tls.asks_clients)
+    hosts = [args.host] if args.no_http else [args.host, http_host]
+    reachable = [host for host in hosts if not is_loopback(host)]
+    if reachable and not closed and not args.insecure_open:
+        raise ConfigError(
+            f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
+        )
+    config = _config(args)
+    if args.headless != (args.node_rank > 0):
+        why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"
+        raise ConfigError(f"node_rank={args.node_rank} {why}")
+    return config, keys, tls
+
+
+def _run(args: argparse.Namespace) -> int:
+    logs.configure(args.log_format, args.log_level)
+    config, keys, tls = check(args)
+    tracer = _tracer(args.otlp_traces_endpoint)
+    profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
+    raise_file_limit()
+    most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
+    http = HttpConfig(
+        host=args.http_host or args.host,
+        port=args.http_port,
+        tls=tls,
+        connections=ConnectionLimits(
+            max_connections=2 * most_open, write_stall_s=0.625 * args.client_timeout
+        ),
+        app=AppConfig(keys=keys, tracer=tracer, profiler=profiler, dashboard=not args.no_dashboard),
+    )
+    hosts = WorkerRanks()
+    code = asyncio.run(
+        serve(
+            config,
+            ServerConfig(
+                host=args.host,
+                port=args.grpc_port,
+                reflection=is_loopback(args.host),
+                max_concurrent_rpcs=most_open,
+                keepalive_time_s=0.375 * args.client_timeout,
+                keepalive_timeout_s=0.625 * args.client_timeout,
+                keys=keys,
+                tls=tls,
+                tracer=tracer,
+                profiler=profiler,
+            ),
+            None if args.no_http else http,
+            shutdown_timeout_s=args.shutdown_timeout,
+            build=lambda: build_parts(config, args.calibration_time, hosts),
+            reload=lambda: _reload(args, keys, tls),
+            step_timeout_s=args.step_timeout,
+            decision_log=args.decision_log,
+            find=lambda: find_model(config),
+            log_format=args.log_format,
+            hosts=hosts,
+        )
+    )
+    if code in (None, 0):
+        hosts.end()
+    sys.stdout.flush()
+    if code is None:  # stopped while the model was loading: that thread cannot be ended otherwise
+        os._exit(0)
+    if code == ENGINE_LOST:  # likewise a step that does not end
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _tracer(endpoint: str | None) -> "Tracer | None":
+    if endpoint is None:
+        return None
+    try:
+        from serve.traces import Tracer
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("opentelemetry"):
+            raise
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'apt-jax[otel]'") from None  # fmt: skip
+    return Tracer(endpoint)
+
+
+def _keys(args: argparse.Namespace) -> ApiKeys | None:
+    return None if args.api_key_file is None else ApiKeys.load(args.api_key_file)
+
+
+def _tls(args: argparse.Namespace) -> Tls | None:
+    if args.tls_cert is None and args.tls_key is None:
+        if args.tls_client_ca is not None:
+            raise ConfigError("--tls-client-ca needs a certificate of the server (--tls-cert)")
+        return None
+    if args.tls_cert is None or args.tls_key is None:
+        raise ConfigError("a certificate and its key go together (--tls-cert, --tls-key)")
+    return Tls(args.tls_cert, args.tls_key, args.tls_client_ca)
+
+
+def _reload(args: argparse.Namespace, keys: ApiKeys | None, tls: Tls | None) -> None:
+    """Read keys and certificate again; what cannot be used leaves the old ones in use."""
+    try:
+        if keys is not None:
+            keys.replace(ApiKeys.load(args.api_key_file))
+        if tls is not None:
+            tls.reload()
+    except ConfigError as error:
+        logger.error("not reloaded: %s", error)
+    else:
+        logger.info("keys and certificate reloaded")

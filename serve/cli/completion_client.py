@@ -1,0 +1,161 @@
+"""Completion of prompts by an engine in this process or by a server."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from apt_jax.async_engine import AsyncEngine
+from apt_jax.chat import Message
+from apt_jax.config import EngineConfig
+from apt_jax.errors import InvalidRequestError
+from apt_jax.llm import EngineParts, build_engine
+from serve.cli.options import access, engine_config
+from serve.cli.output import starting_bars
+from serve.client import AsyncAptClient
+from serve.grpc_api import messages
+from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """New text of a completion; the last piece has a `finish`."""
+
+    text: str
+    finish: pb.Finish | None = None
+
+
+class Completer(Protocol):
+    """Completes texts, and conversations if `has_chat`."""
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether there is a chat template, so that `stream` takes messages too."""
+        ...
+
+    def stream(self, prompt: str | Sequence[Message], *, slo_ttft_ms: float | None = None, slo_tbt_ms: float | None = None, **sampling: Any) -> AsyncGenerator[Piece]: ...  # fmt: skip
+
+    async def max_model_len(self) -> int: ...
+
+
+class LocalCompleter:
+    """Over an engine in this process."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    @property
+    def has_chat(self) -> bool:
+        return self._engine.parts.chat_template is not None
+
+    async def stream(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        slo_ttft_ms: float | None = None,
+        slo_tbt_ms: float | None = None,
+        **sampling: Any,
+    ) -> AsyncGenerator[Piece]:
+        parts, given = self._engine.parts, {"prompt": prompt}
+        if not isinstance(prompt, str):
+            given = {"prompt_token_ids": await asyncio.to_thread(parts.chat_prompt, prompt)}
+        request = parts.build_request(
+            **given, params=sampling, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms
+        )
+        stream = self._engine.submit(request)
+        num_tokens = 0
+        try:
+            async for delta in stream:
+                num_tokens += len(delta.token_ids)
+                message = messages.response(delta, 0, num_tokens)
+                yield Piece(text=delta.text, finish=message.finish if delta.finished else None)
+        finally:
+            stream.cancel()
+
+    async def max_model_len(self) -> int:
+        return self._engine.parts.limits.max_model_len
+
+
+class RemoteCompleter:
+    """Over a running server."""
+
+    def __init__(self, client: AsyncAptClient) -> None:
+        self._client = client
+
+    @property
+    def has_chat(self) -> bool:
+        return False  # the service accepts only text
+
+    async def stream(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        slo_ttft_ms: float | None = None,
+        slo_tbt_ms: float | None = None,
+        **sampling: Any,
+    ) -> AsyncGenerator[Piece]:
+        assert isinstance(prompt, str)
+        call = self._client.generate(
+            prompt, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling
+        )
+        try:
+            async with contextlib.aclosing(call):
+                async for message in call:
+                    finish = message.finish if message.HasField("finish") else None
+                    yield Piece(text=message.text, finish=finish)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                raise
+            field, _, message = (error.details() or "").partition(": ")
+            raise InvalidRequestError(field, message) from None
+
+    async def max_model_len(self) -> int:
+        return (await self._client.stats()).max_model_len
+
+
+@contextlib.asynccontextmanager
+async def open_completer(args: Any) -> AsyncIterator[Completer]:
+    """Open the completer for `--target`, or for the engine flags."""
+    if args.target is not None:
+        async with AsyncAptClient(args.target, **access(args)) as client:
+            yield RemoteCompleter(client)
+        return
+    quiet = getattr(args, "quiet", False)
+    engine = AsyncEngine(_build(engine_config(args), warm_up=not args.no_warm_up, quiet=quiet))
+    try:
+        yield LocalCompleter(engine)
+    finally:
+        await engine.shutdown()
+
+
+def _build(config: EngineConfig, *, warm_up: bool, quiet: bool) -> EngineParts:
+    """Build in this thread: the event loop has no other work yet, and Ctrl-C ends it."""
+    bars = starting_bars(quiet=quiet)
+    try:
+        return build_engine(config, warm_up=warm_up, calibrate=False, progress=bars)
+    finally:
+        bars.close()
+
+
+def verdict(finish: pb.Finish) -> str:
+    """Summarize a completion in one line."""
+    usage, timings, slo = finish.usage, finish.timings, finish.slo
+    parts = [
+        f"{usage.prompt_tokens} prompt and {usage.completion_tokens} output tokens",
+        f"ended by {pb.FinishReason.Name(finish.reason).removeprefix('FINISH_REASON_').lower()}",
+    ]
+    if timings.HasField("ttft_ms"):
+        parts.append(f"TTFT {timings.ttft_ms:.1f} ms")
+    if timings.HasField("p99_tbt_ms"):
+        parts.append(f"P99 TBT {timings.p99_tbt_ms:.1f} ms")
+    if slo.HasField("ttft_ms") or slo.HasField("tbt_ms"):
+        parts.append(f"objectives {'attained' if slo.attained else 'missed'}")
+    if finish.cache_kind:
+        kind = pb.CacheKind.Name(finish.cache_kind).removeprefix("CACHE_KIND_").lower()
+        parts.append(f"{kind} cache")
+    if finish.num_preemptions:
+        parts.append(f"preempted {finish.num_preemptions} times")
+    return ", ".join(parts)

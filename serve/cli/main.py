@@ -1,0 +1,99 @@
+"""`apt-jax COMMAND`: finds the command, reads its flags, runs it.
+
+A command is a module with `add_arguments(parser)` and `run(args) -> int`; only the one asked for is imported. Exit codes: 0
+done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+import importlib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import grpc
+
+from apt_jax import __version__
+from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, nearest
+from serve.cli.options import Parser
+from serve.errors import CommandError
+
+_COMMANDS = {
+    "serve": ("serve.cli.commands.serve", "serve a model over HTTP and gRPC"),
+    "launch": ("serve.cli.commands.launch", "serve a model by several replicas behind one address"),
+    "generate": ("serve.cli.commands.generate", "complete prompts"),
+    "chat": ("serve.cli.commands.chat", "talk with a model on the terminal"),
+    "demo": ("serve.demo.demo", "compare cache kinds and policies on this machine"),
+    "bench": ("serve.cli.commands.bench", "load a server and measure latencies, attainment and the rate that it sustains"),
+    "info": ("serve.cli.commands.info", "versions, devices, kernels, model and cache, or a server's numbers"),
+    "optimal": ("serve.cli.commands.optimal", "find the best possible schedule of a few requests"),
+    "simulate": ("serve.cli.commands.simulate", "what a policy would do to a workload on other hardware"),
+    "convert": ("serve.cli.commands.convert", "rewrite a model's files as Orbax or safetensors"),
+    "calibrate": ("serve.cli.commands.calibrate", "measure what steps cost on this machine"),
+}  # fmt: skip
+
+
+def _usage() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: apt-jax VERB [flags]",
+            "",
+            "LLM serving in JAX with a hybrid cache and adaptive scheduling.",
+            "",
+            "verbs:",
+            *lines,
+            "",
+            "`apt-jax VERB --help` lists the flags of a verb; `apt-jax --version` prints the version.",
+        ]
+    )
+
+
+def _fail(prog: str, message: str, code: int) -> int:
+    sys.stderr.write(f"{prog}: {' '.join(message.split())}\n")
+    return code
+
+
+def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
+    prog = f"apt-jax {command}"
+    parser = Parser(prog=prog, description=(module.__doc__ or "").strip().split("\n\n")[0])
+    module.add_arguments(parser)
+    args = parser.parse_args(argv)
+    args.command_line = shlex.join(["apt-jax", command, *argv])
+    try:
+        return int(module.run(args) or 0)
+    except (ConfigError, InvalidRequestError) as error:
+        return _fail(prog, str(error), 2)
+    except (AptJaxError, CommandError) as error:
+        return _fail(prog, str(error), 1)
+    except grpc.RpcError as error:
+        code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
+        details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else ""
+        usage = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+        name = code.name if code is not None else "RPC failed"
+        return _fail(prog, f"{name}: {details}", 2 if usage else 1)
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); nothing may be written any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `apt-jax` command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        (sys.stdout if argv else sys.stderr).write(_usage() + "\n")
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        sys.stdout.write(f"apt-jax {__version__}\n")
+        return 0
+    verb = argv[0]
+    if verb not in _COMMANDS:
+        kind = "flag" if verb.startswith("-") else "verb"
+        known = ["--help", "--version"] if kind == "flag" else list(_COMMANDS)
+        hint = nearest(verb, known) or f"; verbs: {', '.join(_COMMANDS)}"
+        return _fail("apt-jax", f"unknown {kind} {verb!r:.60}{hint}", 2)
+    return _run(verb, importlib.import_module(_COMMANDS[verb][0]), argv[1:])

@@ -1,0 +1,65 @@
+"""Output of commands: tables for people, JSON for programs."""
+
+import json
+import math
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from apt_jax.llm import ProgressBars
+from serve.errors import CommandError
+
+
+def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
+    """Print two columns: name and value."""
+    table = Table(
+        title=title, show_header=False, box=None, title_justify="left", title_style="bold"
+    )
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(str(value)))
+    Console(highlight=False, emoji=False).print(table)
+
+
+def starting_bars(*, quiet: bool = False) -> ProgressBars:
+    """Show on stderr the progress of an engine's start: a bar on terminals, else a line at start and end."""
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    return ProgressBars(disable=True if quiet else None, say=say)
+
+
+def rounded(value: Any, places: int = 6) -> Any:
+    """Round fractions to six places, values of names in ``_ms`` to three (microseconds), but keep six digits."""
+    match value:
+        case dict():
+            return {
+                k: rounded(v, 3 if str(k).endswith("_ms") else places) for k, v in value.items()
+            }
+        case list() | tuple():
+            return [rounded(item, places) for item in value]
+        case float() if value and math.isfinite(value):
+            return round(value, max(places, 5 - math.floor(math.log10(abs(value)))))
+    return value
+
+
+def write_json(path: str | None, values: Any) -> None:
+    """Write `values` to a file, to stdout for ``-``, nowhere for None; numbers rounded (`rounded`)."""
+    if path is None:
+        return
+    text = json.dumps(rounded(values), indent=1, default=str) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise CommandError(f"cannot write {path} ({error.strerror}) (--json)") from None

@@ -1,0 +1,379 @@
+"""The dashboard's data: a snapshot of the server each second while it has viewers, shared by all of them.
+
+1. The first `Viewer` starts the feed and the last one ends it. Without viewers nothing runs and nothing is recorded.
+2. Each second one function runs in the engine's thread, between two steps, for under a millisecond. It copies the current values of
+   `/metrics`, by the same code, the scheduler's decisions since the last snapshot, and the state of the last requests.
+3. It is encoded once for each tenant that watches: a tenant sees the ids of its own requests and no others.
+4. A viewer waits for the newest snapshot. A slow reader skips the older ones and delays no one.
+5. Snapshots hold the server's state (starting, serving, draining, stopped, engine ended); the last one ends the stream.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import functools
+import logging
+import uuid
+from typing import Any
+
+from prometheus_client.registry import Collector
+
+from apt_jax.async_engine import AsyncEngine
+from apt_jax.errors import QueueFullError
+from apt_jax.watch import SchedulerWatch, WatchNews
+from serve.compact_json import json_bytes
+from serve.observability.call_log import log_failure
+from serve.observability.prometheus import LABELS, ServerMetrics
+
+logger = logging.getLogger(__name__)
+
+MAX_VIEWERS = 16
+PERIOD_S = 1.0
+
+_READ_TIMEOUT_S = 5.0
+"""An engine that does not respond for this long is shown as stalled."""
+_HISTORY_S = 300.0
+_WATCH_CAPACITY = 1024
+_MOST_ROWS = 256
+_MOST_REQUESTS = 40
+_MOST_CHANGES = 40
+_RETRY_AFTER_S = 30.0
+
+_SHOWN = frozenset(
+    (
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:num_preemptions",
+        "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
+        "vllm:request_success", "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "aptjax:blocks",
+        "aptjax:slo_attained", "aptjax:slo_missed", "aptjax:cache_kind_switch", "aptjax:recomputed_tokens", "aptjax:requests_refused",
+    )
+)  # fmt: skip
+"""Metric families on the dashboard."""
+
+Numbers = dict[str, dict[str, float]]
+"""Values by metric name, then by the values of its own labels, joined by commas."""
+Rows = list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """Copied in the engine's thread."""
+
+    at_s: float
+    metrics: Collector
+    news: WatchNews
+    owners: dict[str, str | None]
+    """Tenants of the requests in `news`, as far as they are known."""
+    requests: dict[str | None, Rows]
+    """The last requests of each tenant that watches."""
+
+
+class _Snapshot:
+    """One moment, for all viewers.
+
+    Args:
+        common: visible to every tenant.
+        requests: by tenant.
+        batch, changes: rows with the `tenant` of their request, if it is known.
+        last: it ends the stream.
+    """
+
+    def __init__(
+        self,
+        common: dict[str, Any],
+        requests: dict[str | None, Rows],
+        batch: Rows,
+        changes: Rows,
+        *,
+        last: bool,
+    ) -> None:
+        self._common, self._requests = common, requests
+        self._batch, self._changes = batch, changes
+        self.last = last
+        self._events: dict[str | None, bytes] = {}
+
+    def event(self, tenant: str | None) -> bytes:
+        """Encode it for one tenant; None: there are no keys, and every viewer sees everything."""
+        if tenant not in self._events:
+            value = {
+                **self._common,
+                "batch": _seen_by(tenant, self._batch),
+                "changes": _seen_by(tenant, self._changes),
+                "requests": self._requests.get(tenant, []),
+            }
+            self._events[tenant] = _event("snapshot", value)
+        return self._events[tenant]
+
+
+class Viewer:
+    """An asynchronous iterator of server-sent events, for one reader; made by `DashboardFeed.join`.
+
+    The first event, `history`, holds past points; then come events `snapshot`, always the newest.
+    """
+
+    def __init__(self, feed: "DashboardFeed", tenant: str | None) -> None:
+        self.tenant = tenant
+        self._feed = feed
+        self._news = asyncio.Event()
+        self._begun = self._over = False
+
+    def __aiter__(self) -> "Viewer":
+        return self
+
+    async def __anext__(self) -> bytes:
+        if not self._begun:
+            self._begun = True
+            return _event("history", list(self._feed._history))
+        while not self._over:
+            await self._news.wait()
+            self._news.clear()
+            snapshot = self._feed._latest
+            if snapshot is not None and not self._over:
+                self._over = snapshot.last
+                return snapshot.event(self.tenant)
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Stop watching; may be called more than once."""
+        self._over = True
+        self._news.set()
+        self._feed._leave(self)
+
+
+class DashboardFeed:
+    """The snapshots of one server; for one event loop.
+
+    Args:
+        period_s: between two snapshots.
+        max_viewers: at a time.
+    """
+
+    def __init__(self, period_s: float = PERIOD_S, max_viewers: int = MAX_VIEWERS) -> None:
+        self._period_s, self._max_viewers = period_s, max_viewers
+        self._server = uuid.uuid4().hex
+        self._engine: AsyncEngine | None = None
+        self._metrics: ServerMetrics | None = None
+        self._draining = self._closed = False
+        self._viewers: set[Viewer] = set()
+        self._running: asyncio.Task[None] | None = None
+        self._latest: _Snapshot | None = None
+        self._iteration: dict[str, Any] | None = None
+        self._batch: Rows = []
+        self._changes: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MOST_CHANGES)
+        self._history: collections.deque[dict[str, float]] = collections.deque()
+
+    @property
+    def num_viewers(self) -> int:
+        return len(self._viewers)
+
+    def use(self, engine: AsyncEngine, metrics: ServerMetrics | None) -> None:
+        """Show a warm engine."""
+        self._engine, self._metrics = engine, metrics
+
+    def drain(self) -> None:
+        """Show that the server is about to stop."""
+        self._draining = True
+
+    def join(self, tenant: str | None) -> Viewer:
+        """Add a viewer; close it at the end.
+
+        Args:
+            tenant: owner of the viewer's API key; None: there are no keys.
+
+        Raises:
+            QueueFullError: there are too many viewers.
+        """
+        if len(self._viewers) >= self._max_viewers:
+            raise QueueFullError(f"{self._max_viewers} dashboards are open already", _RETRY_AFTER_S)
+        viewer = Viewer(self, tenant)
+        self._viewers.add(viewer)
+        if self._latest is not None:
+            viewer._news.set()
+        if self._running is None and not self._closed:
+            self._running = asyncio.create_task(self._run())
+        return viewer
+
+    async def close(self) -> None:
+        """Send the last snapshot to all viewers, later ones included."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._running is not None:
+            self._running.cancel()
+        self._iteration, self._batch = None, []
+        await self._refresh(None, last=True)
+
+    def _leave(self, viewer: Viewer) -> None:
+        self._viewers.discard(viewer)
+        if self._viewers or self._running is None or self._closed:
+            return
+        self._running.cancel()
+        self._running = self._latest = self._iteration = None
+        self._batch = []
+        self._changes.clear()
+
+    async def _run(self) -> None:
+        watch: SchedulerWatch | None = None
+        try:
+            while True:
+                if watch is None and self._engine is not None:
+                    watch = self._engine.watch(_WATCH_CAPACITY)
+                await self._refresh(watch)
+                await asyncio.sleep(self._period_s)
+        finally:
+            if watch is not None:
+                watch.close()
+
+    async def _refresh(self, watch: SchedulerWatch | None, *, last: bool = False) -> None:
+        try:
+            snapshot = await self._snapshot(watch, last=last)
+        except Exception as error:  # it must disturb neither calls nor shutdown
+            log_failure(logger, "a snapshot for the dashboard", error)
+            snapshot = _Snapshot(self._common(self._state()), {}, [], [], last=last)
+        self._latest = snapshot
+        for viewer in self._viewers:
+            viewer._news.set()
+
+    async def _snapshot(self, watch: SchedulerWatch | None, *, last: bool = False) -> _Snapshot:
+        engine, metrics, state = self._engine, self._metrics, self._state()
+        reading: _Reading | None = None
+        if engine is not None and metrics is not None and state != "ended":
+            tenants = {viewer.tenant for viewer in self._viewers}
+            read = functools.partial(_read, engine, metrics, watch, tenants)
+            try:
+                async with asyncio.timeout(_READ_TIMEOUT_S):
+                    reading = await asyncio.wrap_future(engine.call(read))
+            except TimeoutError:
+                state = "stalled"
+        common = self._common(state)
+        if engine is None or reading is None:
+            return _Snapshot(common, {}, [], [], last=last)
+        self._note(reading)
+        numbers = _numbers(reading.metrics)
+        point = _point(reading.at_s, numbers)
+        self._history.append(point)
+        while self._history[0]["at_s"] < reading.at_s - _HISTORY_S:
+            self._history.popleft()
+        common |= {
+            "model": engine.parts.model_name,
+            "at_s": reading.at_s,
+            "metrics": numbers,
+            "point": point,
+            "iteration": self._iteration,
+        }
+        return _Snapshot(common, reading.requests, self._batch, list(self._changes), last=last)
+
+    def _common(self, state: str) -> dict[str, Any]:
+        return {"server": self._server, "state": state}
+
+    def _state(self) -> str:
+        engine = self._engine
+        if engine is not None and engine.dead_reason is not None:
+            return "ended"
+        if self._closed:
+            return "stopped"
+        if self._draining or (engine is not None and not engine.is_serving):
+            return "draining"
+        return "starting" if engine is None else "serving"
+
+    def _note(self, reading: _Reading) -> None:
+        """Keep the last iteration, and the last preemptions and cache-kind switches."""
+        owners = reading.owners
+        for iteration in reading.news.iterations:
+            at = {"iteration": iteration.number, "at_s": iteration.at_s}
+            for row in iteration.preempted:
+                what = {"event": "preempted", "kind": row.kind, "tokens": row.num_tokens}
+                self._changes.appendleft(_owned(row.request_id, owners) | at | what)
+            for switch in iteration.switched:
+                what = {"event": "switched", "old": switch.old, "new": switch.new}
+                self._changes.appendleft(_owned(switch.request_id, owners) | at | what)
+        if not reading.news.iterations:
+            return
+        iteration = reading.news.iterations[-1]
+        self._iteration = {
+            "number": iteration.number,
+            "at_s": iteration.at_s,
+            "type": iteration.type,
+            "step_ms": None if iteration.step_s is None else round(1e3 * iteration.step_s, 3),
+            "schedule_ms": round(1e3 * iteration.schedule_s, 3),
+            "rows": len(iteration.scheduled),
+        }
+        self._batch = [
+            _owned(row.request_id, owners)
+            | {
+                "kind": row.kind,
+                "phase": "decode" if row.decodes else "prefill",
+                "tokens": row.num_tokens,
+                "cached": row.start,
+            }
+            for row in iteration.scheduled[:_MOST_ROWS]
+        ]
+
+
+def _read(
+    engine: AsyncEngine,
+    metrics: ServerMetrics,
+    watch: SchedulerWatch | None,
+    tenants: set[str | None],
+) -> _Reading:
+    """Copy the state; called in the engine's thread."""
+    news = WatchNews(num_dropped=0, iterations=[]) if watch is None else watch.take()
+    log, owners, requests = engine.decision_log, {}, {}
+    if log is not None:
+        ids = {row.request_id for i in news.iterations for row in (*i.preempted, *i.switched)}
+        ids.update(row.request_id for i in news.iterations[-1:] for row in i.scheduled)
+        found = {request_id: log.of(request_id) for request_id in ids}
+        owners = {request_id: one.tenant for request_id, one in found.items() if one is not None}
+        requests = {
+            tenant: [one.summary() for one in last]
+            for tenant, last in log.last(tenants, _MOST_REQUESTS).items()
+        }
+    return _Reading(
+        at_s=engine.parts.clock.now_s(),
+        metrics=metrics.read(),
+        news=news,
+        owners=owners,
+        requests=requests,
+    )
+
+
+def _numbers(metrics: Collector) -> Numbers:
+    """The metrics on the dashboard, as `/metrics` has them."""
+    numbers: Numbers = {}
+    for family in metrics.collect():
+        if family.name in _SHOWN:
+            for sample in family.samples:
+                own = [value for name, value in sample.labels.items() if name not in LABELS]
+                numbers.setdefault(sample.name, {})[",".join(own)] = sample.value
+    return numbers
+
+
+def _point(at_s: float, numbers: Numbers) -> dict[str, float]:
+    """One point of the page's time series."""
+    blocks = numbers["aptjax:blocks"]
+    return {
+        "at_s": round(at_s, 3),
+        **{kind: blocks.get(kind, 0) for kind in ("kv", "hidden", "cached", "free")},
+        "running": numbers["vllm:num_requests_running"][""],
+        "waiting": numbers["vllm:num_requests_waiting"][""],
+        "prompt_tokens": numbers["vllm:prompt_tokens_total"][""],
+        "generation_tokens": numbers["vllm:generation_tokens_total"][""],
+    }
+
+
+def _owned(request_id: str, owners: dict[str, str | None]) -> dict[str, Any]:
+    row: dict[str, Any] = {"request_id": request_id}
+    return row | {"tenant": owners[request_id]} if request_id in owners else row
+
+
+def _seen_by(tenant: str | None, rows: Rows) -> Rows:
+    """Rows without the ids of requests of other or unknown tenants."""
+    seen = []
+    for row in rows:
+        mine = tenant is None or row.get("tenant", None) == tenant
+        shown = {name: value for name, value in row.items() if name != "tenant"}
+        seen.append(shown if mine else shown | {"request_id": None})
+    return seen
+
+
+def _event(name: str, value: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + json_bytes(value) + b"\n\n"

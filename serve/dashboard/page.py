@@ -1,0 +1,33 @@
+"""The dashboard's static page: no data, no build step, nothing from other servers."""
+
+import functools
+from pathlib import Path
+
+from starlette.responses import Response
+
+FILES = {
+    "/dashboard": ("index.html", "text/html"),
+    "/dashboard/style.css": ("style.css", "text/css"),
+    "/dashboard/dashboard.js": ("dashboard.js", "text/javascript"),
+    "/dashboard/charts.js": ("charts.js", "text/javascript"),
+    "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+"""File and media type by path."""
+
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def file(path: str) -> Response:
+    """Serve one of `FILES`."""
+    name, media_type = FILES[path]
+    return Response(_read(name), headers=_HEADERS, media_type=media_type)
+
+
+@functools.cache
+def _read(name: str) -> bytes:
+    return Path(__file__).with_name(name).read_bytes()

@@ -1,0 +1,217 @@
+"""The life of a Generate call, the same for every protocol.
+
+1. `CallService.engine` rejects the call while the server starts or drains.
+2. The `Transport` reads the request and builds the engine's requests, in a thread if that may take long (`CallService.build`).
+3. `run_generate` submits them to the engine, which alone decides what runs.
+4. The transport writes the output until every request has finished. A client that disconnects cancels them at once, whether
+   it streams or not.
+5. However the call ends, its `CallRecord` becomes a line of the log and, if tracing is on, a trace.
+"""
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+from apt_jax.async_engine import AsyncEngine, EngineClosedError, StreamGroup
+from apt_jax.llm import EngineParts, OutputDelta
+from apt_jax.request import EngineRequest
+from serve.errors import RequestFailedError, UnknownModelError
+from serve.observability.call_log import CallLog
+from serve.observability.call_record import CallRecord
+
+if TYPE_CHECKING:  # it needs the extra `otel`
+    from serve.observability.tracing import Tracer
+
+LONG_PROMPT_CHARS = 4096
+"""Longer prompts are tokenized in a thread, so that the event loop stays responsive."""
+_BUILD_THREADS = 4
+_GRAMMAR_THREADS = 4
+"""Threads of their own for requests with structured outputs: compiling a new grammar may take seconds."""
+
+T = TypeVar("T")
+
+
+class EngineCall(NamedTuple):
+    """What one call asks of the engine."""
+
+    call_id: str
+    requests: Sequence[EngineRequest]
+    deadline_s: float | None
+    """On the engine's clock."""
+
+
+class Transport(Protocol):
+    """One Generate call as its protocol carries it."""
+
+    record: CallRecord
+
+    async def read(self, engine: AsyncEngine) -> EngineCall:
+        """Read the call and build its requests.
+
+        Raises:
+            Exception: the call is invalid, or its client has disconnected.
+        """
+        ...
+
+    def on_disconnect(self, cancel: Callable[[], None]) -> None:
+        """Call `cancel` when the client disconnects."""
+        ...
+
+    async def write(self, index: int, delta: OutputDelta, group: StreamGroup) -> None:
+        """Send, or collect, new output of request `index`."""
+        ...
+
+    async def finish(self) -> None:
+        """Send what follows the output of all requests."""
+        ...
+
+    def disconnect_reason(self, error: Exception) -> str | None:
+        """The log's reason if `error` ended a call whose client has disconnected, else None."""
+        ...
+
+    async def fail(self, error: Exception) -> None:
+        """Send an error in the protocol's form and note it in the record."""
+        ...
+
+    def close(self) -> None:
+        """Release what the call holds."""
+        ...
+
+
+class CallService:
+    """The engine behind one protocol's endpoints, and what their calls share; one event loop.
+
+    Args:
+        name: of the protocol, for threads.
+        logger: of the protocol.
+        tracer: None: no traces.
+    """
+
+    def __init__(self, name: str, logger: logging.Logger, tracer: "Tracer | None") -> None:
+        self.log = CallLog(logger)
+        """A line for each call that has ended."""
+        self.num_open = 0
+        """Number of in-flight Generate calls."""
+        self.attached: AsyncEngine | None = None
+        """The engine, even while draining; None: the model is still loading."""
+        self._tracer = tracer
+        self._draining = False
+        self._serving_since_s = 0.0
+        self._build_pool = _pool(_BUILD_THREADS, f"apt-jax-{name}")
+        self._grammar_pool = _pool(_GRAMMAR_THREADS, f"apt-jax-{name}-grammars")
+
+    def attach_engine(self, engine: AsyncEngine) -> None:
+        """Serve with this warm engine from now on."""
+        self.attached, self._serving_since_s = engine, time.monotonic()
+
+    def drain(self) -> None:
+        """Reject new calls."""
+        self._draining = True
+
+    def close(self) -> None:
+        for pool in (self._build_pool, self._grammar_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.log.close()
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the engine was attached."""
+        return 0.0 if self.attached is None else time.monotonic() - self._serving_since_s
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new calls are accepted."""
+        return self.attached is not None and self.attached.is_serving and not self._draining
+
+    def engine(self, *, even_draining: bool = False) -> AsyncEngine:
+        """The engine.
+
+        Raises:
+            EngineClosedError: there is none yet, or the server is shutting down.
+        """
+        if self._draining and not even_draining:
+            raise EngineClosedError("the server is shutting down")
+        if self.attached is None:
+            raise EngineClosedError("the server is starting: the model is not ready yet")
+        return self.attached
+
+    async def build(self, function: Callable[[], T], *, slow: bool, compiles: bool = False) -> T:
+        """Call `function` here if it is fast, else in a thread.
+
+        Args:
+            slow: it tokenizes or parses much, or waits for another process.
+            compiles: it compiles a grammar.
+        """
+        if not slow and not compiles:
+            return function()
+        pool = self._grammar_pool if compiles else self._build_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
+
+    def end(self, record: CallRecord, engine: AsyncEngine | None, group: StreamGroup | None) -> None:
+        """Log and trace a call that has ended."""
+        record.close(engine, group)
+        self.log.write(record)
+        if self._tracer is not None:
+            self._tracer.send(record)
+
+
+async def run_generate(transport: Transport, service: CallService) -> None:
+    """Serve a Generate call to its end."""
+    record, engine, group = transport.record, None, None
+    service.num_open += 1
+    try:
+        engine = service.engine()
+        call = await transport.read(engine)
+        record.request_id = call.call_id
+        group = engine.submit_all(call.requests, deadline_s=call.deadline_s)
+        transport.on_disconnect(group.cancel)
+        reasons: set[str] = set()
+        try:
+            async for index, delta in group:
+                record.num_output_tokens += len(delta.token_ids)
+                if delta.finish_reason == "error":
+                    raise RequestFailedError(_client_text(delta.error))
+                if delta.finish_reason is not None:
+                    reasons.add(delta.finish_reason)
+                await transport.write(index, delta, group)
+            await transport.finish()
+        finally:
+            group.cancel()
+        record.succeeded(", ".join(sorted(reasons)))
+    except asyncio.CancelledError:
+        record.cancelled("cancelled")
+        raise
+    except Exception as error:
+        reason = transport.disconnect_reason(error)
+        if reason is not None:
+            record.cancelled(reason)
+        else:
+            await transport.fail(error)
+    finally:
+        transport.close()
+        service.num_open -= 1
+        service.end(record, engine, group)
+
+
+def require_served_model(parts: EngineParts, name: str) -> None:
+    """Check that a call names the model of this server.
+
+    Raises:
+        UnknownModelError: it names another one.
+    """
+    if name not in (parts.model_name, parts.config.model):
+        raise UnknownModelError(f"model {name[:80]!r} is not served here; this server has {parts.model_name!r}")
+
+
+def _client_text(error: str | None) -> str:
+    """The engine's error text if it is written for clients, which its prefix tells; others may hold anything."""
+    if error is not None and error.startswith(("numeric:", "grammar:")):
+        return error
+    return "the request failed"
+
+
+def _pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=name)

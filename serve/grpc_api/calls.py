@@ -1,0 +1,269 @@
+"""The Generate calls of the gRPC services of one port.
+
+A `GenerateCodec` knows the messages of one service; `GrpcCalls` carries each call by `serve.generate_call.run_generate`:
+
+* A client that does not read for too long loses its requests.
+* A done-callback of the RPC cancels its requests: a disconnect during a write is not a CancelledError in grpc.aio.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from apt_jax.async_engine import AsyncEngine, StreamGroup
+from apt_jax.errors import DuplicateRequestError, InvalidRequestError, UnknownRequestError
+from apt_jax.llm import EngineParts, OutputDelta
+from apt_jax.request import EngineRequest
+from serve.errors import SlowReaderError
+from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall, run_generate
+from serve.grpc_api.errors import Status, to_grpc_status
+from serve.observability.call_log import log_failure
+from serve.observability.call_record import CallRecord
+from serve.security.api_keys import ApiKeys
+
+if TYPE_CHECKING:  # it needs the extra `otel`
+    from serve.observability.tracing import Tracer
+
+logger = logging.getLogger(__name__)
+
+_DISCONNECT_GRACE_S = 1.0
+_INTERNAL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+
+T = TypeVar("T")
+
+
+class GenerateCodec(Protocol):
+    """The messages of one Generate call, which are those of its service."""
+
+    def fields(self, parts: EngineParts) -> dict[str, Any]:
+        """Arguments for `EngineParts.build_requests`.
+
+        Raises:
+            InvalidRequestError, UnknownModelError: the message cannot be decoded, or names another model.
+        """
+        ...
+
+    def deadline_s(self) -> float | None:
+        """The request's own time limit, seconds; None: it has none. Raises InvalidRequestError."""
+        ...
+
+    def messages(self, index: int, delta: OutputDelta) -> Iterable[Message]:
+        """Encode new output of request `index`."""
+        ...
+
+
+class _ClientDisconnectedError(Exception):
+    """A write failed."""
+
+
+def decoder(message_type: Any) -> Callable[[bytes], Any]:
+    """Make a decoder that returns None for invalid bytes, so that the handler can reject them with the right status."""
+
+    def decode(data: bytes) -> Any:
+        try:
+            return message_type.FromString(data)
+        except DecodeError:
+            return None
+
+    return decode
+
+
+def metadata_of(context: grpc.aio.ServicerContext) -> list[tuple[str, str | bytes]]:
+    """The metadata of an RPC."""
+    return [(key, value) for key, value in context.invocation_metadata() or ()]
+
+
+def require_decoded(request: T | None) -> T:
+    """Check that a message was decoded.
+
+    Raises:
+        InvalidRequestError: it was not.
+    """
+    if request is None:
+        raise InvalidRequestError("request", "the message cannot be read; text must be valid UTF-8")
+    return request
+
+
+class GrpcCalls:
+    """The in-flight Generate calls of a port; one event loop.
+
+    Args:
+        write_stall_s: a client that has not read for this long loses its requests.
+        keys: tell the tenant of a call; None: there are no tenants.
+        tracer: None: no traces.
+    """
+
+    def __init__(
+        self,
+        write_stall_s: float,
+        keys: ApiKeys | None = None,
+        tracer: "Tracer | None" = None,
+    ) -> None:
+        self.service = CallService("grpc", logger, tracer)
+        self.write_stall_s = write_stall_s
+        self.last_arrival_s: float | None = None
+        """Arrival of the last Generate call, seconds since the epoch."""
+        self._keys = keys
+        self._live: dict[str, tuple[EngineRequest, ...]] = {}
+        """Requests that may not have ended, by the id of their call."""
+
+    async def generate(self, codec: GenerateCodec, context: grpc.aio.ServicerContext, service: str) -> None:
+        """Serve a Generate call of `service` to its end."""
+        metadata = dict(metadata_of(context))
+        record = CallRecord(protocol="grpc", method=f"{service}/Generate")
+        record.set_trace_parent(metadata)
+        if self._keys is not None:
+            record.tenant = self._keys.tenant_of(metadata.get("authorization"))
+        self.last_arrival_s = time.time()
+        await run_generate(_GrpcCall(self, codec, context, record), self.service)
+
+    def register(self, call_id: str, requests: tuple[EngineRequest, ...]) -> None:
+        """Note live requests for `abort`.
+
+        Raises:
+            DuplicateRequestError: a live call has this id.
+        """
+        if call_id in self._live:
+            raise DuplicateRequestError(call_id)
+        self._live[call_id] = requests
+
+    def release(self, call_id: str, requests: tuple[EngineRequest, ...]) -> None:
+        """Free the id, unless another call has it by now."""
+        if self._live.get(call_id) is requests:
+            del self._live[call_id]
+
+    def abort(self, call_ids: Iterable[str]) -> None:
+        """Abort the requests of these calls; their streams end with the finish reason "abort".
+
+        Raises:
+            UnknownRequestError: some of them are not live; the others are aborted all the same.
+        """
+        unknown = None
+        for call_id in call_ids:
+            requests = self._live.get(call_id)
+            if requests is None:
+                unknown = call_id if unknown is None else unknown
+            elif self.service.attached is not None:
+                for request in requests:
+                    self.service.attached.abort(request.request_id)
+        if unknown is not None:
+            raise UnknownRequestError(unknown[:80])
+
+    async def reject(self, context: grpc.aio.ServicerContext, error: Exception, method: str) -> NoReturn:
+        """End an RPC other than Generate with the status of an error."""
+        status = to_grpc_status(error, method)
+        if status.code is grpc.StatusCode.INTERNAL:
+            log_failure(logger, method, error)
+        await _end(context, status)
+
+
+class _GrpcCall:
+    """One Generate call, a `serve.generate_call.Transport`."""
+
+    def __init__(
+        self,
+        calls: GrpcCalls,
+        codec: GenerateCodec,
+        context: grpc.aio.ServicerContext,
+        record: CallRecord,
+    ) -> None:
+        self.record = record
+        self._calls, self._codec, self._context = calls, codec, context
+        self._requests: tuple[EngineRequest, ...] = ()
+
+    async def read(self, engine: AsyncEngine) -> EngineCall:
+        deadline_s = self._deadline_s(engine)
+        requests = await self._build(engine.parts)
+        call_id = self.record.request_id = requests[0].request_id
+        self._calls.register(call_id, requests)
+        self._requests = requests
+        return EngineCall(call_id, requests, deadline_s)
+
+    def on_disconnect(self, cancel: Callable[[], None]) -> None:
+        self._context.add_done_callback(lambda _: cancel())  # type: ignore[arg-type]  # the stubs want a class
+
+    async def write(self, index: int, delta: OutputDelta, group: StreamGroup) -> None:
+        if group.ended:  # before the client knows: it may use the id again
+            self.close()
+        for message in self._codec.messages(index, delta):
+            await self._send(message, group)
+
+    async def finish(self) -> None:
+        pass
+
+    def disconnect_reason(self, error: Exception) -> str | None:
+        gone = isinstance(error, _ClientDisconnectedError) or self._context.done()
+        return "cancelled" if gone else None
+
+    async def fail(self, error: Exception) -> None:
+        self.close()  # before the client knows, likewise
+        status = to_grpc_status(error, self.record.request_id)
+        internal = status.code in _INTERNAL
+        self.record.failed(error, status.code.name.lower(), internal=internal)
+        await _end(self._context, status)
+
+    def close(self) -> None:
+        self._calls.release(self.record.request_id, self._requests)
+
+    def _deadline_s(self, engine: AsyncEngine) -> float | None:
+        """The earlier of the RPC's deadline and the request's own, on the engine's clock."""
+        now_s = engine.parts.clock.now_s()
+        limits = [self._context.time_remaining(), self._codec.deadline_s()]
+        known = [s for s in limits if s is not None]
+        if not known:
+            return None
+        if min(known) <= 0.0:
+            raise TimeoutError
+        return now_s + min(known)
+
+    async def _build(self, parts: EngineParts) -> tuple[EngineRequest, ...]:
+        fields = self._codec.fields(parts)
+        fields["tenant"] = self.record.tenant
+        fields["arrival_s"] = parts.clock.now_s()
+        requests = await self._calls.service.build(
+            functools.partial(parts.build_requests, **fields),
+            slow=len(fields.get("prompt") or "") > LONG_PROMPT_CHARS,
+            compiles=fields["params"].get("structured_outputs") is not None,
+        )
+        return tuple(requests)
+
+    async def _send(self, message: Message, group: StreamGroup) -> None:
+        """Write one message. A client that does not read for too long loses its requests, and with them the cache blocks.
+
+        A write that has started cannot be taken back in gRPC, and no status can be sent before it has ended. So the status
+        waits until the client reads again or disconnects; what waits is one message, and the place among the RPCs.
+        """
+        stall_s = self._calls.write_stall_s
+        slow = False
+
+        def cancel() -> None:
+            nonlocal slow
+            slow = not group.ended  # finished output is delivered whole, however slowly
+            group.cancel()
+
+        timer = asyncio.get_running_loop().call_later(stall_s, cancel)
+        try:
+            await self._context.write(message)
+        except Exception as error:  # gRPC's type for it is not public
+            group.cancel()
+            self.close()
+            # gRPC notices the disconnect, or the deadline, after the failed write, and then cancels this task. If the
+            # handler returned earlier, gRPC would try to send a status and log that it cannot.
+            await asyncio.sleep(_DISCONNECT_GRACE_S)
+            raise _ClientDisconnectedError from error
+        finally:
+            timer.cancel()
+        if slow:
+            raise SlowReaderError(f"the client did not read for {stall_s:.0f} s; read faster or ask for less")
+
+
+async def _end(context: grpc.aio.ServicerContext, status: Status) -> NoReturn:
+    # Before the first message this goes out as trailers only: the client may then retry elsewhere.
+    await context.abort(status.code, status.message, status.trailers)
+    raise AssertionError("not reached: abort raises")

@@ -1,0 +1,86 @@
+"""The only mapping from errors to gRPC statuses; `serve.http_api.errors` is its twin for HTTP.
+
+Clients see the texts of our own errors, which are written for them, and never that of any other exception.
+`grpc-retry-pushback-ms` tells clients and proxies when to retry; -1 says not to (gRPC proposal A6).
+"""
+
+import asyncio
+import dataclasses
+import math
+
+import grpc
+
+from apt_jax.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    UnknownRequestError,
+)
+from serve.errors import (
+    NoTokenizerError,
+    ProfilerStateError,
+    RequestFailedError,
+    SlowReaderError,
+    UnknownModelError,
+)
+
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+RETRY_AFTER_KEY = "retry-after"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """Final status of an RPC."""
+
+    code: grpc.StatusCode
+    message: str
+    trailers: tuple[tuple[str, str], ...] = ()
+
+
+def to_grpc_status(error: BaseException, request_id: str) -> Status:
+    """Map an error to the status of its RPC.
+
+    Args:
+        error: what ended the RPC.
+        request_id: shown to the client if the error's text may not be.
+    """
+    match error:
+        case DuplicateRequestError():
+            return _final(grpc.StatusCode.ALREADY_EXISTS, str(error))
+        case InvalidRequestError():
+            return _final(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        case UnknownModelError():
+            return _final(grpc.StatusCode.NOT_FOUND, str(error))
+        case UnknownRequestError():
+            return _final(grpc.StatusCode.NOT_FOUND, str(error))
+        case NoTokenizerError() | ProfilerStateError():
+            return _final(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        case QueueFullError():
+            return _retry(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), error.retry_after_s)
+        case SlowReaderError():
+            return _final(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        case EngineDeadError():
+            return _retry(grpc.StatusCode.UNAVAILABLE, str(error), 1.0)
+        case TimeoutError():
+            return _final(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+        case asyncio.CancelledError():
+            return Status(code=grpc.StatusCode.CANCELLED, message="cancelled")
+        case RequestFailedError():
+            return _final(grpc.StatusCode.INTERNAL, f"{error} (request {request_id})")
+    return _final(grpc.StatusCode.INTERNAL, f"internal error (request {request_id})")
+
+
+def _final(code: grpc.StatusCode, message: str) -> Status:
+    return Status(code=code, message=message, trailers=((PUSHBACK_KEY, "-1"),))
+
+
+def _retry(code: grpc.StatusCode, message: str, after_s: float) -> Status:
+    return Status(
+        code=code,
+        message=message,
+        trailers=(
+            (PUSHBACK_KEY, str(math.ceil(after_s * 1e3))),
+            (RETRY_AFTER_KEY, str(math.ceil(after_s))),
+        ),
+    )

@@ -1,0 +1,56 @@
+"""API key authentication of gRPC calls."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from serve.observability.call_log import CallLog
+from serve.observability.call_record import CallRecord
+from serve.security.api_keys import ApiKeys
+
+_OPEN_METHODS = frozenset(("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"))
+_REJECTED = "no valid API key; send 'authorization: Bearer KEY'"
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Rejects calls without a valid key, other than those of the health service.
+
+    Args:
+        keys: the accepted ones.
+        log: of the rejected calls.
+    """
+
+    def __init__(self, keys: ApiKeys, log: CallLog) -> None:
+        self._keys, self._log = keys, log
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """See `grpc.aio.ServerInterceptor`."""
+        handler = await continuation(handler_call_details)
+        if handler_call_details.method in _OPEN_METHODS:
+            return handler
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        if self._keys.accepts(metadata.get("authorization")):
+            return handler
+        if handler is None:
+            return grpc.unary_unary_rpc_method_handler(self._rejecting("any"))
+        make: Any = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        return make(self._rejecting(handler_call_details.method.removeprefix("/")))
+
+    def _rejecting(self, method: str) -> Any:
+        async def reject(request: Any, context: grpc.aio.ServicerContext) -> None:
+            record = CallRecord(protocol="grpc", method=method, reason="unauthenticated", outcome="rejected")  # fmt: skip
+            record.close(None, None)
+            self._log.write(record)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, _REJECTED, (("grpc-retry-pushback-ms", "-1"),))
+
+        return reject

@@ -1,0 +1,275 @@
+"""Conversions between protobuf messages and the types of `apt_jax`. `apt_jax.validation` makes all checks."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from apt_jax.engine import EngineStats
+from apt_jax.errors import InvalidRequestError
+from apt_jax.llm import OutputDelta
+from apt_jax.metrics import RequestRecord
+from apt_jax.request import Logprob, RequestMetrics
+from apt_jax.watch import Iteration, WatchNews
+from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+_SAMPLING_SCALARS = tuple(
+    field.name
+    for field in pb.SamplingParams.DESCRIPTOR.fields
+    if not field.is_repeated and field.message_type is None
+)
+_FINISH_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "abort": pb.FINISH_REASON_ABORT,
+}
+_CACHE_KINDS = {"kv": pb.CACHE_KIND_KV, "hidden": pb.CACHE_KIND_HIDDEN}
+
+
+def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str, Any]:
+    """Arguments for `EngineParts.build_request`.
+
+    Raises:
+        InvalidRequestError: metadata that is no number, or an unknown class.
+    """
+    fields: dict[str, Any] = {"params": _sampling_fields(request.sampling)}
+    if request.request_id:
+        fields["request_id"] = request.request_id
+    match request.WhichOneof("prompt"):
+        case "text":
+            fields["prompt"] = request.text
+        case "token_ids":
+            fields["prompt_token_ids"] = list(request.token_ids.ids)
+    fields |= slo_fields(metadata, request.slo, request.slo_class)
+    return fields
+
+
+def slo_fields(
+    metadata: Metadata, slo: pb.Slo | None = None, slo_class: int = pb.SLO_CLASS_UNSPECIFIED
+) -> dict[str, Any]:
+    """SLOs and class of a request: those of its message, else those of its metadata.
+
+    Raises:
+        InvalidRequestError: metadata that is no number, or an unknown class.
+    """
+    slo = pb.Slo() if slo is None else slo
+    headers = {key: value for key, value in reversed(metadata)}
+    return {
+        "slo_ttft_ms": slo.ttft_ms if slo.HasField("ttft_ms") else milliseconds(headers, TTFT_KEYS),
+        "slo_tbt_ms": slo.tbt_ms if slo.HasField("tbt_ms") else milliseconds(headers, TBT_KEYS),
+        "slo_class": _slo_class(slo_class, headers),
+    }
+
+
+def _sampling_fields(params: pb.SamplingParams) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        name: getattr(params, name) for name in _SAMPLING_SCALARS if params.HasField(name)
+    }
+    if params.logit_bias:
+        fields["logit_bias"] = dict(params.logit_bias)
+    if params.stop:
+        fields["stop"] = list(params.stop)
+    if params.stop_token_ids:
+        fields["stop_token_ids"] = list(params.stop_token_ids)
+    if params.HasField("structured_outputs"):
+        fields["structured_outputs"] = _structured_output_fields(params.structured_outputs)
+    return fields
+
+
+def _structured_output_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
+    fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    form = message.WhichOneof("form")
+    if form is not None:  # also one that is empty or false
+        fields[form] = getattr(message, form)
+    if form == "choice":
+        fields["choice"] = list(message.choice.texts)
+    return fields
+
+
+def structured_outputs(fields: Mapping[str, Any]) -> pb.StructuredOutputs:
+    """A message from the fields of `StructuredOutputsParams`, for clients.
+
+    Raises:
+        ValueError, TypeError: a field or value that the message cannot hold.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    forms = [
+        f.name
+        for f in pb.StructuredOutputs.DESCRIPTOR.oneofs_by_name["form"].fields
+        if f.name in given
+    ]
+    if len(forms) > 1 and given.get("json_object") is False:
+        forms.remove("json_object")
+        del given["json_object"]
+    if len(forms) > 1:
+        raise ValueError(f"{' and '.join(forms)} given; the message has room for one")
+    if not isinstance(given.get("json", ""), str):
+        given["json"] = json.dumps(given["json"])
+    if "choice" in given:
+        given["choice"] = pb.Choices(texts=given["choice"])
+    return pb.StructuredOutputs(**given)
+
+
+def _slo_class(value: int, headers: Mapping[str, str | bytes]) -> str | None:
+    if value == pb.SLO_CLASS_RT:
+        return "rt"
+    if value == pb.SLO_CLASS_BE:
+        return "be"
+    if value != pb.SLO_CLASS_UNSPECIFIED:
+        raise InvalidRequestError(
+            "slo_class", f"{value} must be SLO_CLASS_RT (1) or SLO_CLASS_BE (2)"
+        )
+    return class_of_tier(headers.get(TIER_KEY))
+
+
+def response(delta: OutputDelta, sequence: int, num_tokens: int) -> pb.GenerateResponse:
+    """Encode new output; `num_tokens` counts the output so far."""
+    message = pb.GenerateResponse(
+        request_id=delta.request.request_id,
+        sequence=sequence,
+        text=delta.text,
+        token_ids=delta.token_ids,
+    )
+    for token_id, entries in zip(delta.token_ids, delta.logprobs or (), strict=False):
+        message.logprobs.append(_token_logprobs(token_id, entries))
+    if delta.finished:
+        message.finish.CopyFrom(_finish(delta, num_tokens))
+    return message
+
+
+def _logprob(token_id: int, entry: Logprob) -> pb.Logprob:
+    return pb.Logprob(
+        token_id=token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        token_text=entry.decoded_token or "",
+    )
+
+
+def _token_logprobs(token_id: int, entries: Mapping[int, Logprob]) -> pb.TokenLogprobs:
+    ranked = sorted(
+        ((e.rank, t, e) for t, e in entries.items() if e.rank is not None), key=lambda x: x[:2]
+    )
+    return pb.TokenLogprobs(
+        sampled=_logprob(token_id, entries[token_id]),
+        top=[_logprob(t, e) for _, t, e in ranked],
+    )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None or not math.isfinite(seconds) else seconds * 1e3
+
+
+def _finish(delta: OutputDelta, num_tokens: int) -> pb.Finish:
+    metrics = delta.metrics
+    finish = pb.Finish(
+        reason=_FINISH_REASONS.get(delta.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
+        usage=pb.Usage(
+            prompt_tokens=int(delta.request.prompt_token_ids.size),
+            completion_tokens=num_tokens,
+            cached_prompt_tokens=metrics.num_cached_tokens,
+        ),
+        timings=timings(metrics),
+        slo=_slo_result(metrics, ok=delta.finish_reason in ("stop", "length")),
+        cache_kind=_CACHE_KINDS.get(metrics.cache_kind or "", pb.CACHE_KIND_UNSPECIFIED),
+        num_preemptions=metrics.num_preemptions,
+        num_kind_switches=metrics.num_kind_switches,
+        recomputed_tokens=metrics.recomputed_tokens,
+        num_conversions=metrics.num_conversions,
+    )
+    if isinstance(delta.stop_reason, str):
+        finish.stop_string = delta.stop_reason
+    elif delta.stop_reason is not None:
+        finish.stop_token_id = delta.stop_reason
+    return finish
+
+
+def timings(metrics: RequestMetrics) -> pb.Timings:
+    """Latencies of a request; those that it does not have are not set."""
+    record = RequestRecord.from_metrics(metrics)
+
+    def since_arrival(at_s: float | None) -> float | None:
+        return None if at_s is None else _ms(at_s - metrics.arrival_s)
+
+    return pb.Timings(
+        queue_ms=since_arrival(metrics.first_scheduled_s),
+        ttft_ms=_ms(record.ttft_s),
+        p99_tbt_ms=_ms(record.tbt_s),
+        p99_tbt_drop_first_ms=_ms(record.tbt_drop_first_s),
+        total_ms=since_arrival(metrics.finished_s),
+    )
+
+
+def _slo_result(metrics: RequestMetrics, *, ok: bool) -> pb.SloResult:
+    record = RequestRecord.from_metrics(metrics, ok=ok)
+    return pb.SloResult(
+        ttft_ms=_ms(metrics.slo.ttft_s),
+        tbt_ms=_ms(metrics.slo.tbt_s),
+        ttft_attained=record.ttft_attained,
+        tbt_attained=record.tbt_attained,
+        attained=record.slo_attained,
+    )
+
+
+def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
+    """The engine's counters and gauges, and the server's own `facts`."""
+    copied = {
+        name: getattr(stats, name)
+        for name in pb.GetStatsResponse.DESCRIPTOR.fields_by_name
+        if hasattr(stats, name) and name != "kind_switches"
+    }
+    switches = {f"{old}>{new}": count for (old, new), count in stats.kind_switches.items()}
+    return pb.GetStatsResponse(kind_switches=switches, **copied, **facts)
+
+
+def watch_response(news: WatchNews, served_since_s: float) -> pb.WatchSchedulerResponse:
+    """Encode the scheduler's unread iterations; `served_since_s` is on the engine's clock."""
+    return pb.WatchSchedulerResponse(
+        num_dropped=news.num_dropped,
+        iterations=[_iteration(iteration, served_since_s) for iteration in news.iterations],
+    )
+
+
+def _iteration(iteration: Iteration, served_since_s: float) -> pb.Iteration:
+    return pb.Iteration(
+        number=iteration.number,
+        uptime_s=iteration.at_s - served_since_s,
+        type=iteration.type,
+        scheduled=[
+            pb.ScheduledRow(
+                request_id=row.request_id,
+                num_tokens=row.num_tokens,
+                start=row.start,
+                kind=_CACHE_KINDS[row.kind],
+            )
+            for row in iteration.scheduled
+        ],
+        preempted=[
+            pb.PreemptedRow(
+                request_id=row.request_id, num_tokens=row.num_tokens, kind=_CACHE_KINDS[row.kind]
+            )
+            for row in iteration.preempted
+        ],
+        switched=[
+            pb.KindSwitch(
+                request_id=switch.request_id,
+                old=_CACHE_KINDS[switch.old],
+                new=_CACHE_KINDS[switch.new],
+            )
+            for switch in iteration.switched
+        ],
+        converted=iteration.converted,
+        deferred=iteration.deferred,
+        prefill_tokens=iteration.prefill_tokens,
+        decode_tokens=iteration.decode_tokens,
+        num_waiting=iteration.num_waiting,
+        num_running=iteration.num_running,
+        free_blocks=iteration.free_blocks,
+        schedule_ms=iteration.schedule_s * 1e3,
+        step_ms=_ms(iteration.step_s),
+        failed=iteration.failed,
+    )

@@ -1,0 +1,135 @@
+"""The gRPC service `aptjax.v1.AptServe`."""
+
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+
+from apt_jax.errors import QueueFullError
+from apt_jax.llm import EngineParts, OutputDelta
+from apt_jax.validation import check_deadline_ms, check_watch_capacity
+from apt_jax.watch import SchedulerWatch
+from serve.generate_call import require_served_model
+from serve.grpc_api import messages
+from serve.grpc_api.calls import GrpcCalls, decoder, metadata_of, require_decoded
+from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["AptServe"].full_name
+
+_WATCH_CAPACITY = 256
+_MAX_WATCHES = 16
+"""Each costs the engine's thread some time an iteration."""
+
+
+class AptGenerateCodec:
+    """The messages of a Generate call, a `serve.grpc_api.calls.GenerateCodec`.
+
+    Args:
+        request: None: it could not be decoded.
+        metadata: of the RPC.
+    """
+
+    def __init__(self, request: pb.GenerateRequest | None, metadata: messages.Metadata) -> None:
+        self._request = request
+        self._metadata = metadata
+        self._num_messages = 0
+        self._num_tokens = 0
+
+    def fields(self, parts: EngineParts) -> dict[str, Any]:
+        request = require_decoded(self._request)
+        if request.model:
+            require_served_model(parts, request.model)
+        return messages.request_fields(request, self._metadata)
+
+    def deadline_s(self) -> float | None:
+        if self._request is None or not self._request.HasField("deadline_ms"):
+            return None
+        return check_deadline_ms(self._request.deadline_ms)
+
+    def messages(self, index: int, delta: OutputDelta) -> Iterable[pb.GenerateResponse]:
+        self._num_tokens += len(delta.token_ids)
+        message = messages.response(delta, self._num_messages, self._num_tokens)
+        self._num_messages += 1
+        return (message,)
+
+
+class AptServe:
+    """The methods of `aptjax.v1.AptServe`."""
+
+    def __init__(self, calls: GrpcCalls) -> None:
+        self._calls = calls
+        self._watches: set[SchedulerWatch] = set()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For `Server.add_generic_rpc_handlers`."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Generate": grpc.unary_stream_rpc_method_handler(
+                    self.Generate,
+                    request_deserializer=decoder(pb.GenerateRequest),
+                    response_serializer=pb.GenerateResponse.SerializeToString,
+                ),
+                "WatchScheduler": grpc.unary_stream_rpc_method_handler(
+                    self.WatchScheduler,
+                    request_deserializer=decoder(pb.WatchSchedulerRequest),
+                    response_serializer=pb.WatchSchedulerResponse.SerializeToString,
+                ),
+                "GetStats": grpc.unary_unary_rpc_method_handler(
+                    self.GetStats,
+                    request_deserializer=decoder(pb.GetStatsRequest),
+                    response_serializer=pb.GetStatsResponse.SerializeToString,
+                ),
+            },
+        )
+
+    async def Generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
+        await self._calls.generate(AptGenerateCodec(request, metadata_of(context)), context, SERVICE)
+
+    async def WatchScheduler(
+        self, request: pb.WatchSchedulerRequest | None, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WatchSchedulerResponse]:
+        try:
+            given = require_decoded(request)
+            capacity = _WATCH_CAPACITY
+            if given.HasField("capacity"):
+                capacity = check_watch_capacity(given.capacity)
+            engine = self._calls.service.engine()
+            if len(self._watches) >= _MAX_WATCHES:
+                raise QueueFullError(f"{_MAX_WATCHES} clients watch the scheduler already", 30.0)
+            served_since_s = engine.parts.clock.now_s() - self._calls.service.uptime_s
+            watch = engine.watch(capacity)
+            self._watches.add(watch)
+            # Also a client that leaves while it is written to: then nothing comes back to this generator.
+            context.add_done_callback(lambda _: self._leave(watch))  # type: ignore[arg-type]  # as for Generate
+            try:
+                await context.send_initial_metadata(())  # so that the client knows from when on
+                async for news in watch:
+                    yield messages.watch_response(news, served_since_s)
+            finally:
+                self._leave(watch)
+        except Exception as error:
+            await self._calls.reject(context, error, "WatchScheduler")
+
+    def _leave(self, watch: SchedulerWatch) -> None:
+        self._watches.discard(watch)
+        watch.close()
+
+    async def GetStats(
+        self, request: pb.GetStatsRequest | None, context: grpc.aio.ServicerContext
+    ) -> pb.GetStatsResponse:
+        try:
+            require_decoded(request)
+            engine = self._calls.service.engine(even_draining=True)
+            parts = engine.parts
+            return messages.stats_response(
+                await engine.stats(),
+                model=parts.model_name,
+                scheduling_policy=parts.policy.name,
+                cache=parts.config.cache.mode,
+                uptime_s=self._calls.service.uptime_s,
+                max_model_len=parts.limits.max_model_len,
+                block_size=parts.executor.block_size,
+            )
+        except Exception as error:
+            await self._calls.reject(context, error, "GetStats")

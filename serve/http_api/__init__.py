@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API and the endpoints for operators, over uvicorn."""

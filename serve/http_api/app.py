@@ -1,0 +1,343 @@
+"""The HTTP application: authentication, limits of a call's head, and the endpoints.
+
+`HttpApp.__call__` checks the size and the API key of every call, by its path as it was sent, before any routing.
+`serve.generate_call` carries completions to their end (`serve.http_api.calls`).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPMethod
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from apt_jax.async_engine import AsyncEngine, EngineClosedError
+from apt_jax.errors import QueueFullError
+from apt_jax.llm import EngineParts
+from apt_jax.validation import RequestLimits
+from serve.compact_json import json_bytes
+from serve.dashboard import page
+from serve.dashboard.feed import DashboardFeed
+from serve.generate_call import CallService, require_served_model, run_generate
+from serve.http_api import openapi
+from serve.http_api.calls import (
+    CLOSE_HEADERS,
+    PATHS,
+    STREAM_HEADERS,
+    TENANT_KEY,
+    AppConfig,
+    DisconnectWatcher,
+    HttpCall,
+    ResponseWriter,
+    parse_body,
+    read_body,
+)
+from serve.http_api.errors import BadCallError, HttpError, to_http_error
+from serve.http_api.openai_request import Body, Kind
+from serve.http_api.openai_response import model_card
+from serve.http_api.tokenization import detokenize, tokenize
+from serve.observability.call_log import log_failure
+from serve.observability.call_record import NO_ID, CallRecord
+from serve.observability.profiler import Profiler
+from serve.observability.prometheus import ServerMetrics
+from serve.security.api_keys import ApiKeys
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = (b"/health", b"/ready", *(path.encode() for path in page.FILES))
+"""Paths that need no key, matched exactly: health, and the dashboard's page, which holds no data."""
+
+_SCRAPE_TIMEOUT_S = 10.0
+
+
+class HttpApp:
+    """An ASGI application.
+
+    Args:
+        config: limits.
+    """
+
+    def __init__(self, config: AppConfig) -> None:
+        self._config = config
+        self._service = CallService("http", logger, config.tracer)
+        self._metrics: ServerMetrics | None = None
+        self._created_s = int(time.time())
+        profiling = [] if config.profiler is None else _profiling(config.profiler)
+        self._dashboard = DashboardFeed()
+        dashboard = [
+            *(Route(path, _safely(self._page), methods=["GET"]) for path in page.FILES),
+            Route("/dashboard/events", self._events, methods=["GET"]),
+        ]
+        self._routes = Starlette(
+            routes=[
+                *(Route(path, self._generate(kind), methods=["POST"]) for kind, path in PATHS.items()),
+                Route("/v1/models", _safely(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", _safely(self._model), methods=["GET"]),
+                Route("/v1/requests/{request_id}/decisions", _safely(self._decisions), methods=["GET"]),
+                Route("/tokenize", _safely(self._tokenize), methods=["POST"]),
+                Route("/detokenize", _safely(self._detokenize), methods=["POST"]),
+                Route("/health", _safely(self._health), methods=["GET"]),
+                Route("/ready", _safely(self._ready), methods=["GET"]),
+                Route("/metrics", _safely(self._scrape), methods=["GET"]),
+                Route("/openapi.json", _safely(self._openapi), methods=["GET"]),
+                *profiling,
+                *(dashboard if config.dashboard else ()),
+            ],
+            exception_handlers={HTTPException: _on_routing_error},
+        )
+        self._routes.router.redirect_slashes = False
+        self._describe()
+
+    @property
+    def num_open(self) -> int:
+        """Number of in-flight completions."""
+        return self._service.num_open
+
+    @property
+    def paths(self) -> list[tuple[str, str]]:
+        """(method, path) of every endpoint."""
+        routes = [route for route in self._routes.routes if isinstance(route, Route)]
+        return [(method, r.path) for r in routes for method in sorted(r.methods or ())]
+
+    def use(self, engine: AsyncEngine, metrics: ServerMetrics | None) -> None:
+        """Serve with a warm engine."""
+        self._service.attach_engine(engine)
+        self._metrics = metrics
+        self._dashboard.use(engine, metrics)
+        parts = engine.parts
+        self._describe(parts.limits, (parts.model_name, parts.config.model))
+
+    def _describe(self, limits: RequestLimits | None = None, models: Sequence[str] = ()) -> None:
+        has_keys, profiles = self._config.keys is not None, self._config.profiler is not None
+        made = openapi.document(limits, models, has_keys=has_keys, profiles=profiles)
+        self._document = json_bytes(made)
+
+    def drain(self) -> None:
+        """Reject new calls."""
+        self._service.drain()
+        self._dashboard.drain()
+
+    async def end_views(self) -> None:
+        """End the event streams of the dashboard."""
+        await self._dashboard.close()
+
+    def close(self) -> None:
+        self._service.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        assert scope["type"] == "http"
+        try:
+            self._check_head(scope)
+        except BadCallError as error:
+            record = CallRecord(protocol="http", method=self._path_of(scope), verb=_verb_of(scope))
+            record.failed(error, str(error.status), error.code, internal=False)
+            record.close(None, None)
+            self._service.log.write(record)
+            await ResponseWriter(send).fail(to_http_error(error, NO_ID))
+            return
+        await self._routes(scope, receive, send)
+
+    def _path_of(self, scope: Scope) -> str:
+        """The path of the call's route, as it is written in `_routes`."""
+        for route in self._routes.routes:
+            if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
+                return route.path
+        return "any"
+
+    def _check_head(self, scope: Scope) -> None:
+        config, headers = self._config, scope["headers"]
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers)
+        if size > config.max_header_bytes or len(headers) > config.max_headers:
+            raise BadCallError(
+                431,
+                "headers_too_large",
+                f"the head of a request must fit {config.max_header_bytes >> 10} KiB and {config.max_headers} fields",
+                CLOSE_HEADERS,
+            )
+        if config.keys is None or scope["raw_path"] in OPEN_PATHS:
+            return
+        tenant = _tenant_of(config.keys, scope)
+        if tenant is None:
+            raise BadCallError(
+                401,
+                "invalid_api_key",
+                "no valid API key; send 'authorization: Bearer KEY'",
+                {"www-authenticate": "Bearer"},
+            )
+        scope[TENANT_KEY] = tenant
+
+    def _generate(self, kind: Kind) -> Callable[[Request], Awaitable[ASGIApp]]:
+        async def generate(scope: Scope, receive: Receive, send: Send) -> None:
+            call = HttpCall(kind, self._config, self._service, scope, receive, send)
+            await run_generate(call, self._service)
+
+        async def endpoint(request: Request) -> ASGIApp:
+            return generate
+
+        return endpoint
+
+    # --- models and tokens -----------------------------------------------------------------------------------------
+
+    async def _models(self, request: Request) -> Response:
+        card = model_card(self._service.engine().parts, self._created_s)
+        return _json({"object": "list", "data": [card]})
+
+    async def _model(self, request: Request) -> Response:
+        parts = self._service.engine().parts
+        require_served_model(parts, request.path_params["name"])
+        return _json(model_card(parts, self._created_s))
+
+    async def _tokenize(self, request: Request) -> Response:
+        return await self._with_body(request, tokenize)
+
+    async def _detokenize(self, request: Request) -> Response:
+        return await self._with_body(request, detokenize)
+
+    async def _with_body(self, request: Request, function: Callable[[EngineParts, Body], dict[str, Any]]) -> Response:
+        parts = self._service.engine().parts
+        body = await parse_body(self._service, await read_body(self._config, request))
+        return _json(await self._service.build(lambda: function(parts, body), slow=True))
+
+    async def _decisions(self, request: Request) -> Response:
+        """The scheduler's decisions on a request, for the owner of its API key."""
+        given = request.path_params["request_id"]
+        bare = given.removeprefix("chatcmpl-" if given.startswith("chatcmpl-") else "cmpl-")
+        engine, found = self._service.engine(), None
+        for request_id in (given, bare, f"{bare}-0"):  # the first of several prompts
+            found = found or await engine.decisions(request_id)
+        if found is None or found.tenant != request.scope.get(TENANT_KEY):
+            raise BadCallError(404, "request_not_found", f"no request {given[:140]!r} is remembered here")
+        return _json(found.as_json())
+
+    # --- the dashboard -----------------------------------------------------------------------------------------------
+
+    async def _page(self, request: Request) -> Response:
+        return page.file(request.scope["path"])
+
+    async def _events(self, request: Request) -> ASGIApp:
+        return self._view
+
+    async def _view(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream snapshots until the client disconnects, its key is revoked, or the server stops."""
+        writer, keys = ResponseWriter(send), self._config.keys
+        if scope["method"] == "HEAD":
+            await writer.start(200, STREAM_HEADERS)
+            await writer.body(b"")
+            return
+        try:
+            viewer = self._dashboard.join(scope.get(TENANT_KEY))
+        except QueueFullError as error:
+            await writer.fail(to_http_error(error, NO_ID))
+            return
+        watcher = DisconnectWatcher(receive)
+        try:
+            watcher.on_disconnect(viewer.close)
+            await writer.start(200, STREAM_HEADERS)
+            async for event in viewer:
+                if keys is not None and _tenant_of(keys, scope) is None:
+                    break
+                await writer.body(event, more=True)
+            await writer.body(b"")
+        finally:
+            watcher.close()
+            viewer.close()
+
+    # --- for operators ---------------------------------------------------------------------------------------------
+
+    async def _health(self, request: Request) -> Response:
+        """Healthy unless the engine has died; also while loading and draining."""
+        engine = self._service.attached
+        dead = engine is not None and engine.dead_reason is not None
+        return Response(status_code=503 if dead else 200)
+
+    async def _ready(self, request: Request) -> Response:
+        """Ready while new calls are accepted."""
+        return Response(status_code=200 if self._service.is_ready else 503)
+
+    async def _openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    async def _scrape(self, request: Request) -> Response:
+        engine = self._service.attached
+        if engine is None or self._metrics is None:
+            return Response(b"", media_type="text/plain; version=0.0.4")
+        accept = request.headers.get("accept", "")
+        try:
+            async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
+                data, content_type = await self._metrics.scrape(engine, accept)
+        except TimeoutError:
+            raise EngineClosedError("the engine does not answer") from None
+        return Response(data, headers={"content-type": content_type})
+
+
+def _verb_of(scope: Scope) -> str | None:
+    return scope["method"] if scope["method"] in HTTPMethod.__members__ else None
+
+
+def _tenant_of(keys: ApiKeys, scope: Scope) -> str | None:
+    """The owner of the call's API key; None: it has no valid one."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    return keys.tenant_of(given[0]) if len(given) == 1 else None
+
+
+def _safely(
+    method: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Make an endpoint that turns errors into responses."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await method(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # never sent
+        except Exception as error:
+            failure = to_http_error(error, NO_ID)
+            if failure.status == 500:
+                log_failure(logger, method.__name__.strip("_"), error)
+            return _error_response(failure)
+
+    return endpoint
+
+
+def _json(value: Any) -> Response:
+    return Response(json_bytes(value), media_type="application/json")
+
+
+def _error_response(error: HttpError) -> Response:
+    return Response(
+        json_bytes(error.body()),
+        status_code=error.status,
+        headers=dict(error.headers),
+        media_type="application/json",
+    )
+
+
+async def _on_routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    codes = {404: ("not_found", "there is nothing at this path"), 405: ("method_not_allowed", "this path does not take this method")}  # fmt: skip
+    code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
+    rejected = BadCallError(error.status_code, code, message, error.headers)
+    return _error_response(to_http_error(rejected, NO_ID))
+
+
+def _profiling(profiler: Profiler) -> list[Route]:
+    async def start(request: Request) -> Response:
+        directory = await profiler.start()
+        return _json({"directory": str(directory), "ends_after_s": profiler.max_s})
+
+    async def stop(request: Request) -> Response:
+        return _json({"directory": str(await profiler.stop())})
+
+    return [
+        Route("/start_profile", _safely(start), methods=["POST"]),
+        Route("/stop_profile", _safely(stop), methods=["POST"]),
+    ]

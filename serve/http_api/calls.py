@@ -1,0 +1,246 @@
+"""Completion calls over HTTP: limits, reading bodies, writing responses and noticing disconnects.
+
+The status is sent with the first token, so that a call that is rejected, or fails while it waits, gets the right one. After
+that an error is an event of its own, and the stream ends without `[DONE]`.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from apt_jax.async_engine import AsyncEngine, StreamGroup
+from apt_jax.llm import OutputDelta
+from serve.compact_json import json_bytes
+from serve.generate_call import CallService, EngineCall
+from serve.http_api import openai_request
+from serve.http_api.errors import BadCallError, HttpError, to_http_error
+from serve.http_api.openai_request import CompletionCall, Kind
+from serve.http_api.openai_response import CompletionResponseBuilder
+from serve.observability.call_record import CallRecord
+from serve.observability.profiler import Profiler
+from serve.security.api_keys import ApiKeys
+
+if TYPE_CHECKING:  # it needs the extra `otel`
+    from serve.observability.tracing import Tracer
+
+TENANT_KEY = "aptjax.tenant"
+"""Of a call's scope: the owner of its API key."""
+CLOSE_HEADERS = {"connection": "close"}
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+PATHS: dict[Kind, str] = {"completion": "/v1/completions", "chat": "/v1/chat/completions"}
+
+_LONG_BODY_BYTES = 128 << 10
+"""Longer bodies are parsed in a thread."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AppConfig:
+    """Limits of calls, and optional features."""
+
+    max_body_bytes: int = 2 << 20
+    body_timeout_s: float = 30.0
+    """For the whole body."""
+    max_header_bytes: int = 16 << 10
+    """Of one call's head."""
+    max_headers: int = 100
+    keys: ApiKeys | None = None
+    """None: no call needs one."""
+    tracer: "Tracer | None" = None
+    """None: no traces."""
+    profiler: Profiler | None = None
+    """None: there are no paths for it."""
+    dashboard: bool = True
+    """Whether there is one, at `/dashboard`."""
+
+
+async def read_body(config: AppConfig, request: Request) -> bytes:
+    """Read the whole body.
+
+    Raises:
+        BadCallError: its type is not JSON, or it is too large or too slow.
+        ClientDisconnect: the client has disconnected.
+    """
+    headers = request.headers
+    media = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise BadCallError(415, "unsupported_media_type", "the body must be JSON: send 'content-type: application/json'")  # fmt: skip
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise BadCallError(415, "unsupported_encoding", "the body must not be compressed")
+    # The connection stays open: closing it while the client still sends would lose the response. What arrives is discarded,
+    # and not for long (`serve.http_api.protocol`).
+    too_large = BadCallError(413, "body_too_large", f"the body must not exceed {config.max_body_bytes} bytes")  # fmt: skip
+    length = headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > config.max_body_bytes:
+        raise too_large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > config.max_body_bytes:
+                    raise too_large
+    except TimeoutError:
+        late = f"the body must come within {config.body_timeout_s:g} s"
+        raise BadCallError(408, "body_timeout", late, CLOSE_HEADERS) from None
+    return bytes(data)
+
+
+async def parse_body(service: CallService, data: bytes) -> dict[str, Any]:
+    """Parse a body; see `openai_request.parse_json`."""
+    slow = len(data) > _LONG_BODY_BYTES
+    return await service.build(lambda: openai_request.parse_json(data), slow=slow)
+
+
+class DisconnectWatcher:
+    """Waits for the client to disconnect.
+
+    Args:
+        receive: of the call, after its body has been read.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._action: Callable[[], None] | None = None
+        self._task = asyncio.create_task(self._wait())
+        self.happened = False
+
+    def on_disconnect(self, action: Callable[[], None]) -> None:
+        """Call `action` when the client disconnects."""
+        self._action = action
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.happened = True
+        if self._action is not None:
+            self._action()
+
+
+class ResponseWriter:
+    """Sends the response to one call."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+        """0: nothing has been sent."""
+
+    async def start(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+        raw = [(k.encode("latin-1"), v.encode("latin-1", "replace")) for k, v in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def body(self, data: bytes, *, more: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def json(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+        data = json_bytes(value)
+        fixed = {"content-type": "application/json", "content-length": str(len(data))}
+        await self.start(status, {**fixed, **(headers or {})})
+        await self.body(data)
+
+    async def event(self, data: bytes) -> None:
+        await self.body(b"data: " + data + b"\n\n", more=True)
+
+    async def fail(self, error: HttpError) -> None:
+        """Send an error; after a stream has started it is an event, and the stream's end."""
+        if not self.status:
+            await self.json(error.status, error.body(), dict(error.headers))
+        else:
+            await self.event(json_bytes(error.body()))
+            await self.body(b"")
+
+
+class HttpCall:
+    """One completion or chat completion, a `serve.generate_call.Transport`."""
+
+    def __init__(
+        self, kind: Kind, config: AppConfig, service: CallService, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._kind: Kind = kind
+        self._config, self._service = config, service
+        self._request, self._writer = Request(scope, receive), ResponseWriter(send)
+        self._tenant: str | None = scope.get(TENANT_KEY)
+        self.record = CallRecord(protocol="http", method=PATHS[kind], verb="POST", tenant=self._tenant)
+        self.record.set_trace_parent(self._request.headers)
+        self._watcher: DisconnectWatcher | None = None
+        self._call: CompletionCall
+        self._response: CompletionResponseBuilder
+        self._collected: dict[int, OutputDelta] = {}
+        """Output by request, if it is not streamed."""
+
+    async def read(self, engine: AsyncEngine) -> EngineCall:
+        data = await read_body(self._config, self._request)
+        self._watcher = DisconnectWatcher(self._request.receive)
+        self._call = call = await self._build(engine, data)
+        if self._watcher.happened:
+            raise ClientDisconnect
+        self._response = CompletionResponseBuilder(engine.parts, call)
+        return EngineCall(call.call_id, call.requests, call.deadline_s)
+
+    def on_disconnect(self, cancel: Callable[[], None]) -> None:
+        assert self._watcher is not None
+        self._watcher.on_disconnect(cancel)
+
+    async def write(self, index: int, delta: OutputDelta, group: StreamGroup) -> None:
+        if self._call.stream:
+            if not self._writer.status:
+                await self._writer.start(200, {**STREAM_HEADERS, **self._headers()})
+            await self._writer.event(self._response.event(index, delta))
+        elif index in self._collected:
+            self._collected[index].merge(delta)
+        else:
+            self._collected[index] = delta
+
+    async def finish(self) -> None:
+        if not self._call.stream:
+            ordered = [self._collected[index] for index in range(len(self._call.requests))]
+            await self._writer.json(200, self._response.whole(ordered), self._headers())
+            return
+        last = self._response.last_chunk()
+        if last is not None:
+            await self._writer.event(json_bytes(last))
+        await self._writer.body(b"data: [DONE]\n\n")
+
+    def disconnect_reason(self, error: Exception) -> str | None:
+        happened = self._watcher is not None and self._watcher.happened
+        return "499" if happened or isinstance(error, ClientDisconnect) else None
+
+    async def fail(self, error: Exception) -> None:
+        self.close()
+        failure = to_http_error(error, self.record.request_id)
+        internal = failure.status >= 500
+        self.record.failed(error, str(failure.status), failure.code, internal=internal)
+        await self._writer.fail(failure)
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _headers(self) -> dict[str, str]:
+        return {"x-request-id": self._call.call_id}
+
+    async def _build(self, engine: AsyncEngine, data: bytes) -> CompletionCall:
+        parts = engine.parts
+        arrival_s = parts.clock.now_s()
+        headers = dict(self._request.headers)
+        body = await parse_body(self._service, data)
+
+        def read() -> CompletionCall:
+            return openai_request.read_call(parts, self._kind, body, headers, arrival_s, self._tenant)
+
+        return await self._service.build(
+            read,
+            slow=openai_request.is_slow(self._kind, body),
+            compiles=openai_request.has_structured_output(body),
+        )

@@ -1,0 +1,121 @@
+"""The only mapping from errors to HTTP responses in OpenAI's format; `serve.grpc_api.errors` is its twin for gRPC.
+
+Clients see the texts of our own errors, which are written for them, and never that of any other exception. Responses to requests
+that would fail again have `x-should-retry: false`, which clients obey before they look at the status; those that may
+succeed later or elsewhere have `retry-after`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    UnknownRequestError,
+)
+from serve.errors import ProfilerStateError, RequestFailedError, UnknownModelError
+
+
+class BadCallError(Exception):
+    """The call is rejected for a reason of HTTP: its path, size, key or speed.
+
+    Args:
+        status: of the response.
+        code: machine-readable.
+        message: one line for users.
+        headers: of the response.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.headers = status, code, dict(headers or {})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HttpError:
+    """A response that is an error."""
+
+    status: int
+    message: str
+    kind: str
+    """OpenAI's `type`."""
+    code: str | None = None
+    param: str | None = None
+    """The invalid field."""
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The body in OpenAI's format."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def to_http_error(error: BaseException, request_id: str) -> HttpError:
+    """Map an error to its response.
+
+    Args:
+        error: what ended the request.
+        request_id: shown to the client if the error's text may not be.
+    """
+    match error:
+        case BadCallError():
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            return _final(error.status, str(error), kind, error.code, headers=error.headers)
+        case InvalidRequestError():
+            return _final(400, str(error), "invalid_request_error", error.code, error.field)
+        case UnknownModelError():
+            return _final(404, str(error), "invalid_request_error", "model_not_found", "model")
+        case UnknownRequestError():
+            return _final(404, str(error), "invalid_request_error", "request_not_found")
+        case ProfilerStateError():  # not 409, which clients try again
+            return _final(400, str(error), "invalid_request_error", "profiler_state")
+        case QueueFullError():
+            return _later(429, str(error), "rate_limit_error", "queue_full", error.retry_after_s)
+        case EngineDeadError():
+            return _later(503, str(error), "server_error", "unavailable", 1.0)
+        case TimeoutError():
+            return _final(408, "the deadline has passed", "timeout_error", "deadline_exceeded")
+        case RequestFailedError():
+            message = f"{error} (request {request_id})"
+            return _final(500, message, "server_error", "request_failed")
+    message = f"internal error (request {request_id})"
+    return _final(500, message, "server_error", "internal_error")
+
+
+def _final(
+    status: int,
+    message: str,
+    kind: str,
+    code: str | None,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> HttpError:
+    return HttpError(
+        status=status,
+        message=message,
+        kind=kind,
+        code=code,
+        param=param,
+        headers={"x-should-retry": "false", **(headers or {})},
+    )
+
+
+def _later(status: int, message: str, kind: str, code: str, after_s: float) -> HttpError:
+    return HttpError(
+        status=status,
+        message=message,
+        kind=kind,
+        code=code,
+        headers={"retry-after": str(max(1, math.ceil(after_s)))},
+    )

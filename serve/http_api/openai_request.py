@@ -1,0 +1,443 @@
+"""Bodies of OpenAI's completions and chat completions, and the engine requests that they ask for.
+
+This module decides what a field means, `apt_jax.validation` whether its value is valid, as for every other protocol. Unknown
+fields are ignored, as in vLLM. Known fields that would change the output and are not supported are rejected: a
+response that silently ignores them would be worse than none.
+"""
+
+import dataclasses
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from apt_jax.chat import checked_tools
+from apt_jax.errors import DuplicateRequestError, InvalidRequestError
+from apt_jax.llm import EngineParts
+from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.validation import (
+    MAX_INTEGER,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    check_deadline_ms,
+    check_flag,
+    check_integer,
+    check_mapping,
+    check_sequences,
+)
+from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
+from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
+
+Kind = Literal["completion", "chat"]
+Body = Mapping[str, Any]
+
+MAX_DETOKENIZE = 2**20
+"""Token ids of one call of /detokenize."""
+_TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
+
+# Sampling parameters that bodies hold under the names of `SamplingParams`.
+PLAIN = tuple(
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name not in ("max_tokens", "logprobs", "logit_bias", "structured_outputs")
+)
+
+# Fields that would change the output and are not supported, with the values that change nothing.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "modalities": (["text"],),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+_HINTS = {
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), "use structured_outputs"),
+    **dict.fromkeys(("functions", "function_call"), "use tools"),
+}  # fmt: skip
+ADD_SPECIAL_TOKENS = {"completion": True, "chat": False}
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """Parse a body; stricter than `json.loads`, which accepts duplicate names.
+
+    Raises:
+        InvalidRequestError: it is not a JSON object.
+    """
+
+    def constant(name: str) -> object:
+        raise ValueError(f"{name} is not JSON")
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(items)
+        if len(made) != len(items):
+            raise ValueError("a name comes twice in one object")
+        return made
+
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=constant, object_pairs_hook=pairs)
+    except UnicodeDecodeError:
+        raise InvalidRequestError("body", "is not UTF-8") from None
+    except RecursionError:
+        raise InvalidRequestError("body", "is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError("body", f"is not JSON: {error.msg} at character {error.pos}") from None
+    except ValueError as error:
+        ours = str(error).startswith(("a name", "NaN", "Infinity", "-Infinity"))
+        raise InvalidRequestError("body", str(error) if ours else "holds a number that is too long") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError("body", "is not a JSON object")
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionCall:
+    """The engine requests of one body, and the format of the response."""
+
+    kind: Kind
+    call_id: str
+    created_s: int
+    model: str
+    requests: Sequence[EngineRequest]
+    """Those of the first prompt, then of the second, and so on."""
+    n: int
+    """Completions of each prompt."""
+    deadline_s: float | None
+    """On the engine's clock."""
+    stream: bool
+    include_usage: bool
+    """A stream ends with a chunk of usage."""
+    continuous_usage: bool
+    """Every chunk of a stream has the usage so far."""
+    echoes: Sequence[str] | None
+    """Text before the completion, by prompt."""
+    token_ids: bool
+    """Choices hold token ids."""
+    tokens_as_ids: bool
+    """Log probabilities name tokens by their ids."""
+    timings: bool
+    """Choices hold timings and SLO attainment."""
+
+
+def is_slow(kind: Kind, body: Body) -> bool:
+    """Whether `read_call` waits for other processes or tokenizes much, and so belongs in a thread."""
+    prompt = body.get("prompt")
+    return kind == "chat" or not (isinstance(prompt, str) and len(prompt) <= LONG_PROMPT_CHARS)
+
+
+def has_structured_output(body: Body) -> bool:
+    """Whether the output is constrained, by a grammar whose compilation may take seconds."""
+    return any(body.get(name) is not None for name in ("structured_outputs", "response_format"))
+
+
+def read_call(
+    parts: EngineParts,
+    kind: Kind,
+    body: Body,
+    headers: Mapping[str, str],
+    arrival_s: float,
+    tenant: str | None = None,
+) -> CompletionCall:
+    """Check a body and build the requests that it asks for.
+
+    Args:
+        parts: of the engine.
+        kind: of endpoint.
+        body: from `parse_json`.
+        headers: of the call, lower case.
+        arrival_s: on the engine's clock.
+        tenant: owner of the call's API key.
+
+    Raises:
+        InvalidRequestError: one line; `.field` names a field of the body or a header.
+        UnknownModelError: another model is asked for.
+        QueueFullError: too many grammars are being compiled.
+    """
+    check_model(parts, body)
+    _reject_unsupported(kind, body)
+    stream = flag(body, "stream")
+    options = body.get("stream_options")
+    if options is not None:
+        options = check_mapping("stream_options", options)
+        if not stream:
+            raise InvalidRequestError("stream_options", "goes with stream=true alone")
+    fields = {
+        "params": _sampling_fields(kind, body),
+        "arrival_s": arrival_s,
+        "tenant": tenant,
+        **_slo_fields(body, headers),
+    }
+    base_id = body.get("request_id")
+    if base_id is None:
+        base_id = f"req-{uuid.uuid4().hex}"
+    try:
+        prompts = _prompts(parts, body) if kind == "completion" else _conversation(parts, body)
+        n = check_sequences(len(prompts), 1 if body.get("n") is None else body["n"])
+        _check_best_of(body, n)
+        requests = _requests(parts, prompts, n, base_id, fields)
+    except InvalidRequestError as error:
+        raise _renamed(error, kind, body) from None
+    deadline_ms = _slo_value(body, "deadline_ms", "deadline_ms")
+    return CompletionCall(
+        kind=kind,
+        call_id=f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{base_id}",
+        created_s=int(time.time()),
+        model=parts.model_name,
+        requests=requests,
+        n=n,
+        deadline_s=None if deadline_ms is None else arrival_s + check_deadline_ms(deadline_ms),
+        stream=stream,
+        include_usage=options is not None and flag(options, "include_usage", "stream_options."),
+        continuous_usage=options is not None and flag(options, "continuous_usage_stats", "stream_options."),
+        echoes=_echoes(parts, body, requests[::n]) if kind == "completion" else None,
+        token_ids=flag(body, "return_token_ids"),
+        tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
+        timings=flag(body, "aptjax_timings"),
+    )
+
+
+def check_model(parts: EngineParts, body: Body) -> None:
+    """Check that the body names this model, or none.
+
+    Raises:
+        UnknownModelError, InvalidRequestError: it names another one, or no name.
+    """
+    model = body.get("model")
+    if model is None or model == "":
+        return
+    if not isinstance(model, str):
+        raise InvalidRequestError("model", f"{type(model).__name__} is not a name")
+    require_served_model(parts, model)
+
+
+def flag(body: Body, name: str, prefix: str = "") -> bool:
+    value = body.get(name)
+    return value is not None and check_flag(prefix + name, value)
+
+
+def _reject_unsupported(kind: Kind, body: Body) -> None:
+    for name in body.keys() & UNSUPPORTED.keys():
+        value = body[name]
+        if value is None or any(value == v and type(value) is type(v) for v in UNSUPPORTED[name]):
+            continue
+        hint = f"; {_HINTS[name]}" if name in _HINTS else ""
+        raise InvalidRequestError(name, f"is not supported{hint}")
+    if kind == "chat" and flag(body, "echo"):
+        raise InvalidRequestError("echo", "is not supported for chats")
+    add_special = body.get("add_special_tokens")
+    if add_special is not None:
+        usual = ADD_SPECIAL_TOKENS[kind]
+        if check_flag("add_special_tokens", add_special) is not usual:
+            shown = "true" if usual else "false"
+            raise InvalidRequestError(
+                "add_special_tokens", f"can only be {shown} here; send token ids for other prompts"
+            )
+
+
+def _check_best_of(body: Body, n: int) -> None:
+    best_of = body.get("best_of")
+    if best_of is not None and check_integer("best_of", best_of, 1, MAX_SEQUENCES) != n:
+        raise InvalidRequestError("best_of", "is not supported beyond n; leave it out")
+
+
+def _sampling_fields(kind: Kind, body: Body) -> dict[str, Any]:
+    """Fields of `SamplingParams`, raw."""
+    fields = {name: body[name] for name in PLAIN if body.get(name) is not None}
+    if body.get("logit_bias") is not None:
+        fields["logit_bias"] = _logit_bias(body["logit_bias"])
+    form = _structured_output(body)
+    if form is not None:
+        fields["structured_outputs"] = form
+    most = body.get("max_tokens")
+    if kind == "completion":
+        if most is not None:
+            fields["max_tokens"] = most
+        if body.get("logprobs") is not None:
+            fields["logprobs"] = body["logprobs"]
+        return fields
+    newer = body.get("max_completion_tokens")
+    if newer is not None and most is not None:
+        check_integer("max_tokens", most, 1, MAX_INTEGER)
+    fields["max_tokens"] = most if newer is None else newer  # None: as many as fit
+    top = body.get("top_logprobs")
+    if flag(body, "logprobs"):
+        fields["logprobs"] = 0 if top is None else check_integer("top_logprobs", top, 0, MAX_LOGPROBS)
+    elif top is not None and check_integer("top_logprobs", top, 0, MAX_LOGPROBS) > 0:
+        raise InvalidRequestError("top_logprobs", "goes with logprobs=true alone")
+    return fields
+
+
+def _logit_bias(value: object) -> object:
+    """Convert the keys, token ids that JSON holds as strings, to numbers; validation rejects what is none."""
+    if not isinstance(value, Mapping):
+        return value
+    changed = {int(k) if _TOKEN_ID.fullmatch(k) else k: v for k, v in value.items()}
+    if len(changed) != len(value):
+        raise InvalidRequestError("logit_bias", "a token id comes twice")
+    return changed
+
+
+def _structured_output(body: Body) -> object | None:
+    """The value of `structured_outputs`, or its equivalent for `response_format`, raw."""
+    form, answer = body.get("structured_outputs"), body.get("response_format")
+    if answer is None:
+        return form
+    answer = check_mapping("response_format", answer)
+    wanted: dict[str, object] | None
+    match answer.get("type"):
+        case "text":
+            wanted = None
+        case "json_object":
+            wanted = {"json_object": True}
+        case "json_schema":
+            named = check_mapping("response_format.json_schema", answer.get("json_schema"))
+            schema = named.get("schema")
+            if schema is None:
+                raise InvalidRequestError("response_format.json_schema", "has no schema")
+            wanted = {"json": schema}
+        case _:
+            raise InvalidRequestError("response_format", "type must be one of text, json_object, json_schema")
+    if wanted is not None and form is not None:
+        raise InvalidRequestError("response_format", "cannot be given together with structured_outputs")
+    return form if wanted is None else wanted
+
+
+_SLO_PARTS = ("ttft_ms", "tbt_ms", "class", "deadline_ms")
+
+
+def _slo_value(body: Body, name: str, flat_name: str) -> object:
+    """A field of `slo`, or its flat twin."""
+    slo = {} if body.get("slo") is None else check_mapping("slo", body["slo"])
+    unknown = next((part for part in slo if part not in _SLO_PARTS), None)
+    if unknown is not None:  # not an OpenAI field: no client sends it for another server
+        raise InvalidRequestError("slo", f"{unknown[:80]!r} is none of {', '.join(_SLO_PARTS)}")
+    nested = slo.get(name)
+    flat = body.get(flat_name)
+    if nested is not None and flat is not None:
+        raise InvalidRequestError(flat_name, f"stands in slo.{name} too; give it once")
+    return flat if nested is None else nested
+
+
+def _slo_fields(body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
+    """SLOs and class: those of the body, else of headers, else the server's default."""
+    ttft, tbt = _slo_value(body, "ttft_ms", "slo_ttft_ms"), _slo_value(body, "tbt_ms", "slo_tbt_ms")
+    slo_class = _slo_value(body, "class", "slo_class")
+    tier = body.get(TIER_KEY)
+    of_tier = class_of_tier(headers.get(TIER_KEY) if tier is None else tier)
+    return {
+        "slo_ttft_ms": milliseconds(headers, TTFT_KEYS) if ttft is None else ttft,
+        "slo_tbt_ms": milliseconds(headers, TBT_KEYS) if tbt is None else tbt,
+        "slo_class": of_tier if slo_class is None else slo_class,
+    }
+
+
+def _prompts(parts: EngineParts, body: Body) -> list[dict[str, Any]]:
+    """`prompt` or `prompt_token_ids` of each prompt, raw."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        if not prompt:  # validation rejects it
+            return [{"prompt_token_ids": prompt}]
+        if all(isinstance(item, str) for item in prompt):
+            return [{"prompt": item} for item in prompt]
+        if all(isinstance(item, list) for item in prompt):
+            return [{"prompt_token_ids": item} for item in prompt]
+        return [{"prompt_token_ids": prompt}]
+    return [{"prompt": prompt}]
+
+
+def _conversation(parts: EngineParts, body: Body) -> list[dict[str, Any]]:
+    """The token ids of the conversation."""
+    messages = body.get("messages")
+    if messages is None:
+        raise InvalidRequestError("messages", "missing; give a list of messages")
+    ids = parts.chat_prompt(messages, tools=tools_of(body), add_generation_prompt=generation_prompt(body))
+    return [{"prompt_token_ids": ids}]
+
+
+def tools_of(body: Body) -> Any:
+    choice = body.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise InvalidRequestError("tool_choice", "must be 'auto' or 'none': calls come as text")
+    tools = body.get("tools")
+    if choice == "none":
+        checked_tools(tools)  # invalid ones are rejected though they are not used
+        return None
+    return tools
+
+
+def generation_prompt(body: Body) -> bool:
+    value = body.get("add_generation_prompt")
+    return True if value is None else check_flag("add_generation_prompt", value)
+
+
+def _requests(
+    parts: EngineParts,
+    prompts: Sequence[Mapping[str, Any]],
+    n: int,
+    base_id: object,
+    fields: Mapping[str, Any],
+) -> list[EngineRequest]:
+    """`n` requests a prompt."""
+    requests: list[EngineRequest] = []
+    for number, prompt in enumerate(prompts):
+        # Validation rejects an id that is not a string.
+        several = len(prompts) > 1 and isinstance(base_id, str)
+        request_id = f"{base_id}-{number}" if several else base_id
+        requests += parts.build_requests(n=n, request_id=request_id, **prompt, **fields)
+    return requests
+
+
+def _echoes(parts: EngineParts, body: Body, requests: Iterable[EngineRequest]) -> Sequence[str] | None:
+    if not flag(body, "echo"):
+        return None
+    if body.get("logprobs") is not None:
+        raise InvalidRequestError("echo", "is not supported together with logprobs")
+    if parts.tokenizer is None:
+        raise InvalidRequestError("echo", "this model has no tokenizer, so its prompts have no text")  # fmt: skip
+    return [
+        parts.tokenizer.decode(r.prompt_token_ids.tolist(), skip_special_tokens=False) if r.prompt is None else r.prompt
+        for r in requests
+    ]
+
+
+def _renamed(error: InvalidRequestError, kind: Kind, body: Body) -> InvalidRequestError:
+    """Rename the field in an error to the name that the body has for it."""
+    if isinstance(error, DuplicateRequestError):
+        return error
+    name, bracket, rest = error.field.partition("[")
+    prompt = "prompt" if kind == "completion" else "messages"
+    names = {"prompt": prompt, "prompt_token_ids": prompt}
+    if kind == "chat" and body.get("max_completion_tokens") is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if kind == "chat":
+        names["logprobs"] = "top_logprobs"
+    if body.get("response_format") is not None and body.get("structured_outputs") is None:
+        names |= {f: "response_format" for f in (name,) if f.startswith("structured_outputs")}
+    if name not in names:
+        return error
+    message = str(error).removeprefix(f"{error.field}: ")
+    return InvalidRequestError(names[name] + bracket + rest, message, code=error.code)

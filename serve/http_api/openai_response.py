@@ -1,0 +1,260 @@
+"""Responses of OpenAI's completions and chat completions: chunks of a stream, or the whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from apt_jax.llm import EngineParts, OutputDelta
+from apt_jax.metrics import RequestRecord
+from apt_jax.request import Logprob, RequestMetrics
+from serve.compact_json import json_bytes
+from serve.http_api.openai_request import CompletionCall
+
+_LEAST_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON does not have; as in vLLM."""
+
+
+class CompletionResponseBuilder:
+    """Builds the response to one call, as chunks or whole.
+
+    Args:
+        parts: of the engine.
+        call: from `read_call`.
+    """
+
+    def __init__(self, parts: EngineParts, call: CompletionCall) -> None:
+        self._parts, self._call = parts, call
+        self._is_chat = call.kind == "chat"
+        count = len(call.requests)
+        self._begun = [False] * count
+        self._text_len = [0] * count
+        """Characters of the token texts that `text_offset` has counted."""
+        self._num_tokens = [0] * count
+        self._num_cached = [0] * count
+        self._around: list[tuple[bytes, bytes] | None] = [None] * count
+        """Of each choice, the JSON before and after the text, for chunks that differ in nothing else."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all choices so far."""
+        return sum(self._num_tokens)
+
+    def event(self, index: int, delta: OutputDelta) -> bytes:
+        """Encode `chunk`. Chunks between the first and the last usually differ only in their text, so the rest is encoded once."""
+        call, begun = self._call, self._begun[index]
+        varies = call.token_ids or call.continuous_usage or delta.logprobs is not None
+        if varies or delta.finished or not begun:
+            return json_bytes(self.chunk(index, delta))
+        around, text = self._around[index], json_bytes(delta.text)
+        if around is not None:
+            self._count(index, delta)
+            return text.join(around)
+        whole = json_bytes(self.chunk(index, delta))
+        # No JSON string contains this: its quotes would be escaped.
+        before, key, rest = whole.partition(b'"content":' if self._is_chat else b'"text":')
+        self._around[index] = before + key, rest[len(text) :]
+        return whole
+
+    def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any]:
+        """The next chunk of choice `index`."""
+        self._count(index, delta)
+        choice: dict[str, Any] = {"index": index}
+        text = delta.text
+        first, self._begun[index] = not self._begun[index], True
+        if self._is_chat:
+            role = {"role": "assistant"} if first else {}
+            choice["delta"] = {**role, "content": text}
+        else:
+            choice["text"] = self._echo(index) + text if first else text
+        choice["logprobs"] = self._logprobs(index, delta.token_ids, delta.logprobs)
+        choice["finish_reason"] = delta.finish_reason
+        if delta.finished:
+            choice["stop_reason"] = delta.stop_reason
+        if self._call.token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = delta.request.prompt_token_ids.tolist()
+        if delta.finished and self._call.timings:
+            choice["aptjax"] = timings_payload(delta)
+        chunk = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
+        chunk["choices"] = [choice]
+        if self._call.continuous_usage:
+            chunk["usage"] = self._usage()
+        elif self._call.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        """The chunk after those of all choices, if the call asks for usage."""
+        if not self._call.include_usage:
+            return None
+        chunk = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
+        return {**chunk, "choices": [], "usage": self._usage()}
+
+    def whole(self, deltas: Sequence[OutputDelta]) -> dict[str, Any]:
+        """The whole response.
+
+        Args:
+            deltas: one a choice, with its whole output.
+        """
+        answer = self._head("chat.completion" if self._is_chat else "text_completion")
+        answer["choices"] = [self._choice(i, delta) for i, delta in enumerate(deltas)]
+        answer["usage"] = self._usage()
+        return answer
+
+    def _choice(self, index: int, delta: OutputDelta) -> dict[str, Any]:
+        self._count(index, delta)
+        choice: dict[str, Any] = {"index": index}
+        if self._is_chat:
+            choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+        else:
+            choice["text"] = self._echo(index) + delta.text
+        choice["logprobs"] = self._logprobs(index, delta.token_ids, delta.logprobs)
+        choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
+        if self._call.token_ids:
+            choice["token_ids"] = delta.token_ids
+            choice["prompt_token_ids"] = delta.request.prompt_token_ids.tolist()
+        if self._call.timings:
+            choice["aptjax"] = timings_payload(delta)
+        return choice
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        call = self._call
+        return {
+            "id": call.call_id,
+            "object": kind,
+            "created": call.created_s,
+            "model": call.model,
+            "system_fingerprint": None,
+        }
+
+    def _count(self, index: int, delta: OutputDelta) -> None:
+        self._num_tokens[index] += len(delta.token_ids)
+        self._num_cached[index] = delta.metrics.num_cached_tokens
+
+    def _echo(self, index: int) -> str:
+        echoes = self._call.echoes
+        return "" if echoes is None else echoes[index // self._call.n]
+
+    def _usage(self) -> dict[str, Any]:
+        """Each prompt counts once, however many choices it has."""
+        call = self._call
+        firsts = range(0, len(call.requests), call.n)
+        prompt = sum(int(call.requests[i].prompt_token_ids.size) for i in firsts)
+        output = self.num_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached[i] for i in firsts)},
+        }
+
+    # --- log probabilities
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]] | None
+    ) -> dict[str, Any] | None:
+        if entries is None:
+            return None
+        most = self._call.requests[index].params.logprobs or 0
+        pairs = list(zip(token_ids, entries, strict=True))
+        if self._is_chat:
+            return {"content": [self._chat_logprob(t, entry, most) for t, entry in pairs]}
+        tokens = [self._token(t, entry[t]) for t, entry in pairs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._text_len[index])
+            self._text_len[index] += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry[t].logprob) for t, entry in pairs],
+            "top_logprobs": [self._by_text(entry) for _, entry in pairs],
+            "text_offset": offsets,
+        }
+
+    def _by_text(self, entry: dict[int, Logprob]) -> dict[str, float]:
+        """Log probabilities by text; of tokens with one text the sampled one, else the most likely one, which come first."""
+        named: dict[str, float] = {}
+        for token_id, one in entry.items():
+            named.setdefault(self._token(token_id, one), _finite(one.logprob))
+        return named
+
+    def _chat_logprob(self, token_id: int, entry: dict[int, Logprob], most: int) -> dict[str, Any]:
+        ranked = sorted((one.rank, t) for t, one in entry.items() if one.rank is not None and one.rank <= most)
+        return {
+            **self._named(token_id, entry[token_id]),
+            "top_logprobs": [self._named(t, entry[t]) for _, t in ranked],
+        }
+
+    def _named(self, token_id: int, one: Logprob) -> dict[str, Any]:
+        return {
+            "token": self._token(token_id, one),
+            "logprob": _finite(one.logprob),
+            "bytes": self._bytes(token_id, one),
+        }
+
+    def _token(self, token_id: int, one: Logprob) -> str:
+        if self._call.tokens_as_ids or one.decoded_token is None:
+            return f"token_id:{token_id}"
+        return one.decoded_token
+
+    def _bytes(self, token_id: int, one: Logprob) -> list[int]:
+        tokenizer = self._parts.tokenizer
+        if tokenizer is not None and tokenizer.is_byte_level:
+            return list(tokenizer.piece(token_id))
+        return list((one.decoded_token or "").encode())
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def timings_payload(delta: OutputDelta) -> dict[str, Any]:
+    """Timings, SLO attainment and cache use of a request; None: it has no such value."""
+    metrics, request = delta.metrics, delta.request
+    record = RequestRecord.from_metrics(metrics, ok=delta.finish_reason in ("stop", "length"))
+    return {
+        "request_id": request.request_id,
+        "timings": {
+            "queue_ms": _since(metrics, metrics.first_scheduled_s),
+            "ttft_ms": _ms(record.ttft_s),
+            "p99_tbt_ms": _ms(record.tbt_s),
+            "p99_tbt_drop_first_ms": _ms(record.tbt_drop_first_s),
+            "total_ms": _since(metrics, metrics.finished_s),
+        },
+        "slo": {
+            "ttft_ms": _ms(metrics.slo.ttft_s),
+            "tbt_ms": _ms(metrics.slo.tbt_s),
+            "class": request.slo_class,
+            "ttft_attained": record.ttft_attained,
+            "tbt_attained": record.tbt_attained,
+            "attained": record.slo_attained,
+        },
+        "cache_kind": metrics.cache_kind,
+        "cached_prompt_tokens": metrics.num_cached_tokens,
+        "num_preemptions": metrics.num_preemptions,
+        "num_kind_switches": metrics.num_kind_switches,
+        "num_conversions": metrics.num_conversions,
+        "recomputed_tokens": metrics.recomputed_tokens,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None or seconds == float("inf") else seconds * 1e3
+
+
+def _since(metrics: RequestMetrics, at_s: float | None) -> float | None:
+    return None if at_s is None else _ms(at_s - metrics.arrival_s)
+
+
+def model_card(parts: EngineParts, created_s: int) -> dict[str, Any]:
+    """An entry of ``/v1/models``."""
+    return {
+        "id": parts.model_name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "apt-jax",
+        "root": parts.config.model,
+        "parent": None,
+        "max_model_len": parts.limits.max_model_len,
+    }

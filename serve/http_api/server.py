@@ -1,0 +1,174 @@
+"""The HTTP server: OpenAI's completions and chat completions, models, tokens, health and metrics on one port.
+
+Its life is that of `serve.grpc_api.server`, over the same engine:
+
+1. `HttpServer.start` binds and answers at once: `/health` is 200, `/ready` 503, completions are 503 while a model loads.
+2. `HttpServer.serve` takes a warm engine; `/ready` turns 200.
+3. `HttpServer.stop` turns `/ready` to 503, rejects new completions, lets in-flight ones go on for a while, cancels the rest, and closes.
+
+`serve.http_api.protocol` limits connections, `serve.http_api.app` calls; `openai_request` and `openai_response` know the bodies.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from apt_jax.async_engine import AsyncEngine
+from serve.errors import PortInUseError
+from serve.http_api.app import AppConfig, HttpApp
+from serve.http_api.protocol import ConnectionLimits, LimitedHttpProtocol
+from serve.http_api.stalled_clients import StalledClientDetector
+from serve.observability.prometheus import ServerMetrics
+from serve.security.tls import Tls
+
+_BACKLOG = 1024
+_HANDSHAKE_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HttpConfig:
+    """Address and limits of the server."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free one."""
+    idle_timeout_s: float = 60.0
+    """A connection without a request is closed after this time."""
+    tls: Tls | None = None
+    """None: plaintext."""
+    connections: ConnectionLimits = ConnectionLimits()  # noqa: RUF009 - frozen
+    app: AppConfig = AppConfig()  # noqa: RUF009 - frozen
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn on a socket of ours, without handlers for signals, which belong to the whole process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See `uvicorn.Server`."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, with a limit on the time of TLS handshakes."""
+        await self.lifespan.startup()
+        config = self.config
+        make = functools.partial(
+            config.http_protocol_class,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        tls: dict[str, Any] = {}
+        if config.ssl is not None:
+            tls = {"ssl": config.ssl, "ssl_handshake_timeout": _HANDSHAKE_TIMEOUT_S}
+        self.servers = [
+            await loop.create_server(make, sock=sock, backlog=config.backlog, **tls)
+            for sock in sockets or ()
+        ]
+        self.started = True
+
+
+class HttpServer:
+    """Life of the server; one event loop.
+
+    Args:
+        config: address and limits.
+    """
+
+    def __init__(self, config: HttpConfig) -> None:
+        self.config = config
+        self.port = 0
+        """The bound port, after `start`."""
+        self.app = HttpApp(config.app)
+        self._engine: AsyncEngine | None = None
+        self._uvicorn: _Uvicorn | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Number of in-flight completions."""
+        return self.app.num_open
+
+    async def start(self) -> None:
+        """Bind and answer; not ready yet.
+
+        Raises:
+            PortInUseError: the address cannot be bound.
+        """
+        config = self.config
+        listener = _bound(config.host, config.port)
+        self.port = listener.getsockname()[1]
+        limits = config.connections
+        protocol: Any = functools.partial(
+            LimitedHttpProtocol, limits=limits, stalled=StalledClientDetector(limits.write_stall_s)
+        )
+        settings = uvicorn.Config(
+            self.app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # any number is taken
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,  # type: ignore[arg-type]
+            h11_max_incomplete_event_size=limits.max_header_bytes,
+            ssl_context_factory=None if config.tls is None else lambda *_: config.tls.context,  # type: ignore[union-attr]
+        )
+        self._uvicorn = server = _Uvicorn(settings)
+        self._running = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not self._running.done():
+            await asyncio.sleep(0)
+        if self._running.done():
+            self._running.result()  # raises
+
+    async def serve(self, engine: AsyncEngine, metrics: ServerMetrics | None = None) -> None:
+        """Take a warm engine and become ready.
+
+        Args:
+            engine: shared with other servers.
+            metrics: its observer, for ``/metrics``.
+        """
+        self._engine = engine
+        self.app.use(engine, metrics)
+
+    async def stop(self, drain_s: float) -> None:
+        """Turn not ready, reject new completions, end in-flight ones within `drain_s`, close. A second call may shorten the time."""
+        self.app.drain()
+        if self._engine is not None:
+            await self._engine.shutdown(drain_s)
+        await self.app.end_views()
+        server, running = self._uvicorn, self._running
+        if server is not None and running is not None:
+            # Every response has its end or its error: uvicorn gives them time to be sent.
+            server.should_exit = True
+            await asyncio.shield(running)
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()  # nobody reads what it has
+        self.app.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket on the first address of the host."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)  # type: ignore[arg-type]
+    except OSError as error:
+        # `create_server` appends the address, which stands in our message already.
+        reason = str(error.strerror).partition(" (while attempting")[0]
+        raise PortInUseError(
+            f"cannot listen on {host}:{port} ({reason}); choose another address (--port, --http-host), or --no-http"
+        ) from None

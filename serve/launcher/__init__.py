@@ -1,0 +1,1 @@
+"""Replicas and their gateway: `plan` decides what runs, `supervisor` keeps it running."""

@@ -1,0 +1,29 @@
+"""Replace this process by COMMAND, which the kernel kills when process PARENT ends, however it ends.
+
+    python exec_with_pdeathsig.py PARENT CPUS COMMAND...
+
+CPUS are comma-separated numbers of CPUs to bind COMMAND to, or empty. Run as a file, on Linux; elsewhere a parent that is
+killed leaves COMMAND running.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _main(parent: int, cpus: str, command: list[str]) -> None:
+    if sys.platform == "linux":
+        if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            sys.exit("prctl: the kernel has no PR_SET_PDEATHSIG")
+        if os.getppid() != parent:  # it ended before that
+            sys.exit(1)
+        if cpus:
+            os.sched_setaffinity(0, map(int, cpus.split(",")))
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

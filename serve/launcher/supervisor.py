@@ -1,0 +1,298 @@
+"""Supervision of the replicas and the gateway of `apt-jax launch`.
+
+1. All replicas are started; the gateway once they are healthy.
+2. A process that ends is restarted after 1 s, 2 s, 4 s, up to 60 s; `STEADY_S` of health reset the count.
+3. At SIGTERM or SIGINT the replicas drain; then the gateway ends. A second signal kills all.
+
+All are children that the kernel kills with this process, however it ends (serve/launcher/exec_with_pdeathsig.py).
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
+
+from apt_jax.errors import ConfigError
+from serve.errors import CommandError
+from serve.signals import Signals
+
+logger = logging.getLogger(__name__)
+
+STEADY_S = 60.0
+"""After this much health a process has started well: its next failure counts as the first."""
+
+_USAGE_ERROR = 2
+_MAX_RESTART_DELAY_S = 60.0
+_PROBE_S = 0.25
+_GRACE_S = 10.0
+"""Added to the time that a process has to drain."""
+_MAX_LINE_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """A process to keep running."""
+
+    name: str
+    """Prefix of every line of its output."""
+    command: Sequence[str]
+    """Absolute path of the executable, and arguments."""
+    env: Mapping[str, str]
+    cpus: Sequence[int] = ()
+    """CPUs that it is bound to; (): it may use all."""
+    is_healthy: Callable[[], bool] | None
+    """Health probe, called in a thread; None: there is none."""
+    keeps_json: bool = False
+    """Forward lines that are JSON objects without the prefix."""
+    hides: re.Pattern[str] | None = None
+    """Lines that match are dropped."""
+
+
+class Supervisor:
+    """Keeps one process running until `stop`."""
+
+    def __init__(self, program: ProcessSpec, max_restarts: int) -> None:
+        self.program = program
+        self.was_healthy = False
+        """In any of its runs."""
+        self.code: int | None = None
+        """Exit code after `stop`; None: it was not running then."""
+        self._max_restarts = max_restarts
+        self._process: asyncio.subprocess.Process | None = None
+        self._may_start, self._stopping = asyncio.Event(), asyncio.Event()
+        self._last_lines: dict[str, collections.deque[str]] = {}
+
+    async def run(self) -> None:
+        """Run the process from `start` until it ends after `stop`.
+
+        Raises:
+            ConfigError: it does not accept its flags.
+            CommandError: it has ended too often.
+        """
+        await self._may_start.wait()
+        failures = 0
+        while not self._stopping.is_set():
+            healthy_s = await self._live()
+            if self._stopping.is_set():
+                break
+            name, how = self.program.name, _exit_text(self.code)
+            if self.code == _USAGE_ERROR and not self.was_healthy:
+                raise ConfigError(f"{name}: {self._last_log_line()}")
+            failures = 1 if healthy_s >= STEADY_S else failures + 1
+            if failures > self._max_restarts:
+                raise CommandError(
+                    f"{name} {how}, {failures} times in a row (--max-restarts {self._max_restarts}); its last words: {self._last_log_line()}"
+                )
+            delay_s = min(2.0 ** (failures - 1), _MAX_RESTART_DELAY_S)
+            logger.warning("%s %s; it is started again in %g s", name, how, delay_s)
+            self.code = None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    def start(self) -> None:
+        self._may_start.set()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it by a signal and do not restart it."""
+        self._stopping.set()
+        self._may_start.set()
+        self._signal(number)
+
+    def tell(self, number: int) -> None:
+        """Forward a signal that does not end the process, once the process handles it."""
+        if self.was_healthy:
+            self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def _live(self) -> float:
+        """Run the process once; returns for how long it was healthy, seconds."""
+        program, loop = self.program, asyncio.get_running_loop()
+        cpus = ",".join(map(str, program.cpus))
+        wrapper = str(Path(__file__).with_name("exec_with_pdeathsig.py"))
+        self._last_lines = {name: collections.deque(maxlen=1) for name in ("stdout", "stderr")}
+        self.code = None
+        # A process group of its own: Ctrl-C is for the launcher, which forwards it once.
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", wrapper, str(os.getpid()), cpus, *program.command,
+            env=program.env, process_group=0, stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        if self._stopping.is_set():
+            self._signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        pumps = [
+            asyncio.create_task(self._forward(process.stdout, "stdout")),
+            asyncio.create_task(self._forward(process.stderr, "stderr")),
+        ]
+        health = asyncio.create_task(self._wait_healthy())
+        try:
+            code = await process.wait()
+            await asyncio.wait(pumps, timeout=1.0)  # others may hold the other end
+        finally:
+            self._signal(signal.SIGKILL)
+            for task in (*pumps, health):
+                task.cancel()
+        self.code = code
+        return loop.time() - health.result() if health.done() else 0.0
+
+    async def _wait_healthy(self) -> float:
+        """Wait until the process is healthy; returns the time."""
+        if self.program.is_healthy is None:
+            await asyncio.sleep(STEADY_S)
+        else:
+            while not await asyncio.to_thread(self.program.is_healthy):
+                await asyncio.sleep(_PROBE_S)
+        if self.was_healthy:
+            logger.warning("%s is back", self.program.name)
+        self.was_healthy = True
+        return asyncio.get_running_loop().time()
+
+    async def _forward(self, reader: asyncio.StreamReader, stream: str) -> None:
+        left = b""
+        while chunk := await reader.read(1 << 16):
+            *lines, left = (left + chunk).split(b"\n")
+            if len(left) > _MAX_LINE_BYTES:
+                lines, left = [*lines, left], b""
+            for line in lines:
+                self._show(line, stream)
+        if left:
+            self._show(left, stream)
+
+    def _show(self, line: bytes, stream: str) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if self.program.hides is not None and self.program.hides.search(text):
+            return
+        if text:
+            self._last_lines[stream].append(text)
+        if not (self.program.keeps_json and text.startswith("{")):
+            text = f"{self.program.name} | {text}"
+        _write(text, sys.stdout if stream == "stdout" else sys.stderr)
+
+    def _last_log_line(self) -> str:
+        said = self._last_lines["stderr"] or self._last_lines["stdout"]
+        return said[-1] if said else "none"
+
+
+async def launch(
+    replicas: Sequence[ProcessSpec],
+    gateway: ProcessSpec | None,
+    *,
+    max_restarts: int,
+    drain_s: float,
+    where: str,
+) -> int:
+    """Run processes until a signal; returns the exit code.
+
+    Args:
+        replicas: end first.
+        gateway: ends after them.
+        max_restarts: of one program in a row.
+        drain_s: time that replicas have to end after the first signal.
+        where: printed when all with a probe are healthy.
+
+    Raises:
+        ConfigError: a program does not accept its flags.
+        CommandError: a program ended too often.
+    """
+    replica_supervisors = [Supervisor(program, max_restarts) for program in replicas]
+    gateway_supervisors = [] if gateway is None else [Supervisor(gateway, max_restarts)]
+
+    def forward_hangup() -> None:
+        for supervisor in replica_supervisors:
+            supervisor.tell(signal.SIGHUP)
+
+    signals = Signals(forward_hangup)
+    jobs = {
+        supervisor: asyncio.create_task(supervisor.run()) for supervisor in (*replica_supervisors, *gateway_supervisors)
+    }
+    ready = asyncio.create_task(_start(replica_supervisors, gateway_supervisors, where))
+    first = asyncio.create_task(signals.first.wait())
+    second = asyncio.create_task(signals.second.wait())
+    try:
+        await asyncio.wait({first, *jobs.values()}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if first.done():
+            _say(f"stopping: open requests have {drain_s:g} s to end")
+        for group, limit_s in ((replica_supervisors, drain_s + _GRACE_S), (gateway_supervisors, _GRACE_S)):
+            for supervisor in group:
+                supervisor.stop()
+            ended = asyncio.gather(*(jobs[supervisor] for supervisor in group), return_exceptions=True)
+            await asyncio.wait({ended, second}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+            for supervisor in group:
+                supervisor.stop(signal.SIGKILL)
+            await ended
+        for job in jobs.values():
+            job.result()
+        if second.done():
+            return 128 + signals.last
+        wrong = [supervisor for supervisor in replica_supervisors if supervisor.code not in (None, 0, -signal.SIGTERM)]
+        for supervisor in wrong:
+            logger.error("%s %s", supervisor.program.name, _exit_text(supervisor.code))
+        _say("stopped")
+        return 1 if wrong else 0
+    finally:
+        for task in (ready, first, second, *jobs.values()):
+            task.cancel()
+        await asyncio.gather(ready, first, second, *jobs.values(), return_exceptions=True)
+        signals.close()
+
+
+async def _start(replica_supervisors: list[Supervisor], gateway_supervisors: list[Supervisor], where: str) -> None:
+    """Start the replicas, then the gateway, with a progress bar over those with a probe."""
+    groups = [
+        [k for k in group if k.program.is_healthy is not None] for group in (replica_supervisors, gateway_supervisors)
+    ]
+    columns, lines = shutil.get_terminal_size()  # some terminals say that they have no size
+    with tqdm(
+        total=sum(map(len, groups)),
+        desc="starting",
+        unit="program",
+        disable=None,
+        ncols=columns,
+        nrows=lines,
+    ) as bar:
+        for all_of_group, group in zip((replica_supervisors, gateway_supervisors), groups, strict=True):
+            for supervisor in all_of_group:
+                supervisor.start()
+            before = bar.n
+            while not all(supervisor.was_healthy for supervisor in group):
+                bar.n = before + sum(supervisor.was_healthy for supervisor in group)
+                bar.refresh()
+                await asyncio.sleep(_PROBE_S)
+            bar.n = before + len(group)
+    _say(where)
+
+
+def _exit_text(code: int | None) -> str:
+    if code is None:
+        return "has not run"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _say(line: str) -> None:
+    _write(line, sys.stdout)
+
+
+def _write(line: str, stream: TextIO) -> None:
+    """Write a line, above the bar if there is one. A closed stream is ignored: the replicas serve on."""
+    with contextlib.suppress(OSError):
+        tqdm.write(line, file=stream)
+        stream.flush()

@@ -1,0 +1,182 @@
+"""The log: one line for each call that has ended, as text for people or as JSON for programs. Never a prompt, an output or a key.
+
+Calls that succeeded, were cancelled by their client or were rejected are logged at INFO. Internal failures are logged at ERROR, once, with
+the stack but not the text of the exception, which may hold anything. Cancelled and rejected calls are rate-limited: ten
+lines a second for each reason, and one line with the number of those left out.
+"""
+
+import asyncio
+import datetime
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pythonjsonlogger.json import JsonFormatter
+
+from serve.observability.call_record import NO_ID, CallRecord
+
+Format = Literal["text", "json"]
+FORMATS: tuple[Format, ...] = ("text", "json")
+
+_MOST_LINES = 10
+_WINDOW_S = 1.0
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def configure(log_format: Format, level: str) -> None:
+    """Log to standard error: warnings of every package, and of our own at `level`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter() if log_format == "text" else json_formatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    for name in ("apt_jax", "serve"):
+        logging.getLogger(name).setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel("ERROR")  # it warns of every line that is no HTTP
+
+
+def announcer(log_format: Format) -> Callable[[str], None]:
+    """Make a function that writes a line to standard output at once: as it is, or as a JSON object like those of the log."""
+    formatter = logging.Formatter() if log_format == "text" else json_formatter()
+
+    def say(line: str) -> None:
+        record = logging.LogRecord("serve", logging.INFO, "", 0, line, None, None)
+        sys.stdout.write(formatter.format(record) + "\n")
+        sys.stdout.flush()
+
+    return say
+
+
+class TextFormatter(logging.Formatter):
+    """A line a record. Further lines are indented and control characters escaped, so that no logged text can forge a line."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        text = super().format(record)
+        stack = getattr(record, "stack", None)
+        if stack is not None:
+            text += f"\n{stack}"
+        escaped = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text.rstrip("\n"))
+        return escaped.replace("\n", "\n    ")
+
+
+def json_formatter() -> logging.Formatter:
+    """An object a line: timestamp (UTC), level, logger, message, and the fields of calls (docs/serving.md)."""
+    return _Json(
+        ["levelname", "name", "message"], rename_fields={"levelname": "level", "name": "logger"}
+    )
+
+
+class _Json(JsonFormatter):
+    def add_fields(
+        self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
+    ) -> None:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        log_data["timestamp"] = at.isoformat(timespec="milliseconds")
+        super().add_fields(log_data, record, message_dict)
+
+
+class CallLog:
+    """The log lines of one protocol's calls; one event loop.
+
+    Args:
+        logger: of the protocol.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._recent: dict[str, tuple[int, asyncio.TimerHandle]] = {}
+        """Lines in the current window, by reason, and the timer that ends the window."""
+
+    def write(self, record: CallRecord) -> None:
+        """Log a call that has ended."""
+        level = logging.ERROR if record.outcome == "failed" else logging.INFO
+        if not self._logger.isEnabledFor(level):
+            return
+        if record.outcome in ("rejected", "cancelled") and self._is_over_limit(record.reason):
+            return
+        known = {
+            "request_id": record.request_id,
+            "protocol": record.protocol,
+            "door": record.protocol,  # the field's name up to 0.1
+            "method": record.method,
+            "verb": record.verb,
+            "tenant": record.tenant,
+            "reason": record.reason,
+            "code": record.code,
+            "param": record.param,
+            "prompt_tokens": record.num_prompt_tokens,
+            "output_tokens": record.num_output_tokens,
+            "blocks": record.num_blocks,
+            "duration_ms": _ms(record.duration_s),
+            "queue_ms": _ms(record.queue_s),
+            "ttft_ms": _ms(record.ttft_s),
+            "stack": None if record.error is None else stack_of(record.error),
+        }
+        self._logger.log(
+            level,
+            "%s: %s, %d tokens, %.0f ms",
+            *_headline(record),
+            record.num_output_tokens,
+            1e3 * record.duration_s,
+            extra={name: value for name, value in known.items() if value is not None},
+        )
+
+    def close(self) -> None:
+        """Log the number of lines that were left out so far."""
+        for reason, (_, timer) in list(self._recent.items()):
+            timer.cancel()
+            self._log_left_out(reason)
+
+    def _is_over_limit(self, reason: str) -> bool:
+        if reason not in self._recent:
+            timer = asyncio.get_running_loop().call_later(_WINDOW_S, self._log_left_out, reason)
+            self._recent[reason] = 0, timer
+        lines, timer = self._recent[reason]
+        self._recent[reason] = lines + 1, timer
+        return lines >= _MOST_LINES
+
+    def _log_left_out(self, reason: str) -> None:
+        left_out = self._recent.pop(reason)[0] - _MOST_LINES
+        if left_out > 0:
+            fields = {"reason": reason, "left_out": left_out}
+            self._logger.info("%d more requests: %s", left_out, reason, extra=fields)
+
+
+def _headline(record: CallRecord) -> tuple[str, str]:
+    """The call and how it ended, without anything its client wrote."""
+    if record.outcome == "succeeded":
+        return f"request {record.request_id}", record.reason
+    call = record.method if record.verb is None else f"{record.verb} {record.method}"
+    named = "" if record.request_id == NO_ID else f" (request {record.request_id})"
+    why = (record.reason, record.code, record.param)
+    return call + named, " ".join(word for word in why if word is not None)
+
+
+def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None:
+    """Log an unexpected failure at ERROR.
+
+    Args:
+        what: a name of ours.
+    """
+    logger.error("%s failed", what, extra={"stack": stack_of(error)})
+
+
+def stack_of(error: BaseException) -> str:
+    """Format the stack of an exception and of its causes, without their texts."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        parts.append("".join([*traceback.format_tb(at.__traceback__), type(at).__qualname__]))
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return "\nfollowed by\n".join(reversed(parts))
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)

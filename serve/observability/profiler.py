@@ -1,0 +1,154 @@
+"""JAX profiles on demand, of host and device, for TensorBoard's plug-in xprof and for Perfetto.
+
+At most one profile runs at a time, and it stops by itself after a while. Starting and stopping write files, in a thread of
+their own; the engine goes on. Python calls are not recorded, which would slow down every one of them.
+"""
+
+import asyncio
+import concurrent.futures
+import datetime
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from apt_jax.errors import ConfigError
+from serve.errors import ProfilerStateError
+from serve.observability.call_log import log_failure
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--profiler-dir"
+
+_MAX_S = 60.0
+_CLOSE_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
+
+
+class Profiler:
+    """Takes profiles of this process; one event loop.
+
+    Args:
+        directory: each profile gets a private directory in it; made if it does not exist.
+        max_s: a profile stops by itself after this time.
+
+    Raises:
+        ConfigError: the directory cannot be made.
+    """
+
+    def __init__(self, directory: str | Path, *, max_s: float = _MAX_S) -> None:
+        self._root = Path(directory).absolute()
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{directory}: cannot be made ({error.strerror}) ({FLAG})") from None
+        self.max_s = max_s
+        self._running: Path | None = None
+        self._end: asyncio.TimerHandle | None = None
+        self._changing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="apt-jax-profiler")  # fmt: skip
+
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None
+
+    async def start(self) -> Path:
+        """Start a profile; returns its directory.
+
+        Raises:
+            ProfilerStateError: one is running.
+        """
+        if self._running is not None:
+            raise ProfilerStateError(
+                f"a profile is being taken already; it ends by itself {self.max_s:g} s after its beginning"
+            )
+        return await self._whole(self._start())
+
+    async def stop(self) -> Path:
+        """Stop the profile and write it; returns its directory.
+
+        Raises:
+            ProfilerStateError: none is running.
+        """
+        return await self._whole(self._stop())
+
+    async def close(self) -> None:
+        """Stop a running profile, within a time limit."""
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self.stop()
+        except (ProfilerStateError, TimeoutError):
+            pass
+        except Exception as error:  # shutdown goes on
+            log_failure(logger, "the profile could not be ended", error)
+        finally:
+            self._thread.shutdown(wait=False)
+
+    async def _start(self) -> Path:
+        async with self._changing:
+            self._check(running=False)
+            loop = asyncio.get_running_loop()
+            self._running = directory = await loop.run_in_executor(self._thread, self._begin)
+            self._end = loop.call_later(self.max_s, self._stop_by_itself)
+        logger.info("a profile begins: %s", directory)
+        return directory
+
+    async def _stop(self) -> Path:
+        async with self._changing:
+            self._check(running=True)
+            directory, end = self._running, self._end
+            assert directory is not None
+            assert end is not None
+            end.cancel()
+            try:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._thread, _stop_trace)
+            finally:
+                self._running = None
+        logger.info("a profile has been written: %s", directory)
+        return directory
+
+    def _check(self, *, running: bool) -> None:
+        if running and self._running is None:
+            raise ProfilerStateError("no profile is being taken")
+        if not running and self._running is not None:
+            raise ProfilerStateError("a profile is being taken already")
+
+    def _begin(self) -> Path:
+        name = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H-%M-%S.%f}"
+        directory = self._root / name
+        directory.mkdir(mode=0o700)
+        import jax  # here: reading flags needs no JAX
+
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(directory, profiler_options=options)
+        return directory
+
+    def _stop_by_itself(self) -> None:
+        async def stop() -> None:
+            try:
+                await self._stop()
+            except ProfilerStateError:
+                pass  # it was stopped meanwhile
+            except Exception as error:
+                log_failure(logger, "writing a profile", error)
+
+        self._keep(asyncio.ensure_future(stop()))
+
+    async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
+        """Run it to its end, even if the caller is cancelled."""
+        return await asyncio.shield(self._keep(asyncio.ensure_future(change)))
+
+    def _keep(self, task: "asyncio.Task[T]") -> "asyncio.Task[T]":
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _stop_trace() -> None:
+    import jax
+
+    jax.profiler.stop_trace()

@@ -1,0 +1,259 @@
+"""Prometheus metrics: vLLM's names if vLLM has one, else `aptjax:` (docs/serving.md).
+
+Counters and gauges are the engine's own (`EngineStats`); `ServerMetrics` adds distributions and SLO counts as the
+observer of an `AsyncEngine`, for requests of every protocol. A scrape copies both between two steps, in the engine's
+thread, so that its values are consistent, and changes nothing.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from apt_jax.async_engine import AsyncEngine
+from apt_jax.engine import EngineStats
+from apt_jax.llm import EngineParts, OutputDelta
+from apt_jax.metrics import Distribution, RequestRecord
+from apt_jax.request import EngineRequest
+
+# vLLM's buckets, seconds.
+TTFT_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+INTER_TOKEN_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+LATENCY_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0,
+    40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+
+_REASONS = ("stop", "length", "abort", "error")
+_OBJECTIVES = ("ttft", "tbt", "all")
+_CLASSES = ("rt", "be")
+LABELS = ("model_name", "engine")
+"""Labels of every sample."""
+
+
+def token_buckets(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, ... up to `most`, as vLLM has them."""
+    bounds = (m * 10**e for e in range(len(str(most))) for m in (1, 2, 5))
+    return tuple(bound for bound in bounds if bound <= most)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Sums:
+    """Distributions and counts over all requests so far."""
+
+    ttft_s: Distribution
+    inter_token_s: Distribution
+    latency_s: Distribution
+    queue_s: Distribution
+    prompt_tokens: Distribution
+    generation_tokens: Distribution
+    attained: "collections.Counter[tuple[str, str]]"
+    """By objective and class."""
+    missed: "collections.Counter[tuple[str, str]]"
+
+    def copy(self) -> "_Sums":
+        return _Sums(**{f.name: getattr(self, f.name).copy() for f in dataclasses.fields(self)})
+
+
+class ServerMetrics:
+    """The metrics of one engine; the observer of its `AsyncEngine`.
+
+    Args:
+        parts: of the engine.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        lens = token_buckets(parts.limits.max_model_len)
+        self._sums = _Sums(
+            ttft_s=Distribution(TTFT_S),
+            inter_token_s=Distribution(INTER_TOKEN_S),
+            latency_s=Distribution(LATENCY_S),
+            queue_s=Distribution(LATENCY_S),
+            prompt_tokens=Distribution(lens),
+            generation_tokens=Distribution(lens),
+            attained=collections.Counter(),
+            missed=collections.Counter(),
+        )
+
+    # Called in the engine's thread, which alone writes the sums.
+
+    def ended(self, delta: OutputDelta) -> None:
+        """See `apt_jax.async_engine.Observer`."""
+        sums, metrics = self._sums, delta.metrics
+        times_s = metrics.token_times_s
+        if times_s:
+            sums.ttft_s.add(times_s[0] - metrics.arrival_s)
+            sums.inter_token_s.add_all(np.diff(np.asarray(times_s, np.float64)))
+        ok = delta.finish_reason in ("stop", "length")
+        if ok and metrics.finished_s is not None and metrics.first_scheduled_s is not None:
+            sums.latency_s.add(metrics.finished_s - metrics.arrival_s)
+            sums.queue_s.add(metrics.first_scheduled_s - metrics.arrival_s)
+            sums.prompt_tokens.add(delta.request.prompt_token_ids.size)
+            sums.generation_tokens.add(len(times_s))
+        self._count_slos(RequestRecord.from_metrics(metrics, ok=ok), delta.request)
+
+    def refused(self, request: EngineRequest) -> None:
+        """See `apt_jax.async_engine.Observer`."""
+        record = RequestRecord(arrival_s=request.arrival_s, ok=False, slo=request.slo)
+        self._count_slos(record, request)
+
+    def _count_slos(self, record: RequestRecord, request: EngineRequest) -> None:
+        """Count a request; one without an objective is neither attained nor missed."""
+        has_ttft, has_tbt = math.isfinite(request.slo.ttft_s), math.isfinite(request.slo.tbt_s)
+        for objective, has, attained in (
+            ("ttft", has_ttft, record.ttft_attained),
+            ("tbt", has_tbt, record.tbt_attained),
+            ("all", has_ttft or has_tbt, record.slo_attained),
+        ):
+            if has:
+                counter = self._sums.attained if attained else self._sums.missed
+                counter[objective, request.slo_class] += 1
+
+    def read(self) -> Collector:
+        """Copy all metrics now; called in the engine's thread, used in any."""
+        return _Scrape(self._parts, self._parts.engine.stats(), self._sums.copy())
+
+    async def scrape(self, engine: AsyncEngine, accept: str = "") -> tuple[bytes, str]:
+        """The exposition in a format that the scraper accepts, and its content type."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(await asyncio.wrap_future(engine.call(self.read)))
+        encode, content_type = choose_encoder(accept)
+        return encode(registry), content_type
+
+
+class _Scrape(Collector):
+    """The metrics of one moment."""
+
+    def __init__(self, parts: EngineParts, stats: EngineStats, sums: _Sums) -> None:
+        self._parts, self._stats, self._sums = parts, stats, sums
+        self._values = (parts.model_name, "0")
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._histograms()
+
+    def _gauge(
+        self,
+        name: str,
+        text: str,
+        values: Sequence[tuple[Sequence[str], float]],
+        labels: Sequence[str] = (),
+    ) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=[*LABELS, *labels])
+        for more, value in values:
+            family.add_metric([*self._values, *more], value)
+        return family
+
+    def _counter(
+        self,
+        name: str,
+        text: str,
+        values: Sequence[tuple[Sequence[str], float]],
+        labels: Sequence[str] = (),
+    ) -> Metric:
+        family = CounterMetricFamily(name, text, labels=[*LABELS, *labels])
+        for more, value in values:
+            family.add_metric([*self._values, *more], value)
+        return family
+
+    def _histogram(self, name: str, text: str, values: Distribution) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=list(LABELS))
+        buckets = [
+            ("+Inf" if math.isinf(bound) else str(float(bound)), count)
+            for bound, count in values.cumulative()
+        ]
+        family.add_metric(list(self._values), buckets, values.sum)
+        return family
+
+    def _gauges(self) -> Iterable[Metric]:
+        stats, parts = self._stats, self._parts
+        yield self._gauge("vllm:num_requests_running", "Requests that have begun and not ended; waiting ones apart.", [((), stats.num_running + stats.num_ending)])  # fmt: skip
+        yield self._gauge("vllm:num_requests_waiting", "Requests without cache.", [((), stats.num_waiting)])  # fmt: skip
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the block pool in use, 0 to 1.", [((), stats.used_blocks / stats.total_blocks)])  # fmt: skip
+        groups = (parts.limits.max_pool_tokens or 0) // parts.executor.block_size
+        facts = {
+            "block_size": str(parts.executor.block_size),
+            "num_gpu_blocks": str(groups),
+            "enable_prefix_caching": str(parts.config.cache.enable_prefix_caching),
+            "cache_mode": parts.config.cache.mode,
+        }
+        yield self._gauge("vllm:cache_config_info", "The cache; num_gpu_blocks counts blocks of block_size tokens of its smallest kind.", [(tuple(facts.values()), 1)], tuple(facts))  # fmt: skip
+        blocks = [((kind,), count) for kind, count in stats.blocks_by_kind.items()]
+        yield self._gauge("aptjax:blocks", "Blocks of the pool: in use by kind, free ones with cached prefixes, other free ones.", [*blocks, (("cached",), stats.cached_blocks), (("free",), stats.free_blocks - stats.cached_blocks)], ("kind",))  # fmt: skip
+        if stats.expected_wait_s is not None:
+            yield self._gauge("aptjax:expected_wait_seconds", "How long a new request with objectives would wait for others, by the cost model.", [((), stats.expected_wait_s)])  # fmt: skip
+        served = [((phase,), error) for phase, error in sorted(stats.cost_errors.items())]
+        if served:
+            yield self._gauge("aptjax:cost_model_serving_error_ratio", "Mean relative error of the step times that the scheduler reckons with, over the last steps served.", served, ("phase",))  # fmt: skip
+        model = parts.cost_model
+        if model is not None:
+            errors = [(("prefill",), model.prefill_quality.mean_relative_error), (("decode",), model.decode_quality.mean_relative_error)]  # fmt: skip
+            yield self._gauge("aptjax:cost_model_error_ratio", "Mean relative error of predicted step times, on the calibration's points held back.", errors, ("phase",))  # fmt: skip
+
+    def _counters(self) -> Iterable[Metric]:
+        stats, sums = self._stats, self._sums
+        for name, text, value in (
+            ("vllm:num_preemptions", "Times that a request's cache was taken away.", stats.num_preemptions),
+            ("vllm:prompt_tokens", "Prompt tokens of requests that have delivered a token.", stats.prompt_tokens),
+            ("vllm:generation_tokens", "Tokens delivered.", stats.generation_tokens),
+            ("vllm:prefix_cache_queries", "Tokens of requests that were scheduled for the first time.", stats.prefix_cache_queries),
+            ("vllm:prefix_cache_hits", "Those of them whose cache was there.", stats.prefix_cache_hits),
+            ("aptjax:cache_conversions", "Times that a running request went from layer inputs to keys and values.", stats.num_conversions),
+            ("aptjax:recomputed_tokens", "Positions computed again after preemptions and failures.", stats.recomputed_tokens),
+            ("aptjax:scheduler_fallbacks", "Iterations that fcfs scheduled, because the policy raised or its plan broke a promise.", stats.fallback_iterations),
+            ("aptjax:requests_refused", "Requests that the engine did not take: queue full, too large, id in use.", stats.num_refused),
+            ("aptjax:requests_doubtful", "Requests let in although their TTFT objective looked out of reach.", stats.num_doubtful),
+        ):  # fmt: skip
+            yield self._counter(name, text, [((), value)])
+        ends = [((reason,), stats.finished.get(reason, 0)) for reason in _REASONS]
+        yield self._counter("vllm:request_success", "Ended requests.", ends, ("finished_reason",))
+        pairs = [(o, c) for o in _OBJECTIVES for c in _CLASSES]
+        for name, text, counter in (
+            ("aptjax:slo_attained", "Requests that met this objective of theirs.", sums.attained),
+            ("aptjax:slo_missed", "Requests that did not, the refused and broken off ones among them.", sums.missed),
+        ):  # fmt: skip
+            yield self._counter(name, text, [(pair, counter[pair]) for pair in pairs], ("slo", "class"))  # fmt: skip
+        switches = list(stats.kind_switches.items())
+        yield self._counter("aptjax:cache_kind_switch", "Times that a request came back with another kind of cache.", switches, ("from", "to"))  # fmt: skip
+        actions = {
+            **dict.fromkeys(("prefill", "decode", "mixed"), 0),
+            **stats.iterations,
+            "preempt": stats.num_preemptions,
+            "defer": stats.deferred_rows,
+        }
+        yield self._counter("aptjax:scheduler_decision", "Steps by type, and requests preempted or put off.", [((action,), count) for action, count in actions.items()], ("action",))  # fmt: skip
+        yield self._counter("aptjax:compilations", "Programs compiled after warm-up; anything but 0 is a fault.", [(("serving",), stats.compilations)], ("phase",))  # fmt: skip
+
+    def _histograms(self) -> Iterable[Metric]:
+        stats, sums = self._stats, self._sums
+        for name, text, values in (
+            ("vllm:time_to_first_token_seconds", "Arrival to first token.", sums.ttft_s),
+            ("vllm:inter_token_latency_seconds", "Gaps between the tokens of a request.", sums.inter_token_s),
+            ("vllm:e2e_request_latency_seconds", "Arrival to end, of requests that ended with stop or length.", sums.latency_s),
+            ("vllm:request_queue_time_seconds", "Arrival to first step, likewise.", sums.queue_s),
+            ("vllm:request_prompt_tokens", "Prompt tokens a request, likewise.", sums.prompt_tokens),
+            ("vllm:request_generation_tokens", "Output tokens a request, likewise.", sums.generation_tokens),
+            ("vllm:iteration_tokens_total", "Tokens a step.", stats.step_tokens),
+            ("aptjax:scheduler_step_seconds", "The policy's time for a decision.", stats.schedule_s),
+        ):  # fmt: skip
+            yield self._histogram(name, text, values)

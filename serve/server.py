@@ -1,0 +1,294 @@
+"""The life of a server: model loading, serving over every protocol, draining, and the engine's death.
+
+1. `serve` binds all ports, then loads the model in a thread.
+2. It serves over one `AsyncEngine` until a signal or the engine's death.
+3. The first signal drains, the second one stops at once.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import resource
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from apt_jax.async_engine import AsyncEngine
+from apt_jax.config import EngineConfig
+from apt_jax.llm import EngineParts, ProgressBars, build_engine, freeze_loaded
+from serve.errors import CommandError, PortInUseError
+from serve.grpc_api.server import GrpcServer, ServerConfig
+from serve.http_api.server import HttpConfig, HttpServer
+from serve.observability import call_log
+from serve.observability.prometheus import ServerMetrics
+from serve.signals import Signals
+
+if TYPE_CHECKING:
+    from apt_jax.hosts import Leader
+
+logger = logging.getLogger(__name__)
+
+ENGINE_LOST = 1
+"""Exit code if the engine has ended by itself."""
+
+_COMPUTE_NICE = 5  # a third of their former share of the CPU
+
+
+async def serve(
+    config: EngineConfig,
+    server_config: ServerConfig,
+    http_config: HttpConfig | None = None,
+    *,
+    shutdown_timeout_s: float,
+    build: Callable[[], EngineParts],
+    reload: Callable[[], None] = lambda: None,
+    step_timeout_s: float | None = None,
+    decision_log: int = 1024,
+    find: Callable[[], object] = lambda: None,
+    log_format: call_log.Format = "text",
+    hosts: "WorkerRanks | None" = None,
+) -> int | None:
+    """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
+
+    Args:
+        config: of the engine.
+        server_config: of gRPC.
+        http_config: of HTTP; None: no HTTP.
+        shutdown_timeout_s: time for in-flight requests after the first signal.
+        build: makes the engine, in a thread.
+        reload: called at SIGHUP.
+        step_timeout_s, decision_log: see `AsyncEngine`.
+        find: looks for the model before anything is printed; in the same thread.
+        log_format: of the status lines on standard output.
+        hosts: the other ranks of the replica.
+
+    Raises:
+        CommandError: a port is in use.
+        ModelLoadError, ConfigError: from `find` or `build`.
+    """
+    server = ServerGroup(server_config, http_config)
+    try:
+        await server.start()  # before the model: a wrong port need not wait for it
+    except PortInUseError as error:
+        raise CommandError(str(error)) from None
+    address, say = server.addresses, call_log.announcer(log_format)
+
+    def find_and_build() -> EngineParts:
+        find()
+        say(f"listening on {address}, loading {config.model}")
+        return build()
+
+    signals = Signals(reload)
+    if hosts is not None:
+        loop = asyncio.get_running_loop()
+        hosts.on_drain = lambda: loop.call_soon_threadsafe(signals.first.set)
+    building = _in_thread(find_and_build)
+    stopped = asyncio.create_task(signals.first.wait())
+    try:
+        await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not building.done():
+            await server.stop(0)
+            say("stopped before the model was ready")
+            return None
+        parts = building.result()
+        metrics = ServerMetrics(parts)
+        engine = AsyncEngine(parts, metrics, step_timeout_s=step_timeout_s, decision_log=decision_log)
+        if hosts is not None:
+            hosts.tell_engine(engine)
+        await server.serve(engine, metrics)
+        say(
+            f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, programs prepared in {parts.warm_up_s:.1f} s, "
+            f"calibrated in {parts.calibration_s:.1f} s; {parts.executor.num_blocks} blocks of {parts.executor.block_size} tokens)"
+        )
+        ended = asyncio.create_task(engine.wait_ended())
+        await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            await server.engine_lost()
+            logger.critical("%s", ended.result())
+            await server.stop(0)
+            return ENGINE_LOST
+        say(f"stopping: {server.num_open} open requests have {shutdown_timeout_s:g} s to end")
+        stopping = asyncio.create_task(server.stop(shutdown_timeout_s))
+        hurry = asyncio.create_task(signals.second.wait())
+        await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            await server.stop(0)
+            await stopping
+            return 128 + signals.last if engine.dead_reason is None else ENGINE_LOST
+        hurry.cancel()
+        if engine.dead_reason is not None:
+            return ENGINE_LOST
+        say("stopped")
+        return 0
+    finally:
+        stopped.cancel()
+        signals.close()
+        await server.stop(0)
+        if server_config.profiler is not None:
+            await server_config.profiler.close()
+        if server_config.tracer is not None:
+            await asyncio.to_thread(server_config.tracer.close)
+
+
+class ServerGroup:
+    """The gRPC server, and the HTTP server if there is one, over one engine."""
+
+    def __init__(self, grpc_config: ServerConfig, http_config: HttpConfig | None) -> None:
+        self._grpc = GrpcServer(grpc_config)
+        self._http = None if http_config is None else HttpServer(http_config)
+
+    @property
+    def addresses(self) -> str:
+        """Their addresses, for people."""
+        text = f"{self._grpc.config.host}:{self._grpc.port} (gRPC)"
+        if self._http is not None:
+            text += f" and {self._http.config.host}:{self._http.port} (HTTP)"
+        return text
+
+    @property
+    def num_open(self) -> int:
+        """Number of in-flight requests."""
+        return self._grpc.num_open + (0 if self._http is None else self._http.num_open)
+
+    async def start(self) -> None:
+        await self._grpc.start()
+        if self._http is not None:
+            try:
+                await self._http.start()
+            except PortInUseError:
+                await self._grpc.stop(0)
+                raise
+
+    async def serve(self, engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        await self._grpc.serve(engine)
+        if self._http is not None:
+            await self._http.serve(engine, metrics)
+
+    async def engine_lost(self) -> None:
+        await self._grpc.engine_lost()
+
+    async def stop(self, drain_s: float) -> None:
+        stops = [self._grpc.stop(drain_s)]
+        if self._http is not None:
+            stops.append(self._http.stop(drain_s))
+        await asyncio.gather(*stops)
+
+
+class WorkerRanks:
+    """The other ranks of the replica, if it has any, once they have joined.
+
+    Attributes:
+        on_drain: called in a thread when one of them got a termination signal.
+    """
+
+    def __init__(self) -> None:
+        self._leader: Leader | None = None
+        self.on_drain: Callable[[], object] = lambda: None
+
+    def joined(self, leader: "Leader") -> None:
+        leader.on_drain = lambda: self.on_drain()
+        self._leader = leader
+
+    def tell_engine(self, engine: AsyncEngine) -> None:
+        """Have the loss of a rank end the engine."""
+
+        def lose(reason: str) -> None:
+            logger.critical("%s", reason)
+            engine.lose("another host of this replica is gone")
+
+        if self._leader is not None:
+            self._leader.on_lost = lose
+
+    def end(self) -> None:
+        if self._leader is not None:
+            self._leader.end()
+
+
+def build_parts(config: EngineConfig, calibration_s: float, hosts: WorkerRanks) -> EngineParts:
+    bars, others = ProgressBars(), thread_ids()
+    try:
+        parts = build_engine(
+            config,
+            calibrate=calibration_s > 0,
+            calibration_s=calibration_s,
+            progress=bars,
+            on_joined=hosts.joined,
+        )
+    finally:
+        bars.close()
+    freeze_loaded()
+    _lower_compute_thread_priority(others)
+    return parts
+
+
+def find_model(config: EngineConfig) -> None:
+    from apt_jax.models import resolve_model  # JAX takes a second to import
+
+    resolve_model(config.model, allow_preset=config.load_format == "dummy")
+
+
+def _lower_compute_thread_priority(others: set[int]) -> None:
+    """Let threads that serve calls run before those of the model, which take every core of a CPU.
+
+    Args:
+        others: threads that are not the model's. Nor are Python's, which the interpreter's lock makes wait for each other.
+    """
+    import jax
+
+    if jax.default_backend() != "cpu":
+        return
+    python = {thread.native_id for thread in threading.enumerate()}
+    for task in thread_ids() - others - python:
+        with contextlib.suppress(OSError):  # it has ended
+            nice = os.getpriority(os.PRIO_PROCESS, task)
+            os.setpriority(os.PRIO_PROCESS, task, min(nice + _COMPUTE_NICE, 19))
+
+
+def thread_ids() -> set[int]:
+    """Ids of the threads of this process, on systems with a priority for each."""
+    try:
+        return {int(task) for task in os.listdir("/proc/self/task")}
+    except OSError:
+        return set()
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files: every connection is one, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
+    """As `asyncio.to_thread`, in a thread that does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(method: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            method(value)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Any, Any] = future.set_result, function()
+        except BaseException as error:
+            outcome = future.set_exception, error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, name="apt-jax-build", daemon=True).start()
+    return future

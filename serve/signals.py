@@ -1,0 +1,27 @@
+"""Termination and reload signals of a process with an event loop."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+
+class Signals:
+    """SIGTERM and SIGINT as events, SIGHUP as a call of `reload`."""
+
+    def __init__(self, reload: Callable[[], None]) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self.last = 0
+        self._was_told = False
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._note, number)
+        self._loop.add_signal_handler(signal.SIGHUP, reload)
+
+    def _note(self, number: int) -> None:
+        self.last = int(number)
+        (self.second if self._was_told else self.first).set()
+        self._was_told = True
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self._loop.remove_signal_handler(number)

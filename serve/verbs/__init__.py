@@ -1,1 +1,0 @@
-"""The verbs of `apt-jax`, a module each: `add_arguments(parser)` and `run(args) -> int`."""
