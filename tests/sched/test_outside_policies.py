@@ -511,7 +511,7 @@ def test_the_commands_of_the_tutorial_run(tutorial, my_policy, capsys):
 def test_the_tutorial_names_everything(tutorial):
     """Columns, fields and functions of the interface."""
     named = set(re.findall(r"`(\w+)[^`]*`", tutorial))
-    columns = {name for name, _ in RequestTable._FIELDS} | {"output_lengths", "num_output_lengths"}
+    columns = set(RequestTable.COLUMNS) | {"output_lengths", "num_output_lengths"}
     fields = {f.name for c in (SchedulerView, Plan, KindSpec, StepCosts) for f in dataclasses.fields(c)}  # fmt: skip
     views = {n for n, v in vars(SchedulerView).items() if not n.startswith("_") and (callable(v) or isinstance(v, property))}  # fmt: skip
     assert not (columns | fields | views) - named

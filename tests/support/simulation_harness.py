@@ -206,7 +206,7 @@ class _CheckedPolicy:
             (table.kind[view.waiting] == -1).all() and (table.kind[view.running] >= 0).all(),
             "view: kinds",
         )
-        before = {name: getattr(table, name).copy() for name, _ in table._FIELDS}
+        before = {name: getattr(table, name).copy() for name in table.COLUMNS}
         plan = self.inner.schedule(view)
         check_plan(view, plan)
         _expect(
