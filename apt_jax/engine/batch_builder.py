@@ -10,7 +10,7 @@ from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.plan_filter import PlanFilter
 from apt_jax.engine.request_state import FilledBlocks, RequestState
-from apt_jax.engine.request_states import ENDING, WAITING, RequestStates
+from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
 from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, StepBatch
 from apt_jax.sched.view import KV, Plan
 
@@ -236,6 +236,17 @@ class BatchBuilder:
             pairs.append(np.stack([source, self._cache.tables[self._states.slot[row], :, at]], axis=1))
         copies = np.concatenate(pairs)
         return copies[copies[:, 1] != NULL_BLOCK]
+
+    def record(self, batch: StepBatch | None, rows: NDArray[np.int32]) -> None:
+        """Record what `build` returned, where somebody listens."""
+        if self._recorder.current is not None:
+            self._recorder.built(
+                batch,
+                self._states.ids(rows),
+                num_waiting=self._states.count(WAITING),
+                num_running=self._states.count(RUNNING),
+                free_blocks=self._cache.num_free,
+            )
 
     # --- after dispatch --------------------------------------------------------------------------------------------
 

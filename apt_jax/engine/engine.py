@@ -78,7 +78,7 @@ from apt_jax.engine.policy_runner import PolicyRunner
 from apt_jax.engine.prefixes import RequestPrefixes
 from apt_jax.engine.recovery import Recovery, StepLimits, break_stall
 from apt_jax.engine.request_state import InFlightStep, RequestState
-from apt_jax.engine.request_states import RUNNING, WAITING, RequestStates
+from apt_jax.engine.request_states import RUNNING, RequestStates
 from apt_jax.engine.stats import EngineStats, collect_stats
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
 from apt_jax.executor import Executor, MaskedStepHandle, StepBatch, StepResult
@@ -288,8 +288,7 @@ class Engine:
         plan = self._schedule()
         self._recorder.begin(plan, timer() - started)
         batch, rows, requests = self._builder.build(plan)
-        if self._recorder.current is not None:
-            self._record_batch(batch, rows)
+        self._builder.record(batch, rows)
         if self.on_plan is not None and batch is not None:
             self.on_plan(batch)
         prepared = timer()
@@ -318,27 +317,7 @@ class Engine:
 
     def view(self) -> SchedulerView:
         """Show the policy the state of the engine."""
-        states, cache = self.states, self.cache
-        waiting, running = states.by_rank()
-        if self._pending is not None:
-            unseen = states.in_flight[waiting] > 0
-            if unseen.any():
-                # Preempted from outside after its last dispatch: the host must see the token first.
-                waiting = waiting[~unseen]
-        shared_blocks = 0
-        if cache.prefixes is not None:
-            private = int(self.table.num_blocks[running].sum())
-            shared_blocks = cache.pool.num_blocks - cache.num_free - private
-        return SchedulerView(
-            now_s=self.clock.now_s(),
-            table=self.table,
-            waiting=waiting,
-            running=running,
-            free_blocks=cache.num_free,
-            total_blocks=cache.pool.num_blocks,
-            shared_blocks=shared_blocks,
-            block_size=cache.block_sizes[CacheKind.KV],
-            hidden_block_size=cache.block_sizes[CacheKind.HIDDEN],
+        return self.states.view(
             kinds=self.kinds,
             max_num_seqs=self._limits.num_seqs,
             max_num_batched_tokens=self._limits.num_tokens,
@@ -451,15 +430,6 @@ class Engine:
     def _raise_in_debug(self, error: Exception) -> None:
         if self.debug and isinstance(error, AssertionError):
             raise error
-
-    def _record_batch(self, batch: StepBatch | None, rows: NDArray[np.int32]) -> None:
-        self._recorder.built(
-            batch,
-            self.states.ids(rows),
-            num_waiting=self.states.count(WAITING),
-            num_running=self.states.count(RUNNING),
-            free_blocks=self.cache.num_free,
-        )
 
     # --- looking in ------------------------------------------------------------------------------------------------
 

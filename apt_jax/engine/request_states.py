@@ -1,6 +1,7 @@
 """The live requests of an engine: their rows, their states, and every transition between them."""
 
 import collections
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,17 @@ from apt_jax.engine.outputs import StepOutput, TokenLogprobs
 from apt_jax.engine.prefixes import RequestPrefixes
 from apt_jax.engine.request_state import RequestState
 from apt_jax.request import EngineRequest, FinishReason, RequestMetrics
-from apt_jax.sched.view import KV, NO_KIND, ColumnTable, RequestTable, column
+from apt_jax.sched.view import (
+    HIDDEN,
+    KV,
+    NO_KIND,
+    ColumnTable,
+    KindSpec,
+    RequestTable,
+    SchedulerView,
+    StepCosts,
+    column,
+)
 
 # Values of `RequestStates.status`.
 FREE = 0  # no request
@@ -120,6 +131,42 @@ class RequestStates(ColumnTable):
         """Count the positions of waiting requests that would not be found cached; `rows` by number or as a mask."""
         uncached = self.table.num_tokens[rows] - self.table.hit_tokens[rows].max(axis=1)
         return int(uncached.sum())
+
+    def view(
+        self,
+        *,
+        kinds: Sequence[KindSpec],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        costs: StepCosts,
+        can_convert: bool,
+    ) -> SchedulerView:
+        """Return what a policy is shown."""
+        table, cache = self.table, self.cache
+        waiting, running = self.by_rank()
+        unseen = self.in_flight[waiting] > 0
+        if unseen.any():
+            # Preempted from outside after its last dispatch: the host must see the token first.
+            waiting = waiting[~unseen]
+        shared_blocks = 0
+        if cache.prefixes is not None:
+            shared_blocks = cache.pool.num_blocks - cache.num_free - int(table.num_blocks[running].sum())
+        return SchedulerView(
+            now_s=self._clock.now_s(),
+            table=table,
+            waiting=waiting,
+            running=running,
+            free_blocks=cache.num_free,
+            total_blocks=cache.pool.num_blocks,
+            shared_blocks=shared_blocks,
+            block_size=cache.block_sizes[KV],
+            hidden_block_size=cache.block_sizes[HIDDEN],
+            kinds=kinds,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            costs=costs,
+            can_convert=can_convert,
+        )
 
     # --- transitions -----------------------------------------------------------------------------------------------
 
