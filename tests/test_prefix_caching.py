@@ -215,7 +215,9 @@ class TestEviction:
         hits = []
         for seed in (1, 2, 3):
             name = served.add(prompt(24, seed)[:16] if seed < 3 else prompt(24, 3))
-            hits.append(int(served.engine.table.hit_tokens[served.engine.states.by_id[name].row, KV]))
+            hits.append(
+                int(served.engine.table.hit_tokens[served.engine.states.by_id[name].row, KV])
+            )
         assert hits == [12, 12, 23]
         served.drain()
         served.assert_as_expected()

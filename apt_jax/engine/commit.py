@@ -130,7 +130,7 @@ class TokenCommitter:
 
     def _deliver(self, state: RequestState, token: int, now_s: float, logprobs: list[TokenLogprobs] | None) -> None:
         """Append one token, and end the request where it is the last."""
-        params, known = state.params, state.num_known
+        params, known, counters = state.params, state.num_known, self._counters
         count = known - state.prompt_len + 1
         stop_string: str | None = None
         constraint_ended = False
@@ -140,7 +140,7 @@ class TokenCommitter:
         ):
             stop_string, constraint_ended, error = self._process(state, token)
             if state.ended:  # the processor has aborted its own request: the terminal output is out
-                self._counters.dropped_rows += 1
+                counters.dropped_rows += 1
                 return
         if error is None:
             reason, stop = finish_reason(token, count, params, state.stop_token_ids, stop_string, constraint_ended)
@@ -152,9 +152,9 @@ class TokenCommitter:
         if state.expected_ttft_s is not None:
             self._admission.learn(state.expected_ttft_s, now_s - state.metrics.arrival_s, now_s)
             state.expected_ttft_s = None
-        self._counters.generation_tokens += 1
+        counters.generation_tokens += 1
         if count == 1:
-            self._counters.prompt_tokens += state.prompt_len
+            counters.prompt_tokens += state.prompt_len
         if reason is not None:
             self._states.finish(state, reason, stop_reason=stop, error=error, new_token_ids=[token], logprobs=logprobs)
         elif not self._lengths_only:

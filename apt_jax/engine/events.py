@@ -1,7 +1,8 @@
-"""What the scheduler decides, iteration by iteration, for those who watch.
+"""Events of the engine: the scheduler's decisions, iteration by iteration, and subscriptions to them.
 
-The engine makes an `Iteration` of each of its decisions while somebody watches, and tells it when the step has ended. A
-`SchedulerWatch` keeps the last few hundred for a reader in an event loop; who reads too slowly loses the oldest and is told how many.
+The engine makes an `Iteration` of each of its decisions while a listener is attached, and reports it when the step has ended. A
+`SchedulerWatch` keeps the last few hundred for a reader in an event loop; a reader that is too slow loses the oldest ones and
+is told how many.
 """
 
 import asyncio
@@ -22,30 +23,30 @@ class ScheduledRow:
 
     request_id: str
     num_tokens: int
-    """Tokens that are computed: one in decoding, a prompt or a chunk of it in prefill."""
+    """Tokens computed: one in decoding, a prompt or a chunk of it in prefill."""
     start: int
-    """Positions whose cache was there before."""
+    """Positions cached before the step."""
     kind: CacheKindName
 
     @property
     def decodes(self) -> bool:
-        """Whether it is one token over cached ones."""
+        """Whether it computes one token over cached ones."""
         return self.num_tokens == 1 and self.start > 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PreemptedRow:
-    """A request whose cache was taken from it."""
+    """A preempted request."""
 
     request_id: str
     num_tokens: int
-    """Positions that were cached and are computed again later, unless they are found in the prefix cache."""
+    """Positions that were cached and are recomputed later, unless they are found in the prefix cache."""
     kind: CacheKindName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KindSwitch:
-    """A request that comes back with another kind of cache."""
+    """A preempted request that is scheduled again with another kind of cache."""
 
     request_id: str
     old: CacheKindName
@@ -54,33 +55,35 @@ class KindSwitch:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Iteration:
-    """One decision and what became of it."""
+    """One decision and its outcome."""
 
     number: int
-    """Decisions that something runs or is preempted, from 0, watched or not."""
+    """Number among the decisions that run or preempt something, from 0, listened to or not."""
     at_s: float
     """When it was made, on the engine's clock."""
     type: str
-    """`Plan.iteration`: "prefill", "decode" or "mixed"; "idle": nothing was to run."""
+    """`Plan.iteration`: "prefill", "decode" or "mixed"; "idle": nothing to run."""
     scheduled: tuple[ScheduledRow, ...] = ()
     preempted: list[PreemptedRow] = dataclasses.field(default_factory=list)
     switched: list[KindSwitch] = dataclasses.field(default_factory=list)
     converted: list[str] = dataclasses.field(default_factory=list)
-    """Ids of requests that went from layer inputs to keys and values without being computed again."""
+    """Ids of requests converted from layer inputs to keys and values."""
     deferred: tuple[str, ...] = ()
-    """Ids of requests that should have run and for which no block was there after all."""
+    """Ids of scheduled requests that did not run because no block was free after all."""
     num_waiting: int = 0
-    """Requests without cache, after this decision; likewise:"""
+    """Requests without cache after this decision."""
     num_running: int = 0
+    """Requests that hold cache after this decision."""
     free_blocks: int = 0
+    """Free blocks after this decision."""
     schedule_s: float = 0.0
-    """Deciding, host time."""
+    """Host time of the decision."""
     step_s: float | None = None
     """From the dispatch of the step, or from the end of the one before it if that is later, until its tokens were there. None: nothing ran."""
     failed: bool = False
-    """The step raised, or was in flight when another one did; what it computed is lost."""
+    """The step raised, or was in flight when another one did; its results are lost."""
     lost: tuple[str, ...] = ()
-    """Ids of requests whose cache, or last token, went with the step that raised, whether they took part in it or not."""
+    """Ids of requests whose cache, or last token, was lost with the step that raised, whether they took part in it or not."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -93,15 +96,15 @@ class Iteration:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WatchNews:
-    """What a watcher has not read yet."""
+    """The iterations that a subscriber has not read yet."""
 
     num_dropped: int
-    """Iterations before these ones that were dropped because the watcher did not read."""
+    """Iterations before these ones that were dropped because the subscriber did not read."""
     iterations: list[Iteration]
 
 
 class SchedulerWatch:
-    """An asynchronous iterator of `WatchNews`, for one reader; made by `AsyncEngine.watch`.
+    """A subscription: an asynchronous iterator of `WatchNews`, for one reader; made by `AsyncEngine.watch`.
 
     Raises:
         EngineDeadError: the engine has ended, or is closed.
@@ -122,7 +125,7 @@ class SchedulerWatch:
     async def __anext__(self) -> WatchNews:
         while True:
             self._news.clear()
-            error = self._error  # before the news: what came before the end is read first
+            error = self._error  # read first: iterations before the end are delivered before it
             news = self.take()
             if news.iterations:
                 return news
@@ -131,7 +134,7 @@ class SchedulerWatch:
             await self._news.wait()
 
     def take(self) -> WatchNews:
-        """What is unread now, without waiting; from any thread."""
+        """Return what is unread now, without waiting; from any thread."""
         with self._lock:
             news = WatchNews(num_dropped=self._num_dropped, iterations=list(self._unread))
             self._unread.clear()
@@ -139,7 +142,7 @@ class SchedulerWatch:
         return news
 
     def close(self) -> None:
-        """Watch no more; any number of times."""
+        """End the subscription; any number of times."""
         self._leave(self)
 
     # Called by the engine's thread.
@@ -154,7 +157,7 @@ class SchedulerWatch:
             self._error = error
 
     def _wake(self) -> bool:
-        """False: nobody is there any more."""
+        """Wake the reader; returns False where its event loop is gone."""
         try:
             self._loop.call_soon_threadsafe(self._news.set)
         except RuntimeError:  # the event loop is closed

@@ -38,7 +38,7 @@ class StepLimits:
         self._until_s: float | None = None
 
     def reduce(self, num_tokens: int, now_s: float) -> None:
-        """There was no memory for a step of `num_tokens`: keep the next ones to half of it, as nobody runs just now."""
+        """There was no memory for a step of `num_tokens`: keep the next ones to half of it."""
         self.num_tokens = max(_LEAST_TOKENS, min(self.num_tokens, num_tokens) // 2)
         self.num_seqs = min(self.num_seqs, self.num_tokens)
         self._until_s = now_s + SQUEEZE_S

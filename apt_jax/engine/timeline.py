@@ -1,7 +1,7 @@
-"""What became of a request and why: when it waited and for what, ran, changed the kind of its cache, lost it.
+"""Timelines of requests: when they waited and for what, ran, changed the kind of their cache, or lost it.
 
-Made of the same `Iteration`s that watchers of the scheduler get, and kept for the last requests. Steps of one kind that follow
-each other are one event. All times are milliseconds since the request came.
+Made of the same `Iteration`s that subscribers get, and kept for the last requests. Consecutive steps of one kind are one event.
+All times are milliseconds since the arrival of the request.
 """
 
 import collections
@@ -20,11 +20,11 @@ _MOST_LOOKED_AT = 2048
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Event:
-    """One thing that happened, or several of the same kind."""
+    """One event, or several consecutive ones of the same kind."""
 
     event: str
-    """"waited", "prefill", "decode", "preempted", "switched", "converted", "deferred" (it should have run, and no block was there), "lost" (a
-    step failed and took its cache along), "ended"."""
+    """"waited", "prefill", "decode", "preempted", "switched", "converted", "deferred" (it was scheduled, and no block was free), "lost" (a
+    failed step destroyed its cache), "ended"."""
     at_ms: float
     until_ms: float
     details: dict[str, Any]
@@ -32,7 +32,7 @@ class Event:
 
 @dataclasses.dataclass(kw_only=True)
 class RequestDecisions:
-    """Of one request."""
+    """Timeline of one request."""
 
     request_id: str
     tenant: str | None
@@ -40,15 +40,15 @@ class RequestDecisions:
     prompt_len: int
     events: "collections.deque[Event]"
     num_dropped: int = 0
-    """Events that are not kept, between the first one and the others."""
+    """Events dropped between the first one and the others."""
     begun_at: int
-    """The first iteration that may have to do with it."""
+    """The first iteration that may concern it."""
     waits_since: int | None
     """The first iteration in which it did not run; None: it runs."""
     ended: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """What can be shown to whoever sent the request."""
+        """Return what the sender of the request may see."""
         return {
             "object": "request.decisions",
             "request_id": self.request_id,
@@ -65,7 +65,7 @@ class RequestDecisions:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Where it stands; times as `as_json` has them, `arrival_s` on the engine's clock."""
+        """Return the state of the request; times as in `as_json`, `arrival_s` on the engine's clock."""
         last = self.events[-1] if self.events else None
         kinds = [e.details["kind"] for e in self.events if e.event in ("prefill", "decode")]
         state = "waiting" if self.waits_since is not None else "running"
@@ -81,12 +81,12 @@ class RequestDecisions:
 
 
 class DecisionLog:
-    """Of the last requests; for one thread.
+    """Timelines of the last requests; for one thread.
 
     Args:
-        num_requests: that are remembered.
-        max_num_seqs: seats of the batch.
-        blocks_needed: for so many tokens, at least.
+        num_requests: how many are kept.
+        max_num_seqs: slots of the batch.
+        blocks_needed: minimum number of blocks of so many tokens.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class DecisionLog:
         """Number, free blocks and running requests of the last iterations."""
 
     def of(self, request_id: str) -> RequestDecisions | None:
-        """The last request of this id, if it is remembered."""
+        """Return the last request with this id, if it is kept."""
         return self._requests.get(request_id)
 
     def last(self, tenants: Collection[str | None], count: int) -> dict[str | None, list[RequestDecisions]]:
-        """The last requests of each of these tenants, at most `count`, newest first; of the last 2,048 of all."""
+        """Return the last requests of each of these tenants, at most `count`, newest first, among the last 2,048 of all."""
         found: dict[str | None, list[RequestDecisions]] = {tenant: [] for tenant in tenants}
         for request in itertools.islice(reversed(self._requests.values()), _MOST_LOOKED_AT):
             theirs = found.get(request.tenant)
@@ -116,7 +116,7 @@ class DecisionLog:
         return found
 
     def begin(self, request: EngineRequest, number: int) -> None:
-        """A request was let in; `number` is that of the next iteration."""
+        """A request was admitted; `number` is that of the next iteration."""
         self._requests.pop(request.request_id, None)
         self._requests[request.request_id] = RequestDecisions(
             request_id=request.request_id,
@@ -131,21 +131,21 @@ class DecisionLog:
             self._requests.popitem(last=False)
 
     def end(self, ended: EngineRequest, reason: str, now_s: float) -> None:
-        """It has ended; another one of its id may have begun since."""
+        """A request has ended; another one with its id may have begun since."""
         request = self._requests.get(ended.request_id)
         if request is not None and request.arrival_s == ended.arrival_s:
             self._add(request, "ended", now_s, reason=reason)
             request.ended = True
 
     def _in(self, iteration: Iteration, request_id: str) -> RequestDecisions | None:
-        """The request that an iteration speaks of: not a later one of its id, nor one that has ended while its step ran."""
+        """The request that an iteration is about: not a later one with its id, nor one that has ended while its step ran."""
         request = self._requests.get(request_id)
         if request is None or request.ended or iteration.number < request.begun_at:
             return None
         return request
 
     def note(self, iteration: Iteration) -> None:
-        """A decision whose step is over."""
+        """Add a decision whose step has ended."""
         at_s = iteration.at_s
         for row in iteration.preempted:
             request = self._in(iteration, row.request_id)
@@ -184,7 +184,7 @@ class DecisionLog:
         self._states.append((iteration.number, iteration.free_blocks, iteration.num_running))
 
     def _lose(self, iteration: Iteration, request_id: str) -> None:
-        """Its cache is gone with a failed step; once, where the step behind that one is told as well."""
+        """A failed step destroyed its cache; added once, although the step behind that one is reported as well."""
         request = self._in(iteration, request_id)
         if request is None:
             return
@@ -193,8 +193,8 @@ class DecisionLog:
         request.waits_since = iteration.number + 1
 
     def _add_wait(self, request: RequestDecisions, iteration: Iteration) -> None:
-        """Until now, and what it waited for: after each decision that passed it over there were too few free blocks for it, no
-        seat, or others went first. Of the last iterations."""
+        """Add the wait until now, and its causes: after each decision without the request there were too few free blocks for it,
+        no slot, or others went first. Counts the last iterations only."""
         since, request.waits_since = request.waits_since, None
         iterations = iteration.number - (since or 0)
         if iterations <= 0:

@@ -132,7 +132,9 @@ class Held:
 
     @property
     def victim(self) -> RequestState | None:
-        return next((v for name, v in list(self.engine.states.by_id.items()) if name != BYSTANDER), None)
+        return next(
+            (v for name, v in list(self.engine.states.by_id.items()) if name != BYSTANDER), None
+        )
 
     def takes_part(self, batch: StepBatch) -> bool:
         victim = self.victim

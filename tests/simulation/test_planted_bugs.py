@@ -134,7 +134,9 @@ class WrongKind(_Tampered):
         return start_with_the_old_kind
 
     def making(self, make):
-        return lambda rows, *args: dataclasses.replace(make(rows, *args), kind=self.table.kind[rows])
+        return lambda rows, *args: dataclasses.replace(
+            make(rows, *args), kind=self.table.kind[rows]
+        )
 
 
 class ForgottenToken(_Delivering):
@@ -262,6 +264,7 @@ class WriteIntoShared(_Tampered):
     """A request writes into the cached block itself instead of a copy."""
 
     def tamper(self):
+        self.sources = {}
         _wrap(self._builder, "_make_batch", self.making)
         _wrap(self._builder, "_attach", self.attaching)
         _wrap(self._builder, "_copies", _drop_copies)
