@@ -262,7 +262,7 @@ def test_what_a_policy_may_not_convert_stays_as_it_is():
     made = served(
         policy, num_blocks=8, debug=False
     )  # 16 positions as KV: 20 can be held as layer inputs alone
-    made.engine._check_plans = False  # as of a policy of the package
+    made.engine._policies.check_plans = False  # as of a policy of the package
     made.add(prompt(14), 6)
     made.drain()
     made.assert_as_expected()

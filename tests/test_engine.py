@@ -158,7 +158,7 @@ class Harness:
         assert stats.free_blocks == stats.total_blocks
 
     def row(self, name: str) -> int:
-        return self.engine._by_id[name].row
+        return self.engine.states.by_id[name].row
 
 
 class ScriptedPolicy:
@@ -283,7 +283,7 @@ class TestEnds:
 
         class Processor:
             def on_token(self, request, token_id):
-                if h.engine._by_id["r0"].num_known - 5 < 2:
+                if h.engine.states.by_id["r0"].num_known - 5 < 2:
                     return None
                 if "abort" in causes:
                     h.engine.abort("r0")
@@ -604,7 +604,7 @@ class TestAbort:
         for state in ("prefill", "running", "preempted", "ending"):
             name = names[state]
             for _ in range(20):
-                row = h.row(name) if name in h.engine._by_id else None
+                row = h.row(name) if name in h.engine.states.by_id else None
                 if row is None:
                     break
                 cached = int(h.engine.table.num_cached[row])
@@ -614,7 +614,7 @@ class TestAbort:
                 if (
                     (state == "prefill" and cached)
                     or (state == "running" and cached > 5)
-                    or (h.engine._status[row] == 3)
+                    or (h.engine.states.status[row] == 3)
                 ):
                     break
                 h.step()
@@ -802,7 +802,7 @@ class TestFailures:
 
     def test_an_engine_whose_fallback_fails_too_ends(self):
         h = Harness(policy=ScriptedPolicy(lambda view: [][0]), debug=False)
-        h.engine._fallback.schedule = lambda view: [][1]  # type: ignore[method-assign]
+        h.engine._policies.fallback.schedule = lambda view: [][1]  # type: ignore[method-assign]
         h.add(max_tokens=20)
         with pytest.raises(EngineDeadError, match="the policy failed, twice"):
             h.step(10)
@@ -1160,7 +1160,7 @@ class TestStructuredOutput:
             raise RuntimeError("secret")
 
         h = Harness(overlap=overlap)
-        h.engine._fill_masks = fail
+        h.engine._masks.fill_masks = fail
         h.add(name="bad", grammar=Residues())
         names = [h.add()]
         h.drain()
@@ -1221,7 +1221,7 @@ class TestStructuredOutput:
 
     def test_the_size_of_the_vocabulary_must_be_known(self):
         h = Harness()
-        h.engine._mask_words = None
+        h.engine._controller.can_mask = False
         with pytest.raises(InvalidRequestError, match="structured_outputs"):
             h.add(grammar=Residues())
         assert not h.engine.has_work

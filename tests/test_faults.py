@@ -377,7 +377,8 @@ def test_E12_a_failure_in_the_error_path_leaves_nobody_waiting():
         streams = [engine.submit(request_of(parts, f"r{i}", "x", 200)) for i in range(3)]
         await anext(streams[0])
         executor_of(parts).gate.clear()
-        parts.engine._recover = parts.engine.abort = parts.engine._die = broken  # type: ignore[method-assign]
+        recovery = parts.engine._recovery
+        recovery.recover = parts.engine.abort = recovery.end = broken  # type: ignore[method-assign]
         inject(parts, lambda number, batch: StepFault("raise"))
         executor_of(parts).gate.set()
         late = engine.submit(request_of(parts, "late", "x", 200))
@@ -506,5 +507,5 @@ def test_nobody_watches_nothing_is_kept():
         for output in parts.engine.step():
             parts.assembler.delta(output)
     parts.engine.preempt("one")
-    assert parts.engine._preempted_between == []
+    assert parts.engine._recorder.preempted_between == []
     drain(parts)

@@ -132,7 +132,7 @@ class TestHits:
         served.serve(prompt(16))
         table = served.engine.table
         name = served.add(prompt(17))
-        row = served.engine._by_id[name].row
+        row = served.engine.states.by_id[name].row
         assert table.hit_tokens[row].tolist() == [16, 0]
 
     @pytest.mark.parametrize("inputs", [3, 5, 6])
@@ -215,7 +215,9 @@ class TestEviction:
         hits = []
         for seed in (1, 2, 3):
             name = served.add(prompt(24, seed)[:16] if seed < 3 else prompt(24, 3))
-            hits.append(int(served.engine.table.hit_tokens[served.engine._by_id[name].row, KV]))
+            hits.append(
+                int(served.engine.table.hit_tokens[served.engine.states.by_id[name].row, KV])
+            )
         assert hits == [12, 12, 23]
         served.drain()
         served.assert_as_expected()
@@ -225,7 +227,7 @@ class TestEviction:
         served.serve(prompt(12, 1), 1)
         served.add(prompt(20, 2), 2)
         name = served.add(prompt(12, 1), 2)
-        row = served.engine._by_id[name].row
+        row = served.engine.states.by_id[name].row
         assert served.engine.table.hit_tokens[row, KV] == 11
         served.step()
         assert served.engine.table.hit_tokens[row, KV] == 4
@@ -307,7 +309,7 @@ class TestFaults:
         waiting = served.add(prompt(16))
         while not served.executor.num_resets:
             served.step()
-        row = served.engine._by_id.get(waiting)
+        row = served.engine.states.by_id.get(waiting)
         assert row is None or not served.engine.table.hit_tokens[row.row].any()
         served.drain()
         served.assert_as_expected()
@@ -318,12 +320,16 @@ class TestPlantedBugs:
 
     def test_registering_before_the_token_is_known(self):
         class TooEarly(Engine):
-            def _filled(self, batch, rows, end):
-                filled = super()._filled(batch, rows, end)
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                self._fill, self._builder._filled = self._builder._filled, self._register  # type: ignore[method-assign]
+
+            def _register(self, batch, rows, end):
+                filled = self._fill(batch, rows, end)
                 for f in filled:
-                    live = self._live(int(rows[f.index]))
+                    state = self.states.state(int(rows[f.index]))
                     self.cache.register(
-                        live.rank, f.kind, live.digests[f.kind], f.begin, f.firsts, f.generations
+                        state.rank, f.kind, state.digests[f.kind], f.begin, f.firsts, f.generations
                     )
                 return filled
 
@@ -343,13 +349,17 @@ class TestPlantedBugs:
 
     def test_a_digest_without_what_came_before(self):
         class NoParent(Engine):
-            def _await_hits(self, live):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                self._await, self.states.await_hits = self.states.await_hits, self._forget_parents  # type: ignore[method-assign]
+
+            def _forget_parents(self, live):
                 size, _ = self.cache.block_sizes  # groups of both kinds are equally long
                 for i in range(live.num_known // size):
                     alone: list[bytes] = []
                     extend_digests(alone, live.root, live.tokens[i * size : (i + 1) * size], size)
                     live.digests[KV][i:] = alone
-                super()._await_hits(live)
+                self._await(live)
 
         for engine_class, right in ((Engine, True), (NoParent, False)):
             served = Served(debug=False, engine_class=engine_class)

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,77 +148,90 @@ class StepCosts:
         return self.convert_per_hidden_token_s * num_tokens
 
 
-class RequestTable:
+class _Column(NamedTuple):
+    """Declaration of a column of a `ColumnTable`."""
+
+    dtype: type[np.generic]
+    fill: int
+    width: int | None
+
+    def make(self, capacity: int) -> NDArray:
+        shape = capacity if self.width is None else (capacity, self.width)
+        return np.full(shape, self.fill, self.dtype)
+
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+def column(dtype: type[_Scalar], *, fill: int = 0, width: int | None = None) -> NDArray[_Scalar]:
+    """Declare a column of a `ColumnTable`: (capacity,) or (capacity, `width`) values, `fill` in a fresh row."""
+    return cast("NDArray[_Scalar]", _Column(dtype, fill, width))
+
+
+class ColumnTable:
+    """Struct of arrays over rows. A subclass declares each array once, as a class attribute made by `column`."""
+
+    COLUMNS: ClassVar[dict[str, _Column]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls.COLUMNS = {name: c for name, c in vars(cls).items() if isinstance(c, _Column)}
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        for name, declared in self.COLUMNS.items():
+            setattr(self, name, declared.make(capacity))
+
+    def clear_row(self, row: int) -> None:
+        """Reset all columns of a row."""
+        for name, declared in self.COLUMNS.items():
+            getattr(self, name)[row] = declared.fill
+
+    def grow(self, capacity: int) -> None:
+        """Add fresh rows; the columns are new arrays afterwards."""
+        for name, declared in self.COLUMNS.items():
+            more = declared.make(capacity - self.capacity)
+            setattr(self, name, np.concatenate([getattr(self, name), more]))
+        self.capacity = capacity
+
+
+class RequestTable(ColumnTable):
     """Struct of arrays over request rows; row numbers are stable while a request lives and are then reused.
 
     Token counts include the token of a step that is still in flight: at scheduling time `num_tokens` is what the
     sequence will hold once all dispatched steps have ended.
     """
 
-    _FIELDS = (
-        ("arrival_s", np.float64),  # time of arrival
-        (
-            "last_token_s",
-            np.float64,
-        ),  # time of the last delivered token; the arrival before the first one
-        ("rank", np.int64),  # arrival order; kept over preemptions
-        ("prompt_len", np.int32),
-        ("num_tokens", np.int32),  # prompt and output tokens, tokens in flight counted
-        ("max_tokens_total", np.int32),  # prompt_len + the request's max_tokens
-        ("num_cached", np.int32),  # positions whose cache is on the device, steps in flight counted
-        ("kind", np.int8),  # cache kind held, NO_KIND when none
-        ("num_blocks", np.int32),  # blocks held that nobody else holds
-        ("num_shared", np.int32),  # blocks held that others hold, too: charged to nobody
-        ("num_outputs", np.int32),  # output tokens, tokens in flight counted
-        ("slo_ttft_s", np.float64),
-        ("slo_tbt_s", np.float64),
-        ("num_delivered", np.int32),  # output tokens that `note_tokens` was told of
-        ("ttft_missed", np.bool_),  # the first token came after slo_ttft_s
-        ("num_late_gaps", np.int32),  # gaps between delivered tokens above slo_tbt_s
-        ("num_preemptions", np.int32),
-        ("num_kind_switches", np.int32),
-        ("tokens_since_preemption", np.int32),
-        ("best_effort", np.bool_),  # class "be", without objectives of its own (BROS §2)
-        ("tenant", np.int32),  # number of who sent it; 0: nobody in particular
-        ("live", np.bool_),
-        # By kind, (capacity, NUM_KINDS), what a waiting request would find cached; 0 for all others.
-        ("hit_tokens", np.int32),  # positions that need not be computed
-        ("hit_blocks", np.int32),  # blocks that others hold: they cost nothing
-    )
-
-    arrival_s: NDArray[np.float64]
-    last_token_s: NDArray[np.float64]
-    rank: NDArray[np.int64]
-    prompt_len: NDArray[np.int32]
-    num_tokens: NDArray[np.int32]
-    max_tokens_total: NDArray[np.int32]
-    num_cached: NDArray[np.int32]
-    kind: NDArray[np.int8]
-    num_blocks: NDArray[np.int32]
-    num_shared: NDArray[np.int32]
-    num_outputs: NDArray[np.int32]
-    slo_ttft_s: NDArray[np.float64]
-    slo_tbt_s: NDArray[np.float64]
-    num_delivered: NDArray[np.int32]
-    ttft_missed: NDArray[np.bool_]
-    num_late_gaps: NDArray[np.int32]
-    num_preemptions: NDArray[np.int32]
-    num_kind_switches: NDArray[np.int32]
-    tokens_since_preemption: NDArray[np.int32]
-    best_effort: NDArray[np.bool_]
-    tenant: NDArray[np.int32]
-    live: NDArray[np.bool_]
-    hit_tokens: NDArray[np.int32]
-    hit_blocks: NDArray[np.int32]
+    arrival_s = column(np.float64)  # time of arrival
+    last_token_s = column(np.float64)  # time of the last delivered token; the arrival before the first one
+    rank = column(np.int64)  # arrival order; kept over preemptions
+    prompt_len = column(np.int32)
+    num_tokens = column(np.int32)  # prompt and output tokens, tokens in flight counted
+    max_tokens_total = column(np.int32)  # prompt_len + the request's max_tokens
+    num_cached = column(np.int32)  # positions whose cache is on the device, steps in flight counted
+    kind = column(np.int8, fill=NO_KIND)  # cache kind held, NO_KIND when none
+    num_blocks = column(np.int32)  # blocks held exclusively
+    num_shared = column(np.int32)  # blocks shared with other requests: not attributed to any of them
+    num_outputs = column(np.int32)  # output tokens, tokens in flight counted
+    slo_ttft_s = column(np.float64)
+    slo_tbt_s = column(np.float64)
+    num_delivered = column(np.int32)  # output tokens counted by `note_tokens`
+    ttft_missed = column(np.bool_)  # the first token came after slo_ttft_s
+    num_late_gaps = column(np.int32)  # gaps between delivered tokens above slo_tbt_s
+    num_preemptions = column(np.int32)
+    num_kind_switches = column(np.int32)
+    tokens_since_preemption = column(np.int32)
+    best_effort = column(np.bool_)  # class "be", without objectives of its own (BROS §2)
+    tenant = column(np.int32)  # number of the tenant; 0: none
+    live = column(np.bool_)
+    # By kind, what a waiting request would find cached; 0 for all others.
+    hit_tokens = column(np.int32, width=NUM_KINDS)  # positions that need not be computed
+    hit_blocks = column(np.int32, width=NUM_KINDS)  # blocks held by running requests: they cost nothing
 
     def __init__(self, capacity: int = 256) -> None:
-        self.capacity = capacity
-        for name, dtype in self._FIELDS:
-            setattr(self, name, np.zeros(self._shape(name), dtype))
-        self.kind[:] = NO_KIND
+        super().__init__(capacity)
         self._free = list(range(capacity - 1, -1, -1))
         self.output_lengths = np.zeros(256, np.int64)
-        """How many requests have ended with so many output tokens; grows with the longest."""
+        """Number of requests that ended with each number of output tokens; grows with the longest."""
         self.num_output_lengths = 0
         """Their sum: how many have ended."""
 
@@ -236,15 +249,14 @@ class RequestTable:
     ) -> int:
         """Take a row for a new request (no cache, no outputs) and return its number. Grows when full."""
         if not self._free:
-            self._grow()
+            self._free = list(range(2 * self.capacity - 1, self.capacity - 1, -1))
+            self.grow(2 * self.capacity)
         row = self._free.pop()
-        for name, dtype in self._FIELDS:
-            getattr(self, name)[row] = dtype(0)
+        self.clear_row(row)
         self.arrival_s[row] = self.last_token_s[row] = arrival_s
         self.rank[row] = rank
         self.prompt_len[row] = self.num_tokens[row] = prompt_len
         self.max_tokens_total[row] = prompt_len + max_tokens
-        self.kind[row] = NO_KIND
         self.slo_ttft_s[row] = slo_ttft_s
         self.slo_tbt_s[row] = slo_tbt_s
         self.best_effort[row] = best_effort
@@ -287,23 +299,11 @@ class RequestTable:
         """The same columns for readers: writing to them raises ValueError. Right until the table is changed."""
         table = copy.copy(self)
         table._free = []
-        for name in (*(name for name, _ in self._FIELDS), "output_lengths"):
+        for name in (*self.COLUMNS, "output_lengths"):
             column = getattr(self, name).view()
             column.flags.writeable = False
             setattr(table, name, column)
         return table
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return (self.capacity, NUM_KINDS) if name.startswith("hit_") else (self.capacity,)
-
-    def _grow(self) -> None:
-        old, self.capacity = self.capacity, self.capacity * 2
-        for name, dtype in self._FIELDS:
-            grown = np.zeros(self._shape(name), dtype)
-            grown[:old] = getattr(self, name)
-            setattr(self, name, grown)
-        self.kind[old:] = NO_KIND
-        self._free = list(range(self.capacity - 1, old - 1, -1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

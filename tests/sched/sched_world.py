@@ -141,9 +141,9 @@ class World:
     def schedule(self, policy: Policy) -> Plan:
         """A checked decision, and the proof that it changed nothing."""
         view = self.view()
-        before = [getattr(self.table, name).copy() for name, _ in RequestTable._FIELDS]
+        before = [getattr(self.table, name).copy() for name in RequestTable.COLUMNS]
         plan = policy.schedule(view)
-        for (name, _), old in zip(RequestTable._FIELDS, before, strict=True):
+        for name, old in zip(RequestTable.COLUMNS, before, strict=True):
             assert np.array_equal(getattr(self.table, name), old), f"the policy changed {name}"
         check_plan(view, plan)
         return plan

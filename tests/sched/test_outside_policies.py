@@ -391,7 +391,7 @@ def test_the_log_has_a_line_a_minute(caplog):
 
     clock = VirtualClock()
     parts = toy_parts(policy="outside_policies:Broken", debug=False, clock=clock)
-    parts.engine._timer = clock.now_s
+    parts.engine._policies.timer = clock.now_s
     parts.engine.add_request(parts.build_request(prompt="hi", params={"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}))  # fmt: skip
     for _ in range(80):
         clock.advance_to(clock.now_s() + 2.0)
@@ -422,7 +422,7 @@ def test_a_bundled_policy_that_raises_is_replaced_too(monkeypatch, caplog):
 def test_bundled_policies_get_the_table_itself(monkeypatch):
     """They are checked by their tests; serving pays nothing for it."""
     parts = toy_parts(policy="fcfs", debug=False)
-    monkeypatch.setattr("apt_jax.engine.checked_schedule", lambda policy, view: 1 / 0)
+    monkeypatch.setattr("apt_jax.engine.policy_runner.checked_schedule", lambda policy, view: 1 / 0)
     serve_some(parts)
     assert parts.engine.stats().fallback_iterations == 0
 
@@ -511,7 +511,7 @@ def test_the_commands_of_the_tutorial_run(tutorial, my_policy, capsys):
 def test_the_tutorial_names_everything(tutorial):
     """Columns, fields and functions of the interface."""
     named = set(re.findall(r"`(\w+)[^`]*`", tutorial))
-    columns = {name for name, _ in RequestTable._FIELDS} | {"output_lengths", "num_output_lengths"}
+    columns = set(RequestTable.COLUMNS) | {"output_lengths", "num_output_lengths"}
     fields = {f.name for c in (SchedulerView, Plan, KindSpec, StepCosts) for f in dataclasses.fields(c)}  # fmt: skip
     views = {n for n, v in vars(SchedulerView).items() if not n.startswith("_") and (callable(v) or isinstance(v, property))}  # fmt: skip
     assert not (columns | fields | views) - named

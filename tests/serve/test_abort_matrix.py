@@ -15,7 +15,9 @@ from faults import GENERATE, UNREAD, ClientProcess, JumpingClock, grpc_client
 from http_serving import HttpServed, completion, http_serving
 from toy_serving import assert_clean, expected_tokens, toy_parts
 
-from apt_jax.engine import _ENDING, _RUNNING, _WAITING, Engine, _Live
+from apt_jax.engine import Engine
+from apt_jax.engine.request_state import RequestState
+from apt_jax.engine.request_states import ENDING, RUNNING, WAITING
 from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest
 from serve.client import make_request
@@ -53,21 +55,21 @@ WAYS = [
 ]
 
 
-def is_in(state: str, engine: Engine, victim: _Live, batch: StepBatch) -> bool:
+def is_in(state: str, engine: Engine, victim: RequestState, batch: StepBatch) -> bool:
     """Asked before each step is dispatched, in the engine's thread."""
     row, table = victim.row, engine.table
-    status, outputs = engine._status[row], int(table.num_outputs[row])
+    status, outputs = engine.states.status[row], int(table.num_outputs[row])
     match state:
         case "queued":
-            return bool(status == _WAITING)
+            return bool(status == WAITING)
         case "prefill chunk":
-            return bool(status == _RUNNING and 0 < table.num_cached[row] < table.prompt_len[row])
+            return bool(status == RUNNING and 0 < table.num_cached[row] < table.prompt_len[row])
         case "decode" | "waiting for its mask":
-            return bool(status == _RUNNING and outputs >= 3)
+            return bool(status == RUNNING and outputs >= 3)
         case "preempted":
-            return bool(status == _WAITING and table.num_preemptions[row])
+            return bool(status == WAITING and table.num_preemptions[row])
         case "ending":
-            return bool(status == _ENDING)
+            return bool(status == ENDING)
         case "blocked in a write":
             return outputs >= victim.params.max_tokens - 100
     return False
@@ -83,7 +85,7 @@ class Held:
         """Steps with the victim that were dispatched after the release, the one that was held among them."""
         executor, fill, grammars = (
             self.engine.executor,
-            self.engine._fill_masks,
+            self.engine._masks.fill_masks,
             served.parts.grammars,
         )
         execute = executor.execute
@@ -113,7 +115,7 @@ class Held:
 
         executor.execute = holding  # type: ignore[method-assign]
         if state == "waiting for its mask":
-            self.engine._fill_masks = filling
+            self.engine._masks.fill_masks = filling
         if state == "compiling its form":
             assert grammars is not None
             compile_form = grammars.compile
@@ -129,14 +131,16 @@ class Held:
         assert self.released.wait(30)
 
     @property
-    def victim(self) -> _Live | None:
-        return next((v for name, v in list(self.engine._by_id.items()) if name != BYSTANDER), None)
+    def victim(self) -> RequestState | None:
+        return next(
+            (v for name, v in list(self.engine.states.by_id.items()) if name != BYSTANDER), None
+        )
 
     def takes_part(self, batch: StepBatch) -> bool:
         victim = self.victim
-        if victim is None or self.engine._seat[victim.row] < 0:
+        if victim is None or self.engine.states.slot[victim.row] < 0:
             return False
-        return bool((batch.seats == self.engine._seat[victim.row]).any())
+        return bool((batch.seats == self.engine.states.slot[victim.row]).any())
 
 
 class GrpcVictim:

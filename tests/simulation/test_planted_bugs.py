@@ -21,6 +21,26 @@ SEEDS += [seed for seed in range(60) if seed not in SEEDS]
 _WAITING = 1
 
 
+class _Tampered(Engine):
+    """An engine whose parts are tampered with."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tamper()
+
+    def tamper(self):
+        raise NotImplementedError
+
+
+def _wrap(part, name, make):
+    """Replace a method of a part of an engine by `make(method)`."""
+    setattr(part, name, make(getattr(part, name)))
+
+
+def _drop_copies(copies):
+    return lambda sources: copies(sources)[:0]
+
+
 class LeakedBlock(Engine):
     """A release forgets one of several blocks."""
 
@@ -47,64 +67,98 @@ class DoubleFree(Engine):
         pool.free = free_twice
 
 
-class StaleComputedCount(Engine):
+class StaleComputedCount(_Tampered):
     """A preempted request is believed to have its first position still."""
 
-    def _release(self, row, status):
-        super()._release(row, status)
-        if status == _WAITING:
-            self.table.num_cached[row] = 1
+    def tamper(self):
+        _wrap(self.states, "release", self.keep_one)
+
+    def keep_one(self, release):
+        def release_all_but_one(row, status):
+            release(row, status)
+            if status == _WAITING:
+                self.table.num_cached[row] = 1
+
+        return release_all_but_one
 
 
-class DroppedToken(Engine):
+class _Delivering(_Tampered):
+    """An engine whose delivery of some tokens is tampered with, by `spoil`."""
+
+    def tamper(self):
+        _wrap(self._committer, "_deliver", self.tampered)
+
+    def tampered(self, deliver):
+        def deliver_and_spoil(state, token, now_s, logprobs):
+            before = len(self.states.outputs)
+            deliver(state, token, now_s, logprobs)
+            if token == 3:
+                self.spoil(state, self.states.outputs[before:])
+
+        return deliver_and_spoil
+
+    def spoil(self, state, new_outputs):
+        raise NotImplementedError
+
+
+class DroppedToken(_Delivering):
     """Some tokens are booked and not delivered."""
 
-    def _deliver(self, live, token, now_s, logprobs):
-        before = len(self._outputs)
-        super()._deliver(live, token, now_s, logprobs)
-        if token == 3 and len(self._outputs) > before and not self._outputs[-1].finished:
-            self._outputs.pop()
+    def spoil(self, state, new_outputs):
+        if new_outputs and not new_outputs[-1].finished:
+            self.states.outputs.pop()
 
 
-class DuplicatedToken(Engine):
+class DuplicatedToken(_Delivering):
     """Some tokens are delivered twice."""
 
-    def _deliver(self, live, token, now_s, logprobs):
-        before = len(self._outputs)
-        super()._deliver(live, token, now_s, logprobs)
-        if token == 3 and len(self._outputs) > before and not self._outputs[-1].finished:
-            self._outputs.append(self._outputs[-1])
+    def spoil(self, state, new_outputs):
+        if new_outputs and not new_outputs[-1].finished:
+            self.states.outputs.append(new_outputs[-1])
 
 
-class WrongKind(Engine):
+class WrongKind(_Tampered):
     """A request that comes back with another kind is computed as if it had the old one."""
 
-    def _start(self, row, seat, kind, num_found):
-        last = self._live(row).last_kind
-        super()._start(row, seat, kind, num_found)
-        if last != NO_KIND:
-            self.table.kind[row] = last
+    def tamper(self):
+        _wrap(self.states, "start", self.starting)
+        _wrap(self._builder, "_make_batch", self.making)
 
-    def _build_batch(self, rows, num_tokens, kind, seats, lives):
-        batch = super()._build_batch(rows, num_tokens, kind, seats, lives)
-        return dataclasses.replace(batch, kind=self.table.kind[rows])
+    def starting(self, start):
+        def start_with_the_old_kind(row, slot, kind, num_found):
+            last = self.states.state(row).last_kind
+            start(row, slot, kind, num_found)
+            if last != NO_KIND:
+                self.table.kind[row] = last
+
+        return start_with_the_old_kind
+
+    def making(self, make):
+        return lambda rows, *args: dataclasses.replace(
+            make(rows, *args), kind=self.table.kind[rows]
+        )
 
 
-class ForgottenToken(Engine):
+class ForgottenToken(_Delivering):
     """A token is delivered and remembered as another one: seen only when it is recomputed."""
 
-    def _deliver(self, live, token, now_s, logprobs):
-        super()._deliver(live, token, now_s, logprobs)
-        if token == 3:
-            live.tokens[live.num_known - 1] = 4
+    def spoil(self, state, new_outputs):
+        state.tokens[state.num_known - 1] = 4
 
 
-class LateToken(Engine):
+class LateToken(_Tampered):
     """A request that has ended gets the token of the step in flight."""
 
-    def _announce_end(self, live, *args):
-        super()._announce_end(live, *args)
-        live.ended = False
+    def tamper(self):
+        _wrap(self.states, "_announce_end", self.announcing)
+
+    @staticmethod
+    def announcing(announce):
+        def announce_and_forget(state, *args):
+            announce(state, *args)
+            state.ended = False
+
+        return announce_and_forget
 
 
 class NoRollback(Engine):
@@ -124,24 +178,37 @@ class NoRollback(Engine):
         cache.reserve = reserve_or_leak
 
 
-class PlaceholderKept(Engine):
+class PlaceholderKept(_Tampered):
     """After a failed step the tokens in flight are still counted."""
 
-    def _recover(self, *args):
-        kept = self._in_flight.copy()
-        super()._recover(*args)
-        self.table.num_tokens += kept
-        self.table.num_outputs += kept
+    def tamper(self):
+        _wrap(self._recovery, "recover", self.recovering)
+
+    def recovering(self, recover):
+        def recover_and_keep(*args):
+            kept = self.states.in_flight.copy()
+            recover(*args)
+            self.table.num_tokens += kept
+            self.table.num_outputs += kept
+
+        return recover_and_keep
 
 
-class ForeignBlock(Engine):
+class ForeignBlock(_Tampered):
     """A request reads the first block of the one that took its seat last."""
 
-    def _build_batch(self, rows, num_tokens, kind, seats, lives):
-        batch = super()._build_batch(rows, num_tokens, kind, seats, lives)
-        if rows.size > 1:
-            batch.block_tables[-1, 0, 0] = batch.block_tables[0, 0, 0]
-        return batch
+    def tamper(self):
+        _wrap(self._builder, "_make_batch", self.making)
+
+    @staticmethod
+    def making(make):
+        def make_with_foreign_block(rows, *args):
+            batch = make(rows, *args)
+            if rows.size > 1:
+                batch.block_tables[-1, 0, 0] = batch.block_tables[0, 0, 0]
+            return batch
+
+        return make_with_foreign_block
 
 
 class _Caching(Engine):
@@ -153,7 +220,7 @@ class _Caching(Engine):
             self.tamper(self.cache.prefixes)
 
     def tamper(self, tree):
-        pass
+        raise NotImplementedError
 
 
 class FoundUnderAnotherKind(_Caching):
@@ -179,78 +246,95 @@ class FoundAfterEviction(_Caching):
         tree.remove = remove_all_but_the_digest
 
 
-class MissingCopy(Engine):
+class MissingCopy(_Tampered):
     """A request writes behind what it believes to be a copy."""
 
-    def _copies(self, sources):
-        return super()._copies(sources)[:0]
+    def tamper(self):
+        _wrap(self._builder, "_copies", _drop_copies)
 
 
-class CopyOfHalf(Engine):
+class CopyOfHalf(_Tampered):
     """Of keys and values only the keys are copied."""
 
-    def _copies(self, sources):
-        return super()._copies(sources)[:1]
+    def tamper(self):
+        _wrap(self._builder, "_copies", lambda copies: lambda sources: copies(sources)[:1])
 
 
-class WriteIntoShared(Engine):
+class WriteIntoShared(_Tampered):
     """A request writes into the cached block itself instead of a copy."""
 
-    def _build_batch(self, rows, num_tokens, kind, seats, lives):
-        batch = super()._build_batch(rows, num_tokens, kind, seats, lives)
-        for i, source in enumerate(self.sources.get(row) for row in rows.tolist()):
-            if source is not None:
-                at = batch.start[i] // self.cache.block_sizes[kind[i]]
-                self.cache.tables[seats[i], :, at] = source
-                batch.block_tables[i, :, at] = source
-        return batch
+    def tamper(self):
+        self.sources = {}
+        _wrap(self._builder, "_make_batch", self.making)
+        _wrap(self._builder, "_attach", self.attaching)
+        _wrap(self._builder, "_copies", _drop_copies)
 
-    def _attach(self, rows, seats, kind):
-        found, self.sources = super()._attach(rows, seats, kind)
-        return found, self.sources
+    def making(self, make):
+        def make_without_copy(rows, num_tokens, kind, slots, requests):
+            batch = make(rows, num_tokens, kind, slots, requests)
+            for i, source in enumerate(self.sources.get(row) for row in rows.tolist()):
+                if source is not None:
+                    at = batch.start[i] // self.cache.block_sizes[kind[i]]
+                    self.cache.tables[slots[i], :, at] = source
+                    batch.block_tables[i, :, at] = source
+            return batch
 
-    def _copies(self, sources):
-        return super()._copies(sources)[:0]
+        return make_without_copy
+
+    def attaching(self, attach):
+        def attach_and_remember(*args):
+            found, self.sources = attach(*args)
+            return found, self.sources
+
+        return attach_and_remember
 
 
-class RegisteredTooEarly(_Caching):
+class RegisteredTooEarly(_Tampered):
     """Groups can be found before their step has ended; too rare in streams to be asked for there."""
 
-    def _filled(self, batch, rows, end):
-        filled = super()._filled(batch, rows, end)
-        for f in filled:
-            live = self._live(int(rows[f.index]))
-            if live.num_known >= end[f.index]:
-                self._register(f, live)
-        return filled
+    def tamper(self):
+        _wrap(self._builder, "_filled", self.filling)
 
-    def _register(self, f, live):
-        digests = self._digests(live, f.kind, f.begin + f.firsts.size)
-        self.cache.register(live.rank, f.kind, digests, f.begin, f.firsts, f.generations)
+    def filling(self, fill):
+        def fill_and_register(batch, rows, end):
+            filled = fill(batch, rows, end)
+            for f in filled:
+                state = self.states.state(int(rows[f.index]))
+                if state.num_known >= end[f.index]:
+                    self._register(f, state)
+            return filled
+
+        return fill_and_register
+
+    def _register(self, f, state):
+        digests = self.states.prefixes.digests(state, f.kind, f.begin + f.firsts.size)
+        self.cache.register(state.rank, f.kind, digests, f.begin, f.firsts, f.generations)
 
 
-class InputsCountedAsKeys(Engine):
+class InputsCountedAsKeys(_Tampered):
     """A block of layer inputs is taken for full when it holds as many as one of keys can."""
 
-    def _filled(self, batch, rows, end):
-        sizes = self.cache.block_sizes
-        self.cache.block_sizes = (sizes[KV], sizes[KV])
-        try:
-            return super()._filled(batch, rows, end)
-        finally:
-            self.cache.block_sizes = sizes
+    def tamper(self):
+        self._builder._block_sizes[:] = self.cache.block_sizes[KV]
 
 
-class RegisteredThoughBad(Engine):
+class RegisteredThoughBad(_Tampered):
     """Nobody looks whether a row was finite."""
 
-    def _judge(self, step, result):
-        good = dataclasses.replace(
-            result,
-            finite=np.ones_like(result.finite),
-            token_ids=np.maximum(result.token_ids, 0) % 31,
-        )
-        super()._judge(step, good)
+    def tamper(self):
+        _wrap(self._committer, "_commit_prefixes", self.committing)
+
+    @staticmethod
+    def committing(commit):
+        def commit_as_good(step, result):
+            good = dataclasses.replace(
+                result,
+                finite=np.ones_like(result.finite),
+                token_ids=np.maximum(result.token_ids, 0) % 31,
+            )
+            commit(step, good)
+
+        return commit_as_good
 
 
 class KeptAfterFailure(_Caching):
@@ -275,14 +359,20 @@ class ForgottenReference(_Caching):
         cache.attach = attach_uncounted
 
 
-class ConvertedFromForeign(Engine):
+class ConvertedFromForeign(_Tampered):
     """One of the blocks that keys and values are computed from is not the request's."""
 
-    def _convert(self, rows, num_tokens):
-        inputs, ok = super()._convert(rows, num_tokens)
-        for blocks in inputs.values():
-            blocks[-1] = blocks[-1] % self.cache.pool.num_blocks + 1
-        return inputs, ok
+    def tamper(self):
+        _wrap(self._builder, "_convert", self.converting)
+
+    def converting(self, convert):
+        def convert_from_foreign(rows, num_tokens):
+            inputs, ok = convert(rows, num_tokens)
+            for blocks in inputs.values():
+                blocks[-1] = blocks[-1] % self.cache.pool.num_blocks + 1
+            return inputs, ok
+
+        return convert_from_foreign
 
 
 class NotConverted(Engine):

@@ -206,7 +206,7 @@ class _CheckedPolicy:
             (table.kind[view.waiting] == -1).all() and (table.kind[view.running] >= 0).all(),
             "view: kinds",
         )
-        before = {name: getattr(table, name).copy() for name, _ in table._FIELDS}
+        before = {name: getattr(table, name).copy() for name in table.COLUMNS}
         plan = self.inner.schedule(view)
         check_plan(view, plan)
         _expect(
@@ -355,7 +355,7 @@ class Simulation:
     def _instrument(self) -> None:
         """Count rare states where they arise, and make allocations fail."""
         engine, note = self.engine, self.note
-        preempt = engine._preempt
+        preempt = engine.states.preempt
         scenario = self.scenario
         calm = scenario.policy in REAL_POLICIES and not (
             scenario.p_preempt or scenario.p_allocation_failure or scenario.p_step_failure
@@ -366,12 +366,12 @@ class Simulation:
             note["preempted in mid-prompt"] += bool(
                 0 < table.num_cached[row] < table.prompt_len[row]
             )
-            note["preempted with a token in flight"] += bool(engine._in_flight[row] > 0)
+            note["preempted with a token in flight"] += bool(engine.states.in_flight[row] > 0)
             note["preempted before a new token"] += bool(
                 table.num_preemptions[row] and not table.tokens_since_preemption[row]
             )
             preempt(row)
-            live = engine._by_row[row]
+            live = engine.states.by_row[row]
             if calm and live is not None:
                 waits = table.num_preemptions[row] - self._preempted_before.get(live.rank, 0)
                 _expect(waits <= 16, f"preempted {waits} times without a new token")
@@ -414,7 +414,7 @@ class Simulation:
             return execute(batch)
 
         self.executor.execute = noting_execute  # type: ignore[method-assign]
-        engine._preempt = noting_preempt  # type: ignore[method-assign]
+        engine.states.preempt = noting_preempt  # type: ignore[method-assign]
         fail_allocations(engine, allocation_fails)
 
     # --- the front end ---------------------------------------------------------------------------------------------
@@ -543,7 +543,7 @@ class Simulation:
         rng, scenario, engine = self.rng, self.scenario, self.engine
         live = [s for s in self.open.values() if not s.aborted]
         if live and rng.random() < scenario.p_abort:
-            rows = [self.engine._by_id[s.request.request_id].row for s in live]
+            rows = [self.engine.states.by_id[s.request.request_id].row for s in live]
             preempted = [
                 stream
                 for stream, row in zip(live, rows, strict=True)
@@ -553,9 +553,9 @@ class Simulation:
                 live = preempted
             stream = live[int(rng.integers(len(live)))]
             request_id = stream.request.request_id
-            row = engine._by_id[request_id].row if request_id in engine._by_id else None
+            row = engine.states.by_id[request_id].row if request_id in engine.states.by_id else None
             if row is not None:
-                state = ("free", "waiting", "running", "ending")[engine._status[row]]
+                state = ("free", "waiting", "running", "ending")[engine.states.status[row]]
                 if state == "waiting" and engine.table.num_preemptions[row]:
                     state = "preempted"
                 if (
@@ -564,7 +564,7 @@ class Simulation:
                 ):
                     state = "prefill"
                 self.note[f"abort: {state}"] += 1
-                self.note["abort with a token in flight"] += bool(engine._in_flight[row] > 0)
+                self.note["abort with a token in flight"] += bool(engine.states.in_flight[row] > 0)
             _expect(engine.abort(request_id), "a live request could not be aborted")
             stream.aborted = True
             _expect(not engine.abort(request_id), "a request was aborted twice")
@@ -700,7 +700,7 @@ class Simulation:
         stream = self.streams[output.request_id]
         _expect(stream.finish is None, f"{output.request_id}: an output after the end")
         stream.got.extend(output.new_token_ids)
-        live = self.engine._by_id.get(output.request_id)
+        live = self.engine.states.by_id.get(output.request_id)
         if live is not None and output.new_token_ids:
             self._preempted_before[live.rank] = output.metrics.num_preemptions
         got, expected = stream.got, stream.expected

@@ -1,0 +1,18 @@
+"""The engine and its parts; `apt_jax.engine.engine` tells the life of a request."""
+
+from apt_jax.engine.engine import Engine
+from apt_jax.engine.outputs import OutputProcessor, StepOutput, TokenLogprobs
+from apt_jax.engine.policy_runner import STALL_LIMIT
+from apt_jax.engine.recovery import FAILURE_WINDOW_S, SQUEEZE_S
+from apt_jax.engine.stats import EngineStats
+
+__all__ = [
+    "FAILURE_WINDOW_S",
+    "SQUEEZE_S",
+    "STALL_LIMIT",
+    "Engine",
+    "EngineStats",
+    "OutputProcessor",
+    "StepOutput",
+    "TokenLogprobs",
+]

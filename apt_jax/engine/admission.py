@@ -1,0 +1,451 @@
+"""Admission control: requests that would have to wait too long, or behind too many of the same tenant, are rejected at once.
+
+Three bounds, checked when a request arrives and before anything is allocated for it:
+
+* total: `max_num_queued_reqs` waiting requests and `max_num_queued_tokens` prompt tokens;
+* per tenant (an API key): as many waiting requests as `TENANT_SHARE` times the places still free, the dynamic threshold of
+  shared buffers (Choudhury and Hahne, IEEE/ACM Trans. Networking 1998). A single tenant gets nearly the whole queue, k tenants
+  that ask for more get about a k-th each, and a new tenant finds room;
+* SLO: the first token must be expected within the request's TTFT (`slo_admission`), by the cost model plus the error of the
+  model that nine in ten of the last requests stayed below.
+
+A rejection says when to retry: when the excess has been worked off.
+
+A request that arrives while a step runs need not wait for its end to be rejected: `Admission.foresee` decides by an `Outlook`,
+which the engine published when the step began, and by the requests that have arrived since. It only ever rejects; the engine
+decides about the others.
+"""
+
+import collections
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache import CacheKind, HybridCache
+from apt_jax.clock import Clock
+from apt_jax.config import SchedulerConfig
+from apt_jax.engine.request_states import RUNNING, WAITING, RequestStates
+from apt_jax.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
+from apt_jax.request import EngineRequest
+from apt_jax.sched.view import NO_KIND, StepCosts
+
+logger = logging.getLogger("apt_jax.engine")
+
+TENANT_SHARE = 8.0
+"""Limit of a tenant's waiting requests, per free place of the queue."""
+
+_LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 60.0
+_WARN_EVERY_S = 10.0
+_NUM_ERRORS, _FEWEST_ERRORS, _QUANTILE, _FORGET_S = 64, 8, 0.9, 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Queue:
+    """State of the queue before a new request."""
+
+    num_waiting: int
+    waiting_tokens: int
+    """Prompt tokens of the waiting requests."""
+    num_of_tenant: int
+    """Waiting requests of the new request's tenant."""
+    uncached_tokens: int
+    """Positions to be computed for the requests that come before the new one."""
+    uncached_requests: int
+    """Number of those requests."""
+    missing_blocks: int
+    """Blocks that they and the new request need beyond those that are free; negative: so many are left."""
+    missing_seats: int
+    """Slots of the batch that they need beyond those that are free."""
+    blocks_per_s: float
+    """Recent rate of blocks given back by requests that end; 0: not known."""
+    requests_per_s: float
+    """Recent rate of requests that end; 0: not known."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """Snapshot of the queue while a step runs: nothing of it changes before the step has ended. For any thread."""
+
+    queues: tuple[Queue, Queue]
+    """The queue before a request with an SLO, and before a best-effort one, which itself needs one slot and no blocks."""
+    of_tenants: Mapping[str | None, int]
+    """Waiting requests by tenant; those without a tenant may be missing."""
+    costs: StepCosts
+    margin_s: float
+    """See `Admission.margin_s`."""
+
+    def queue_before(self, coming: "Coming", *, blocks: int, best_effort: bool, tenant: str | None) -> Queue:
+        """Return the queue before one more request whose prompt needs `blocks`."""
+        queue, which = self.queues[best_effort], int(best_effort)
+        return dataclasses.replace(
+            queue,
+            num_waiting=queue.num_waiting + coming.num,
+            waiting_tokens=queue.waiting_tokens + coming.tokens,
+            num_of_tenant=self.of_tenants.get(tenant, 0) + coming.of_tenants[tenant],
+            uncached_tokens=queue.uncached_tokens + coming.tokens_before[which],
+            uncached_requests=queue.uncached_requests + coming.num_before[which],
+            missing_blocks=queue.missing_blocks + coming.blocks_before[which] + blocks,
+            missing_seats=queue.missing_seats + coming.num_before[which],
+        )
+
+
+class Coming:
+    """Requests that have arrived since an `Outlook` was made; indexes are those of `Outlook.queues`."""
+
+    def __init__(self) -> None:
+        self.num = self.tokens = 0
+        self.num_before, self.tokens_before, self.blocks_before = [0, 0], [0, 0], [0, 0]
+        self.of_tenants: collections.Counter[str | None] = collections.Counter()
+
+    def add(
+        self,
+        *,
+        prompt_len: int,
+        own_tokens: int,
+        blocks: int,
+        best_effort: bool,
+        tenant: str | None,
+    ) -> None:
+        """Add a request; arguments as for `Admission.foresee`."""
+        self.num += 1
+        self.tokens += prompt_len
+        self.of_tenants[tenant] += 1
+        for before in (1,) if best_effort else (0, 1):
+            self.num_before[before] += 1
+            self.tokens_before[before] += own_tokens
+            self.blocks_before[before] += blocks
+
+
+class Admission:
+    """Decides by counts, the cost model, and the recent errors of the model."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._errors: collections.deque[tuple[float, float]] = collections.deque(maxlen=_NUM_ERRORS)
+        self._warned_s = -math.inf
+        self.num_doubtful = 0
+        """Requests admitted although their SLO looked out of reach (`slo_admission="warn"`)."""
+
+    def check(
+        self,
+        *,
+        prompt_len: int,
+        own_tokens: int,
+        ttft_s: float,
+        tenant: str | None,
+        queue: Queue,
+        costs: StepCosts,
+        now_s: float,
+    ) -> float | None:
+        """Admit or reject a request; returns the TTFT expected by the model alone, for `learn`, where the request has to wait for
+        others and has an SLO.
+
+        Args:
+            prompt_len: tokens of its prompt.
+            own_tokens: those of them that are not cached.
+            ttft_s: its SLO; infinite: none.
+            tenant: its tenant; None: no tenant, without a share.
+            queue: the queue without the request.
+            costs: step costs, zero where nothing is known.
+            now_s: the time on the engine's clock.
+
+        Raises:
+            QueueFullError: retry later.
+            InvalidRequestError: the SLO is out of reach even alone.
+        """
+        self._check_counts(prompt_len, tenant, queue, costs)
+        if self._config.slo_admission == "off" or not math.isfinite(ttft_s):
+            return None
+        alone_s = self.prefill_s(own_tokens, 1, costs)
+        before_s = self._before_s(queue, costs)
+        expected_s = alone_s + self.expected_wait_s(queue, costs, self.margin_s(now_s))
+        if expected_s > ttft_s:
+            self._doubt(own_tokens, ttft_s, alone_s, expected_s, now_s)
+        return before_s + alone_s if before_s else None
+
+    def foresee(
+        self,
+        outlook: Outlook,
+        coming: Coming,
+        *,
+        prompt_len: int,
+        own_tokens: int,
+        blocks: int,
+        ttft_s: float,
+        best_effort: bool,
+        tenant: str | None,
+    ) -> QueueFullError | None:
+        """Return why a request that arrives while a step runs would be rejected; None: it would not be, or only the engine can
+        tell. Callable from any thread.
+
+        Args:
+            prompt_len, own_tokens, ttft_s, tenant: as for `check`.
+            blocks: blocks that its prompt needs.
+        """
+        queue = outlook.queue_before(coming, blocks=blocks, best_effort=best_effort, tenant=tenant)
+        try:
+            self._check_counts(prompt_len, tenant, queue, outlook.costs)
+        except QueueFullError as error:
+            return error
+        if self._config.slo_admission != "on":
+            return None
+        alone_s = self.prefill_s(own_tokens, 1, outlook.costs)
+        expected_s = alone_s + self.expected_wait_s(queue, outlook.costs, outlook.margin_s)
+        if alone_s > ttft_s or expected_s <= ttft_s:  # out of reach for good: the engine says so
+            return None
+        return _out_of_reach_now(ttft_s, expected_s)
+
+    def expected_wait_s(self, queue: Queue, costs: StepCosts, margin_s: float) -> float:
+        """Estimate how long a new request waits for others, seconds; its own prompt is not counted."""
+        before_s = self._before_s(queue, costs)
+        return max(before_s + margin_s, 0.0) if before_s else 0.0
+
+    def learn(self, expected_s: float, ttft_s: float, now_s: float) -> None:
+        """Record the TTFT of a request that `check` expected."""
+        self._errors.append((now_s, ttft_s - expected_s))
+
+    def margin_s(self, now_s: float) -> float:
+        """Return the correction of the model's estimate: batches end in bursts, policies put others first."""
+        while self._errors and now_s - self._errors[0][0] > _FORGET_S:
+            self._errors.popleft()
+        errors = sorted(error for _, error in self._errors)
+        return errors[int(_QUANTILE * len(errors))] if len(errors) >= _FEWEST_ERRORS else 0.0
+
+    def _check_counts(self, prompt_len: int, tenant: str | None, queue: Queue, costs: StepCosts) -> None:
+        limit = self._config.max_num_queued_reqs
+        free = limit - queue.num_waiting
+        if free <= 0:
+            raise QueueFullError(
+                f"{queue.num_waiting} requests are waiting (--max-num-queued-reqs {limit})",
+                _bounded(_over(1 - free, queue.requests_per_s)),
+            )
+        if tenant is not None and queue.num_of_tenant >= TENANT_SHARE * free:
+            too_many = queue.num_of_tenant - TENANT_SHARE * free + 1
+            raise QueueFullError(
+                f"{queue.num_of_tenant} requests of this API key are waiting, its share of the queue (--max-num-queued-reqs {limit})",
+                _bounded(_over(too_many / (1 + TENANT_SHARE), queue.requests_per_s)),
+            )
+        token_limit = self._config.max_num_queued_tokens
+        # An empty queue takes any request: one longer than the limit could otherwise never be served.
+        if token_limit is None or not queue.waiting_tokens:
+            return
+        too_many = queue.waiting_tokens + prompt_len - token_limit
+        if too_many > 0:
+            raise QueueFullError(
+                f"{queue.waiting_tokens} prompt tokens are waiting (--max-num-queued-tokens {token_limit})",
+                _bounded(self.prefill_s(min(too_many, queue.waiting_tokens), 1, costs)),
+            )
+
+    def _doubt(self, own_tokens: int, ttft_s: float, alone_s: float, expected_s: float, now_s: float) -> None:
+        asked = _asked(ttft_s)
+        if self._config.slo_admission == "warn":
+            self.num_doubtful += 1
+            if now_s - self._warned_s >= _WARN_EVERY_S:
+                self._warned_s = now_s
+                logger.warning("%s is asked for, about %.0f ms are to be expected", asked, 1e3 * expected_s)
+        elif alone_s > ttft_s:
+            raise InvalidRequestError(
+                "slo.ttft_ms",
+                f"{asked} is out of reach: {own_tokens} prompt tokens take about {1e3 * alone_s:.0f} ms alone (--slo-admission)",
+            )
+        else:
+            raise _out_of_reach_now(ttft_s, expected_s)
+
+    def _before_s(self, queue: Queue, costs: StepCosts) -> float:
+        """Estimate when a new request's turn would come if the waiting ones went first, whole prompts at a time: after their
+        prompts, or when there are memory and slots for all, whichever is last."""
+        before_s = self.prefill_s(queue.uncached_tokens, queue.uncached_requests, costs)
+        if queue.missing_blocks > 0 and queue.blocks_per_s:
+            before_s = max(before_s, queue.missing_blocks / queue.blocks_per_s)
+        if queue.missing_seats > 0 and queue.requests_per_s:
+            before_s = max(before_s, queue.missing_seats / queue.requests_per_s)
+        return before_s
+
+    def prefill_s(self, num_tokens: int, num_requests: int, costs: StepCosts) -> float:
+        """Estimate the time of prefill steps at full size, the tokens shared evenly among the requests."""
+        if num_tokens <= 0:
+            return 0.0
+        budget = self._config.max_num_batched_tokens
+        num_steps = math.ceil(num_tokens / budget)
+        chunks = max(num_requests, num_steps)
+        # A prompt's chunks attend to what came before: all pairs of its positions, however it is cut.
+        pairs = num_tokens**2 / max(num_requests, 1)
+        return (
+            num_steps * costs.prefill_base_s
+            + chunks * costs.prefill_per_request_s
+            + num_tokens * costs.prefill_per_token_s
+            + pairs * costs.prefill_per_pair_s
+        )
+
+
+def _asked(ttft_s: float) -> str:
+    return f"a first token within {1e3 * ttft_s:.0f} ms"
+
+
+def _out_of_reach_now(ttft_s: float, expected_s: float) -> QueueFullError:
+    return QueueFullError(
+        f"{_asked(ttft_s)} is out of reach now: about {1e3 * expected_s:.0f} ms are to be expected (--slo-admission)",
+        _bounded(expected_s - ttft_s),
+    )
+
+
+def _over(count: float, per_s: float) -> float:
+    return count / per_s if per_s > 0 else 1.0
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, _LEAST_RETRY_S), _MOST_RETRY_S)
+
+
+class AdmissionController:
+    """Decides on the engine's new requests, and describes its queue.
+
+    Args:
+        admission: decides by the queue.
+        config: limits.
+        states: live requests.
+        cache: the pool.
+        clock: tells the time.
+        offered: cache kinds on offer, those that take the most blocks per position last.
+        can_mask: whether requests may have structured output.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        config: SchedulerConfig,
+        states: RequestStates,
+        cache: HybridCache,
+        clock: Clock,
+        offered: Sequence[CacheKind],
+        *,
+        can_mask: bool,
+    ) -> None:
+        self._admission = admission
+        self._config = config
+        self._states = states
+        self._cache = cache
+        self._clock = clock
+        self._offered = offered
+        self.can_mask = can_mask
+
+    def check(self, request: EngineRequest, costs: StepCosts) -> tuple[int, float | None]:
+        """Reject what cannot be served.
+
+        The check is on prompt + `max_tokens`: a request that fits a pool of its own always ends, since the policy can
+        give it the whole pool. A kind that could hold only a part of it must never be chosen, or it would run until
+        the pool is full and then be preempted for ever.
+
+        Returns:
+            The only kind that can hold the request, `NO_KIND` where any can, and what `Admission.check` returns.
+
+        Raises:
+            DuplicateRequestError: the id is alive.
+            InvalidRequestError: it can never be served.
+            QueueFullError: retry later.
+        """
+        prompt_len, max_tokens = int(request.prompt_token_ids.size), request.params.max_tokens
+        if request.request_id in self._states.by_id:
+            raise DuplicateRequestError(request.request_id)
+        if prompt_len < 1:
+            raise InvalidRequestError("prompt", "must hold at least one token")
+        if max_tokens < 1:
+            raise InvalidRequestError("max_tokens", f"{max_tokens} must be at least 1")
+        if request.grammar is not None and not self.can_mask:
+            raise InvalidRequestError("structured_outputs", "this engine does not know the size of its vocabulary")
+        cache, offered = self._cache, self._offered
+        total, pool = prompt_len + max_tokens, cache.pool.num_blocks
+        fitting = [kind for kind in offered if cache.blocks_needed(total, kind) <= pool]
+        if not fitting:
+            least = cache.blocks_needed(total, offered[0])
+            raise InvalidRequestError(
+                "max_tokens",
+                f"prompt and output of up to {total} tokens take {least} cache blocks of {cache.block_sizes[offered[0]]} tokens, the pool has {pool}",
+            )
+        blocks = min(cache.blocks_needed(prompt_len, kind) for kind in fitting)
+        expected_ttft_s = self._admission.check(
+            prompt_len=prompt_len,
+            own_tokens=prompt_len - self.num_cached(request),
+            ttft_s=request.slo.ttft_s,
+            tenant=request.tenant,
+            queue=self._queue_before(request, blocks),
+            costs=costs,
+            now_s=self._clock.now_s(),
+        )
+        return fitting[0] if len(fitting) < len(offered) else NO_KIND, expected_ttft_s
+
+    def num_cached(self, request: EngineRequest) -> int:
+        """Count the prompt tokens that a new request would find cached; 0 where admission does not need to know."""
+        asks = self._config.slo_admission != "off" and math.isfinite(request.slo.ttft_s)
+        return self._states.prefixes.num_cached(request) if asks else 0
+
+    def least_blocks(self, num_tokens: int) -> int:
+        """Count the blocks of so many positions in the kind on offer that takes fewest."""
+        return min(self._cache.blocks_needed(num_tokens, kind) for kind in self._offered)
+
+    def outlook(self, costs: StepCosts) -> Outlook:
+        """Describe the queue to those who decide while a step runs."""
+        waiting = self._states.rows(WAITING)
+        with_slo = waiting[~self._states.table.best_effort[waiting]]
+        queue = self._queue(waiting, with_slo, 0, 0)
+        last = queue if with_slo.size == waiting.size else self._queue(waiting, waiting, 0, 0)
+        return Outlook(
+            queues=(queue, last),
+            of_tenants=self._by_tenant(waiting),
+            costs=costs,
+            margin_s=self._admission.margin_s(self._clock.now_s()),
+        )
+
+    def expected_wait_s(self, costs: StepCosts) -> float | None:
+        """Estimate the queueing time of a new request with an SLO; None without a cost model."""
+        if costs == StepCosts():
+            return None
+        outlook = self.outlook(costs)
+        return self._admission.expected_wait_s(outlook.queues[0], costs, outlook.margin_s)
+
+    def _queue_before(self, request: EngineRequest, blocks: int) -> Queue:
+        """The queue before a new request that needs `blocks` for its prompt."""
+        states = self._states
+        waiting = states.rows(WAITING)
+        tenant, num_of_tenant = request.tenant, 0
+        if tenant is not None:
+            number = states.tenants.get(tenant, -1)
+            num_of_tenant = int(np.count_nonzero(states.table.tenant[waiting] == number))
+        # Best-effort requests come behind those with an SLO.
+        before = waiting if request.slo_class == "be" else waiting[~states.table.best_effort[waiting]]
+        return self._queue(waiting, before, blocks, num_of_tenant)
+
+    def _by_tenant(self, rows: NDArray[Any]) -> dict[str | None, int]:
+        tenants = self._states.tenants
+        if len(tenants) == 1:
+            return {}
+        counts = np.bincount(self._states.table.tenant[rows], minlength=len(tenants)).tolist()
+        return dict(zip(tenants, counts, strict=True))
+
+    def _queue(self, waiting: NDArray[Any], before: NDArray[Any], blocks: int, num_of_tenant: int) -> Queue:
+        states, cache = self._states, self._cache
+        kind = self._offered[-1]  # takes the most blocks
+        groups = -(-states.table.num_tokens[before] // cache.block_sizes[kind])
+        needed = int(groups.sum()) * cache.blocks_per_group[kind] + blocks
+        times, per_s = states.finish_times_s, 0.0
+        # Up to now, so that a rate of long ago counts for little.
+        if len(times) > 1 and self._clock.now_s() > times[0]:
+            per_s = len(times) / (self._clock.now_s() - times[0])
+        num_running = states.count(RUNNING)
+        held = cache.pool.num_blocks - cache.num_free
+        return Queue(
+            num_waiting=int(waiting.size),
+            waiting_tokens=int(states.table.prompt_len[waiting].sum()),
+            num_of_tenant=num_of_tenant,
+            uncached_tokens=states.uncached_tokens(before),
+            uncached_requests=int(before.size),
+            missing_blocks=needed - cache.num_free,
+            missing_seats=int(before.size) + 1 + num_running - self._config.max_num_seqs,
+            blocks_per_s=per_s * held / num_running if num_running else 0.0,
+            requests_per_s=per_s,
+        )

@@ -1,0 +1,311 @@
+"""Turns a plan into a `StepBatch`: preempts, reserves blocks, attaches cached prefixes, and does the accounting."""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache import NO_SEAT, CacheIntegrityError, HybridCache
+from apt_jax.engine.counters import EngineCounters
+from apt_jax.engine.iteration_recorder import IterationRecorder
+from apt_jax.engine.plan_filter import PlanFilter
+from apt_jax.engine.request_state import FilledBlocks, RequestState
+from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
+from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, StepBatch
+from apt_jax.sched.view import KV, Plan
+
+_NO_INTS = np.zeros(0, np.int32)
+_NO_TABLES = np.zeros((0, 2, 0), np.int32)
+
+
+class BatchBuilder:
+    """Builds the batch of a plan, and accounts for it once it has been dispatched.
+
+    Args:
+        states: the requests; those of the batch are running afterwards.
+        cache: gives the blocks.
+        plans: filters the plans.
+        counters: counts what happens to rows.
+        recorder: told of rows that must wait.
+        lengths_only: leave token ids, block tables, sampling parameters and histories empty.
+    """
+
+    def __init__(
+        self,
+        states: RequestStates,
+        cache: HybridCache,
+        plans: PlanFilter,
+        counters: EngineCounters,
+        recorder: IterationRecorder,
+        *,
+        lengths_only: bool,
+    ) -> None:
+        self._states = states
+        self._table = states.table
+        self._cache = cache
+        self._plans = plans
+        self._counters = counters
+        self._recorder = recorder
+        self._lengths_only = lengths_only
+        self._block_sizes = np.array(cache.block_sizes, np.int32)
+
+    # --- before dispatch -------------------------------------------------------------------------------------------
+
+    def build(self, plan: Plan) -> tuple[StepBatch | None, NDArray[np.int32], list[RequestState]]:
+        """Preempt, then reserve in order. Returns the batch (None: nothing to run), its rows of the table, their requests."""
+        states = self._states
+        for row in plan.preempt.tolist() if plan.preempt.size else ():
+            if self._plans.may_preempt(row):
+                states.preempt(row)
+        if not plan.rows.size:
+            return None, plan.rows, []
+        rows, num_tokens, kind = self._plans.valid_rows(plan)
+        if not rows.size:
+            return None, rows, []
+
+        slots = states.slot[rows]
+        found, sources = self._attach(rows, slots, kind)
+        convert = self._plans.converted_rows(plan, rows)
+        inputs: dict[int, NDArray[np.int32]] = {}
+        if not convert.any():
+            ok = self._reserve(rows, slots, num_tokens, kind, found)
+        else:  # after the others: the blocks that conversions give back are for the next step
+            ok, others = np.zeros(rows.size, np.bool_), np.flatnonzero(~convert)
+            their_slots = slots[others]
+            ok[others] = self._reserve(rows[others], their_slots, num_tokens[others], kind[others], found[others])
+            slots[others] = their_slots
+            inputs, ok[convert] = self._convert(rows[convert], num_tokens[convert])
+            kind = np.where(np.isin(rows, list(inputs)), np.int8(KV), kind)
+        if not ok.all():
+            self._counters.deferred_rows += int(np.count_nonzero(~ok))
+            if self._recorder.current is not None:
+                self._recorder.current.deferred = tuple(states.ids(rows[~ok]))
+            rows, num_tokens, kind, slots = rows[ok], num_tokens[ok], kind[ok], slots[ok]
+            found = found[ok]
+            if not rows.size:
+                states.sync_charges()
+                return None, rows, []
+        for i in np.flatnonzero(states.status[rows] == WAITING).tolist():
+            states.start(int(rows[i]), int(slots[i]), int(kind[i]), int(found[i]))
+        requests = states.states(rows)
+        batch = self._make_batch(rows, num_tokens, kind, slots, requests)
+        self._cache.check_writable(slots, batch.start)
+        sources = {row: sources[row] for row in rows.tolist() if row in sources} if sources else {}
+        if sources:
+            batch = dataclasses.replace(batch, copies=self._copies(sources))
+        if inputs:
+            batch = dataclasses.replace(batch, conversions=_conversions_of(rows, inputs))
+        return batch, rows, requests
+
+    def _attach(
+        self, rows: NDArray[np.int32], slots: NDArray[np.int32], kind: NDArray[np.int8]
+    ) -> tuple[NDArray[np.int32], dict[int, NDArray[np.int32]]]:
+        """Give requests that begin their cached prefixes, all of them before any request gets new blocks.
+
+        Args:
+            rows, kind: of the plan.
+            slots: changed in place where a row takes one.
+
+        Returns:
+            (n,) positions that need no computing, and by row the blocks (first, second) of groups to be copied.
+        """
+        found = np.zeros(rows.size, np.int32)
+        sources: dict[int, NDArray[np.int32]] = {}
+        hits, cache = self._states.prefixes.hits, self._cache
+        if hits is None:
+            return found, sources
+        found += self._table.hit_tokens[rows, kind]  # 0 where they run
+        for i in np.flatnonzero(found).tolist():
+            row, owner = int(rows[i]), int(self._table.rank[rows[i]])
+            num_groups, rest = divmod(int(found[i]), cache.block_sizes[kind[i]])
+            node = hits.node(row, int(kind[i]))
+            if num_groups and cache.attach(owner, node.path(num_groups), int(kind[i])):
+                slots[i] = cache.seat_of(owner)
+            if rest:
+                sources[row] = cache.source_of(node)
+        return found, sources
+
+    def _reserve(
+        self,
+        rows: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kind: NDArray[np.int8],
+        found: NDArray[np.int32],
+    ) -> NDArray[np.bool_]:
+        """Reserve blocks for rows, in order; `slots` changes in place where a row takes one. (n,) False: the row must wait.
+
+        Rows that must wait give back the prefix that they have found, which may help others.
+        """
+        cache, owners = self._cache, self._table.rank[rows]
+        ok = cache.reserve_rows(owners, slots, self._table.num_cached[rows] + found + num_tokens, kind)
+        if ok.all():
+            return ok
+        gave_back = False
+        for i in np.flatnonzero(~ok & (found > 0)).tolist():
+            if cache.seat_of(int(owners[i])) != NO_SEAT:
+                cache.release(int(owners[i]))
+                slots[i] = NO_SEAT
+                gave_back = True
+        again = np.flatnonzero(~ok & (found == 0))
+        if gave_back and again.size:
+            their_slots = slots[again]
+            num_positions = self._table.num_cached[rows[again]] + num_tokens[again]
+            ok[again] = cache.reserve_rows(owners[again], their_slots, num_positions, kind[again])
+            slots[again] = their_slots
+        return ok
+
+    def _convert(
+        self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]
+    ) -> tuple[dict[int, NDArray[np.int32]], list[bool]]:
+        """Convert running rows from layer inputs to keys and values, as far as there are blocks.
+
+        Returns:
+            By row the blocks of its layer inputs, of those that change; and for each row, whether it can run.
+        """
+        table = self._table
+        given_back, ok = self._cache.convert_rows(
+            table.rank[rows].tolist(), (table.num_cached[rows] + num_tokens).tolist()
+        )
+        inputs = {row: b for row, b in zip(rows.tolist(), given_back, strict=True) if b is not None}
+        for row in inputs:
+            self._states.convert(row)
+        return inputs, ok
+
+    def _make_batch(
+        self,
+        rows: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kind: NDArray[np.int8],
+        slots: NDArray[np.int32],
+        requests: list[RequestState],
+    ) -> StepBatch:
+        table, states = self._table, self._states
+        start = table.num_cached.take(rows)
+        total = table.num_tokens.take(rows)
+        samples = start + num_tokens == total
+        if self._lengths_only:
+            return StepBatch(
+                seats=slots,
+                num_tokens=num_tokens,
+                start=start,
+                kind=kind,
+                token_ids=_NO_INTS,
+                block_tables=_NO_TABLES,
+                samples=samples,
+                position=table.num_outputs.take(rows),
+                params=(),
+                history=(),
+                prompt_len=_NO_INTS,
+                masked=_masked_rows(requests, samples),
+            )
+        single = samples & (num_tokens == 1)
+        in_flight = states.in_flight[rows] > 0
+        if not (single | ~in_flight).all():
+            raise CacheIntegrityError("a token that the host has not seen would have to be recomputed")
+        last = np.where(in_flight, np.int32(TOKEN_ON_DEVICE), states.last_token[rows])
+        if single.all():
+            token_ids = last
+        else:
+            ends = np.cumsum(num_tokens)
+            token_ids = np.empty(int(ends[-1]), np.int32)
+            token_ids[ends[single] - 1] = last[single]
+            for i in np.flatnonzero(~single).tolist():
+                begin, n = int(start[i]), int(num_tokens[i])
+                token_ids[ends[i] - n : ends[i]] = requests[i].tokens[begin : begin + n]
+        return StepBatch(
+            seats=slots,
+            num_tokens=num_tokens,
+            start=start,
+            kind=kind,
+            token_ids=token_ids,
+            block_tables=self._cache.block_tables(slots),
+            samples=samples,
+            position=table.num_outputs[rows],
+            params=[state.params for state in requests],
+            history=[state.tokens[: state.num_known] for state in requests],
+            prompt_len=table.prompt_len[rows],
+            masked=_masked_rows(requests, samples),
+        )
+
+    def _copies(self, sources: dict[int, NDArray[np.int32]]) -> NDArray[np.int32]:
+        """(m, 2) source and destination blocks: the last group of each row is a copy."""
+        pairs = []
+        for row, source in sources.items():
+            at = int(self._table.num_cached[row]) // self._cache.block_sizes[self._table.kind[row]]
+            pairs.append(np.stack([source, self._cache.tables[self._states.slot[row], :, at]], axis=1))
+        copies = np.concatenate(pairs)
+        return copies[copies[:, 1] != NULL_BLOCK]
+
+    def record(self, batch: StepBatch | None, rows: NDArray[np.int32]) -> None:
+        """Record what `build` returned, where somebody listens."""
+        if self._recorder.current is not None:
+            self._recorder.built(
+                batch,
+                self._states.ids(rows),
+                num_waiting=self._states.count(WAITING),
+                num_running=self._states.count(RUNNING),
+                free_blocks=self._cache.num_free,
+            )
+
+    # --- after dispatch --------------------------------------------------------------------------------------------
+
+    def account(self, batch: StepBatch, rows: NDArray[np.int32], requests: list[RequestState]) -> list[FilledBlocks]:
+        """Count what a dispatched step will have done; returns the groups that it will have filled."""
+        states, table, cache = self._states, self._table, self._cache
+        end = batch.start + batch.num_tokens
+        table.num_cached[rows] = end
+        has_prefixes = cache.prefixes is not None
+        if cache.charges_changed:
+            states.sync_charges()
+        elif not has_prefixes:
+            table.num_blocks[rows] = cache.num_blocks_of(batch.seats)
+        else:
+            table.num_blocks[rows] = cache.num_private_blocks_of(batch.seats)
+            table.num_shared[rows] = cache.num_blocks_of(batch.seats) - table.num_blocks[rows]
+        filled = self._filled(batch, rows, end) if has_prefixes else []
+        again = np.minimum(end, states.computed_once.take(rows)) - batch.start
+        for i in np.flatnonzero(again > 0).tolist() if again.max() > 0 else ():
+            requests[i].metrics.recomputed_tokens += int(again[i])
+            self._counters.recomputed_tokens += int(again[i])
+        sampling = rows if batch.samples.all() else rows[batch.samples]
+        num_tokens = table.num_tokens.take(sampling) + 1
+        table.num_tokens[sampling] = num_tokens
+        table.num_outputs[sampling] += 1
+        table.tokens_since_preemption[sampling] += 1
+        states.in_flight[sampling] += 1
+        last = sampling[num_tokens >= table.max_tokens_total.take(sampling)]
+        for row in last.tolist():
+            # Its last token is in flight, no later step will read its cache, and steps run in order.
+            states.release(row, ENDING)
+        return filled
+
+    def _filled(self, batch: StepBatch, rows: NDArray[np.int32], end: NDArray[np.int32]) -> list[FilledBlocks]:
+        """Full groups whose fate a step decides. A chunk that samples nothing decides nothing: it may not be finite."""
+        num_filled = self._states.num_filled
+        groups = end // self._block_sizes[batch.kind]
+        more = batch.samples & (groups > num_filled[rows])
+        filled = []
+        for i in np.flatnonzero(more).tolist():
+            begin = int(num_filled[rows[i]])
+            firsts, generations = self._cache.expect(int(batch.seats[i]), begin, int(groups[i]))
+            filled.append(
+                FilledBlocks(index=i, kind=int(batch.kind[i]), begin=begin, firsts=firsts, generations=generations)
+            )
+        num_filled[rows[more]] = groups[more]
+        return filled
+
+
+def _masked_rows(requests: list[RequestState], samples: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+    rows = [i for i, state in enumerate(requests) if state.constraint is not None and samples[i]]
+    return np.array(rows, np.int64) if rows else None
+
+
+def _conversions_of(rows: NDArray[np.int32], inputs: dict[int, NDArray[np.int32]]) -> Conversions:
+    """`StepBatch.conversions` of a step's rows; `inputs` are the blocks of those that are converted."""
+    at = np.flatnonzero(np.isin(rows, list(inputs)))
+    tables = [inputs[row] for row in rows[at].tolist()]
+    padded = np.full((at.size, max(t.size for t in tables)), NULL_BLOCK, np.int32)
+    for line, table in zip(padded, tables, strict=True):
+        line[: table.size] = table
+    return Conversions(rows=at, inputs=padded)

@@ -1,0 +1,225 @@
+"""Commits a step: delivers its tokens, ends the requests that are done, and publishes the prefixes that it has filled."""
+
+import logging
+
+import numpy as np
+
+from apt_jax.cache import CacheIntegrityError, HybridCache
+from apt_jax.clock import Clock
+from apt_jax.engine.admission import Admission
+from apt_jax.engine.counters import EngineCounters
+from apt_jax.engine.masks import grammar_error
+from apt_jax.engine.outputs import OutputProcessor, StepOutput, TokenLogprobs
+from apt_jax.engine.request_state import InFlightStep, RequestState
+from apt_jax.engine.request_states import WAITING, RequestStates
+from apt_jax.executor import NO_TOKEN, StepResult
+from apt_jax.request import FinishReason, SamplingParams
+
+logger = logging.getLogger("apt_jax.engine")
+
+_NOT_FINITE = "numeric: the model's output for this request is not finite"
+_OUT_OF_VOCABULARY = "numeric: a token outside the vocabulary was sampled"
+_NOTHING_LEFT = "grammar: it allows no token that min_tokens, stop tokens and logit_bias leave"
+
+
+def finish_reason(
+    token: int,
+    count: int,
+    params: SamplingParams,
+    stop_token_ids: frozenset[int],
+    stop_string: str | None,
+    constraint_ended: bool,
+) -> tuple[FinishReason | None, int | str | None]:
+    """Decide whether a token is the last of its request.
+
+    Args:
+        token: the new token.
+        count: outputs of the request, this one included.
+        params: `min_tokens` and `max_tokens`; before `min_tokens` neither stop token nor stop string ends a request.
+        stop_token_ids: of the request.
+        stop_string: the one that the token has completed; None: none.
+        constraint_ended: the output is complete by its constraint.
+
+    Returns:
+        The reason, and the stop token or stop string that is named with it; None: the request goes on. Of several
+        reasons the first counts: stop token, stop string, constraint, length.
+    """
+    if count >= params.min_tokens:
+        if token in stop_token_ids:
+            return "stop", token
+        if stop_string is not None:
+            return "stop", stop_string
+    if constraint_ended:
+        return "stop", None
+    return ("length" if count >= params.max_tokens else None), None
+
+
+class TokenCommitter:
+    """Delivers the tokens of steps.
+
+    Args:
+        states: takes the outputs and ends requests.
+        cache: keeps the prefixes.
+        clock: tells the time.
+        counters: tokens are counted there.
+        admission: learns how long first tokens took.
+        output_processor: the front end's hook for every token.
+        vocab_size: V; a sampled token outside [0, V) ends its request.
+        lengths_only: deliver the last output of each request only.
+    """
+
+    def __init__(
+        self,
+        states: RequestStates,
+        cache: HybridCache,
+        clock: Clock,
+        counters: EngineCounters,
+        admission: Admission,
+        output_processor: OutputProcessor | None,
+        vocab_size: int,
+        *,
+        lengths_only: bool,
+    ) -> None:
+        self._states = states
+        self._cache = cache
+        self._clock = clock
+        self._counters = counters
+        self._admission = admission
+        self._output_processor = output_processor
+        self._vocab_size = vocab_size
+        self._lengths_only = lengths_only
+
+    def commit(self, step: InFlightStep, result: StepResult) -> None:
+        """Deliver the tokens of a step and end the requests that are done."""
+        states, requests = self._states, step.requests
+        has_prefixes = self._cache.prefixes is not None
+        if has_prefixes:
+            self._commit_prefixes(step, result)
+        sampling = np.flatnonzero(step.samples)
+        picks = [i for i in sampling.tolist() if not requests[i].ended]
+        self._counters.dropped_rows += sampling.size - len(picks)
+        if not picks:
+            return
+        now_s = self._clock.now_s()
+        rows, sampled = step.rows, result.token_ids
+        if len(picks) < rows.size:
+            rows, sampled = rows[picks], sampled[picks]
+        states.in_flight[rows] -= 1
+        states.last_token[rows] = sampled
+        states.table.note_tokens(rows, now_s)
+        token_ids, finite, position = result.token_ids.tolist(), result.finite.tolist(), step.position.tolist()
+        for i in picks:
+            state, token = requests[i], token_ids[i]
+            if state.ended:  # by the output processor of an earlier row
+                self._counters.dropped_rows += 1
+            elif not finite[i]:
+                states.finish(state, "error", error=_NOT_FINITE)
+            elif token == NO_TOKEN and state.constraint is not None:
+                states.finish(state, "error", error=_NOTHING_LEFT)
+            elif not 0 <= token < self._vocab_size:
+                states.finish(state, "error", error=_OUT_OF_VOCABULARY)
+            else:
+                if position[i] != state.num_known - state.prompt_len:
+                    raise CacheIntegrityError(
+                        f"output token {position[i]} arrives after {state.num_known - state.prompt_len}"
+                    )
+                k = state.params.logprobs
+                self._deliver(state, token, now_s, None if k is None else _logprobs(k, result, i))
+                if has_prefixes and not state.ended and states.status[state.row] == WAITING:
+                    states.await_hits(state)  # it was preempted: now its tokens are known
+
+    def _deliver(self, state: RequestState, token: int, now_s: float, logprobs: list[TokenLogprobs] | None) -> None:
+        """Append one token, and end the request where it is the last."""
+        params, known, counters = state.params, state.num_known, self._counters
+        count = known - state.prompt_len + 1
+        stop_string: str | None = None
+        constraint_ended = False
+        error: str | None = None
+        if (self._output_processor is not None or state.constraint is not None) and not (
+            token in state.stop_token_ids and count >= params.min_tokens
+        ):
+            stop_string, constraint_ended, error = self._process(state, token)
+            if state.ended:  # the processor has aborted its own request: the terminal output is out
+                counters.dropped_rows += 1
+                return
+        if error is None:
+            reason, stop = finish_reason(token, count, params, state.stop_token_ids, stop_string, constraint_ended)
+        else:
+            reason, stop = "error", None
+        state.tokens[known] = token
+        state.num_known = known + 1
+        state.metrics.token_times_s.append(now_s)
+        if state.expected_ttft_s is not None:
+            self._admission.learn(state.expected_ttft_s, now_s - state.metrics.arrival_s, now_s)
+            state.expected_ttft_s = None
+        counters.generation_tokens += 1
+        if count == 1:
+            counters.prompt_tokens += state.prompt_len
+        if reason is not None:
+            self._states.finish(state, reason, stop_reason=stop, error=error, new_token_ids=[token], logprobs=logprobs)
+        elif not self._lengths_only:
+            self._states.outputs.append(
+                StepOutput(
+                    request=state.request,
+                    new_token_ids=[token],
+                    logprobs=logprobs,
+                    num_outputs=count,
+                    metrics=state.metrics,
+                )
+            )
+
+    def _process(self, state: RequestState, token: int) -> tuple[str | None, bool, str | None]:
+        """Give a token to output processor and constraint; returns stop string, whether the constraint ended, and error."""
+        stop_string: str | None = None
+        if self._output_processor is not None:
+            try:
+                stop_string = self._output_processor.on_token(state.request, token)
+            except Exception as caught:
+                name = type(caught).__name__
+                logger.error("the output processor failed for one request: %s", name)
+                return None, False, f"output processing failed: {name}"
+            if state.ended:
+                return None, False, None
+        if state.constraint is None:
+            return stop_string, False, None
+        try:
+            state.constraint.accept(token)
+            return stop_string, state.constraint.ended, None
+        except Exception as caught:
+            return None, False, grammar_error(caught)
+
+    def _commit_prefixes(self, step: InFlightStep, result: StepResult) -> None:
+        """Publish the groups that a step has filled where its token is good; drop those of a request where it is not."""
+        cache = self._cache
+        good = result.finite & (result.token_ids >= 0) & (result.token_ids < self._vocab_size)
+        for filled in step.filled:
+            state = step.requests[filled.index]
+            if state.ended or not good[filled.index]:
+                cache.discard(filled.firsts, filled.generations)
+                continue
+            digests = self._states.prefixes.digests(state, filled.kind, filled.begin + filled.firsts.size)
+            cache.register(state.rank, filled.kind, digests, filled.begin, filled.firsts, filled.generations)
+        # A mask that leaves no token says nothing about the cache.
+        bad = step.samples & ~good & ~(result.finite & (result.token_ids == NO_TOKEN))
+        for i in np.flatnonzero(step.samples).tolist() if bad.any() else ():
+            state = step.requests[i]
+            if bad[i] and not state.ended:
+                # What it found is beyond doubt only if it has had a good token over it.
+                begin = state.num_found if state.is_proven else 0
+                kind, found_kind = int(step.kind[i]), state.found_kind
+                cache.drop_prefix(found_kind, state.digests[found_kind], begin)
+                if kind != found_kind:  # it was converted, and has computed all of these
+                    cache.drop_prefix(kind, state.digests[kind], 0)
+        for i in np.flatnonzero(step.samples & good).tolist():
+            step.requests[i].is_proven = True
+        if cache.charges_changed:
+            self._states.sync_charges()
+
+
+def _logprobs(k: int, result: StepResult, i: int) -> list[TokenLogprobs] | None:
+    """Log probabilities of row `i` with its `k` most likely tokens; None where the executor gave none."""
+    if result.logprob is None:
+        return None
+    top_ids = np.zeros(0, np.int32) if result.top_ids is None else result.top_ids[i, :k]
+    top_logprobs = np.zeros(0, np.float32) if result.top_logprobs is None else result.top_logprobs[i, :k]
+    return [TokenLogprobs(logprob=float(result.logprob[i]), top_ids=top_ids, top_logprobs=top_logprobs)]

@@ -1,0 +1,75 @@
+"""Counters that the parts of the engine increment."""
+
+import collections
+
+import numpy as np
+
+from apt_jax.metrics import Distribution
+from apt_jax.sched.view import NUM_KINDS
+
+# Bounds of the distributions; tokens as in vLLM.
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_SCHEDULE_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 1.0)
+
+_NEW_COST_ERROR = 1 / 32
+
+
+class RollingPercentiles:
+    """Percentiles over the last few thousand values of a number."""
+
+    def __init__(self, size: int = 4096) -> None:
+        self._values = np.zeros(size)
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self._values[self._count % self._values.size] = value
+        self._count += 1
+
+    def percentile(self, q: float) -> float:
+        if not self._count:
+            return 0.0
+        return float(np.percentile(self._values[: min(self._count, self._values.size)], q))
+
+
+class EngineCounters:
+    """Counts since the engine was made, incremented by its parts; named as in `EngineStats`."""
+
+    def __init__(self) -> None:
+        self.iterations: collections.Counter[str] = collections.Counter()
+        self.finished: collections.Counter[str] = collections.Counter()
+        self.kind_switches = np.zeros((NUM_KINDS, NUM_KINDS), np.int64)
+        """[from, to]"""
+        self.num_conversions = 0
+        self.num_preemptions = 0
+        self.recomputed_tokens = 0
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+        self.num_refused = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.deferred_rows = 0
+        self.dropped_rows = 0
+        self.refused_plan_rows = 0
+        self.fallback_iterations = 0
+        self.step_failures = 0
+        self.busy_s = 0.0
+        self.cost_errors: dict[str, float] = {}
+        self.host_s = RollingPercentiles()
+        self.last_schedules_s = RollingPercentiles()
+        self.schedule_s = Distribution(_SCHEDULE_S)
+        self.dispatch_s = RollingPercentiles()
+        self.mask_s = RollingPercentiles()
+        self.step_tokens = Distribution(_STEP_TOKENS)
+
+    def add_schedule(self, seconds: float) -> None:
+        """Count one decision of the policy."""
+        self.last_schedules_s.add(seconds)
+        self.schedule_s.add(seconds)
+
+    def add_step(self, step_s: float, predicted_s: float | None, phase: str) -> None:
+        """Count the time of a step, and how wrong the cost model was about it (None: not measured)."""
+        self.busy_s += step_s
+        if predicted_s is not None and step_s > 0:
+            error = abs(predicted_s - step_s) / step_s
+            before = self.cost_errors.get(phase, error)
+            self.cost_errors[phase] = before + _NEW_COST_ERROR * (error - before)

@@ -1,0 +1,165 @@
+"""Events of the engine: the scheduler's decisions, iteration by iteration, and subscriptions to them.
+
+The engine makes an `Iteration` of each of its decisions while a listener is attached, and reports it when the step has ended. A
+`SchedulerWatch` keeps the last few hundred for a reader in an event loop; a reader that is too slow loses the oldest ones and
+is told how many.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable
+
+from apt_jax.request import CacheKindName
+
+KIND_NAMES: tuple[CacheKindName, ...] = ("kv", "hidden")
+"""Names of the cache kinds, indexed by `sched.view.KV` and `HIDDEN`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledRow:
+    """A request's part of a step."""
+
+    request_id: str
+    num_tokens: int
+    """Tokens computed: one in decoding, a prompt or a chunk of it in prefill."""
+    start: int
+    """Positions cached before the step."""
+    kind: CacheKindName
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it computes one token over cached ones."""
+        return self.num_tokens == 1 and self.start > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PreemptedRow:
+    """A preempted request."""
+
+    request_id: str
+    num_tokens: int
+    """Positions that were cached and are recomputed later, unless they are found in the prefix cache."""
+    kind: CacheKindName
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KindSwitch:
+    """A preempted request that is scheduled again with another kind of cache."""
+
+    request_id: str
+    old: CacheKindName
+    new: CacheKindName
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Iteration:
+    """One decision and its outcome."""
+
+    number: int
+    """Number among the decisions that run or preempt something, from 0, listened to or not."""
+    at_s: float
+    """When it was made, on the engine's clock."""
+    type: str
+    """`Plan.iteration`: "prefill", "decode" or "mixed"; "idle": nothing to run."""
+    scheduled: tuple[ScheduledRow, ...] = ()
+    preempted: list[PreemptedRow] = dataclasses.field(default_factory=list)
+    switched: list[KindSwitch] = dataclasses.field(default_factory=list)
+    converted: list[str] = dataclasses.field(default_factory=list)
+    """Ids of requests converted from layer inputs to keys and values."""
+    deferred: tuple[str, ...] = ()
+    """Ids of scheduled requests that did not run because no block was free after all."""
+    num_waiting: int = 0
+    """Requests without cache after this decision."""
+    num_running: int = 0
+    """Requests that hold cache after this decision."""
+    free_blocks: int = 0
+    """Free blocks after this decision."""
+    schedule_s: float = 0.0
+    """Host time of the decision."""
+    step_s: float | None = None
+    """From the dispatch of the step, or from the end of the one before it if that is later, until its tokens were there. None: nothing ran."""
+    failed: bool = False
+    """The step raised, or was in flight when another one did; its results are lost."""
+    lost: tuple[str, ...] = ()
+    """Ids of requests whose cache, or last token, was lost with the step that raised, whether they took part in it or not."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.scheduled if not row.decodes)
+
+    @property
+    def decode_tokens(self) -> int:
+        return sum(row.decodes for row in self.scheduled)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchNews:
+    """The iterations that a subscriber has not read yet."""
+
+    num_dropped: int
+    """Iterations before these ones that were dropped because the subscriber did not read."""
+    iterations: list[Iteration]
+
+
+class SchedulerWatch:
+    """A subscription: an asynchronous iterator of `WatchNews`, for one reader; made by `AsyncEngine.watch`.
+
+    Raises:
+        EngineDeadError: the engine has ended, or is closed.
+    """
+
+    def __init__(self, capacity: int, leave: Callable[["SchedulerWatch"], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._leave = leave
+        self._news = asyncio.Event()
+        self._lock = threading.Lock()
+        self._unread: collections.deque[Iteration] = collections.deque(maxlen=capacity)
+        self._num_dropped = 0
+        self._error: Exception | None = None
+
+    def __aiter__(self) -> "SchedulerWatch":
+        return self
+
+    async def __anext__(self) -> WatchNews:
+        while True:
+            self._news.clear()
+            error = self._error  # read first: iterations before the end are delivered before it
+            news = self.take()
+            if news.iterations:
+                return news
+            if error is not None:
+                raise error
+            await self._news.wait()
+
+    def take(self) -> WatchNews:
+        """Return what is unread now, without waiting; from any thread."""
+        with self._lock:
+            news = WatchNews(num_dropped=self._num_dropped, iterations=list(self._unread))
+            self._unread.clear()
+            self._num_dropped = 0
+        return news
+
+    def close(self) -> None:
+        """End the subscription; any number of times."""
+        self._leave(self)
+
+    # Called by the engine's thread.
+
+    def _push(self, iteration: Iteration) -> None:
+        with self._lock:
+            self._num_dropped += len(self._unread) == self._unread.maxlen
+            self._unread.append(iteration)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self._error = error
+
+    def _wake(self) -> bool:
+        """Wake the reader; returns False where its event loop is gone."""
+        try:
+            self._loop.call_soon_threadsafe(self._news.set)
+        except RuntimeError:  # the event loop is closed
+            return False
+        return True

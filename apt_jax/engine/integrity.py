@@ -1,0 +1,136 @@
+"""Recounts everything: that requests, request table, cache and the step in flight say the same."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache import NO_SEAT, CacheIntegrityError, CacheKind
+from apt_jax.engine.request_state import InFlightStep
+from apt_jax.engine.request_states import ENDING, FREE, RUNNING, WAITING, RequestStates
+from apt_jax.prefix import extend_digests
+from apt_jax.sched.view import NO_KIND
+
+
+def check_engine(states: RequestStates, offered: Sequence[CacheKind], pending: InFlightStep | None) -> None:
+    """Check the accounting of a living engine.
+
+    Args:
+        states: the requests.
+        offered: cache kinds on offer.
+        pending: the step in flight; None: there is none.
+
+    Raises:
+        CacheIntegrityError: something contradicts itself.
+    """
+    table, cache, live = states.table, states.cache, states.by_id.values()
+    cache.check_integrity(state.rank for state in live)
+
+    rows = np.array([state.row for state in live], np.int32)
+    _require(np.unique(rows).size == rows.size, "two requests share a row")
+    _require(
+        all(states.by_row[state.row] is state and not state.ended for state in live),
+        "rows and requests differ",
+    )
+    _require(
+        np.flatnonzero(states.status != FREE).tolist() == sorted(rows.tolist()),
+        "a row without a request is in use",
+    )
+    _require(
+        np.flatnonzero(table.live).tolist() == sorted(rows.tolist()),
+        "the request table holds other rows",
+    )
+    status, slots = states.status[rows], states.slot[rows]
+    running = status == RUNNING
+    _require(
+        ((slots != NO_SEAT) == running).all(),
+        "a request without cache has a slot, or the reverse",
+    )
+    _require(
+        (table.num_cached[rows] >= 0).all() and (table.num_cached[rows] <= table.num_tokens[rows]).all(),
+        "cached positions beyond the tokens",
+    )
+    _require(
+        (table.num_cached[rows[~running]] == 0).all()
+        and (table.num_blocks[rows[~running]] == 0).all()
+        and (table.num_shared[rows[~running]] == 0).all(),
+        "cache of a request that has none",
+    )
+    _require((table.kind[rows[~running]] == NO_KIND).all(), "cache kind of a request that has none")
+    _require(
+        int(np.count_nonzero(running)) == int(np.count_nonzero(cache.owner >= 0)),
+        "slots and running requests differ",
+    )
+    held, held_slots = rows[running], slots[running]
+    _require((cache.owner[held_slots] == table.rank[held]).all(), "a slot belongs to another request")
+    _require(
+        (cache.kind[held_slots] == table.kind[held]).all(),
+        "cache and table differ about a kind",
+    )
+    _require(
+        (cache.num_tokens[held_slots] == table.num_cached[held]).all(),
+        "cache and table differ about positions",
+    )
+    private = cache.num_private_blocks_of(held_slots)
+    _require(
+        (private == table.num_blocks[held]).all()
+        and (cache.num_blocks_of(held_slots) - private == table.num_shared[held]).all(),
+        "cache and table differ about blocks",
+    )
+    _require(
+        cache.num_free + cache.num_shared + int(private.sum()) == cache.pool.num_blocks,
+        "blocks are charged twice, or to nobody",
+    )
+    _check_hits(states, offered, rows)
+    known = np.array([state.num_known for state in live], np.int32)
+    _require(
+        (known + states.in_flight[rows] == table.num_tokens[rows]).all(),
+        "tokens in flight are miscounted",
+    )
+    _require(
+        (table.num_outputs[rows] == table.num_tokens[rows] - table.prompt_len[rows]).all(),
+        "outputs are miscounted",
+    )
+    _require(
+        (table.num_tokens[rows] <= table.max_tokens_total[rows]).all(),
+        "more tokens than max_tokens",
+    )
+    in_flight = np.zeros(states.in_flight.size, np.int8)
+    if pending is not None:
+        for i in np.flatnonzero(pending.samples).tolist():
+            state = pending.requests[i]
+            in_flight[state.row] += not state.ended
+    _require((in_flight[rows] == states.in_flight[rows]).all(), "tokens in flight without a step")
+    ending = rows[status == ENDING]
+    _require((states.in_flight[ending] > 0).all(), "a request waits for a token that will not come")
+
+
+def _check_hits(states: RequestStates, offered: Sequence[CacheKind], rows: NDArray[np.int32]) -> None:
+    """Look up again what each waiting request would find, and compare."""
+    table, cache = states.table, states.cache
+    hit_tokens, hit_blocks = np.zeros_like(table.hit_tokens), np.zeros_like(table.hit_blocks)
+    waits = (states.status[rows] == WAITING) & (states.in_flight[rows] == 0)
+    for row in rows[waits].tolist() if cache.prefixes is not None else ():
+        assert cache.prefixes is not None
+        state = states.state(row)
+        for kind in offered:
+            if states.pinned_kind[row] not in (NO_KIND, kind):
+                continue
+            size, digests, blocks = cache.block_sizes[kind], list[bytes](), list[int]()
+            extend_digests(digests, state.root, state.tokens[: state.num_known], size)
+            for digest in digests:
+                node = cache.prefixes.find(kind, digest)
+                if node is None:
+                    break
+                blocks.append(node.block)
+            tokens = min(len(blocks) * size, state.num_known - 1)
+            taken = blocks[: tokens // size]
+            hit_tokens[row, kind] = tokens
+            hit_blocks[row, kind] = np.count_nonzero(cache.num_refs[taken]) * cache.blocks_per_group[kind]
+    if not (np.array_equal(hit_tokens, table.hit_tokens) and np.array_equal(hit_blocks, table.hit_blocks)):
+        raise CacheIntegrityError("what waiting requests would find is not what the table says")
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise CacheIntegrityError(message)

@@ -1,0 +1,109 @@
+"""Records the engine's decisions while a listener is attached; costs nothing otherwise."""
+
+from collections.abc import Callable, Sequence
+
+from apt_jax.clock import Clock
+from apt_jax.engine.events import KIND_NAMES, Iteration, KindSwitch, PreemptedRow, ScheduledRow
+from apt_jax.engine.request_state import InFlightStep
+from apt_jax.executor import StepBatch
+from apt_jax.sched.view import Plan
+
+
+class IterationRecorder:
+    """Makes an `Iteration` of each decision and gives it to the listener when its step has ended.
+
+    Attributes:
+        listener: told of every decision, in order; must be quick and must not raise.
+        num_decisions: the number of the next `Iteration`.
+        current: the decision that is being carried out; None: nobody listens, or it does nothing.
+        preempted_between: preemptions that no decision asked for; reported with the next decision.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.listener: Callable[[Iteration], None] | None = None
+        self.num_decisions = 0
+        self.current: Iteration | None = None
+        self.preempted_between: list[PreemptedRow] = []
+
+    def begin(self, plan: Plan, schedule_s: float) -> None:
+        """Number a decision that does something, and record it in `current` where somebody listens."""
+        preempted, self.preempted_between = self.preempted_between, []
+        self.current = None
+        if not plan.rows.size and not plan.preempt.size and not preempted:
+            return
+        number, self.num_decisions = self.num_decisions, self.num_decisions + 1
+        if self.listener is not None:
+            self.current = Iteration(
+                number=number,
+                at_s=self._clock.now_s(),
+                type=plan.iteration,
+                preempted=preempted,
+                schedule_s=schedule_s,
+            )
+
+    def preempted(self, request_id: str, num_tokens: int, kind: int) -> None:
+        """Record a preemption, by the current decision or from outside."""
+        if self.listener is None:
+            return
+        rows = self.preempted_between if self.current is None else self.current.preempted
+        rows.append(PreemptedRow(request_id=request_id, num_tokens=num_tokens, kind=KIND_NAMES[kind]))
+
+    def switched(self, request_id: str, old: int, new: int) -> None:
+        """Record that a request was scheduled again with another kind of cache."""
+        if self.current is not None:
+            switch = KindSwitch(request_id=request_id, old=KIND_NAMES[old], new=KIND_NAMES[new])
+            self.current.switched.append(switch)
+
+    def converted(self, request_id: str) -> None:
+        """Record that a request went from layer inputs to keys and values."""
+        if self.current is not None:
+            self.current.converted.append(request_id)
+
+    def built(
+        self,
+        batch: StepBatch | None,
+        request_ids: Sequence[str],
+        *,
+        num_waiting: int,
+        num_running: int,
+        free_blocks: int,
+    ) -> None:
+        """Record the batch of the current decision (None: nothing runs) and the state behind it."""
+        iteration = self.current
+        assert iteration is not None
+        iteration.num_waiting = num_waiting
+        iteration.num_running = num_running
+        iteration.free_blocks = free_blocks
+        if batch is not None:
+            columns = zip(
+                request_ids,
+                batch.num_tokens.tolist(),
+                batch.start.tolist(),
+                batch.kind.tolist(),
+                strict=True,
+            )
+            iteration.scheduled = tuple(
+                ScheduledRow(request_id=i, num_tokens=n, start=s, kind=KIND_NAMES[k]) for i, n, s, k in columns
+            )
+
+    def end(self, iteration: Iteration | None, step_s: float | None) -> None:
+        """Report a decision whose step took `step_s` seconds, or failed (None)."""
+        if iteration is not None:
+            iteration.step_s, iteration.failed = step_s, step_s is None
+            self._tell(iteration)
+
+    def end_step(self, step: InFlightStep, step_s: float | None) -> None:
+        """Report the decision of a step, once."""
+        iteration, step.iteration = step.iteration, None
+        self.end(iteration, step_s)
+
+    def end_current(self, *, ran: bool) -> None:
+        """Report the current decision at once unless a step `ran`: then `end` follows."""
+        if self.current is not None and not ran:
+            self._tell(self.current)
+        self.current = None
+
+    def _tell(self, iteration: Iteration) -> None:
+        if self.listener is not None:
+            self.listener(iteration)

@@ -1,0 +1,114 @@
+"""Runs the scheduling policy, and `fcfs` in its place where it fails."""
+
+import logging
+from collections.abc import Callable
+
+from apt_jax.engine.counters import EngineCounters
+from apt_jax.errors import one_line
+from apt_jax.sched.check import checked_schedule
+from apt_jax.sched.fcfs import FcfsPolicy
+from apt_jax.sched.view import Plan, Policy, SchedulerView
+
+logger = logging.getLogger("apt_jax.engine")
+
+FALLBACK_LOG_S = 60.0
+"""Minimum time between two log lines about a policy that fails."""
+
+STALL_LIMIT = 100
+"""Iterations in a row that may schedule nothing, with requests there and nothing in flight, before the engine acts."""
+
+
+class PolicyRunner:
+    """Owner of the policy, and of what is known of its mistakes.
+
+    Args:
+        policy: decides each iteration.
+        counters: mistakes are counted there.
+        check_plans: check each plan before anything is done, with a table that the policy cannot write to.
+        debug: mistakes of the policy raise.
+        timer: seconds, for the log.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        counters: EngineCounters,
+        *,
+        check_plans: bool,
+        debug: bool,
+        timer: Callable[[], float],
+    ) -> None:
+        self.policy = policy
+        self.check_plans = check_plans
+        self.debug = debug
+        self.timer = timer
+        self.fallback = FcfsPolicy()
+        self._counters = counters
+        self._fallback_logged_s: float | None = None
+        self._num_idle = 0
+        self._is_stuck = False
+
+    def schedule(self, view: SchedulerView) -> Plan | None:
+        """Decide one iteration; None: the policy failed, and `fcfs` in its place too."""
+        try:
+            return self._decide(view)
+        except (Exception, SystemExit) as error:  # a library may exit
+            if self.debug:
+                raise
+            try:
+                return self._fall_back(view, error)
+            except Exception as worse:
+                logger.error("the policy fcfs failed", exc_info=worse)
+                return None
+
+    def _decide(self, view: SchedulerView) -> Plan:
+        if self._is_stuck:
+            raise RuntimeError(f"it scheduled nothing in {STALL_LIMIT} iterations")
+        if self.check_plans:
+            return checked_schedule(self.policy, view)
+        return self.policy.schedule(view)
+
+    def _fall_back(self, view: SchedulerView, error: BaseException) -> Plan:
+        """The policy has raised, or made a plan that cannot be used: `fcfs`, which keeps no state, decides this iteration."""
+        plan = self.fallback.schedule(view)
+        self._counters.fallback_iterations += 1
+        now_s, last_s = self.timer(), self._fallback_logged_s  # not simulated time: somebody reads it
+        if last_s is None or now_s - last_s >= FALLBACK_LOG_S:
+            self._fallback_logged_s = now_s
+            logger.error(
+                "policy %s failed, fcfs schedules instead (%d iterations so far): %s: %s",
+                self.policy.name,
+                self._counters.fallback_iterations,
+                type(error).__name__,
+                one_line(str(error))[:400],
+                exc_info=error,
+            )
+        return plan
+
+    def report_violation(self, num_rows: int, message: str) -> None:
+        """Rows of a plan violate the contract of `Plan` and are left out."""
+        if self.debug:
+            raise AssertionError(f"policy {self.policy.name}: {message}")
+        if not self._counters.refused_plan_rows:
+            logger.error("policy %s broke a promise: %s (reported once)", self.policy.name, message)
+        self._counters.refused_plan_rows += num_rows
+
+    def note_progress(self) -> None:
+        """Something was scheduled."""
+        self._num_idle, self._is_stuck = 0, False
+
+    def note_idle(self, has_requests: bool) -> bool:
+        """Nothing was scheduled and nothing is in flight; returns True after so many times that the engine must act.
+
+        No policy should let that last. Where plans are checked, `fcfs` decides until something runs; only when it finds
+        nothing to run either the engine must act.
+        """
+        if not has_requests:
+            self._num_idle = 0
+            return False
+        self._num_idle += 1
+        if self._num_idle < STALL_LIMIT:
+            return False
+        self._num_idle = 0
+        self._is_stuck = self.check_plans and not self.debug and not self._is_stuck
+        return not self._is_stuck

@@ -1,0 +1,137 @@
+"""What the engine does after failures: recompute, smaller steps, breaking a stall, and its end."""
+
+import logging
+
+import numpy as np
+
+from apt_jax.clock import Clock
+from apt_jax.engine.counters import EngineCounters
+from apt_jax.engine.events import Iteration
+from apt_jax.engine.policy_runner import STALL_LIMIT
+from apt_jax.engine.request_states import ENDING, RUNNING, RequestStates
+from apt_jax.errors import EngineDeadError
+from apt_jax.executor import Executor, is_out_of_memory
+from apt_jax.sched.view import SchedulerView
+
+logger = logging.getLogger("apt_jax.engine")
+
+FAILURE_WINDOW_S = 60.0
+"""A second failure of a step within this time ends the engine."""
+
+_LEAST_TOKENS = 16
+"""Minimum size of a step, however little memory there is: programs are not compiled for fewer, and prompts must go on."""
+SQUEEZE_S = 600.0
+"""How long steps are kept small after one for which there was no memory."""
+
+
+class StepLimits:
+    """Limits of a step, which are lower for a while after one for which there was no memory.
+
+    Attributes:
+        num_seqs: requests of a step at most.
+        num_tokens: tokens of a step at most.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self._configured = max_num_seqs, max_num_batched_tokens
+        self.num_seqs, self.num_tokens = self._configured
+        self._until_s: float | None = None
+
+    def reduce(self, num_tokens: int, now_s: float) -> None:
+        """There was no memory for a step of `num_tokens`: keep the next ones to half of it."""
+        self.num_tokens = max(_LEAST_TOKENS, min(self.num_tokens, num_tokens) // 2)
+        self.num_seqs = min(self.num_seqs, self.num_tokens)
+        self._until_s = now_s + SQUEEZE_S
+        logger.error(
+            "no memory for a step of %d tokens: for %.0f s steps have at most %d tokens and %d requests. If it happens "
+            "again, lower --max-num-batched-tokens, --max-num-seqs or --device-memory-utilization",
+            num_tokens,
+            SQUEEZE_S,
+            self.num_tokens,
+            self.num_seqs,
+        )
+
+    def restore_if_due(self, clock: Clock) -> None:
+        """Go back to the configured limits once their time has come."""
+        if self._until_s is not None and clock.now_s() >= self._until_s:
+            self._until_s = None
+            self.num_seqs, self.num_tokens = self._configured
+            logger.warning("step limits restored to %d tokens", self.num_tokens)
+
+
+class Recovery:
+    """Puts the engine back to where it can go on after a failure, or ends it.
+
+    Attributes:
+        dead_reason: why the engine ended; None while it lives.
+    """
+
+    def __init__(self, states: RequestStates, limits: StepLimits, clock: Clock, counters: EngineCounters) -> None:
+        self._states = states
+        self._limits = limits
+        self._clock = clock
+        self._counters = counters
+        self._last_failure_s: float | None = None
+        self.dead_reason: str | None = None
+
+    def recover(self, error: Exception, executor: Executor, iteration: Iteration | None, num_tokens: int) -> None:
+        """A step failed and took the pool with it: reset the executor; every holder of cache waits again.
+
+        Args:
+            error: what the step raised.
+            executor: ran it.
+            iteration: its decision, not yet reported; None: nobody listens.
+            num_tokens: its size.
+        """
+        self._counters.step_failures += 1
+        logger.error("a step failed; the cache is rebuilt: %s", error, exc_info=error)
+        if self.note_failure("a step failed"):
+            return
+        if is_out_of_memory(error):
+            self._limits.reduce(num_tokens, self._clock.now_s())
+        states = self._states
+        if iteration is not None:
+            held = np.flatnonzero((states.status == RUNNING) | (states.status == ENDING))
+            iteration.lost = tuple(states.ids(held.astype(np.int32)))
+        try:
+            executor.reset()
+        except Exception as reset_error:
+            logger.critical("the executor cannot be reset", exc_info=reset_error)
+            self.end("the executor cannot be reset")
+            return
+        states.lose_cache()
+
+    def note_failure(self, what: str) -> bool:
+        """Record a failure; returns True where the engine has ended, by this second one within `FAILURE_WINDOW_S` or before."""
+        now_s, last_s = self._clock.now_s(), self._last_failure_s
+        self._last_failure_s = now_s
+        if last_s is not None and now_s - last_s < FAILURE_WINDOW_S:
+            self.end(f"{what}, twice within {FAILURE_WINDOW_S:.0f} s")
+        return self.dead_reason is not None
+
+    def end(self, reason: str) -> None:
+        """End the engine, and every request with an error."""
+        if self.dead_reason is None:
+            self.dead_reason = reason
+        self._states.end_all(f"the engine has ended: {reason}")
+
+    def raise_if_dead(self) -> None:
+        """Raise `EngineDeadError` where the engine has ended."""
+        if self.dead_reason is not None:
+            raise EngineDeadError(f"the engine has ended: {self.dead_reason}")
+
+
+def break_stall(states: RequestStates, view: SchedulerView, policy_name: str, *, debug: bool) -> None:
+    """The policy schedules nothing any more: preempt the request that came last, or end the one that is alone."""
+    message = (
+        f"{policy_name} scheduled nothing in {STALL_LIMIT} iterations: {view.waiting.size} waiting, "
+        f"{view.running.size} running, {view.free_blocks} free blocks"
+    )
+    if debug:
+        raise AssertionError(message)
+    logger.error("%s", message)
+    if view.running.size > 1:
+        states.preempt(int(view.running[-1]))
+    else:
+        head = view.running[0] if view.running.size else view.waiting[0]
+        states.finish(states.state(int(head)), "error", error="the request could not be scheduled")

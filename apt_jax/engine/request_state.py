@@ -1,0 +1,81 @@
+"""Host-side records of a live request and of a step in flight."""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.engine.events import Iteration
+from apt_jax.executor import StepHandle
+from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams, TokenConstraint
+from apt_jax.sched.view import NO_KIND
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class RequestState:
+    """A live request. `ended` is never undone: a step in flight checks it at commit."""
+
+    request: EngineRequest
+    row: int
+    rank: int
+    """Arrival order; also the owner id of its blocks."""
+    tokens: NDArray[np.int32]
+    """(prompt_len + max_tokens,) prompt, then the outputs that the host knows."""
+    num_known: int
+    """How much of `tokens` is filled."""
+    prompt_len: int
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    metrics: RequestMetrics
+    constraint: TokenConstraint | None = None
+    root: bytes
+    """Start of the digests of its prefixes."""
+    digests: tuple[list[bytes], ...]
+    """By kind, digests of the full groups of its known tokens, as far as they were needed; kinds whose groups are equally
+    long share a list."""
+    expected_ttft_s: float | None = None
+    """Estimate of admission; None: it had nothing to wait for, or no objective."""
+    num_found: int = 0
+    """Groups found in the prefix cache when it was last scheduled."""
+    is_proven: bool = False
+    """A token has been good since then: so are the groups that it found."""
+    found_kind: int = NO_KIND
+    """Kind of the groups that it found: the one that it was last scheduled with."""
+    last_kind: int = NO_KIND
+    """The kind held last."""
+    ended: bool = False
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class FilledBlocks:
+    """Groups that are full once a step in flight has ended; `firsts` and `generations` as for `HybridCache.register`."""
+
+    index: int
+    """Row of the request in the step."""
+    kind: int
+    begin: int
+    firsts: NDArray[np.int32]
+    generations: NDArray[np.int64]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class InFlightStep:
+    """A dispatched step. It holds the requests themselves: a row of the table may have a new request by its commit."""
+
+    handle: StepHandle
+    requests: list[RequestState]
+    rows: NDArray[np.int32]
+    """Rows of the table; those of requests that have not ended are still their own."""
+    samples: NDArray[np.bool_]
+    position: NDArray[np.int32]
+    num_tokens: int
+    masked: NDArray[np.int64] | None = None
+    """Rows that wait for masks before anything of the step is sampled."""
+    kind: NDArray[np.int8]
+    filled: list[FilledBlocks]
+    dispatched_s: float
+    predicted_s: float | None
+    """Its time by the cost model; None: this step is not measured."""
+    has_chunks: bool
+    iteration: Iteration | None
+    """Reported when the step has ended; None: nobody listens."""

@@ -1,0 +1,389 @@
+"""The live requests of an engine: their rows, their states, and every transition between them."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache import NO_SEAT, CacheIntegrityError, HybridCache
+from apt_jax.clock import Clock
+from apt_jax.engine.counters import EngineCounters
+from apt_jax.engine.events import KIND_NAMES
+from apt_jax.engine.iteration_recorder import IterationRecorder
+from apt_jax.engine.outputs import StepOutput, TokenLogprobs
+from apt_jax.engine.prefixes import RequestPrefixes
+from apt_jax.engine.request_state import RequestState
+from apt_jax.request import EngineRequest, FinishReason, RequestMetrics
+from apt_jax.sched.view import (
+    HIDDEN,
+    KV,
+    NO_KIND,
+    ColumnTable,
+    KindSpec,
+    RequestTable,
+    SchedulerView,
+    StepCosts,
+    column,
+)
+
+# Values of `RequestStates.status`.
+FREE = 0  # no request
+WAITING = 1  # no cache
+RUNNING = 2  # holds cache and a slot
+ENDING = 3  # the last allowed token is in flight; holds nothing any more
+
+
+class RequestStates(ColumnTable):
+    """Owner of the live requests: columns beside those of the `RequestTable`, and the outputs to be delivered.
+
+    Args:
+        table: what policies see of the requests; rows are the same.
+        cache: blocks and slots of the running requests.
+        prefixes: what waiting requests would find cached.
+        clock: tells the time.
+        counters: transitions are counted there.
+        recorder: preemptions and changes of kind are recorded there.
+        max_num_seqs: running requests at most.
+
+    Attributes:
+        by_id: live requests by their ids.
+        by_row: live requests by row; None: the row is free.
+        tenants: numbers of the tenants that there have been; bounded by the keys.
+        outputs: outputs that `Engine.step` has not returned yet.
+        finish_times_s: times at which the last requests ended that gave back slot and blocks.
+    """
+
+    status = column(np.int8)
+    slot = column(np.int32, fill=NO_SEAT)
+    in_flight = column(np.int8)  # tokens of the row that the host has not seen
+    last_token = column(np.int32)  # the last one that it has seen
+    computed_once = column(np.int32)  # positions computed before the cache was last lost
+    pinned_kind = column(np.int8, fill=NO_KIND)  # the only kind that can hold the row's request
+    num_filled = column(np.int32)  # groups found, registered, or full once a step in flight has ended
+
+    def __init__(
+        self,
+        table: RequestTable,
+        cache: HybridCache,
+        prefixes: RequestPrefixes,
+        clock: Clock,
+        counters: EngineCounters,
+        recorder: IterationRecorder,
+        max_num_seqs: int,
+    ) -> None:
+        super().__init__(table.capacity)
+        self.table = table
+        self.cache = cache
+        self.prefixes = prefixes
+        self._clock = clock
+        self._counters = counters
+        self._recorder = recorder
+        self.by_id: dict[str, RequestState] = {}
+        self.by_row: list[RequestState | None] = [None] * self.capacity
+        self.tenants: dict[str | None, int] = {None: 0}
+        self.outputs: list[StepOutput] = []
+        # Of several batches: the requests of one may end together.
+        self.finish_times_s: collections.deque[float] = collections.deque(maxlen=4 * max_num_seqs)
+        self._next_rank = 0
+        self._by_rank: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
+
+    # --- looking up ------------------------------------------------------------------------------------------------
+
+    def state(self, row: int) -> RequestState:
+        """Return the request of a row that must have one."""
+        state = self.by_row[row]
+        if state is None:
+            raise CacheIntegrityError(f"row {row} has no request")
+        return state
+
+    def states(self, rows: NDArray[np.int32]) -> list[RequestState]:
+        """Return the requests of rows that must have one each."""
+        states = [self.by_row[row] for row in rows.tolist()]
+        if None in states:
+            raise CacheIntegrityError(f"rows {rows.tolist()}: one has no request")
+        return cast("list[RequestState]", states)
+
+    def ids(self, rows: NDArray[np.int32]) -> list[str]:
+        """Return the ids of the requests of rows."""
+        return [self.state(row).request.request_id for row in rows.tolist()]
+
+    def rows(self, status: int) -> NDArray[np.intp]:
+        """Return the rows with a status, ascending."""
+        return np.flatnonzero(self.status == status)
+
+    def count(self, status: int) -> int:
+        """Count the rows with a status."""
+        return int(np.count_nonzero(self.status == status))
+
+    def by_rank(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the rows of waiting and of running requests, by rank; the arrays cannot be written to."""
+        if self._by_rank is None:
+            rank = self.table.rank
+            waiting, running = self.rows(WAITING).astype(np.int32), self.rows(RUNNING).astype(np.int32)
+            waiting, running = waiting[np.argsort(rank[waiting])], running[np.argsort(rank[running])]
+            waiting.flags.writeable = running.flags.writeable = False
+            self._by_rank = waiting, running
+        return self._by_rank
+
+    def uncached_tokens(self, rows: NDArray[Any]) -> int:
+        """Count the positions of waiting requests that would not be found cached; `rows` by number or as a mask."""
+        uncached = self.table.num_tokens[rows] - self.table.hit_tokens[rows].max(axis=1)
+        return int(uncached.sum())
+
+    def view(
+        self,
+        *,
+        kinds: Sequence[KindSpec],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        costs: StepCosts,
+        can_convert: bool,
+    ) -> SchedulerView:
+        """Return what a policy is shown."""
+        table, cache = self.table, self.cache
+        waiting, running = self.by_rank()
+        unseen = self.in_flight[waiting] > 0
+        if unseen.any():
+            # Preempted from outside after its last dispatch: the host must see the token first.
+            waiting = waiting[~unseen]
+        shared_blocks = 0
+        if cache.prefixes is not None:
+            shared_blocks = cache.pool.num_blocks - cache.num_free - int(table.num_blocks[running].sum())
+        return SchedulerView(
+            now_s=self._clock.now_s(),
+            table=table,
+            waiting=waiting,
+            running=running,
+            free_blocks=cache.num_free,
+            total_blocks=cache.pool.num_blocks,
+            shared_blocks=shared_blocks,
+            block_size=cache.block_sizes[KV],
+            hidden_block_size=cache.block_sizes[HIDDEN],
+            kinds=kinds,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            costs=costs,
+            can_convert=can_convert,
+        )
+
+    # --- transitions -----------------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest, pinned_kind: int, expected_ttft_s: float | None) -> None:
+        """Put a request among the waiting ones.
+
+        Args:
+            request: one that admission has let in.
+            pinned_kind: the only kind that can hold it; `NO_KIND`: any can.
+            expected_ttft_s: see `Admission.check`.
+        """
+        prompt_len = int(request.prompt_token_ids.size)
+        params = request.params
+        constraint = None if request.grammar is None else request.grammar.start()
+        row = self.table.add(
+            arrival_s=request.arrival_s,
+            rank=self._next_rank,
+            prompt_len=prompt_len,
+            max_tokens=params.max_tokens,
+            slo_ttft_s=request.slo.ttft_s,
+            slo_tbt_s=request.slo.tbt_s,
+            best_effort=request.slo_class == "be",
+            tenant=self.tenants.setdefault(request.tenant, len(self.tenants)),
+        )
+        if row >= self.capacity:
+            self.grow(self.table.capacity)
+            self.by_row.extend([None] * (self.capacity - len(self.by_row)))
+        tokens = np.empty(prompt_len + params.max_tokens, np.int32)
+        tokens[:prompt_len] = request.prompt_token_ids
+        state = RequestState(
+            request=request,
+            row=row,
+            rank=self._next_rank,
+            tokens=tokens,
+            num_known=prompt_len,
+            prompt_len=prompt_len,
+            params=params,
+            stop_token_ids=frozenset(params.stop_token_ids),
+            metrics=RequestMetrics(arrival_s=request.arrival_s, slo=request.slo),
+            constraint=constraint,
+            root=self.prefixes.root_of(request),
+            expected_ttft_s=expected_ttft_s,
+            digests=self.prefixes.no_digests(),
+        )
+        self._next_rank += 1
+        self.by_row[row] = state
+        self.by_id[request.request_id] = state
+        self.clear_row(row)
+        self.status[row] = WAITING
+        self.last_token[row] = tokens[prompt_len - 1]
+        self.pinned_kind[row] = pinned_kind
+        self._by_rank = None
+        self.await_hits(state)
+
+    def await_hits(self, state: RequestState) -> None:
+        """Keep in the table what a waiting request would find cached. Not while a token of it is in flight."""
+        if not self.in_flight[state.row]:
+            self.prefixes.track(state, int(self.pinned_kind[state.row]))
+
+    def start(self, row: int, slot: int, kind: int, num_found: int) -> None:
+        """A waiting request has got its first blocks, and the cache of `num_found` positions."""
+        state = self.state(row)
+        if self.prefixes.hits is not None:
+            self.prefixes.hits.end(row)
+            state.num_found = num_found // self.cache.block_sizes[kind]
+            state.found_kind = kind
+            state.is_proven = not num_found
+            self.table.num_cached[row] = num_found
+            self.num_filled[row] = state.num_found
+            if state.metrics.first_scheduled_s is None:
+                state.metrics.num_cached_tokens = num_found
+                self._counters.prefix_cache_queries += state.prompt_len
+                self._counters.prefix_cache_hits += num_found
+        self.status[row] = RUNNING
+        self.slot[row] = slot
+        self._by_rank = None
+        self.table.kind[row] = kind
+        if state.last_kind not in (NO_KIND, kind):
+            self._counters.kind_switches[state.last_kind, kind] += 1
+            self._recorder.switched(state.request.request_id, state.last_kind, kind)
+            self.table.num_kind_switches[row] += 1
+            state.metrics.num_kind_switches += 1
+        state.last_kind = kind
+        state.metrics.cache_kind = KIND_NAMES[kind]
+        if state.metrics.first_scheduled_s is None:
+            state.metrics.first_scheduled_s = self._clock.now_s()
+
+    def convert(self, row: int) -> None:
+        """A running request went from layer inputs to keys and values."""
+        state = self.state(row)
+        state.last_kind = KV
+        state.metrics.cache_kind = KIND_NAMES[KV]
+        state.metrics.num_conversions += 1
+        self.table.kind[row] = KV
+        self.num_filled[row] = 0
+        self._counters.num_conversions += 1
+        self._recorder.converted(state.request.request_id)
+
+    def preempt(self, row: int) -> None:
+        """Take cache and slot from a running request, which waits again."""
+        state = self.state(row)
+        num_cached, kind = int(self.table.num_cached[row]), int(self.table.kind[row])
+        self._recorder.preempted(state.request.request_id, num_cached, kind)
+        self.release(row, WAITING)
+        self.table.num_preemptions[row] += 1
+        self.table.tokens_since_preemption[row] = 0
+        state.metrics.num_preemptions += 1
+        self._counters.num_preemptions += 1
+
+    def release(self, row: int, status: int) -> None:
+        """Take cache and slot from a running row, which goes on with `status`."""
+        table, state = self.table, self.by_row[row]
+        if state is not None:
+            state.metrics.num_blocks = int(table.num_blocks[row] + table.num_shared[row])
+        self.cache.release(int(table.rank[row]))
+        self.computed_once[row] = max(self.computed_once[row], table.num_cached[row])
+        self.num_filled[row] = 0
+        table.num_cached[row] = 0
+        table.num_blocks[row] = 0
+        table.num_shared[row] = 0
+        table.kind[row] = NO_KIND
+        self.slot[row] = NO_SEAT
+        self.status[row] = status
+        self._by_rank = None
+        if self.cache.charges_changed:
+            self.sync_charges()
+        if status == WAITING:
+            self.await_hits(self.state(row))
+
+    def sync_charges(self) -> None:
+        """Update the blocks of all running rows in the table, after the sharing of blocks has changed."""
+        rows = self.rows(RUNNING)
+        slots = self.slot[rows]
+        private = self.cache.num_private_blocks_of(slots)
+        self.table.num_blocks[rows] = private
+        self.table.num_shared[rows] = self.cache.num_blocks_of(slots) - private
+        self.cache.charges_changed = False
+
+    def lose_cache(self) -> None:
+        """A failed step took the pool with it: every holder of cache waits again, tokens in flight will never arrive."""
+        table = self.table
+        for row in self.rows(RUNNING).tolist():
+            self.release(row, WAITING)
+            table.tokens_since_preemption[row] = 0
+        # Requests that waited for their last token alone have it still to compute.
+        self.status[self.status == ENDING] = WAITING
+        self._by_rank = None
+        rows = np.flatnonzero((self.in_flight > 0) & (self.status != FREE))
+        table.num_tokens[rows] -= self.in_flight[rows]
+        table.num_outputs[rows] -= self.in_flight[rows]
+        self.in_flight[rows] = 0
+        if self.prefixes.hits is not None:
+            self.cache.clear_prefixes()
+            for row in self.rows(WAITING).tolist():
+                self.await_hits(self.state(row))
+
+    # --- ends ------------------------------------------------------------------------------------------------------
+
+    def finish(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+        new_token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """End a request, from any state: the only place where requests end while the engine lives."""
+        row = state.row
+        if self.status[row] == RUNNING:
+            self.release(row, FREE)
+        self.prefixes.untrack(row)
+        self.status[row] = FREE
+        self._by_rank = None
+        self.by_row[row] = None
+        del self.by_id[state.request.request_id]
+        if reason in ("stop", "length"):
+            self.table.note_length(state.num_known - state.prompt_len)
+        self.table.remove(row)
+        self._announce_end(state, reason, stop_reason, error, new_token_ids or [], logprobs)
+        if state.metrics.first_scheduled_s is not None:
+            self.finish_times_s.append(self._clock.now_s())
+
+    def end_all(self, error: str) -> None:
+        """End every request with an error. The accounting is left alone: it may be what is wrong."""
+        states = list(self.by_id.values())
+        self.by_id.clear()
+        for state in states:
+            self._announce_end(state, "error", None, error, [], None)
+
+    def _announce_end(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        error: str | None,
+        new_token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+    ) -> None:
+        state.ended = True
+        state.metrics.finished_s = self._clock.now_s()
+        self._counters.finished[reason] += 1
+        self.outputs.append(
+            StepOutput(
+                request=state.request,
+                new_token_ids=new_token_ids,
+                logprobs=logprobs,
+                finish_reason=reason,
+                stop_reason=stop_reason,
+                error=error,
+                num_outputs=state.num_known - state.prompt_len,
+                metrics=state.metrics,
+            )
+        )
+
+    def take_outputs(self) -> list[StepOutput]:
+        """Return the outputs that nobody has seen yet, once."""
+        outputs, self.outputs = self.outputs, []
+        return outputs

@@ -1,0 +1,155 @@
+"""Snapshot of the engine's counters and gauges."""
+
+import dataclasses
+
+import numpy as np
+
+from apt_jax.cache import CacheKind
+from apt_jax.engine.counters import EngineCounters
+from apt_jax.engine.events import KIND_NAMES
+from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
+from apt_jax.metrics import Distribution
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine was made, and current gauges."""
+
+    num_waiting: int
+    """Requests without cache, preempted ones among them."""
+    num_running: int
+    """Requests that hold cache."""
+    num_ending: int
+    """Requests whose last token is in flight."""
+    waiting_prompt_tokens: int
+    waiting_uncached_tokens: int
+    """Positions that the waiting requests have to compute, prompts and what preemptions took, cached prefixes not counted."""
+    total_blocks: int
+    free_blocks: int
+    """Blocks that can be allocated, idle cached ones among them."""
+    cached_blocks: int
+    """Blocks of cached prefixes that no request holds: kept until they are needed."""
+    blocks_by_kind: dict[str, int]
+    requests_by_kind: dict[str, int]
+    """Running requests by kind."""
+    iterations: dict[str, int]
+    """Steps run, by `Plan.iteration`."""
+    num_preemptions: int
+    kind_switches: dict[tuple[str, str], int]
+    """By (from, to), of requests that came back after a preemption."""
+    num_conversions: int
+    """Conversions of a running request from layer inputs to keys and values."""
+    recomputed_tokens: int
+    """Positions recomputed after preemptions and failures."""
+    prefix_cache_queries: int
+    """Tokens of requests that were scheduled for the first time; 0 without prefix caching."""
+    prefix_cache_hits: int
+    """Those of them that were found cached."""
+    finished: dict[str, int]
+    """Ended requests by reason."""
+    num_refused: int
+    """Requests that admission rejected."""
+    num_doubtful: int
+    """Requests admitted although their SLO looked out of reach (`slo_admission="warn"`)."""
+    prompt_tokens: int
+    """Prompt tokens of requests that have delivered a token."""
+    generation_tokens: int
+    """Tokens delivered."""
+    deferred_rows: int
+    """Rows of plans that did not run because no block was free after all."""
+    dropped_rows: int
+    """Tokens discarded because their request had ended while the step was in flight."""
+    refused_plan_rows: int
+    """Rows of plans that violated the contract of `Plan`; any is a bug in the policy."""
+    fallback_iterations: int
+    """Iterations that `fcfs` scheduled, because the policy raised or its plan violated the contract."""
+    step_failures: int
+    compilations: int
+    step_tokens: Distribution
+    """Tokens per step."""
+    schedule_s: Distribution
+    """Scheduling time per decision, seconds."""
+    host_p50_ms: float
+    """Host work per iteration over the last 4,096: schedule, build, commit; neither dispatch nor waiting for the device. 0
+    before the first iteration."""
+    host_p99_ms: float
+    schedule_p50_ms: float
+    """The policy's share of it."""
+    schedule_p99_ms: float
+    dispatch_p50_ms: float
+    """`Executor.execute` per iteration."""
+    mask_p50_ms: float
+    """Filling the token masks of a step, over the last 4,096 steps with masks; part of the host work."""
+    mask_p99_ms: float
+    cost_errors: dict[str, float]
+    """Mean relative error of the step times that `StepCosts` predicts, by "prefill" (steps with chunks) and "decode", over about
+    the last 32 measured steps (every eighth is); empty without a cost model."""
+    busy_s: float
+    """Total time of the steps, seconds."""
+    expected_wait_s: float | None
+    """Queueing time of a new request with an SLO, estimated by admission; None without a cost model."""
+
+    @property
+    def used_blocks(self) -> int:
+        return self.total_blocks - self.free_blocks
+
+
+def collect_stats(
+    states: RequestStates,
+    counters: EngineCounters,
+    *,
+    num_doubtful: int,
+    compilations: int,
+    expected_wait_s: float | None,
+) -> EngineStats:
+    """Take a snapshot; a tenth of a millisecond."""
+    table, cache = states.table, states.cache
+    waiting = states.status == WAITING
+    kinds = table.kind[states.status == RUNNING]
+    return EngineStats(
+        num_waiting=int(np.count_nonzero(waiting)),
+        num_running=int(kinds.size),
+        num_ending=states.count(ENDING),
+        waiting_prompt_tokens=int(table.prompt_len[waiting].sum()),
+        waiting_uncached_tokens=states.uncached_tokens(waiting),
+        total_blocks=cache.pool.num_blocks,
+        free_blocks=cache.num_free,
+        cached_blocks=cache.num_idle,
+        blocks_by_kind={KIND_NAMES[kind]: n for kind, n in cache.blocks_by_kind().items()},
+        requests_by_kind={KIND_NAMES[kind]: int(np.count_nonzero(kinds == kind)) for kind in CacheKind},
+        iterations=dict(counters.iterations),
+        num_preemptions=counters.num_preemptions,
+        kind_switches={
+            (KIND_NAMES[a], KIND_NAMES[b]): int(counters.kind_switches[a, b])
+            for a in CacheKind
+            for b in CacheKind
+            if a != b
+        },
+        num_conversions=counters.num_conversions,
+        recomputed_tokens=counters.recomputed_tokens,
+        prefix_cache_queries=counters.prefix_cache_queries,
+        prefix_cache_hits=counters.prefix_cache_hits,
+        finished=dict(counters.finished),
+        num_refused=counters.num_refused,
+        num_doubtful=num_doubtful,
+        prompt_tokens=counters.prompt_tokens,
+        generation_tokens=counters.generation_tokens,
+        deferred_rows=counters.deferred_rows,
+        dropped_rows=counters.dropped_rows,
+        refused_plan_rows=counters.refused_plan_rows,
+        fallback_iterations=counters.fallback_iterations,
+        step_failures=counters.step_failures,
+        compilations=compilations,
+        step_tokens=counters.step_tokens.copy(),
+        schedule_s=counters.schedule_s.copy(),
+        host_p50_ms=1e3 * counters.host_s.percentile(50),
+        host_p99_ms=1e3 * counters.host_s.percentile(99),
+        schedule_p50_ms=1e3 * counters.last_schedules_s.percentile(50),
+        schedule_p99_ms=1e3 * counters.last_schedules_s.percentile(99),
+        dispatch_p50_ms=1e3 * counters.dispatch_s.percentile(50),
+        mask_p50_ms=1e3 * counters.mask_s.percentile(50),
+        mask_p99_ms=1e3 * counters.mask_s.percentile(99),
+        cost_errors=dict(counters.cost_errors),
+        busy_s=counters.busy_s,
+        expected_wait_s=expected_wait_s,
+    )

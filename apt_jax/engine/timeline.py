@@ -1,0 +1,232 @@
+"""Timelines of requests: when they waited and for what, ran, changed the kind of their cache, or lost it.
+
+Made of the same `Iteration`s that subscribers get, and kept for the last requests. Consecutive steps of one kind are one event.
+All times are milliseconds since the arrival of the request.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from apt_jax.engine.events import Iteration
+from apt_jax.request import EngineRequest
+
+_MOST_EVENTS = 128
+_NUM_STATES = 512
+_MOST_LOOKED_AT = 2048
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Event:
+    """One event, or several consecutive ones of the same kind."""
+
+    event: str
+    """"waited", "prefill", "decode", "preempted", "switched", "converted", "deferred" (it was scheduled, and no block was free), "lost" (a
+    failed step destroyed its cache), "ended"."""
+    at_ms: float
+    until_ms: float
+    details: dict[str, Any]
+
+
+@dataclasses.dataclass(kw_only=True)
+class RequestDecisions:
+    """Timeline of one request."""
+
+    request_id: str
+    tenant: str | None
+    arrival_s: float
+    prompt_len: int
+    events: "collections.deque[Event]"
+    num_dropped: int = 0
+    """Events dropped between the first one and the others."""
+    begun_at: int
+    """The first iteration that may concern it."""
+    waits_since: int | None
+    """The first iteration in which it did not run; None: it runs."""
+    ended: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the sender of the request may see."""
+        return {
+            "object": "request.decisions",
+            "request_id": self.request_id,
+            "num_dropped": self.num_dropped,
+            "events": [
+                {
+                    "event": e.event,
+                    "at_ms": round(e.at_ms, 3),
+                    "until_ms": round(e.until_ms, 3),
+                    **e.details,
+                }
+                for e in self.events
+            ],
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Return the state of the request; times as in `as_json`, `arrival_s` on the engine's clock."""
+        last = self.events[-1] if self.events else None
+        kinds = [e.details["kind"] for e in self.events if e.event in ("prefill", "decode")]
+        state = "waiting" if self.waits_since is not None else "running"
+        return {
+            "request_id": self.request_id,
+            "arrival_s": self.arrival_s,
+            "prompt_tokens": self.prompt_len,
+            "state": last.details["reason"] if last is not None and self.ended else state,
+            "ended_ms": round(last.at_ms, 3) if last is not None and self.ended else None,
+            "kind": kinds[-1] if kinds else None,
+            "preemptions": sum(e.event == "preempted" for e in self.events),
+        }
+
+
+class DecisionLog:
+    """Timelines of the last requests; for one thread.
+
+    Args:
+        num_requests: how many are kept.
+        max_num_seqs: slots of the batch.
+        blocks_needed: minimum number of blocks of so many tokens.
+    """
+
+    def __init__(
+        self,
+        num_requests: int,
+        *,
+        max_num_seqs: int,
+        blocks_needed: Callable[[int], int],
+    ) -> None:
+        self._num_requests, self._max_num_seqs = num_requests, max_num_seqs
+        self._blocks_needed = blocks_needed
+        self._requests: collections.OrderedDict[str, RequestDecisions] = collections.OrderedDict()
+        self._states: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=_NUM_STATES)
+        """Number, free blocks and running requests of the last iterations."""
+
+    def of(self, request_id: str) -> RequestDecisions | None:
+        """Return the last request with this id, if it is kept."""
+        return self._requests.get(request_id)
+
+    def last(self, tenants: Collection[str | None], count: int) -> dict[str | None, list[RequestDecisions]]:
+        """Return the last requests of each of these tenants, at most `count`, newest first, among the last 2,048 of all."""
+        found: dict[str | None, list[RequestDecisions]] = {tenant: [] for tenant in tenants}
+        for request in itertools.islice(reversed(self._requests.values()), _MOST_LOOKED_AT):
+            theirs = found.get(request.tenant)
+            if theirs is not None and len(theirs) < count:
+                theirs.append(request)
+        return found
+
+    def begin(self, request: EngineRequest, number: int) -> None:
+        """A request was admitted; `number` is that of the next iteration."""
+        self._requests.pop(request.request_id, None)
+        self._requests[request.request_id] = RequestDecisions(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            arrival_s=request.arrival_s,
+            prompt_len=int(request.prompt_token_ids.size),
+            events=collections.deque(),
+            begun_at=number,
+            waits_since=number,
+        )
+        if len(self._requests) > self._num_requests:
+            self._requests.popitem(last=False)
+
+    def end(self, ended: EngineRequest, reason: str, now_s: float) -> None:
+        """A request has ended; another one with its id may have begun since."""
+        request = self._requests.get(ended.request_id)
+        if request is not None and request.arrival_s == ended.arrival_s:
+            self._add(request, "ended", now_s, reason=reason)
+            request.ended = True
+
+    def _in(self, iteration: Iteration, request_id: str) -> RequestDecisions | None:
+        """The request that an iteration is about: not a later one with its id, nor one that has ended while its step ran."""
+        request = self._requests.get(request_id)
+        if request is None or request.ended or iteration.number < request.begun_at:
+            return None
+        return request
+
+    def note(self, iteration: Iteration) -> None:
+        """Add a decision whose step has ended."""
+        at_s = iteration.at_s
+        for row in iteration.preempted:
+            request = self._in(iteration, row.request_id)
+            if request is not None:
+                self._add(
+                    request, "preempted", at_s, tokens=row.num_tokens, kind=row.kind,
+                    free_blocks=iteration.free_blocks, running=iteration.num_running, waiting=iteration.num_waiting,
+                )  # fmt: skip
+                request.waits_since = iteration.number
+        for switch in iteration.switched:
+            request = self._in(iteration, switch.request_id)
+            if request is not None:
+                self._add(request, "switched", at_s, old=switch.old, new=switch.new)
+        for request_id in iteration.converted:
+            request = self._in(iteration, request_id)
+            if request is not None:
+                self._add(request, "converted", at_s, old="hidden", new="kv")
+        for request_id in iteration.deferred:
+            request = self._in(iteration, request_id)
+            if request is not None:
+                self._add(request, "deferred", at_s, iteration=iteration.number)
+        if iteration.failed:
+            for request_id in dict.fromkeys((*iteration.lost, *(r.request_id for r in iteration.scheduled))):
+                self._lose(iteration, request_id)
+        until_s = at_s + (iteration.step_s or 0.0)
+        for row in () if iteration.failed else iteration.scheduled:
+            request = self._in(iteration, row.request_id)
+            if request is None:
+                continue
+            if request.waits_since is not None:
+                self._add_wait(request, iteration)
+            if row.decodes:
+                self._extend(request, "decode", at_s, until_s, tokens=1, kind=row.kind)
+            else:
+                self._extend(request, "prefill", at_s, until_s, tokens=row.num_tokens, kind=row.kind, cached=row.start)  # fmt: skip
+        self._states.append((iteration.number, iteration.free_blocks, iteration.num_running))
+
+    def _lose(self, iteration: Iteration, request_id: str) -> None:
+        """A failed step destroyed its cache; added once, although the step behind that one is reported as well."""
+        request = self._in(iteration, request_id)
+        if request is None:
+            return
+        if not request.events or request.events[-1].event != "lost":
+            self._add(request, "lost", iteration.at_s, iteration=iteration.number)
+        request.waits_since = iteration.number + 1
+
+    def _add_wait(self, request: RequestDecisions, iteration: Iteration) -> None:
+        """Add the wait until now, and its causes: after each decision without the request there were too few free blocks for it,
+        no slot, or others went first. Counts the last iterations only."""
+        since, request.waits_since = request.waits_since, None
+        iterations = iteration.number - (since or 0)
+        if iterations <= 0:
+            return
+        needed = self._blocks_needed(request.prompt_len)
+        counts = {"for_blocks": 0, "for_seats": 0, "behind_others": 0}
+        for number, free_blocks, num_running in reversed(self._states):
+            if since is None or number < since:
+                break
+            if free_blocks < needed:
+                counts["for_blocks"] += 1
+            elif num_running >= self._max_num_seqs:
+                counts["for_seats"] += 1
+            else:
+                counts["behind_others"] += 1
+        last = request.events[-1] if request.events else None
+        self._add(request, "waited", iteration.at_s, iterations=iterations, **counts)
+        request.events[-1].at_ms = 0.0 if last is None else last.until_ms
+
+    def _extend(self, request: RequestDecisions, event: str, at_s: float, until_s: float, **details: Any) -> None:
+        last = request.events[-1] if request.events else None
+        if last is not None and last.event == event and last.details["kind"] == details["kind"]:
+            last.details["tokens"] += details["tokens"]
+            last.details["steps"] += 1
+            last.until_ms = 1e3 * (until_s - request.arrival_s)
+            return
+        self._add(request, event, at_s, steps=1, **details)
+        request.events[-1].until_ms = 1e3 * (until_s - request.arrival_s)
+
+    def _add(self, request: RequestDecisions, event: str, at_s: float, **details: Any) -> None:
+        at_ms = 1e3 * (at_s - request.arrival_s)
+        if len(request.events) == _MOST_EVENTS:
+            del request.events[1]
+            request.num_dropped += 1
+        request.events.append(Event(event=event, at_ms=at_ms, until_ms=at_ms, details=details))
