@@ -31,6 +31,11 @@ class Option:
     rule: str | None
     """End of the message "NAME=VALUE must ..." where it is not the bounds."""
 
+    @property
+    def dest(self) -> str:
+        """Name of the parsed flag."""
+        return self.flags[0].lstrip("-").replace("-", "_")
+
     def allows(self, value: Any) -> bool:
         return (
             (self.low is None or self.low <= value)

@@ -82,6 +82,8 @@ class FieldSpec:
         """The accepted numbers, e.g. ``(0, 1]`` or ``at least 1``; empty: not a number."""
         if self.min is None or self.max is None:
             return ""
+        if self.rule:
+            return self.rule.removeprefix("be ")
         if self.max == MAX_INTEGER:
             return f"at least {self.min:g}"
         high = self.max if self.type == "integer" else f"{self.max:.10g}"

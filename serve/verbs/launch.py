@@ -73,23 +73,21 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.positive(int),
         metavar="N",
         default=1,
-        help="servers, each on as many devices as -tp says; gRPC ports from --grpc-port on, HTTP ports after --port",
+        help="number of servers, each on -tp devices; gRPC ports from --grpc-port on, HTTP ports after --port",
     )
     group.add_argument(
         "--routing-policy",
         choices=POLICIES,
         default=POLICIES[0],
-        help="how the gateway chooses the replica of a request",
+        help="policy by which the gateway chooses the replica of a request",
     )
-    group.add_argument(
-        "--gateway", action="store_true", help="a gateway before a single replica too"
-    )
+    group.add_argument("--gateway", action="store_true", help="put a gateway in front of a single replica too")
     group.add_argument(
         "--max-restarts",
         type=options.natural,
         metavar="N",
         default=5,
-        help="how often in a row one that ends is started again before all ends",
+        help="maximum consecutive restarts of a process",
     )
 
 
@@ -131,9 +129,7 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
     """
     num_nodes, rank = args.nnodes, args.node_rank
     if num_nodes > 1 and args.replicas > 1:
-        raise ConfigError(
-            f"--replicas {args.replicas}: with --nnodes there is one replica, a part of it on each host"
-        )
+        raise ConfigError(f"--replicas {args.replicas}: with --nnodes there is one replica, a part of it on each host")
     headless = num_nodes > 1 and rank > 0
     with_gateway = (args.replicas > 1 or args.gateway) and not headless
     if with_gateway:
@@ -145,9 +141,7 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
     if headless:
         command = _serve_command(argv, added)
         part = _replica(args, f"rank {rank}", command, env)
-        return Plan(
-            replicas=[part], where=f"rank {rank} of {num_nodes} is started; requests go to rank 0"
-        )
+        return Plan(replicas=[part], where=f"rank {rank} of {num_nodes} is started; requests go to rank 0")
     # A part of a replica has all devices of its host.
     envs = [dict(env)] if num_nodes > 1 else _divide_gpus(args.replicas, args.tensor_parallel_size, env)  # fmt: skip
     with contextlib.ExitStack() as held:
@@ -197,9 +191,7 @@ def _behind_gateway(
             flags.append(f"--port={port(_LOCAL, args.http_port, 1 + i, f'--port, replica {i}')}")
         addresses.append(_join(_LOCAL, grpc_port))
         command = _serve_command(argv, flags, without=("--host", "--http-host"))
-        replicas.append(
-            _replica(args, f"replica {i}", command, env, _asks_replica(addresses[-1]), own_cpus)
-        )
+        replicas.append(_replica(args, f"replica {i}", command, env, _asks_replica(addresses[-1]), own_cpus))
     gateway = Program(
         name="gateway",
         command=[
@@ -242,9 +234,7 @@ def _gateway_host(args: argparse.Namespace) -> str:
     return _LOCAL if host == "localhost" else host
 
 
-def _serve_command(
-    argv: Sequence[str], flags: Sequence[str], without: Sequence[str] = ()
-) -> list[str]:
+def _serve_command(argv: Sequence[str], flags: Sequence[str], without: Sequence[str] = ()) -> list[str]:
     """`apt-jax serve` with what `argv` says for it, and `flags`.
 
     Args:
@@ -293,10 +283,7 @@ def _divide_gpus(count: int, size: int, env: Mapping[str, str]) -> list[dict[str
         raise ConfigError(
             f"{count} replicas of {size} devices need {count * size}, and {len(gpus)} can be seen ({', '.join(gpus)}): lower --replicas or -tp, or have CUDA_VISIBLE_DEVICES name more"
         )
-    return [
-        {**env, "CUDA_VISIBLE_DEVICES": ",".join(gpus[i * size : (i + 1) * size])}
-        for i in range(count)
-    ]
+    return [{**env, "CUDA_VISIBLE_DEVICES": ",".join(gpus[i * size : (i + 1) * size])} for i in range(count)]
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
