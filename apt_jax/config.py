@@ -319,7 +319,7 @@ class SchedulerConfig:
     """Maximum number of waiting requests; more are rejected."""
     max_num_queued_tokens: int | None = option(None, metavar="TOKENS", low=1)
     """Maximum number of prompt tokens of waiting requests; more are rejected (default: unlimited)."""
-    max_queue_s: float | None = option(None, metavar="S", above=0)
+    max_queue_s: float | None = option(None, metavar="S", positive=True)
     """Maximum queueing time in seconds (default: unlimited)."""
     slo_admission: Literal["off", "warn", "on"] = option("off", rule="be 'off', 'warn' or 'on'")
     """Admission of requests whose TTFT SLO cannot be met by the cost model: off admits, warn admits with a warning, on rejects."""
@@ -352,7 +352,7 @@ class ParallelConfig:
         29501, metavar="PORT", low=1, high=65534, rule="lie in [1, 65535), and the next one be free too"
     )
     """Port of rank 0; the next port is used too, by JAX."""
-    join_timeout_s: float = option(300.0, flag="--join-timeout", metavar="S", above=0)
+    join_timeout_s: float = option(300.0, flag="--join-timeout", metavar="S", positive=True)
     """Seconds that ranks wait for each other at startup."""
 
     def __post_init__(self) -> None:

@@ -28,6 +28,8 @@ class Option:
     high: float | None
     above: float | None
     """Exclusive lower bound."""
+    positive: bool
+    """A positive number; its flag rejects others too."""
     rule: str | None
     """End of the message "NAME=VALUE must ..." where it is not the bounds."""
 
@@ -40,7 +42,8 @@ class Option:
         return (
             (self.low is None or self.low <= value)
             and (self.high is None or value <= self.high)
-            and (self.above is None or self.above < value < float("inf"))
+            and (self.above is None or self.above < value)
+            and (not self.positive or 0 < value < float("inf"))
         )
 
     @property
@@ -65,6 +68,7 @@ def option(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    positive: bool = False,
     rule: str | None = None,
 ) -> Any:
     """Return a dataclass field that is a configuration option.
@@ -76,10 +80,13 @@ def option(
         metavar: placeholder of its value in help texts.
         low, high: inclusive bounds.
         above: exclusive lower bound.
+        positive: a finite number above 0; the flag checks it too. For an integer give `low` too.
         rule: end of the message "NAME=VALUE must ..." in place of the bounds.
     """
     flags = (flag,) if isinstance(flag, str) else flag or ()
-    made = Option(flags=flags, keyword=keyword, metavar=metavar, low=low, high=high, above=above, rule=rule)
+    made = Option(
+        flags=flags, keyword=keyword, metavar=metavar, low=low, high=high, above=above, positive=positive, rule=rule
+    )
     return dataclasses.field(default=default, metadata={_OPTION: made})
 
 

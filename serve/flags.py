@@ -135,8 +135,7 @@ def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> 
     elif typing.get_origin(kind) is typing.Literal:
         settings["choices"] = typing.get_args(kind)
     if kind in (int, float):
-        is_positive = made is not None and made.above == 0 and made.high is None
-        settings["type"] = positive(kind) if is_positive else kind
+        settings["type"] = positive(kind) if made is not None and made.positive else kind
     if not flags:
         flags = made.flags if made is not None else (f"--{name.replace('_', '-')}",)
     group.add_argument(*flags, **(settings | given))
@@ -154,16 +153,16 @@ def read_options(cls: type, args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, dest) for name, dest in dests.items() if hasattr(args, dest)}
 
 
-def request_help(name: str, end: str = "") -> str:
-    """Return the help text of a request field, with its bounds."""
+def request_help(name: str, end: str = "", *, bounds: bool = True) -> str:
+    """Return the help text of a request field, with its bounds where they apply."""
     spec = REQUEST_FIELDS[name]
-    return help_text(spec.description) + (f"; values: {spec.bounds}" if spec.bounds else "") + end
+    return help_text(spec.description) + (f"; values: {spec.bounds}" if bounds and spec.bounds else "") + end
 
 
 def add_request_field(group: Group, name: str, flag: str = "", *, end: str = "", **given: Any) -> None:
-    """Add the flag of one request field; its bounds are checked with the request."""
+    """Add the flag of one request field; with a `type` of its own the bounds of the field do not apply."""
     spec = REQUEST_FIELDS[name]
-    settings: dict[str, Any] = {"help": request_help(name, end)}
+    settings: dict[str, Any] = {"help": request_help(name, end, bounds="type" not in given)}
     if spec.type == "boolean":
         settings["action"] = "store_true"
     else:
