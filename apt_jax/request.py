@@ -42,44 +42,44 @@ class StructuredOutputsParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Ranges are checked by `apt_jax.validation`, for every front end alike."""
+    """How tokens are chosen. Bounds are declared in `apt_jax.validation.REQUEST_FIELDS` and checked for every front end alike."""
 
     max_tokens: int = 16
-    """Most output tokens, at least 1. None is taken too, as in vLLM: as many as there is room for after the prompt."""
+    """Maximum number of output tokens. None, as in vLLM: as many as there is room for after the prompt."""
     temperature: float = 1.0
-    """0: greedy. In [0, 2]."""
+    """Sampling temperature; 0: greedy."""
     top_k: int = 0
-    """Only the k most likely tokens; 0: off."""
+    """Sample from the k most likely tokens only; 0: off."""
     top_p: float = 1.0
-    """Only the smallest set of tokens whose probabilities reach this sum, in (0, 1]."""
+    """Sample from the smallest set of tokens whose probabilities reach this sum; 1: off."""
     min_p: float = 0.0
-    """Only tokens at least this likely relative to the most likely one, in [0, 1]."""
+    """Sample only tokens at least this likely relative to the most likely one; 0: off."""
     seed: int | None = None
-    """Draws depend on this seed and the token's position alone; None: the engine picks one."""
+    """Random seed for sampling; draws depend on it and the token's position alone. None: the engine picks one."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output; in (0, 2]."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output; 1: off."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token in the output; in [-2, 2]."""
+    """Subtracted once from the logit of every token in the output; 0: off."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it is in the output; in [-2, 2]."""
+    """Subtracted from a token's logit for each time it is in the output; 0: off."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these tokens; at most 300 entries, values in [-100, 100]."""
+    """Added to the logits of these tokens."""
     min_tokens: int = 0
-    """Neither EOS nor a stop token is sampled, and no stop string matches, before this many output tokens."""
+    """Number of output tokens before which neither EOS, a stop token nor a stop string ends the output."""
     stop: tuple[str, ...] = ()
-    """Generation ends when one of these appears in the output text; at most 4, of 256 characters."""
+    """Stop strings: generation ends when one of them appears in the output text."""
     stop_token_ids: tuple[int, ...] = ()
-    """Generation ends after one of these tokens; at most 16."""
+    """Stop tokens: generation ends after one of them."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Ignore the end-of-sequence token."""
     include_stop_str_in_output: bool = False
     """Keep the matched stop string in the text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
-    """Return the log probabilities of the sampled token and of this many most likely ones, at most 20."""
+    """Return the log probabilities of the sampled token and of this many most likely ones."""
     structured_outputs: StructuredOutputsParams | None = None
-    """Only outputs of this form; the tokens that lead to no such output are forbidden at every step."""
+    """Structured output constraint: tokens that lead to no allowed output are masked at every step."""
 
     @property
     def is_greedy(self) -> bool:

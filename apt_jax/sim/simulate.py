@@ -32,6 +32,7 @@ from apt_jax.engine import Engine, StepOutput
 from apt_jax.errors import ConfigError, InvalidRequestError
 from apt_jax.executor import Executor, StepBatch
 from apt_jax.metrics import RequestRecord, Summary, TokenRate, summarize
+from apt_jax.options import check_options, option
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import HIDDEN, Policy, make_policy
 from apt_jax.sim.attainable import attainable_share
@@ -49,78 +50,78 @@ _NO_TEXT.flags.writeable = False
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulationConfig:
-    """What to simulate; the fields are the flags of `apt-jax simulate`."""
+    """What to simulate; the flags of `apt-jax simulate` derive from the fields."""
 
-    model: str = "opt-13b"
-    hardware: str = "a100-40gb"
-    """A name from `apt_jax.sim.hardware.known_hardware`, or a description file."""
-    num_devices: int | None = None
-    """Devices of the replica, where the hardware is described for several numbers."""
-    trace: str = "sharegpt"
-    """A name from `apt_jax.sim.trace.known_traces`, or a CSV file."""
-    rate: float | None = None
-    """Requests a second; None: as recorded."""
-    cv: float | None = None
-    """Coefficient of variation of the gaps, drawn from a Gamma distribution. None: recorded arrivals where the trace
-    has them, else 1 (Poisson)."""
-    num_requests: int = 1000
-    """Drawn from the trace at random; with recorded arrivals its first ones."""
-    seed: int = 0
-    policy: str = "apt"
-    """Of `apt_jax.sched.POLICIES`, or from outside; with options (`apt_jax.sched.make_policy`)."""
-    violation_decay: float = 0.0
-    cache: CacheMode = "hybrid"
-    hidden_attention: HiddenAttention = "auto"
-    rho_us: float | None = None
-    """Microseconds a cached token that policies charge the hidden kind with (rho of Apt-Serve Eq. 6), whatever a step
-    really takes; no charge a request. None: what a step really takes longer with it."""
+    model: str = option("opt-13b", metavar="MODEL")
+    """Model of the hardware description."""
+    hardware: str = option("a100-40gb", metavar="NAME|FILE")
+    """Name from `apt_jax.sim.hardware.known_hardware`, or a description file (.json; apt-jax calibrate --describe writes one)."""
+    num_devices: int | None = option(None, flag=("--tensor-parallel-size", "-tp"), metavar="N")
+    """Number of devices per replica (default: the fewest that are described)."""
+    trace: str = option("sharegpt", metavar="NAME|FILE")
+    """Name from `apt_jax.sim.trace.known_traces`, or a CSV file."""
+    rate: float | None = option(
+        None, metavar="R", positive=True, high=1e9, rule="be positive requests/s"
+    )
+    """Requests per second; needed unless the trace has arrivals, which it stretches, or --rates or --find-rate is given."""
+    cv: float | None = option(None, metavar="CV", positive=True, low=0.05, high=100)
+    """Coefficient of variation of the gaps (Gamma; 1: Poisson; default: recorded arrivals, else 1)."""
+    num_requests: int = option(1000, metavar="N", positive=True, low=1)
+    """Number of requests, drawn from the trace at random; with recorded arrivals its first ones."""
+    seed: int = option(0, metavar="SEED", low=0)
+    """Random seed of requests and arrivals."""
+    policy: str = option("apt", flag="--scheduling-policy", metavar="POLICY[,POLICY...]")
+    """Scheduling policy, as in `SchedulerConfig.policy`."""
+    violation_decay: float = option(0.0, metavar="FACTOR")
+    """Weight of requests already past their SLO; 0: near zero."""
+    cache: CacheMode = option("hybrid")
+    """Cache kinds that the scheduler may use."""
+    hidden_attention: HiddenAttention = option("auto")
+    """Cost of the hidden kind: the paper's (reproject) or ours (absorb)."""
+    rho_us: float | None = option(None, metavar="US")
+    """Microseconds per cached token that policies charge the hidden cache with (rho of Apt-Serve Eq. 6), whatever it really costs:
+    70 is what the authors' probe most likely gave, 5 the same in float16 (default: the true cost, 15.9 for OPT-13B
+    reprojected on an A100). There is no charge per request."""
     host_s: float = 0.0
     """Seconds of the host for every step. The device is idle meanwhile, unless steps overlap and it has one to run."""
-    overlap: bool | None = None
-    """Whether a step is decided and dispatched while the one before it runs (`SchedulerConfig.overlap`), so that a new request
-    waits for up to two steps. None: as the described engine does: yes where the description was calibrated by this
-    engine on its machine, no for published profiles, whose engines (vLLM of 2024, the papers') go step by step."""
+    overlap: bool | None = option(None)
+    """Decide and dispatch a step while the one before it runs, as apt-jax serve does (default: as the described engine does: yes for
+    descriptions of apt-jax calibrate, no for the papers' engines). A new request then waits for up to two steps."""
     slo: SLO = SLO(ttft_s=1.0, tbt_s=1.0)  # noqa: RUF009 - frozen
-    output_scale: float = 1.0
-    drop_too_long: bool = False
-    """Leave out requests that are longer than the model or the pool allows instead of refusing the trace. Bundled traces
-    always do (`SimulationResult.num_left_out`)."""
-    max_num_seqs: int | None = None
-    """None: 256, as vLLM has it, or what a calibrated description was measured up to."""
-    max_num_batched_tokens: int | None = None
-    """None: what a calibrated description was measured up to; else 2,048, as vLLM 0.5 has it for a model of 2,048 positions, or the model's positions up to 16,384."""
-    num_blocks: int | None = None
-    """Blocks of the pool; None: the hardware's."""
-    replicas: int = 1
-    """Engines, each on hardware of its own, that share the requests."""
-    routing_policy: str = "round_robin"
-    """Which replica a request goes to: a name of `apt_jax.sim.routing.ROUTING_POLICIES`."""
-    enable_prefix_caching: bool | None = None
-    """Requests that begin alike share cache, by the `hash_ids` of the trace. None: where the trace has them."""
-    hash_block_tokens: int = 512
-    """Prompt tokens that one of the trace's `hash_ids` stands for; 512 in the traces of Mooncake."""
-    tenants: int = 1
-    """Who sends requests: of k tenants the first sends twice as many as the second, three times as many as the third,
-    and so on (Zipf's law), drawn for each request."""
+    output_scale: float = option(
+        1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive"
+    )
+    """Factor on output lengths."""
+    drop_too_long: bool = option(False)
+    """Leave out requests that can never fit instead of rejecting the trace; bundled traces always do, and the result says how many."""
+    max_num_seqs: int | None = option(None, metavar="N", positive=True, low=1)
+    """Maximum number of requests that hold cache (default: 256, as in vLLM, or what a calibrated description was measured up to)."""
+    max_num_batched_tokens: int | None = option(None, metavar="N", positive=True, low=1)
+    """Maximum number of tokens per step (default: what a calibrated description was measured up to, else the model's positions, 2,048 to
+    16,384)."""
+    num_blocks: int | None = option(
+        None, flag="--num-blocks-override", metavar="BLOCKS", positive=True, low=1
+    )
+    """Number of cache blocks (default: the hardware's)."""
+    replicas: int = option(1, metavar="N", positive=True, low=1)
+    """Number of engines that share the requests, each on hardware of its own."""
+    routing_policy: str = option("round_robin")
+    """Policy that chooses the replica of a request: in turn, the least loaded as the gateway smg computes it, or the one with most time
+    left to the request's TTFT SLO. A name of `apt_jax.sim.routing.ROUTING_POLICIES`."""
+    enable_prefix_caching: bool | None = option(None)
+    """Share the cache of common prompt prefixes, by the column hash_ids of the trace (default: where the trace has one)."""
+    hash_block_tokens: int = option(512, metavar="N", positive=True, low=1)
+    """Prompt tokens per entry of the trace's hash_ids, 512 in the traces of Mooncake."""
+    tenants: int = option(1, metavar="N", positive=True, low=1)
+    """Number of tenants that send requests, for the policy vtc: the first sends twice as many as the second, three times as many as
+    the third, and so on (Zipf's law)."""
 
     def __post_init__(self) -> None:
         def require(ok: bool, message: str) -> None:
             if not ok:
                 raise ConfigError(message)
 
-        rate, cv = self.rate, self.cv
-        require(
-            rate is None or 0 < rate < 1e9, f"rate={rate!r} must be positive requests/s (--rate)"
-        )
-        require(cv is None or 0.05 <= cv <= 100, f"cv={cv!r} must lie in [0.05, 100] (--cv)")
-        require(
-            self.num_requests >= 1,
-            f"num_requests={self.num_requests} must be at least 1 (--num-requests)",
-        )
-        require(
-            0 < self.output_scale <= 1000,
-            f"output_scale={self.output_scale!r} must be positive (--output-scale)",
-        )
+        check_options(self)
         rho_us = self.rho_us
         require(
             rho_us is None or 0 <= rho_us < 1e6,
@@ -130,17 +131,6 @@ class SimulationConfig:
             0 <= self.host_s < 1e3,
             f"host_s={self.host_s!r} must lie in [0, 1000) seconds (--host-ms)",
         )
-        require(self.seed >= 0, f"seed={self.seed} must be at least 0 (--seed)")
-        for name, flag in (
-            ("max_num_seqs", "--max-num-seqs"),
-            ("max_num_batched_tokens", "--max-num-batched-tokens"),
-            ("num_blocks", "--num-blocks-override"),
-            ("replicas", "--replicas"),
-            ("tenants", "--tenants"),
-            ("hash_block_tokens", "--hash-block-tokens"),
-        ):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name}={value} must be at least 1 ({flag})")
         require(
             self.routing_policy in ROUTING_POLICIES,
             f"routing_policy={self.routing_policy!r:.40} must be one of {', '.join(ROUTING_POLICIES)} (--routing-policy)",

@@ -13,14 +13,13 @@ from typing import Any
 import apt_jax
 from apt_jax import chat, validation
 from apt_jax.request import SamplingParams
-from apt_jax.validation import MAX_INTEGER, RequestLimits
+from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, RequestLimits
 from serve import objectives, openai_api
 from serve.openai_api import Kind
 
 Schema = dict[str, Any]
 
 _JSON = "application/json"
-_MS = 1e3
 _NULL: Schema = {"type": "null"}
 _STRING: Schema = {"type": "string"}
 _TEXT: Schema = {"type": "string", "minLength": 1}
@@ -146,9 +145,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
     }  # fmt: skip
 
 
-def _operation(
-    name: str, summary: str, good: Schema, more: Iterable[int], needs_key: bool
-) -> Schema:
+def _operation(name: str, summary: str, good: Schema, more: Iterable[int], needs_key: bool) -> Schema:
     statuses = sorted({*_ALWAYS, *more, *((401,) if needs_key else ())})
     bad = {str(s): {"$ref": f"#/components/responses/{_ERRORS[s][0]}"} for s in statuses}
     if name.removesuffix("Head") in ("Health", "Ready"):
@@ -181,9 +178,7 @@ def _generated(name: str, link: Schema) -> Schema:
 
 
 def _error(status: int) -> Schema:
-    headers = {
-        "retry-after": _header("Seconds after which to come again.", _COUNT | {"minimum": 1})
-    }
+    headers = {"retry-after": _header("Seconds after which to come again.", _COUNT | {"minimum": 1})}
     if status not in _LATER:
         headers = {"x-should-retry": _header("The same would fail again.", {"const": "false"})}
     if status == 401:
@@ -212,7 +207,7 @@ def _slo_headers() -> list[Schema]:
         "examples": ["250", "12.5"],
     }
     tier = {"type": "string", "enum": sorted(objectives.TIERS)}
-    bounds = f"in [{_MS * validation.MIN_SLO_S:g}, {_MS * validation.MAX_SLO_S:.0f}]"
+    bounds = f"in {REQUEST_FIELDS['slo_ttft_ms'].range}"
     texts = {
         **dict.fromkeys(objectives.TTFT_KEYS, f"Objective for the first token, milliseconds {bounds}; where the body has none. The first of these names that is there counts."),
         **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens, milliseconds {bounds}; likewise."),
@@ -250,15 +245,15 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         most = min(longest, limits.max_pool_tokens - 1)
     token = _integer(0, vocab)
     ids = _list(token, 1, longest)
-    texts = _list(_TEXT, 1, validation.MAX_SEQUENCES)
+    texts = _list(_TEXT, 1, REQUEST_FIELDS["n"].max)
     completion = {
         **_common("completion", models, token, most),
         "prompt": {
-            "anyOf": [_TEXT, texts, ids, _list(ids, 1, validation.MAX_SEQUENCES)],
+            "anyOf": [_TEXT, texts, ids, _list(ids, 1, REQUEST_FIELDS["n"].max)],
             "description": "A text, texts, token ids, or lists of them.",
         },
         "max_tokens": _or_null(_integer(1, most)) | {"default": SamplingParams().max_tokens},
-        "logprobs": _or_null(_integer(0, validation.MAX_LOGPROBS)),
+        "logprobs": _or_null(_field("logprobs")),
         "echo": _or_null(_FLAG),
     }
     messages = _list(_message(), 1, chat.MAX_MESSAGES)
@@ -274,7 +269,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "max_tokens": _or_null(_integer(1, MAX_INTEGER)),
         "max_completion_tokens": _or_null(_integer(1, most)),
         "logprobs": _or_null(_FLAG),
-        "top_logprobs": _or_null(_integer(0, validation.MAX_LOGPROBS)),
+        "top_logprobs": _or_null(_field("logprobs")),
         "echo": {"enum": [False, None]},
     }
     shared = {"model": _model(models), "return_token_strs": _or_null(_FLAG)}
@@ -289,63 +284,39 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
                 _object({**shared, **conversation}, required=("messages",)),
             ]
         },
-        "DetokenizeRequest": _object(
-            {"model": _model(models), "tokens": ids_of_text}, required=("tokens",)
-        ),
+        "DetokenizeRequest": _object({"model": _model(models), "tokens": ids_of_text}, required=("tokens",)),
     }
 
 
 def _common(kind: Kind, models: list[str], token: Schema, most: int) -> Schema:
     """What both kinds of completions take."""
-    v = validation
     defaults = SamplingParams()
-    penalty = _number(-v.MAX_PENALTY, v.MAX_PENALTY)
-    stop = {"type": "string", "minLength": 1, "maxLength": v.MAX_STOP_CHARS}
-    sampling = {
-        # 0 is greedy; what lies between it and the least temperature is refused.
-        "temperature": _number(0, v.MAX_TEMPERATURE) | {"anyOf": [{"const": 0}, {"minimum": v.MIN_TEMPERATURE}]},
-        "top_k": _integer(-1, MAX_INTEGER),
-        "top_p": _number(v.MIN_POSITIVE, 1),
-        "min_p": _number(0, 1),
-        "seed": _integer(0, v.MAX_SEED),
-        "repetition_penalty": _number(v.MIN_REPETITION_PENALTY, v.MAX_REPETITION_PENALTY),
-        "presence_penalty": penalty,
-        "frequency_penalty": penalty,
-        "min_tokens": _integer(0, most),
-        "stop": {"anyOf": [stop, _list(stop, 0, v.MAX_STOP_STRINGS)]},
-        "stop_token_ids": _list(token, 0, v.MAX_STOP_TOKEN_IDS),
-        "ignore_eos": _FLAG,
-        "include_stop_str_in_output": _FLAG,
-        "skip_special_tokens": _FLAG,
-    }  # fmt: skip
-    assert set(sampling) == set(openai_api.PLAIN)
+    sampling = {name: _field(name, token, most) for name in openai_api.PLAIN}
     special = openai_api.ADD_SPECIAL_TOKENS[kind]
     tier = sorted(objectives.TIERS)
+    ttft, tbt, deadline, slo_class = (
+        _or_null(_field(name)) for name in ("slo_ttft_ms", "slo_tbt_ms", "deadline_ms", "slo_class")
+    )
     return {
         **{
             name: _or_null(schema) | ({} if getattr(defaults, name) in (None, ()) else {"default": getattr(defaults, name)})
             for name, schema in sampling.items()
         },
         "model": _model(models),
-        "logit_bias": _or_null({
-            "type": "object",
-            "maxProperties": v.MAX_LOGIT_BIAS,
-            "propertyNames": {"pattern": "^(-0{1,10}|[0-9]{1,10})$"},
-            "additionalProperties": _number(-v.MAX_BIAS, v.MAX_BIAS),
-        }),
+        "logit_bias": _or_null(_field("logit_bias", token, most)),
         "structured_outputs": _or_null(_form()),
         "response_format": _or_null(_response_format()),
-        "n": _or_null(_integer(1, v.MAX_SEQUENCES)) | {"description": f"With the prompts at most {v.MAX_SEQUENCES} answers."},
-        "best_of": _or_null(_integer(1, v.MAX_SEQUENCES)) | {"description": "Equal to `n`, or left out."},
+        "n": _or_null(_field("n")) | {"description": f"With the prompts at most {REQUEST_FIELDS['n'].max} answers."},
+        "best_of": _or_null(_field("n")) | {"description": "Equal to `n`, or left out."},
         "stream": _or_null(_FLAG),
         "stream_options": _or_null(_object({name: _or_null(_FLAG) for name in ("include_usage", "continuous_usage_stats")})),
-        "request_id": _or_null({"type": "string", "pattern": f"^{v.REQUEST_ID_PATTERN}$"}),
+        "request_id": _or_null({"type": "string", "pattern": f"^{validation.REQUEST_ID_PATTERN}$"}),
         **{name: _or_null(_FLAG) for name in ("return_token_ids", "return_tokens_as_token_ids", "aptjax_timings")},
-        "slo": _or_null(_object({"ttft_ms": _objective(), "tbt_ms": _objective(), "class": _SLO_CLASS, "deadline_ms": _deadline()}, closed=True)),
-        "slo_ttft_ms": _objective(),
-        "slo_tbt_ms": _objective(),
-        "slo_class": _SLO_CLASS,
-        "deadline_ms": _deadline(),
+        "slo": _or_null(_object({"ttft_ms": ttft, "tbt_ms": tbt, "class": slo_class, "deadline_ms": deadline}, closed=True)),
+        "slo_ttft_ms": ttft,
+        "slo_tbt_ms": tbt,
+        "slo_class": slo_class,
+        "deadline_ms": deadline,
         "service_tier": {"enum": [*tier, None]},
         "add_special_tokens": {"enum": [special, None]},
         **{
@@ -355,15 +326,31 @@ def _common(kind: Kind, models: list[str], token: Schema, most: int) -> Schema:
     }  # fmt: skip
 
 
-_SLO_CLASS: Schema = {"enum": ["rt", "be", None]}
-
-
-def _objective() -> Schema:
-    return _or_null(_number(_MS * validation.MIN_SLO_S, _MS * validation.MAX_SLO_S))
-
-
-def _deadline() -> Schema:
-    return _or_null(_number(validation.MIN_POSITIVE, _MS * validation.MAX_DEADLINE_S))
+def _field(name: str, token: Schema = _COUNT, most: float = MAX_INTEGER) -> Schema:
+    """The schema of a request field by its declaration; `most` bounds the fields that count output tokens."""
+    spec = REQUEST_FIELDS[name]
+    match spec.type:
+        case "integer":
+            return _integer(spec.min, most if name == "min_tokens" else spec.max)
+        case "number" if spec.or_zero:  # what lies between 0 and the least number is rejected
+            return _number(0, spec.max) | {"anyOf": [{"const": 0}, {"minimum": spec.min}]}
+        case "number":
+            return _number(MIN_POSITIVE if spec.open_min else spec.min, spec.max)
+        case "strings":
+            text = {"type": "string", "minLength": 1, "maxLength": spec.max_chars}
+            return {"anyOf": [text, _list(text, 0, spec.max_items)]}
+        case "token ids":
+            return _list(token, 0, spec.max_items)
+        case "bias map":
+            return {
+                "type": "object",
+                "maxProperties": spec.max_items,
+                "propertyNames": {"pattern": "^(-0{1,10}|[0-9]{1,10})$"},
+                "additionalProperties": _number(spec.min, spec.max),
+            }
+        case "string":
+            return {"enum": list(spec.choices)}
+    return _FLAG
 
 
 def _model(models: list[str]) -> Schema:
@@ -413,9 +400,7 @@ def _message() -> Schema:
     part = _object({"type": {"const": "text"}, "text": _STRING}, required=("type", "text"))
     content = {"anyOf": [_STRING, {"type": "array", "items": part}]}
     name = {"type": ["string", "null"], "maxLength": chat.MAX_NAME_CHARS}
-    called = _object(
-        {"name": _STRING, "arguments": {"type": ["string", "object", "null"]}}, required=("name",)
-    )
+    called = _object({"name": _STRING, "arguments": {"type": ["string", "object", "null"]}}, required=("name",))
     calls = {"type": "array", "items": _object({"function": called}, required=("function",))}
     fields = {
         "role": {"type": "string", "pattern": f"^{chat.ROLE_PATTERN}$"},
@@ -435,9 +420,7 @@ def _message() -> Schema:
 
 def _tool() -> Schema:
     function = _object({"name": _STRING}, required=("name",))
-    return _object(
-        {"type": {"const": "function"}, "function": function}, required=("type", "function")
-    )
+    return _object({"type": {"const": "function"}, "function": function}, required=("type", "function"))
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -522,15 +505,15 @@ def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _integer(low: int, high: int) -> Schema:
+def _integer(low: float | None, high: float | None) -> Schema:
     return {"type": "integer", "minimum": low, "maximum": high}
 
 
-def _number(low: float, high: float) -> Schema:
+def _number(low: float | None, high: float | None) -> Schema:
     return {"type": "number", "minimum": low, "maximum": high}
 
 
-def _list(item: Schema, least: int, most: int) -> Schema:
+def _list(item: Schema, least: int, most: float | None) -> Schema:
     return {"type": "array", "items": item, "minItems": least, "maxItems": most}
 
 
@@ -538,9 +521,7 @@ def _many(item: Schema) -> Schema:
     return {"type": "array", "items": item}
 
 
-def _object(
-    fields: Mapping[str, Schema], *, required: tuple[str, ...] = (), closed: bool = False
-) -> Schema:
+def _object(fields: Mapping[str, Schema], *, required: tuple[str, ...] = (), closed: bool = False) -> Schema:
     made: Schema = {"type": "object", "properties": dict(fields), "required": list(required)}
     return made | ({"additionalProperties": False} if closed else {})
 

@@ -101,9 +101,9 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
     _, out, _ = run("serve", "--help")
     text = " ".join(out.split())
     assert "(default: on)" in text
-    assert text.count("without it none, which is always met") == 2
+    assert text.count("(default: none, always attained)") == 2
     text = " ".join(run("generate", "--help")[1].split())
-    assert text.count("without it the engine's default") == 2
+    assert text.count("(default: the engine's)") == 2
     text = " ".join(run("simulate", "--help")[1].split())
     assert "needed unless the trace has arrivals" in text
 

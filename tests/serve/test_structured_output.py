@@ -169,7 +169,7 @@ def test_a_message_has_room_for_one_form():
 def fields_of(*flags: str) -> dict | None:
     parser = options.Parser(prog="generate")
     options.add_sampling_arguments(parser, max_tokens=5)
-    options.add_form_arguments(parser)
+    options.add_structured_output_arguments(parser)
     return options.sampling_fields(parser.parse_args(flags)).get("structured_outputs")
 
 

@@ -21,7 +21,7 @@ from apt_jax.config import SLO
 from apt_jax.errors import ConfigError
 from apt_jax.metrics import percentile
 from apt_jax.sim.trace import known_traces
-from serve import options
+from serve import flags, options
 from serve.bench import load, report
 from serve.bench.backends import Backend, Target
 from serve.bench.registry import BACKENDS, open_backend
@@ -56,103 +56,50 @@ def _objective(text: str) -> tuple[str, float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive = options.positive
+    # fmt: off
     group = parser.add_argument_group("server")
-    group.add_argument("--target", required=True, metavar="HOST:PORT|URL",
-                       help="HOST:PORT or grpc://HOST:PORT for gRPC, http://HOST:PORT for HTTP")  # fmt: skip
-    group.add_argument("--backend", choices=BACKENDS,
-                       help="how to ask; without it aptjax-grpc, or openai (completions) for http targets")  # fmt: skip
-    group.add_argument(
-        "--model", metavar="NAME", help="name of the served model; without it the server's"
-    )
+    group.add_argument("--target", required=True, metavar="HOST:PORT|URL", help="HOST:PORT or grpc://HOST:PORT for gRPC, http://HOST:PORT for HTTP")
+    group.add_argument("--backend", choices=BACKENDS, help="API of the server (default: aptjax-grpc, or openai (completions) for http targets)")
+    group.add_argument("--model", metavar="NAME", help="name of the served model (default: the server's)")
     options.add_access_arguments(group)
-    group.add_argument("--timeout", type=positive(float), default=600.0, metavar="S",
-                       help="seconds after which a request has failed")  # fmt: skip
-    group = parser.add_argument_group("what is sent (one of trace, random lengths, prompts)")
-    group.add_argument("--trace", metavar="NAME|FILE", help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(known_traces())}; without any source sharegpt")  # fmt: skip
-    group.add_argument(
-        "--random-input-len", type=positive(int), metavar="TOKENS", help="length of every prompt"
-    )
-    group.add_argument("--random-output-len", type=positive(int), metavar="TOKENS",
-                       help="length of every output; with --prompts where a line says nothing; default 128")  # fmt: skip
-    group.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt (text or token ids) or messages, and optionally output_tokens")  # fmt: skip
-    group.add_argument(
-        "--output-scale",
-        type=positive(float),
-        metavar="FACTOR",
-        default=1.0,
-        help="factor on output lengths of the trace",
-    )
-    group.add_argument("--max-len", type=positive(int), metavar="TOKENS", help="leave out requests of the trace that are longer in all; without it, of bundled traces, what the server has no room for")  # fmt: skip
-    group.add_argument("--vocab-size", type=positive(int), metavar="N", help="made-up prompts have token ids below it; without it the server is asked")  # fmt: skip
-    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction,
-                       help="go on after the end-of-sequence token; without it yes, but not with --prompts")  # fmt: skip
-    group.add_argument(
-        "--temperature",
-        type=options.not_negative,
-        metavar="T",
-        default=0.0,
-        help="0: always the most likely token",
-    )
-    group = parser.add_argument_group("when it is sent")
-    group.add_argument("--request-rate", "--rate", type=_rate, metavar="R",
-                       help="requests/s, whether answers have come or not; inf: all at once; without it as recorded, else inf")  # fmt: skip
+    group.add_argument("--timeout", type=positive(float), default=600.0, metavar="S", help="seconds after which a request has failed")
+    group = parser.add_argument_group("workload (one of trace, random lengths, prompts)")
+    group.add_argument("--trace", metavar="NAME|FILE", help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(known_traces())} (default: sharegpt, unless lengths or prompts are given)")
+    group.add_argument("--random-input-len", type=positive(int), metavar="TOKENS", help="length of every prompt")
+    group.add_argument("--random-output-len", type=positive(int), metavar="TOKENS", help="length of every output; with --prompts of lines that give none (default: 128)")
+    group.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt (text or token ids) or messages, and optionally output_tokens")
+    group.add_argument("--output-scale", type=positive(float), metavar="FACTOR", default=1.0, help="factor on output lengths of the trace")
+    group.add_argument("--max-len", type=positive(int), metavar="TOKENS", help="leave out requests of the trace that are longer in all (default for bundled traces: the server's maximum)")
+    group.add_argument("--vocab-size", type=positive(int), metavar="N", help="random prompts have token ids below it (default: the server is asked)")
+    flags.add_request_field(group, "ignore_eos", action=argparse.BooleanOptionalAction, end=" (default: yes, but not with --prompts)")
+    flags.add_request_field(group, "temperature", type=options.not_negative, metavar="T", default=0.0)
+    group = parser.add_argument_group("arrivals")
+    group.add_argument("--request-rate", "--rate", type=_rate, metavar="R", help="requests per second, whether responses have come or not; inf: all at once (default: as recorded, else inf)")
     shape = group.add_mutually_exclusive_group()
-    shape.add_argument("--burstiness", type=positive(float), metavar="B", help="shape of the Gamma distribution of the gaps (1: Poisson, below 1: bursts); without it recorded arrivals stretched to the rate, else 1")  # fmt: skip
-    shape.add_argument(
-        "--cv",
-        type=positive(float),
-        metavar="CV",
-        help="the same as coefficient of variation, 1 / sqrt(B)",
-    )
-    group.add_argument("--max-concurrency", type=positive(int), metavar="N", help="most requests under way; without a rate always so many (closed loop)")  # fmt: skip
-    group.add_argument("--num-requests", "--num-prompts", type=positive(int), metavar="N", help=f"without it and --duration {_DEFAULT_REQUESTS}")  # fmt: skip
-    group.add_argument(
-        "--duration", type=positive(float), metavar="S", help="seconds after which nothing is sent"
-    )
-    group.add_argument(
-        "--seed", type=int, metavar="SEED", default=0, help="draws requests, prompts and arrivals"
-    )
-    group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before, one by one, that are not counted; 0: none")  # fmt: skip
-    group = parser.add_argument_group("objectives, sent along and judged by the client's clock")
-    group.add_argument(
-        "--slo-ttft-ms",
-        type=positive(float),
-        metavar="MS",
-        help="time to first token, milliseconds",
-    )
-    group.add_argument("--slo-tbt-ms", type=positive(float), metavar="MS", help="P99 of a request's gaps between tokens, milliseconds")  # fmt: skip
-    group.add_argument(
-        "--goodput",
-        type=_objective,
-        nargs="+",
-        metavar="ttft:MS tbt:MS",
-        help="the same, in vLLM's form",
-    )
-    group = parser.add_argument_group("the rate that the server sustains")
-    group.add_argument("--find-rate", action="store_true", help="find the highest rate that holds the attainment, by bisection from --request-rate (default 1) on")  # fmt: skip
-    group.add_argument("--attainment", type=_share, nargs="+", default=[0.9], metavar="SHARE", help="targets, e.g. 0.9 0.6; default 0.9")  # fmt: skip
-    group.add_argument(
-        "--seeds",
-        type=positive(int),
-        default=3,
-        metavar="N",
-        help="a search for each of N seeds from --seed on",
-    )
-    group.add_argument("--tolerance", type=positive(float), metavar="SHARE", default=0.05, help="relative width of the bracket at which a search ends")  # fmt: skip
+    shape.add_argument("--burstiness", type=positive(float), metavar="B", help="shape of the Gamma distribution of the gaps (1: Poisson, below 1: bursts; default: recorded arrivals stretched to the rate, else 1)")
+    shape.add_argument("--cv", type=positive(float), metavar="CV", help="burstiness as coefficient of variation, 1 / sqrt(B)")
+    group.add_argument("--max-concurrency", type=positive(int), metavar="N", help="maximum number of requests in flight; without a rate always this many (closed loop)")
+    group.add_argument("--num-requests", "--num-prompts", type=positive(int), metavar="N", help=f"number of requests (default: {_DEFAULT_REQUESTS}, unless --duration is given)")
+    group.add_argument("--duration", type=positive(float), metavar="S", help="seconds after which no more requests are sent")
+    group.add_argument("--seed", type=int, metavar="SEED", default=0, help="random seed of requests, prompts and arrivals")
+    group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="number of uncounted requests before the run, one by one")
+    group = parser.add_argument_group("SLO, sent along and judged by the client's clock")
+    for name in ("slo_ttft_ms", "slo_tbt_ms"):
+        flags.add_request_field(group, name, type=positive(float), metavar="MS")
+    group.add_argument("--goodput", type=_objective, nargs="+", metavar="ttft:MS tbt:MS", help="the SLO in vLLM's syntax")
+    group = parser.add_argument_group("sustained rate")
+    group.add_argument("--find-rate", action="store_true", help="find the highest rate that holds the attainment, by bisection from --request-rate (default 1) on")
+    group.add_argument("--attainment", type=_share, nargs="+", default=[0.9], metavar="SHARE", help="target shares, e.g. 0.9 0.6 (default: 0.9)")
+    group.add_argument("--seeds", type=positive(int), default=3, metavar="N", help="number of seeds from --seed on, with one search each")
+    group.add_argument("--tolerance", type=positive(float), metavar="SHARE", default=0.05, help="relative width of the bracket at which a search ends")
     group = parser.add_argument_group("results")
-    group.add_argument(
-        "--save-csv", metavar="FILE", help="a row a request; with --find-rate a row a run"
-    )
-    group.add_argument(
-        "--save-json",
-        "--json",
-        metavar="FILE",
-        help="summary with command, versions and date; -: stdout",
-    )
-    group.add_argument("--save-png", metavar="FILE", help="plot distributions and attainment; with --find-rate attainment over the rate")  # fmt: skip
+    group.add_argument("--save-csv", metavar="FILE", help="one row per request; with --find-rate one row per run")
+    group.add_argument("--save-json", "--json", metavar="FILE", help="summary with command, versions and date; -: stdout")
+    group.add_argument("--save-png", metavar="FILE", help="plot distributions and attainment; with --find-rate attainment over the rate")
+    # fmt: on
 
 
-# --- what the flags mean -------------------------------------------------------------------------------------------
+# --- meaning of the flags -------------------------------------------------------------------------------------------
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -174,9 +121,7 @@ def _check(args: argparse.Namespace) -> None:
         if _slo(args) == SLO():
             raise ConfigError("--find-rate needs objectives (--slo-ttft-ms, --slo-tbt-ms)")
         if args.request_rate == math.inf or args.max_concurrency is not None:
-            raise ConfigError(
-                "--find-rate searches a finite rate (--request-rate, --max-concurrency)"
-            )
+            raise ConfigError("--find-rate searches a finite rate (--request-rate, --max-concurrency)")
     if args.duration is not None and args.request_rate == math.inf and args.max_concurrency is None:
         raise ConfigError("--duration needs a finite --request-rate, or --max-concurrency")
     if args.goodput and (args.slo_ttft_ms or args.slo_tbt_ms):
@@ -210,9 +155,7 @@ def _backend(args: argparse.Namespace) -> tuple[str, Target]:
     where = args.target
     if name.startswith("openai") and not is_url:
         if "://" in where:
-            raise ConfigError(
-                f"{where!r:.80} must be http://HOST:PORT (--target, --backend {name})"
-            )
+            raise ConfigError(f"{where!r:.80} must be http://HOST:PORT (--target, --backend {name})")
         where = f"http://{where}"
     if not name.startswith("openai"):
         try:
@@ -254,9 +197,7 @@ def _arrivals(args: argparse.Namespace, source: load.Source, rate: float | None)
         raise ConfigError("--burstiness and --cv need a rate (--request-rate)")
     if rate == math.inf and args.duration is not None and args.max_concurrency is None:
         raise ConfigError("--duration needs a finite --request-rate, or --max-concurrency")
-    return load.Arrivals(
-        rate=rate, burstiness=burstiness, num_requests=count, duration_s=args.duration
-    )
+    return load.Arrivals(rate=rate, burstiness=burstiness, num_requests=count, duration_s=args.duration)
 
 
 # --- one run -------------------------------------------------------------------------------------------------------
@@ -348,9 +289,7 @@ async def _measure(
                     run = await runner.closed_loop(coming, stop, duration_s=arrivals.duration_s)
         finally:
             live.close()
-        finite = (
-            arrivals.rate if arrivals.rate is not None and math.isfinite(arrivals.rate) else None
-        )
+        finite = arrivals.rate if arrivals.rate is not None and math.isfinite(arrivals.rate) else None
         facts = {
             "backend": name,
             "target": target.address,
@@ -380,9 +319,7 @@ def _pattern(arrivals: load.Arrivals, source: load.Source) -> str:
     return "poisson" if arrivals.cv in (None, 1.0) else "gamma"
 
 
-async def _warm_up(
-    args: argparse.Namespace, backend: Backend, source: load.Source, seed: int, count: int
-) -> None:
+async def _warm_up(args: argparse.Namespace, backend: Backend, source: load.Source, seed: int, count: int) -> None:
     """Requests that are not counted; where one fails there is no use in sending more.
 
     Raises:
@@ -448,17 +385,13 @@ def _search(args: argparse.Namespace) -> int:
         nonlocal facts
         title = f"{rate:.3g} requests/s, seed {seed}"
         warm_ups = 0 if probes else args.num_warmups
-        run, facts = asyncio.run(
-            _measure(args, rate=rate, seed=seed, title=title, warm_ups=warm_ups)
-        )
+        run, facts = asyncio.run(_measure(args, rate=rate, seed=seed, title=title, warm_ups=warm_ups))
         if run.interrupted:
             raise KeyboardInterrupt
         values = report.summary(run)
         if not values["num_completed"]:
             status = ", ".join(values["statuses"])
-            raise CommandError(
-                f"{args.target}: no request completed at {rate:g} requests/s: {status}"
-            )
+            raise CommandError(f"{args.target}: no request completed at {rate:g} requests/s: {status}")
         probe = Probe(
             rate=rate,
             seed=seed,

@@ -27,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.positive(float),
         metavar="S",
         default=DEFAULT_BUDGET_S,
-        help="about how long to measure, seconds; every program is measured at least three times",
+        help="approximate measurement time in seconds; every program is measured at least three times",
     )
     parser.add_argument(
         "--describe",
         type=_description_file,
         metavar="FILE",
-        help="write what was measured as a hardware description for the simulator, a .json file",
+        help="write the measurements as a hardware description for the simulator, a .json file",
     )
     options.add_json_argument(parser)
     options.add_engine_arguments(parser)
@@ -62,9 +62,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             save_hardware(describe(model, executor, parts.model_name), args.describe)
         except OSError as error:
-            raise CommandError(
-                f"cannot write {args.describe} ({error.strerror}) (--describe)"
-            ) from None
+            raise CommandError(f"cannot write {args.describe} ({error.strerror}) (--describe)") from None
     c = model.costs
     print_table(
         f"step costs of {parts.model_name}",
@@ -87,9 +85,7 @@ def run(args: argparse.Namespace) -> int:
             *([("described in", args.describe)] if args.describe else []),
         ],
     )
-    write_json(
-        args.json, {"model": parts.model_name, "path": str(path), **dataclasses.asdict(model)}
-    )
+    write_json(args.json, {"model": parts.model_name, "path": str(path), **dataclasses.asdict(model)})
     return 0
 
 

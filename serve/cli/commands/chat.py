@@ -17,20 +17,16 @@ from serve.completer import Completer, open_completer, verdict
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
-    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="MODEL, as a flag")
     options.add_target_argument(parser)
     parser.add_argument("--you", metavar="NAME", default="User", help="your name in the transcript")
-    parser.add_argument(
-        "--name", metavar="NAME", default="Assistant", help="the model's name in the transcript"
-    )
-    parser.add_argument(
-        "--system", metavar="TEXT", default="", help="text at the top of the transcript"
-    )
-    parser.add_argument("--timings", action="store_true", help="print how each answer went")
+    parser.add_argument("--name", metavar="NAME", default="Assistant", help="the model's name in the transcript")
+    parser.add_argument("--system", metavar="TEXT", default="", help="text at the top of the transcript")
+    parser.add_argument("--timings", action="store_true", help="print timings of each answer")
     parser.add_argument(
         "--no-warm-up",
         action="store_true",
-        help="compile each program when it is first needed; the first answers are slow",
+        help="compile each program on first use; the first answers are slow",
     )
     options.add_sampling_arguments(parser, max_tokens=128)
     options.add_engine_arguments(parser)
@@ -134,11 +130,7 @@ async def _talk(args: argparse.Namespace) -> int:
             raise InvalidRequestError(
                 "max_tokens", f"{args.max_tokens} leaves no room for a question: the model takes {longest} in all (--max-tokens)"
             )  # fmt: skip
-        talk: Talk = (
-            Conversation(args.system)
-            if completer.has_chat
-            else Transcript(args.you, args.name, args.system)
-        )
+        talk: Talk = Conversation(args.system) if completer.has_chat else Transcript(args.you, args.name, args.system)
         stops = [*([talk.stop] if talk.stop is not None else []), *fields.get("stop", [])]
         if stops:
             fields["stop"] = list(dict.fromkeys(stops))
@@ -155,9 +147,7 @@ async def _talk(args: argparse.Namespace) -> int:
                 talk.reset()
             elif question.startswith("/"):
                 sys.stderr.write("commands: /reset, /quit\n")
-            elif question and not await _answer(
-                completer, talk, question, fields, args, shown=shown
-            ):
+            elif question and not await _answer(completer, talk, question, fields, args, shown=shown):
                 code = 0 if shown else 1
 
 

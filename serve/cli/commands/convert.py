@@ -11,27 +11,27 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
+from apt_jax.config import DType, LoadFormat
 from serve import options
 from serve.output import write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help=options.MODEL_HELP.partition(", or with")[0])
-    parser.add_argument("target", metavar="DST", help="directory to make; must not exist")
-    parser.add_argument(
-        "--format", choices=("orbax", "safetensors"), default="orbax", help="what to write"
-    )
+    parser.add_argument("target", metavar="DST", help="directory to create; must not exist")
+    parser.add_argument("--format", choices=("orbax", "safetensors"), default="orbax", help="format to write")
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the weights; without it as they are stored, quantised ones in bfloat16",
+        choices=get_args(DType),
+        help="data type of the weights (default: as stored; bfloat16 where quantized)",
     )
     parser.add_argument(
         "--load-format",
-        choices=("auto", "safetensors", "orbax", "gguf", "pt"),
+        choices=tuple(name for name in get_args(LoadFormat) if name != "dummy"),
         default="auto",
-        help="what SRC must be",
+        help="checkpoint format of SRC",
     )
     options.add_json_argument(parser)
 

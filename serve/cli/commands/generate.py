@@ -18,17 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser, required=True)
     parser.add_argument("prompt", metavar="PROMPT", nargs="+", help="text to complete; -: stdin")
     options.add_target_argument(parser)
-    parser.add_argument(
-        "--quiet", action="store_true", help="print the completions alone, no progress or timings"
-    )
+    parser.add_argument("--quiet", action="store_true", help="print the completions only, no progress or timings")
     parser.add_argument(
         "--no-warm-up",
         action="store_true",
-        help="compile each program when it is first needed; the first tokens are slow",
+        help="compile each program on first use; the first tokens are slow",
     )
     options.add_json_argument(parser)
     options.add_sampling_arguments(parser, max_tokens=64)
-    options.add_form_arguments(parser)
+    options.add_structured_output_arguments(parser)
     options.add_engine_arguments(parser)
 
 
@@ -45,10 +43,7 @@ async def _generate(args: argparse.Namespace, prompts: list[str]) -> list[dict[s
         fields["model"] = args.model
     single = len(prompts) == 1
     async with open_completer(args) as completer:
-        tasks = [
-            asyncio.create_task(_complete(completer, prompt, fields, show=single))
-            for prompt in prompts
-        ]
+        tasks = [asyncio.create_task(_complete(completer, prompt, fields, show=single)) for prompt in prompts]
         results = []
         try:
             for prompt, task in zip(prompts, tasks, strict=True):
@@ -66,9 +61,7 @@ async def _generate(args: argparse.Namespace, prompts: list[str]) -> list[dict[s
     return results
 
 
-async def _complete(
-    completer: Completer, prompt: str, fields: dict[str, Any], *, show: bool
-) -> tuple[str, pb.Finish]:
+async def _complete(completer: Completer, prompt: str, fields: dict[str, Any], *, show: bool) -> tuple[str, pb.Finish]:
     parts, finish = [], pb.Finish()
     stream = completer.stream(prompt, **fields)
     async with contextlib.aclosing(stream):

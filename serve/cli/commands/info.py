@@ -25,17 +25,17 @@ _PACKAGES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
     options.add_target_argument(parser)
-    parser.add_argument("--list", action="store_true", help="print the known models and end")
+    parser.add_argument("--list", action="store_true", help="print the known models and exit")
     parser.add_argument(
         "--stats",
         action="store_true",
-        help="compile, serve 32 short requests, and print host time an iteration",
+        help="compile, serve 32 short requests, and print host time per iteration",
     )
     parser.add_argument(
         "--memory-plan",
         type=options.positive(float),
         metavar="GIB",
-        help="print how MODEL is cut over -tp devices of so much memory each and what its cache has room for, and end; nothing is allocated, and the devices need not be there",
+        help="print how MODEL is sharded over -tp devices of this much memory and how much its cache holds, and exit; nothing is allocated, no device is needed",
     )
     options.add_json_argument(parser)
     options.add_engine_arguments(parser)
@@ -130,9 +130,7 @@ def model_facts(config: EngineConfig, parts: EngineParts) -> dict[str, Any]:
         "tokenizer ids": parts.tokenizer.vocab_size if parts.tokenizer else "no tokenizer",
         "max_model_len (tokens)": parts.limits.max_model_len,
         "end-of-sequence ids": ", ".join(map(str, parts.limits.eos_token_ids)) or "none",
-        "chat template": "none"
-        if parts.chat_template is None
-        else f"from {parts.chat_template.where}",
+        "chat template": "none" if parts.chat_template is None else f"from {parts.chat_template.where}",
     }
 
 
@@ -162,9 +160,7 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
         "memory (GiB)": round(device_bytes / gib, 1),
         "weights (GiB)": round(plan.weight_bytes / gib, 2),
         "a step (GiB)": round(plan.step_bytes / gib, 2),
-        f"pool, {config.cache.device_memory_utilization:.0%} of the rest (GiB)": round(
-            plan.pool_bytes / gib, 2
-        ),
+        f"pool, {config.cache.device_memory_utilization:.0%} of the rest (GiB)": round(plan.pool_bytes / gib, 2),
         "blocks": plan.num_blocks,
     } | {f"{kind}: pool (tokens)": count for kind, count in plan.tokens.items()}
     cut = {

@@ -44,23 +44,23 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.positive(int),
         metavar="N",
         default=1,
-        help="servers, each on as many devices as -tp says; gRPC ports from --grpc-port on, HTTP ports after --port",
+        help="number of servers, each on -tp devices; gRPC ports from --grpc-port on, HTTP ports after --port",
     )
     group.add_argument(
         "--routing-policy",
         choices=POLICIES,
         default=POLICIES[0],
-        help="how the gateway chooses the replica of a request",
+        help="policy by which the gateway chooses the replica of a request",
     )
     group.add_argument(
-        "--gateway", action="store_true", help="a gateway before a single replica too"
+        "--gateway", action="store_true", help="put a gateway in front of a single replica too"
     )
     group.add_argument(
         "--max-restarts",
         type=options.natural,
         metavar="N",
         default=5,
-        help="how often in a row one that ends is started again before all ends",
+        help="maximum consecutive restarts of a process",
     )
 
 

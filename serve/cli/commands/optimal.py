@@ -31,7 +31,7 @@ from apt_jax.sched.optimal import (
 )
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.trace import Trace, known_traces, load_trace
-from serve import options
+from serve import flags, options
 from serve.errors import CommandError
 from serve.output import print_table, write_json
 
@@ -45,23 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         required=True,
         metavar="FILE",
-        help="CSV with the columns prompt_tokens, output_tokens and optionally arrival_s, not falling; docs/optimal.md",
+        help="CSV file with the columns prompt_tokens, output_tokens and optionally arrival_s, not decreasing (docs/optimal.md)",
     )
     group = parser.add_argument_group("costs and memory")
-    group.add_argument(
-        "--model", metavar="MODEL", default="llama-2-7b", help="model of the hardware description"
-    )
+    group.add_argument("--model", metavar="MODEL", default="llama-2-7b", help="model of the hardware description")
     group.add_argument(
         "--hardware",
         metavar="NAME|FILE",
         default="a100-80gb",
-        help="described hardware, or a .json description",
+        help="name of described hardware, or a .json description file",
     )
     group.add_argument(
         "--capacity-tokens",
         type=options.positive(int),
         metavar="TOKENS",
-        help="tokens that fit the cache as keys and values; without it the hardware's",
+        help="number of tokens that the cache holds as keys and values (default: the hardware's)",
     )
     group.add_argument(
         "--cache",
@@ -75,59 +73,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.positive(int),
         metavar="TOKENS",
         default=4096,
-        help="most tokens a batch",
+        help="maximum number of tokens per batch",
     )
     group.add_argument(
         "--chunk",
         type=options.positive(int),
         metavar="TOKENS",
-        help="most prefill tokens a batch, prompts in pieces; without it prompts run whole",
+        help="maximum number of prefill tokens per batch, with chunked prompts (default: prompts run whole)",
     )
     group.add_argument(
         "--chunk-step",
         type=options.positive(int),
         metavar="TOKENS",
         default=1,
-        help="pieces end at multiples of this; larger is faster to solve and less exact",
+        help="chunks end at multiples of this; larger is faster to solve and less exact",
     )
     group.add_argument(
         "--no-hybrid-batching",
         action="store_true",
         help="prefill and decode never share a batch",
     )
-    group.add_argument("--no-eviction", action="store_true", help="a cache is kept until the end")
-    group = parser.add_argument_group("what is best")
+    group.add_argument("--no-eviction", action="store_true", help="never evict the cache of a request before its end")
+    group = parser.add_argument_group("objective")
     group.add_argument(
         "--objective",
         choices=OBJECTIVES,
         default="latency",
-        help="least end of all, sum of completion times, or sum of times to first token; or most requests whose first "
-        "token comes within --slo-ttft-ms",
+        help="minimize the last completion time, the sum of completion times or the sum of TTFTs; or maximize the number of "
+        "requests whose first token comes within --slo-ttft-ms",
     )
     group.add_argument(
         "--slo-ttft-ms",
         type=options.positive(float),
         metavar="MS",
-        help="for --objective slo: arrival to first token, milliseconds",
+        help=flags.request_help("slo_ttft_ms", "; for --objective slo", bounds=False),
     )
     group.add_argument(
         "--time-limit",
         type=options.positive(float),
         metavar="S",
         default=60.0,
-        help="stop the search after this time and show the best schedule found",
+        help="seconds after which the search stops and the best schedule found is shown",
     )
     parser.add_argument(
         "--start",
         metavar="POLICY[,POLICY...]",
         default="",
-        help="begin from what these policies make of the requests; the search is cut off at the best of them",
+        help="start from the schedules of these policies; the search is bounded by the best of them",
     )
     parser.add_argument(
         "--better-by",
         type=options.positive(float),
         metavar="PERCENT",
-        help="ask only whether a schedule exists that is so much better than the best of --start",
+        help="decide only whether a schedule exists that is better than the best of --start by this much",
     )
     options.add_json_argument(parser)
     parser.add_argument("--png", metavar="FILE", help="draw the schedule; needs matplotlib")
@@ -152,16 +150,12 @@ def run(args: argparse.Namespace) -> int:
         if args.better_by is not None:
             best = min(starts.values(), key=lambda s: s.objective * problem.direction)
             answer = _beside_a_spinner(
-                lambda: find_better(
-                    problem, best, by=args.better_by / 100, time_limit_s=args.time_limit
-                ),
+                lambda: find_better(problem, best, by=args.better_by / 100, time_limit_s=args.time_limit),
                 args.time_limit,
             )
             return _tell_better(args, problem, best, *answer)
         schedule = _beside_a_spinner(
-            lambda: solve_optimal(
-                problem, time_limit_s=args.time_limit, starts=tuple(starts.values())
-            ),
+            lambda: solve_optimal(problem, time_limit_s=args.time_limit, starts=tuple(starts.values())),
             args.time_limit,
         )
     except ConfigError as error:
@@ -219,9 +213,7 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
             arrival_s=0.0 if trace.arrival_s is None else float(trace.arrival_s[i]),
             slo_ttft_s=slo_s,
         )
-        for i, (prompt, output) in enumerate(
-            zip(trace.prompt_tokens, trace.output_tokens, strict=True)
-        )
+        for i, (prompt, output) in enumerate(zip(trace.prompt_tokens, trace.output_tokens, strict=True))
     )
     problem = OptimalProblem(
         requests=requests,
@@ -356,16 +348,11 @@ def cells(problem: OptimalProblem, schedule: OptimalSchedule) -> list[list[str]]
     return picture
 
 
-def _print(
-    problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, solve_s: float
-) -> None:
+def _print(problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, solve_s: float) -> None:
     console = Console(highlight=False, emoji=False)
     picture = cells(problem, schedule)
     both = sum(k.offered for k in problem.kinds) > 1
-    kinds = [
-        {i: k for i, k in zip(b.rows, b.kind, strict=True)} if both else {}
-        for b in schedule.batches
-    ]
+    kinds = [{i: k for i, k in zip(b.rows, b.kind, strict=True)} if both else {} for b in schedule.batches]
     names = [f"{r.prompt_tokens}+{r.output_tokens}" for r in problem.requests]
     label = max(len("memory %"), *(len(f"{i + 1}: {n}") for i, n in enumerate(names)))
     columns = max(1, (console.width - label - 1) // _CELL)
@@ -387,8 +374,7 @@ def _print(
         console.print(table)
         console.print()
     console.print(
-        "P prefill or refill, p a piece of one, D decode, E evicted"
-        + ("; h: hidden cache" if both else ""),
+        "P prefill or refill, p a piece of one, D decode, E evicted" + ("; h: hidden cache" if both else ""),
         style="dim",
     )
     print_table(
@@ -402,9 +388,7 @@ def _rows(
 ) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = [("latency (ms)", f"{1e3 * schedule.latency_s:.3f}")]
     if problem.objective == "slo":
-        rows.append(
-            ("first tokens in time", f"{schedule.objective:.0f} of {len(problem.requests)}")
-        )
+        rows.append(("first tokens in time", f"{schedule.objective:.0f} of {len(problem.requests)}"))
     elif problem.objective != "latency":
         rows.append((f"sum of {problem.objective} (ms)", f"{1e3 * schedule.objective:.3f}"))
     if schedule.status == "optimal":
@@ -425,9 +409,7 @@ def _rows(
     return rows
 
 
-def _facts(
-    problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, solve_s: float
-) -> dict[str, Any]:
+def _facts(problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, solve_s: float) -> dict[str, Any]:
     return {
         "objective": problem.objective,
         "status": schedule.status,
@@ -445,9 +427,7 @@ def _facts(
                 "first_token_s": first,
                 "finish_s": finish,
             }
-            for r, first, finish in zip(
-                problem.requests, replay.first_token_s, replay.finish_s, strict=True
-            )
+            for r, first, finish in zip(problem.requests, replay.first_token_s, replay.finish_s, strict=True)
         ],
         "batches": [
             {
@@ -460,9 +440,7 @@ def _facts(
     }
 
 
-def plot_schedule(
-    axis: Any, problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay
-) -> None:
+def plot_schedule(axis: Any, problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay) -> None:
     """Draw a schedule in the manner of InferMax Fig. 15 on a matplotlib axis."""
     colors = {"P": "black", "p": "dimgray", "D": "silver", "E": "red"}
     for i, row in enumerate(cells(problem, schedule)):
@@ -470,9 +448,7 @@ def plot_schedule(
             if what:
                 axis.barh(i, 0.92, left=j + 0.04, height=0.8, color=colors[what])
     n = len(problem.requests)
-    axis.set(
-        xlim=(0, len(schedule.batches)), ylim=(n - 0.5, -0.5), xlabel="batch", ylabel="request"
-    )
+    axis.set(xlim=(0, len(schedule.batches)), ylim=(n - 0.5, -0.5), xlabel="batch", ylabel="request")
     axis.set_yticks(range(n), [str(i + 1) for i in range(n)])
     memory = axis.twinx()
     memory.plot(

@@ -21,7 +21,7 @@ from apt_jax.llm import (
     ProgressBars,
     run_headless,
 )
-from serve import logs, options
+from serve import flags, logs, options
 from serve.errors import CommandError
 from serve.grpc_server import ServerConfig
 from serve.http_app import AppConfig
@@ -50,135 +50,66 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser)
     group = parser.add_argument_group("server")
+    group.add_argument("--host", metavar="HOST", default=ServerConfig().host, help="address to listen on")
     group.add_argument(
-        "--host", metavar="HOST", default=ServerConfig().host, help="address to listen on"
+        "--grpc-port", type=int, metavar="PORT", default=ServerConfig().port, help="gRPC port; 0: any free one"
     )
     group.add_argument(
-        "--grpc-port",
-        type=int,
-        metavar="PORT",
-        default=ServerConfig().port,
-        help="of gRPC; 0: any free one",
-    )
-    group.add_argument(
-        "--port",
-        "--http-port",
-        dest="http_port",
-        type=int,
-        metavar="PORT",
-        default=HttpConfig().port,
-        help="of HTTP; 0: any free one",
-    )
-    group.add_argument(
-        "--http-host", metavar="HOST", help="address of HTTP to listen on; without it --host"
-    )
-    group.add_argument("--no-http", action="store_true", help="serve gRPC alone")
-    group.add_argument(
-        "--no-dashboard", action="store_true", help="HTTP without the page at /dashboard"
-    )
-    group.add_argument(
-        FLAG,
-        metavar="FILE",
-        help="only calls with one of these keys, one a line, are served; health asks for none",
-    )
-    group.add_argument("--tls-cert", metavar="FILE", help="PEM certificate and chain of both ports")
-    group.add_argument("--tls-key", metavar="FILE", help="PEM key of the certificate")
+        "--port", "--http-port", dest="http_port", type=int, metavar="PORT", default=HttpConfig().port,
+        help="HTTP port; 0: any free one",
+    )  # fmt: skip
+    group.add_argument("--http-host", metavar="HOST", help="HTTP address to listen on (default: --host)")
+    group.add_argument("--no-http", action="store_true", help="disable HTTP, serve gRPC only")
+    group.add_argument("--no-dashboard", action="store_true", help="disable the page at /dashboard")
+    group.add_argument(FLAG, metavar="FILE", help="file of accepted API keys, one per line; /health needs none")
+    group.add_argument("--tls-cert", metavar="FILE", help="PEM certificate chain of both ports")
+    group.add_argument("--tls-key", metavar="FILE", help="PEM private key of the certificate")
     group.add_argument(
         "--tls-client-ca",
         metavar="FILE",
-        help="PEM certificates of CAs; only clients that have a certificate of theirs can connect",
+        help="PEM file of CAs; only clients with a certificate of one of them can connect",
     )
     group.add_argument(
-        "--shutdown-timeout",
-        type=options.not_negative,
-        metavar="S",
-        default=30.0,
-        help="time that open requests have to end after SIGTERM, seconds",
+        "--shutdown-timeout", type=options.not_negative, metavar="S", default=30.0,
+        help="seconds that in-flight requests have to finish after SIGTERM",
+    )  # fmt: skip
+    group.add_argument(
+        "--decision-log", type=options.natural, metavar="N", default=1024,
+        help="number of requests whose timeline is kept (GET /v1/requests/ID/decisions; 0: none)",
+    )  # fmt: skip
+    group.add_argument(
+        "--step-timeout", type=options.positive(float), metavar="S", default=60.0,
+        help="step watchdog timeout in seconds; the server then tells its clients and exits with 1",
+    )  # fmt: skip
+    group.add_argument(
+        "--client-timeout", type=options.positive(float), metavar="S", default=4.0,
+        help="cancel requests of clients that stop reading for this many seconds",
+    )  # fmt: skip
+    group.add_argument(
+        "--insecure-open", action="store_true", help="allow a non-loopback address without TLS or API keys"
     )
     group.add_argument(
-        "--decision-log",
-        type=options.natural,
-        metavar="N",
-        default=1024,
-        help="requests of which is kept why they waited, ran or lost their cache (GET /v1/requests/ID/decisions); 0: none",
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info",
+        help="log level; info logs one line per request, never prompts or outputs",
+    )  # fmt: skip
+    group.add_argument(
+        "--log-format", choices=logs.FORMATS, default="text", help="log format; json: one object per line"
     )
     group.add_argument(
-        "--step-timeout",
-        type=options.positive(float),
-        metavar="S",
-        default=60.0,
-        help="seconds after which a step that has not ended is a fault: the server tells its clients and exits with 1",
-    )
+        "--otlp-traces-endpoint", metavar="URL",
+        help="export OpenTelemetry traces of requests over OTLP/HTTP (http://127.0.0.1:4318); needs the extra otel",
+    )  # fmt: skip
     group.add_argument(
-        "--client-timeout",
-        type=options.positive(float),
-        metavar="S",
-        default=4.0,
-        help="seconds after which a client that neither answers nor reads loses its requests, and they their cache",
-    )
+        PROFILER_FLAG, metavar="DIR",
+        help="directory for JAX profiles, taken by POST /start_profile and /stop_profile (default: profiling disabled)",
+    )  # fmt: skip
+    group = parser.add_argument_group("several hosts")
+    names = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout_s")
+    flags.add_options(group, ParallelConfig, names)
     group.add_argument(
-        "--insecure-open",
-        action="store_true",
-        help="allow an address that other machines can reach, without encryption or keys",
-    )
-    group.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="one line a request at info; never prompts or outputs",
-    )
-    group.add_argument(
-        "--log-format", choices=logs.FORMATS, default="text", help="json: an object a line"
-    )
-    group.add_argument(
-        "--otlp-traces-endpoint",
-        metavar="URL",
-        help="send OpenTelemetry traces of requests there, over OTLP and HTTP (http://127.0.0.1:4318); needs the extra otel",
-    )
-    group.add_argument(
-        PROFILER_FLAG,
-        metavar="DIR",
-        help="take profiles of JAX into DIR when asked to (POST /start_profile, /stop_profile); without it nobody can ask",
-    )
-    hosts, ours = parser.add_argument_group("several hosts"), ParallelConfig()
-    hosts.add_argument(
-        "--nnodes",
-        type=int,
-        metavar="HOSTS",
-        default=ours.nnodes,
-        help="processes that share the devices of -tp, usually one a host (docs/parallel.md)",
-    )
-    hosts.add_argument(
-        "--node-rank",
-        type=int,
-        metavar="RANK",
-        default=ours.node_rank,
-        help="which of them this is; 0 schedules and serves",
-    )
-    hosts.add_argument(
-        "--master-addr",
-        metavar="HOST",
-        default=ours.master_addr,
-        help="address of rank 0, without encryption: for a network of its own",
-    )
-    hosts.add_argument(
-        "--master-port",
-        type=int,
-        metavar="PORT",
-        default=ours.master_port,
-        help="port there; the next one is used too",
-    )
-    hosts.add_argument(
-        "--join-timeout",
-        type=options.positive(float),
-        metavar="S",
-        default=ours.join_timeout_s,
-        help="seconds that ranks wait for each other",
-    )
-    hosts.add_argument(
         "--headless",
         action="store_true",
-        help="serve nothing: for ranks other than 0, to which apt-jax launch adds it",
+        help="run as a worker rank without a server (ranks > 0); apt-jax launch adds it",
     )
     options.add_calibration_argument(parser, DEFAULT_CALIBRATION_S)
     options.add_engine_arguments(parser)
@@ -262,9 +193,7 @@ def _run(args: argparse.Namespace) -> int:
         host=args.http_host or args.host,
         port=args.http_port,
         tls=tls,
-        connections=ConnectionLimits(
-            max_connections=2 * most_open, write_stall_s=0.625 * args.client_timeout
-        ),
+        connections=ConnectionLimits(max_connections=2 * most_open, write_stall_s=0.625 * args.client_timeout),
         app=AppConfig(keys=keys, tracer=tracer, profiler=profiler, dashboard=not args.no_dashboard),
     )
     hosts = WorkerRanks()

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from apt_jax.config import SLO, SchedulerConfig
+from apt_jax.config import SLO
 from apt_jax.errors import ConfigError
 from apt_jax.llm import ProgressBars
 from apt_jax.sched import check_policy
@@ -23,7 +23,7 @@ from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulate import SimulationConfig, simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
 from apt_jax.sim.trace import known_traces
-from serve import options
+from serve import flags, options
 from serve.errors import CommandError
 from serve.output import print_table, write_json
 
@@ -43,236 +43,55 @@ def _list_of(kind: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = SimulationConfig()
+    positive = options.positive
+
+    def add(*names: str, **given: Any) -> None:
+        flags.add_options(group, SimulationConfig, names, **given)
+
     known = ", ".join(f"{model} on {name} x{n}" for model, name, n in known_hardware())
+    columns = "prompt_tokens,output_tokens[,arrival_s][,class][,hash_ids]"
     group = parser.add_argument_group("what is simulated")
-    group.add_argument("--model", metavar="MODEL", default=default.model, help=f"known: {known}")
-    group.add_argument(
-        "--hardware",
-        metavar="NAME|FILE",
-        default=default.hardware,
-        help="a known name, or a description file (.json; `apt-jax calibrate --describe` writes one)",
-    )
-    group.add_argument(
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        metavar="N",
-        help="devices; without it the fewest that are described",
-    )
-    group.add_argument(
-        "--trace",
-        metavar="NAME|FILE",
-        default=default.trace,
-        help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class][,hash_ids], or one of {', '.join(known_traces())}",
-    )
-    group.add_argument(
-        "--rate",
-        type=options.positive(float),
-        metavar="R",
-        help="requests/s; needed unless the trace has arrivals, which it stretches, or --rates or --find-rate is given",
-    )
-    group.add_argument(
-        "--cv",
-        type=options.positive(float),
-        metavar="CV",
-        help="coefficient of variation of the gaps (Gamma; 1: Poisson); without it recorded arrivals, else 1",
-    )
-    group.add_argument(
-        "--num-requests",
-        type=options.positive(int),
-        metavar="N",
-        default=default.num_requests,
-        help="drawn from the trace",
-    )
-    group.add_argument(
-        "--seed", type=int, metavar="SEED", default=default.seed, help="draws requests and arrivals"
-    )
-    group.add_argument(
-        "--output-scale",
-        type=options.positive(float),
-        metavar="FACTOR",
-        default=1.0,
-        help="factor on output lengths",
-    )
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="requests that begin alike share cache, by the column hash_ids of the trace; without it where the trace has one",
-    )
-    group.add_argument(
-        "--hash-block-tokens",
-        type=options.positive(int),
-        metavar="N",
-        default=default.hash_block_tokens,
-        help="prompt tokens that one of the trace's hash_ids stands for; default 512, as in the traces of Mooncake",
-    )
-    group.add_argument(
-        "--drop-too-long",
-        action="store_true",
-        help="leave out requests that can never fit instead of refusing the trace; bundled traces always do, and the result says how many",
-    )
-    group.add_argument(
-        "--replicas",
-        type=options.positive(int),
-        metavar="N",
-        default=default.replicas,
-        help="engines that share the requests, each on such hardware of its own",
-    )
-    group.add_argument(
-        "--routing-policy",
-        choices=tuple(ROUTING_POLICIES),
-        default=default.routing_policy,
-        help="which replica a request goes to: in turn, the least loaded as the gateway smg reckons, or where most time is left to its TTFT objective; default round_robin",
-    )
-    group.add_argument(
-        "--tenants",
-        type=options.positive(int),
-        metavar="N",
-        default=default.tenants,
-        help="who sends the requests, for the policy vtc: of N tenants the first sends twice as many as the second, three times as many as the third, ...; default 1",
-    )
+    add("model", "hardware", "num_devices", "trace", "rate", "cv", "num_requests", "seed", "output_scale",
+        "enable_prefix_caching", "hash_block_tokens", "drop_too_long", "replicas", "routing_policy", "tenants",
+        model={"help": f"model; known: {known}"},
+        trace={"help": f"CSV file with {columns}, or one of {', '.join(known_traces())}"},
+        drop_too_long={"action": "store_true"},
+        routing_policy={"choices": tuple(ROUTING_POLICIES)})  # fmt: skip
     group = parser.add_argument_group("scheduling")
+    default = SimulationConfig().policy
+    add("policy", "cache", "hidden_attention", "rho_us", "overlap", "violation_decay", "max_num_seqs",
+        "max_num_batched_tokens", "num_blocks",
+        policy={"type": _list_of(str), "default": [default],
+                "help": f"one or several of {options.POLICY_HELP} (default: {default})"})  # fmt: skip
     group.add_argument(
-        "--scheduling-policy",
-        type=_list_of(str),
-        metavar="POLICY[,POLICY...]",
-        default=[default.policy],
-        help=f"one or several of {options.POLICY_HELP}; default {default.policy}",
-    )
-    group.add_argument(
-        "--cache",
-        choices=("kv", "hidden", "hybrid"),
-        default=default.cache,
-        help="cache kinds that the scheduler may use",
-    )
-    group.add_argument(
-        "--hidden-attention",
-        choices=("auto", "reproject", "absorb"),
-        default=default.hidden_attention,
-        help="cost of the hidden kind: the paper's (reproject) or ours (absorb)",
-    )
-    group.add_argument(
-        "--rho-us",
-        type=float,
-        metavar="US",
-        help="microseconds a cached token that policies charge hidden cache with (rho of Apt-Serve Eq. 6), whatever it really costs: 70 is what the authors' probe most likely gave, 5 the same in float16; without it the true cost, 15.9 for OPT-13B reprojected on an A100",
-    )
-    group.add_argument(
-        "--host-ms",
-        type=float,
-        metavar="MS",
-        default=0.0,
-        help="milliseconds of the host for every step, during which the device is idle unless steps overlap; default 0",
-    )
-    group.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="a step is decided and dispatched while the one before it runs, as `apt-jax serve` does; without it as the described engine does: yes for descriptions of `apt-jax calibrate`, no for the papers' engines",
-    )
-    group.add_argument(
-        "--violation-decay",
-        type=float,
-        metavar="FACTOR",
-        default=SchedulerConfig().violation_decay,
-        help="factor on the value of requests that have missed their objective; 0: near zero",
-    )
-    group.add_argument(
-        "--max-num-seqs",
-        type=options.positive(int),
-        metavar="N",
-        help="requests that hold cache at once; without it 256, or what a calibrated description was measured up to",
-    )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=options.positive(int),
-        metavar="N",
-        help="tokens a step; without it as many as the model has positions, 2,048 to 16,384",
-    )
-    group.add_argument(
-        "--num-blocks-override",
-        type=options.positive(int),
-        metavar="BLOCKS",
-        help="size of the pool",
-    )
-    group.add_argument(
-        "--slo-ttft-ms",
-        type=options.positive(float),
-        default=1000.0,
-        metavar="MS",
-        help="objective of every request: arrival to first token, milliseconds",
-    )
-    group.add_argument(
-        "--slo-tbt-ms",
-        type=options.positive(float),
-        default=1000.0,
-        metavar="MS",
-        help="objective of every request: P99 of the gaps between its tokens, milliseconds",
-    )
+        "--host-ms", type=float, metavar="MS", default=0.0,
+        help="milliseconds of the host for every step, during which the device is idle unless steps overlap",
+    )  # fmt: skip
+    for name in ("slo_ttft_ms", "slo_tbt_ms"):
+        flags.add_request_field(group, name, type=positive(float), default=1000.0, metavar="MS")
     group = parser.add_argument_group("several runs")
+    group.add_argument("--rates", type=_list_of(positive(float)), metavar="R1,R2,...", help="one run at each rate")
     group.add_argument(
-        "--rates", type=_list_of(options.positive(float)), metavar="R1,R2,...", help="a run at each"
-    )
+        "--find-rate", type=positive(float), metavar="SHARE",
+        help="find the highest rate at which this share of the requests attains its SLO, e.g. 0.9",
+    )  # fmt: skip
     group.add_argument(
-        "--find-rate",
-        type=options.positive(float),
-        metavar="SHARE",
-        help="the highest rate at which this share of the requests attains its objectives, e.g. 0.9",
-    )
-    group.add_argument(
-        "--seeds",
-        type=options.positive(int),
-        metavar="N",
-        help="N seeds from --seed on; without it 1, with --find-rate 3",
-    )
-    group.add_argument(
-        "--workers",
-        type=options.positive(int),
-        metavar="N",
-        help="processes; without it one a core",
-    )
-    group.add_argument(
-        "--store",
-        metavar="FILE",
-        help="keep finished runs here, and do not run again what is in it",
-    )
-    group.add_argument(
-        "--png", metavar="FILE", help="plot attainment against the rate (needs --rates)"
-    )
+        "--seeds", type=positive(int), metavar="N",
+        help="number of seeds, from --seed on (default: 1, with --find-rate 3)",
+    )  # fmt: skip
+    group.add_argument("--workers", type=positive(int), metavar="N", help="number of processes (default: one per core)")
+    group.add_argument("--store", metavar="FILE", help="file of finished runs, which are not run again")
+    group.add_argument("--png", metavar="FILE", help="plot attainment over the rate (needs --rates)")
     options.add_json_argument(parser)
 
 
 def config_of(args: argparse.Namespace) -> SimulationConfig:
-    """The run that the flags describe, of the first policy."""
+    """Return the run that the flags describe, of the first policy."""
+    fields = flags.read_options(SimulationConfig, args)
     return SimulationConfig(
-        model=args.model,
-        hardware=args.hardware,
-        num_devices=args.tensor_parallel_size,
-        trace=args.trace,
-        rate=args.rate,
-        cv=args.cv,
-        num_requests=args.num_requests,
-        seed=args.seed,
-        policy=args.scheduling_policy[0],
-        violation_decay=args.violation_decay,
-        cache=args.cache,
-        hidden_attention=args.hidden_attention,
-        rho_us=args.rho_us,
+        **fields | {"policy": args.scheduling_policy[0]},
         host_s=args.host_ms / 1e3,
-        overlap=args.overlap,
-        enable_prefix_caching=args.enable_prefix_caching,
-        hash_block_tokens=args.hash_block_tokens,
         slo=SLO(ttft_s=args.slo_ttft_ms / 1e3, tbt_s=args.slo_tbt_ms / 1e3),
-        output_scale=args.output_scale,
-        drop_too_long=args.drop_too_long,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        num_blocks=args.num_blocks_override,
-        replicas=args.replicas,
-        routing_policy=args.routing_policy,
-        tenants=args.tenants,
     )
 
 
@@ -367,12 +186,8 @@ def _report_one(values: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def _report_rates(
-    args: argparse.Namespace, policies: Sequence[str], rates: Sequence[EffectiveRate]
-) -> int:
-    rows = [
-        (p, f"{r.mean:.2f} ± {r.std:.2f} requests/s") for p, r in zip(policies, rates, strict=True)
-    ]
+def _report_rates(args: argparse.Namespace, policies: Sequence[str], rates: Sequence[EffectiveRate]) -> int:
+    rows = [(p, f"{r.mean:.2f} ± {r.std:.2f} requests/s") for p, r in zip(policies, rates, strict=True)]
     print_table(f"effective throughput at {100 * args.find_rate:g} % attainment", rows)
     console = Console(highlight=False, emoji=False)
     for policy, rate in zip(policies, rates, strict=True):
@@ -387,9 +202,7 @@ def _report_rates(
     return 0
 
 
-def _report_sweep(
-    args: argparse.Namespace, grid: Sequence[SimulationConfig], runs: Sequence[dict[str, Any]]
-) -> int:
+def _report_sweep(args: argparse.Namespace, grid: Sequence[SimulationConfig], runs: Sequence[dict[str, Any]]) -> int:
     cells: dict[tuple[str, float | None], list[float]] = {}
     for config, values in zip(grid, runs, strict=True):
         cells.setdefault((config.policy, config.rate), []).append(100 * values["slo_attainment"])
@@ -449,9 +262,7 @@ def _plot(
         )
     axes.set(xlabel="request rate (requests/s)", ylabel="SLO attainment (%)", ylim=(0, 102))
     replicas = f"{args.replicas} replicas by {args.routing_policy}, " if args.replicas > 1 else ""
-    axes.set_title(
-        f"{args.model} on {args.hardware}, {replicas}{Path(args.trace).name}, cache {args.cache}"
-    )
+    axes.set_title(f"{args.model} on {args.hardware}, {replicas}{Path(args.trace).name}, cache {args.cache}")
     axes.legend()
     axes.grid(alpha=0.3)
     try:

@@ -1,0 +1,158 @@
+"""Declaration of configuration options: one dataclass field each, with its docstring, default, bounds and flag.
+
+`option` makes the field, `check_options` holds the values against the bounds and names the flag in its message, and `field_docs`
+reads the attribute docstrings for help texts and tables. `serve.flags` derives the command line from the same fields.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+import typing
+from typing import Any
+
+from apt_jax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """Metadata of one field; `None` bounds are absent."""
+
+    flags: tuple[str, ...]
+    """Names on the command line; none: not a flag."""
+    keyword: str
+    """Name as a keyword argument and in messages."""
+    metavar: str | None
+    low: float | None
+    high: float | None
+    above: float | None
+    """Exclusive lower bound."""
+    positive: bool
+    """A positive number; its flag rejects others too."""
+    rule: str | None
+    """End of the message "NAME=VALUE must ..." where it is not the bounds."""
+
+    @property
+    def dest(self) -> str:
+        """Name of the parsed flag."""
+        return self.flags[0].lstrip("-").replace("-", "_")
+
+    def allows(self, value: Any) -> bool:
+        return (
+            (self.low is None or self.low <= value)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or self.above < value)
+            and (not self.positive or 0 < value < float("inf"))
+        )
+
+    @property
+    def must(self) -> str:
+        """End of the message "NAME=VALUE must ..."."""
+        if self.rule is not None:
+            return self.rule
+        if self.high is not None:
+            return f"lie in {f'({self.above:g}' if self.low is None else f'[{self.low:g}'}, {self.high:g}]"
+        return "be positive" if self.low is None else f"be at least {self.low:g}"
+
+
+_OPTION = "option"
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    flag: str | tuple[str, ...] | None = None,
+    keyword: str = "",
+    metavar: str | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    positive: bool = False,
+    rule: str | None = None,
+) -> Any:
+    """Return a dataclass field that is a configuration option.
+
+    Args:
+        default: value where none is given.
+        flag: names of its flag, with dashes; None: the field's name with ``--``.
+        keyword: name in messages and as a keyword of `apt_jax.LLM`; empty: the field's name.
+        metavar: placeholder of its value in help texts.
+        low, high: inclusive bounds.
+        above: exclusive lower bound.
+        positive: a finite number above 0; the flag checks it too. For an integer give `low` too.
+        rule: end of the message "NAME=VALUE must ..." in place of the bounds.
+    """
+    flags = (flag,) if isinstance(flag, str) else flag or ()
+    made = Option(
+        flags=flags, keyword=keyword, metavar=metavar, low=low, high=high, above=above, positive=positive, rule=rule
+    )
+    return dataclasses.field(default=default, metadata={_OPTION: made})
+
+
+@functools.cache
+def options_of(cls: type) -> dict[str, tuple[dataclasses.Field[Any], Option]]:
+    """Fields of a dataclass that are options, by name, with flag and keyword filled in."""
+    return {
+        field.name: (
+            field,
+            dataclasses.replace(
+                made,
+                flags=made.flags or ("--" + field.name.replace("_", "-"),),
+                keyword=made.keyword or field.name,
+            ),
+        )
+        for field in dataclasses.fields(cls)
+        if (made := field.metadata.get(_OPTION)) is not None
+    }
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def unwrap_optional(kind: Any) -> Any:
+    """The type T of ``T | None``; other types as they are."""
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    return parts[0] if type(None) in typing.get_args(kind) and len(parts) == 1 else kind
+
+
+def option_type(cls: type, name: str) -> Any:
+    """Type of an option, None left out: int, float, bool, str or a Literal."""
+    return unwrap_optional(_types(cls)[name])
+
+
+def check_options(config: Any) -> None:
+    """Check choices and bounds of every option of a dataclass; for `__post_init__`.
+
+    Raises:
+        ConfigError: one line that names the value, the rule and the flag.
+    """
+    cls = type(config)
+    for name, (field, made) in options_of(cls).items():
+        value = getattr(config, name)
+        if value is None and field.default is None:
+            continue
+        choices = typing.get_args(option_type(cls, name))
+        if choices and value not in choices:
+            rule = made.rule or f"be one of {', '.join(choices)}"
+            raise ConfigError(f"{made.keyword}={value!r} must {rule} ({made.flags[-1]})")
+        if not choices and not made.allows(value):
+            raise ConfigError(f"{made.keyword}={value} must {made.must} ({made.flags[-1]})")
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Docstrings of the fields of a dataclass, by name: the string literal below each field, on one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: " ".join(doc.value.value.split())
+        for field, doc in zip(body.body, body.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value, ast.Constant)
+        and isinstance(doc.value.value, str)
+    }

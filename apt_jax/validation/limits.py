@@ -1,0 +1,219 @@
+"""Bounds of a request: constants, the table of request fields, and the limits of one engine.
+
+`REQUEST_FIELDS` declares type, bounds and default of every field once. The checks of this package, the OpenAPI document, the
+flags of `apt-jax generate`, `chat` and `bench` and the docs table read it.
+"""
+
+import dataclasses
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from apt_jax.config import SLO
+from apt_jax.errors import InvalidRequestError
+from apt_jax.options import field_docs
+from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
+
+MAX_INTEGER = 2**31 - 1
+"""Of counts, whatever the model."""
+MAX_REQUEST_ID_CHARS = 128
+REQUEST_ID_PATTERN = rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARS}}}"
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 16
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_BIAS = 100.0
+"""Absolute value of one entry of `logit_bias`."""
+MAX_PENALTY = 2.0
+"""Absolute value of the presence and frequency penalties."""
+MAX_SEED = 2**63 - 1
+MAX_GRAMMAR_BYTES = 64 << 10
+"""Of a schema, expression or grammar, and of all choices together."""
+MAX_SCHEMA_DEPTH = 64
+MAX_CHOICES = 1024
+MAX_WHITESPACE_PATTERN_BYTES = 256
+MIN_TEMPERATURE = 0.01
+"""Smallest temperature other than 0: below it scaled logits leave float32, and the result is greedy anyway."""
+MAX_TEMPERATURE = 2.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 2.0
+MIN_SLO_S = 1e-6
+MAX_SLO_S = 86_400.0
+MAX_DEADLINE_S = 86_400.0
+MAX_WATCH_CAPACITY = 4096
+MAX_SEQUENCES = 16
+"""Answers to one call: its prompts times `n`."""
+TOO_LONG = "context_length_exceeded"
+"""`InvalidRequestError.code` of prompts and outputs that are too long for the model or the cache."""
+MIN_POSITIVE = float(np.finfo(np.float32).tiny)
+"""Numbers closer to 0 that are not 0 are rejected: they would be 0 on the device."""
+
+_MS = 1e3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldSpec:
+    """Type, bounds and meaning of one field of a request."""
+
+    name: str
+    type: Literal["boolean", "integer", "number", "string", "strings", "token ids", "bias map", "object"]
+    min: float | None = None
+    """Least number; of a map, least value."""
+    max: float | None = None
+    open_min: bool = False
+    """Whether `min` itself is excluded."""
+    or_zero: bool = False
+    """Whether 0 is accepted besides the range."""
+    max_items: int | None = None
+    """Greatest length of a list or map."""
+    max_chars: int | None = None
+    """Greatest length of each string; none may be empty."""
+    choices: tuple[str, ...] = ()
+    rule: str = ""
+    """End of the message "VALUE must ..." where it is not the range."""
+    note: str = ""
+    """Appended to that message."""
+    text: str = ""
+    """Meaning of a field that `SamplingParams`, whose docstrings are used, does not have."""
+
+    @property
+    def range(self) -> str:
+        """The accepted numbers, e.g. ``(0, 1]`` or ``at least 1``; empty: not a number."""
+        if self.min is None or self.max is None:
+            return ""
+        if self.rule:
+            return self.rule.removeprefix("be ")
+        if self.max == MAX_INTEGER:
+            return f"at least {self.min:g}"
+        high = self.max if self.type == "integer" else f"{self.max:.10g}"
+        return f"{'(' if self.open_min else '['}{self.min:g}, {high}]"
+
+    @property
+    def bounds(self) -> str:
+        """The accepted values, for tables and help texts; empty: any of the type."""
+        parts = [
+            f"at most {self.max_items}" if self.max_items else "",
+            f"{'of ' if self.max_items else ''}1 to {self.max_chars} characters" if self.max_chars else "",
+            f"{'0 or ' if self.or_zero else ''}{'values in ' if self.max_items else ''}{self.range}" if self.range else "",
+            " or ".join(self.choices),
+        ]  # fmt: skip
+        return ", ".join(filter(None, parts))
+
+    @property
+    def must(self) -> str:
+        """End of the message "VALUE must ..." about a number outside the range."""
+        if self.rule:
+            return self.rule
+        if self.type == "integer":
+            return f"be {'' if self.max == MAX_INTEGER else 'an integer in '}{self.range}"
+        return f"{'be 0 (greedy) or ' if self.or_zero else ''}lie in {self.range}{self.note}"
+
+    @property
+    def default(self) -> Any:
+        """Value of a field that is not given; None: depends on the server."""
+        return getattr(_DEFAULTS, self.name, None)
+
+    @property
+    def description(self) -> str:
+        return self.text or field_docs(SamplingParams)[self.name]
+
+
+_DEFAULTS = SamplingParams()
+
+REQUEST_FIELDS: dict[str, FieldSpec] = {
+    spec.name: spec
+    for spec in (
+        FieldSpec(name="max_tokens", type="integer", min=1, max=MAX_INTEGER),
+        FieldSpec(name="temperature", type="number", min=MIN_TEMPERATURE, max=MAX_TEMPERATURE, or_zero=True),
+        FieldSpec(name="top_k", type="integer", min=-1, max=MAX_INTEGER, rule="be at least 1, or 0 for off"),
+        FieldSpec(name="top_p", type="number", min=0, max=1, open_min=True, note="; 1 is off"),
+        FieldSpec(name="min_p", type="number", min=0, max=1, note="; 0 is off"),
+        FieldSpec(name="seed", type="integer", min=0, max=MAX_SEED),
+        FieldSpec(name="repetition_penalty", type="number", min=MIN_REPETITION_PENALTY, max=MAX_REPETITION_PENALTY, note="; 1 is off"),
+        FieldSpec(name="presence_penalty", type="number", min=-MAX_PENALTY, max=MAX_PENALTY, note="; 0 is off"),
+        FieldSpec(name="frequency_penalty", type="number", min=-MAX_PENALTY, max=MAX_PENALTY, note="; 0 is off"),
+        FieldSpec(name="logit_bias", type="bias map", max_items=MAX_LOGIT_BIAS, min=-MAX_BIAS, max=MAX_BIAS),
+        FieldSpec(name="min_tokens", type="integer", min=0, max=MAX_INTEGER),
+        FieldSpec(name="stop", type="strings", max_items=MAX_STOP_STRINGS, max_chars=MAX_STOP_CHARS),
+        FieldSpec(name="stop_token_ids", type="token ids", max_items=MAX_STOP_TOKEN_IDS),
+        FieldSpec(name="ignore_eos", type="boolean"),
+        FieldSpec(name="include_stop_str_in_output", type="boolean"),
+        FieldSpec(name="skip_special_tokens", type="boolean"),
+        FieldSpec(name="logprobs", type="integer", min=0, max=MAX_LOGPROBS),
+        FieldSpec(name="structured_outputs", type="object"),
+        FieldSpec(name="n", type="integer", min=1, max=MAX_SEQUENCES, text="Number of outputs per prompt."),
+        FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among live requests."),
+        FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: arrival to first token, milliseconds."),
+        FieldSpec(name="slo_tbt_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TBT SLO: P99 of the gaps between tokens, milliseconds."),
+        FieldSpec(name="slo_class", type="string", choices=("rt", "be"), text="Service class: real time or best effort."),
+        FieldSpec(name="deadline_ms", type="number", min=0, max=_MS * MAX_DEADLINE_S, open_min=True, text="Time from arrival after which the request is ended, milliseconds."),
+    )
+}  # fmt: skip
+"""Every field that bounds or meaning are declared for, by name: first those of `SamplingParams`, in its order."""
+
+
+def request_fields_table() -> str:
+    """The table of request fields as Markdown, for the documentation."""
+    rows = ["| field | type | values | default | meaning |", "|---|---|---|---|---|"]
+    for spec in REQUEST_FIELDS.values():
+        default = "" if spec.default in (None, ()) else f"`{str(spec.default).lower()}`"
+        rows.append(f"| `{spec.name}` | {spec.type} | {spec.bounds} | {default} | {spec.description} |")
+    return "\n".join(rows) + "\n"
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that validation uses."""
+
+    vocab_size: int
+    """Ids are in [0, vocab_size)."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def min_tokens(self, text: str) -> int:
+        """A lower bound on `len(encode(text))` that is cheap to compute."""
+        ...
+
+
+class GrammarSource(Protocol):
+    """A compiler of grammars; see `apt_jax.grammar.GrammarCompiler`."""
+
+    def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool) -> Grammar: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Limits of the requests that one engine can serve."""
+
+    vocab_size: int
+    """V: token ids are in [0, V); the smaller one of the tokenizer's and the model's."""
+    max_model_len: int
+    """Longest prompt plus output, tokens."""
+    max_pool_tokens: int | None = None
+    """Tokens that the whole cache pool can hold with its smallest kind; None: not known."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Ids that end an output unless `ignore_eos`."""
+    default_slo: SLO = SLO()  # noqa: RUF009 - frozen
+    """Default SLO, for requests that have none."""
+
+
+_TEXT_ALONE = "the model takes text alone; leave it out"
+_ONE_PLACE = "a request is computed in one place; leave it out"
+UNSUPPORTED = {
+    "prompt_logprobs": "log probabilities of prompt tokens are not computed; leave it out",
+    "truncate_prompt_tokens": "prompts are never cut; leave it out and send what shall be read",
+    "structural_tag": "structural tags are not supported; use json, regex, choice or grammar",
+    "mm_inputs": _TEXT_ALONE,
+    "extra_mm_inputs": _TEXT_ALONE,
+    "media_refs": _TEXT_ALONE,
+    "kv_transfer_params": _ONE_PLACE,
+    "kv_transfer_params_json": _ONE_PLACE,
+    "data_parallel_rank": "there is one rank, 0; leave it out",
+    "dp_rank": "there is one rank, 0; leave it out",
+}
+"""Fields that clients of other engines may send."""
+
+
+def unsupported(field: str) -> InvalidRequestError:
+    """Return the error for a field that other engines accept and this one does not."""
+    return InvalidRequestError(field, UNSUPPORTED[field])

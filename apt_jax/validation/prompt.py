@@ -1,0 +1,117 @@
+"""The prompt: text or token ids to a read-only array, and whether prompt and output fit."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.errors import InvalidRequestError
+from apt_jax.request import SamplingParams
+from apt_jax.validation.limits import TOO_LONG, Encoder, RequestLimits
+from apt_jax.validation.values import check_text, check_token_id
+
+
+def checked_prompt(
+    limits: RequestLimits, tokenizer: Encoder | None, prompt: object, prompt_token_ids: object
+) -> NDArray[np.int32]:
+    """Return the prompt's token ids, read-only.
+
+    Raises:
+        InvalidRequestError: there is none, it is too long, or not all of it is in the vocabulary.
+    """
+    if prompt is not None and prompt_token_ids is not None:
+        raise InvalidRequestError("prompt", "give either text or token ids, not both")
+    if prompt_token_ids is not None:
+        return _prompt_from_ids(limits, prompt_token_ids)
+    if prompt is None:
+        raise InvalidRequestError("prompt", "missing; give text or token ids")
+    text = check_text("prompt", prompt)
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "prompt",
+            "this model has no tokenizer; send token ids, or start with one (--tokenizer DIR)",
+        )
+    least = tokenizer.min_tokens(text)
+    if least >= limits.max_model_len:
+        raise InvalidRequestError(
+            "prompt",
+            f"{len(text)} characters are at least {least} tokens, no less than max_model_len={limits.max_model_len}; shorten it",
+            code=TOO_LONG,
+        )
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise InvalidRequestError("prompt", "the text holds no token; give at least one")
+    if max(ids) >= limits.vocab_size:
+        raise InvalidRequestError("prompt", "the text holds a token outside the model's vocabulary")
+    return _frozen(np.array(ids, np.int32))
+
+
+def _prompt_from_ids(limits: RequestLimits, value: object) -> NDArray[np.int32]:
+    field = "prompt_token_ids"
+    if isinstance(value, np.ndarray):
+        if value.ndim != 1 or value.dtype.kind not in "iu":
+            raise InvalidRequestError(field, f"an array {value.dtype}{list(value.shape)} is not a row of integers")
+        ids: Sequence[object] = value  # type: ignore[assignment]  # has len, iteration and indices
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        ids = value
+    else:
+        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of token ids")
+    if len(ids) == 0:
+        raise InvalidRequestError(field, "must not be empty")
+    if len(ids) >= limits.max_model_len:  # before anything is copied
+        raise InvalidRequestError(
+            field,
+            f"{len(ids)} tokens leave no room for output within max_model_len={limits.max_model_len}; shorten it",
+            code=TOO_LONG,
+        )
+    checked = np.empty(len(ids), np.int32)
+    for index, token_id in enumerate(ids):
+        if type(token_id) is int and 0 <= token_id < limits.vocab_size:
+            checked[index] = token_id
+        else:
+            checked[index] = check_token_id(f"{field}[{index}]", token_id, limits.vocab_size)
+    return _frozen(checked)
+
+
+def _frozen(ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    ids.flags.writeable = False
+    return ids
+
+
+def with_room_filled(limits: RequestLimits, params: SamplingParams, prompt_len: int) -> SamplingParams:
+    """Set `max_tokens` to the room after the prompt; 1 where there is none, which `check_length` rejects."""
+    room = min(limits.max_model_len, limits.max_pool_tokens or limits.max_model_len) - prompt_len
+    if room >= 1 and params.min_tokens > room:
+        raise InvalidRequestError(
+            "min_tokens",
+            f"{params.min_tokens} must not exceed the {room} tokens for which there is room after the prompt",
+        )
+    return dataclasses.replace(params, max_tokens=max(room, 1))
+
+
+def check_length(limits: RequestLimits, prompt_len: int, max_tokens: int) -> None:
+    """Raise InvalidRequestError where prompt and output exceed the model's length or the cache."""
+    total = prompt_len + max_tokens
+    if prompt_len >= limits.max_model_len:
+        raise InvalidRequestError(
+            "prompt",
+            f"{prompt_len} tokens leave no room for output within max_model_len={limits.max_model_len}; "
+            f"shorten it by at least {prompt_len - limits.max_model_len + 1}",
+            code=TOO_LONG,
+        )
+    if total > limits.max_model_len:
+        raise InvalidRequestError(
+            "max_tokens",
+            f"a prompt of {prompt_len} tokens and max_tokens={max_tokens} exceed max_model_len={limits.max_model_len} "
+            f"by {total - limits.max_model_len}; max_tokens can be {limits.max_model_len - prompt_len} at most",
+            code=TOO_LONG,
+        )
+    pool = limits.max_pool_tokens
+    if pool is not None and total > pool:
+        raise InvalidRequestError(
+            "max_tokens",
+            f"a prompt of {prompt_len} tokens and max_tokens={max_tokens} can never fit the cache, which holds {pool} "
+            f"tokens in all: {total - pool} too many; ask for less or start with a larger pool (--num-blocks-override)",
+            code=TOO_LONG,
+        )

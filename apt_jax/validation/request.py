@@ -1,0 +1,232 @@
+"""Raw user input in, a complete and checked `EngineRequest` out: the only way into the engine.
+
+Every front end (Python, HTTP, gRPC, command line) calls `build_request` with whatever it was given, so that none can skip a
+check. Nothing is clamped silently and nothing is coerced. A message says what was wrong, what the rule is and what to do; it
+never holds the prompt.
+"""
+
+import dataclasses
+import math
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from apt_jax.config import SLO
+from apt_jax.errors import InvalidRequestError
+from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.validation.limits import (
+    MAX_DEADLINE_S,
+    MAX_REQUEST_ID_CHARS,
+    MAX_SEED,
+    MAX_SEQUENCES,
+    MAX_SLO_S,
+    MAX_WATCH_CAPACITY,
+    MIN_SLO_S,
+    REQUEST_FIELDS,
+    REQUEST_ID_PATTERN,
+    Encoder,
+    GrammarSource,
+    RequestLimits,
+)
+from apt_jax.validation.prompt import check_length, checked_prompt, with_room_filled
+from apt_jax.validation.sampling import AS_MANY_AS_FIT, checked_sampling_params
+from apt_jax.validation.values import (
+    check_field,
+    check_integer,
+    check_number,
+    check_token_id,
+    shown,
+)
+
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+
+
+def build_request(
+    limits: RequestLimits,
+    tokenizer: Encoder | None,
+    *,
+    prompt: object = None,
+    prompt_token_ids: object = None,
+    params: SamplingParams | Mapping[str, object] | None = None,
+    request_id: object = None,
+    slo: SLO | None = None,
+    slo_ttft_ms: object = None,
+    slo_tbt_ms: object = None,
+    slo_class: object = None,
+    arrival_s: float,
+    fallback_seed: int = 0,
+    grammars: GrammarSource | None = None,
+    tenant: str | None = None,
+) -> EngineRequest:
+    """Check raw input and return the request for the engine.
+
+    Args:
+        limits: limits of the engine that will serve it.
+        tokenizer: None: only token ids are accepted, and no stop strings.
+        prompt: text; exactly one of `prompt` and `prompt_token_ids` is given.
+        prompt_token_ids: token ids, taken as they are (nothing is prepended).
+        params: None: the defaults. A mapping may hold any subset of the fields of `SamplingParams`, by name; a `max_tokens` of
+            None asks for as many as the model's length and the cache leave.
+        request_id: None: a random one.
+        slo: None: the server's default.
+        slo_ttft_ms, slo_tbt_ms: raw SLOs in milliseconds, each replacing that part of `slo`; None: absent.
+        slo_class: "rt" (real time, the default) or "be" (best effort).
+        arrival_s: arrival time on the engine's clock.
+        fallback_seed: seed where the request has none.
+        grammars: compiler for structured outputs, up to two seconds each; None: they are rejected.
+        tenant: see `EngineRequest`; from authentication, not from the request's input.
+
+    Raises:
+        InvalidRequestError: one line; `.field` names the input.
+        QueueFullError: too many new grammars at once.
+    """
+    checked_id = _request_id(request_id)
+    checked_slo = _slo(limits.default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms)
+    checked_class = _slo_class(slo_class)
+    checked_params = checked_sampling_params(limits, tokenizer, params, fallback_seed)
+    token_ids = checked_prompt(limits, tokenizer, prompt, prompt_token_ids)
+    if checked_params.max_tokens == AS_MANY_AS_FIT:
+        checked_params = with_room_filled(limits, checked_params, token_ids.size)
+    check_length(limits, token_ids.size, checked_params.max_tokens)
+    grammar = None
+    if checked_params.structured_outputs is not None:  # the slowest check, last
+        if grammars is None:
+            raise InvalidRequestError(
+                "structured_outputs",
+                "this model has no tokenizer, so its output has no text; start with one (--tokenizer DIR)",
+            )
+        grammar = grammars.compile(checked_params.structured_outputs, ends_at_eos=not checked_params.ignore_eos)
+    return EngineRequest(
+        request_id=checked_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=token_ids,
+        params=checked_params,
+        slo=checked_slo,
+        arrival_s=arrival_s,
+        slo_class=checked_class,
+        grammar=grammar,
+        tenant=tenant,
+    )
+
+
+def build_requests(
+    limits: RequestLimits, tokenizer: Encoder | None, *, n: object = 1, **fields: Any
+) -> list[EngineRequest]:
+    """Build the requests for `n` outputs to one prompt; see `build_request` for the other arguments.
+
+    Returns:
+        n requests. They differ in their ids (``ID``, ``ID#1``, ``ID#2``, ..., which no client can choose) and in their seeds
+        (``seed + i``, as in vLLM).
+
+    Raises:
+        InvalidRequestError, QueueFullError: as `build_request`.
+    """
+    count = check_sequences(1, n)
+    first = build_request(limits, tokenizer, **fields)
+    seed = first.params.seed
+    assert seed is not None
+    return [first] + [
+        dataclasses.replace(
+            first,
+            request_id=f"{first.request_id}#{i}",
+            params=dataclasses.replace(first.params, seed=(seed + i) % (MAX_SEED + 1)),
+        )
+        for i in range(1, count)
+    ]
+
+
+def check_watch_capacity(value: object) -> int:
+    """Return the number of iterations kept for a subscriber of the scheduler.
+
+    Raises:
+        InvalidRequestError: not an integer in [1, `MAX_WATCH_CAPACITY`].
+    """
+    return check_integer("capacity", value, 1, MAX_WATCH_CAPACITY)
+
+
+def check_deadline_ms(value: object) -> float:
+    """Convert a raw deadline in milliseconds to seconds.
+
+    Raises:
+        InvalidRequestError: not a positive number, or more than a day.
+    """
+    seconds = check_number("deadline_ms", value) / 1e3
+    if not 0.0 < seconds <= MAX_DEADLINE_S:
+        raise InvalidRequestError(
+            "deadline_ms",
+            f"{shown(value)} must be a positive number of milliseconds, a day at most",
+        )
+    return seconds
+
+
+def check_sequences(num_prompts: int, n: object) -> int:
+    """Return `n`, the number of outputs per prompt.
+
+    Raises:
+        InvalidRequestError: not an integer, or with the prompts more than `MAX_SEQUENCES`.
+    """
+    count = check_field(REQUEST_FIELDS["n"], n)
+    if num_prompts * count > MAX_SEQUENCES:
+        field = "prompt" if count == 1 else "n"
+        raise InvalidRequestError(
+            field,
+            f"{num_prompts} prompts and n={count} ask for more than {MAX_SEQUENCES} answers at once; send several requests",
+        )
+    return count
+
+
+def check_token_ids(limits: RequestLimits, field: str, value: object, most: int) -> list[int]:
+    """Return a list of at most `most` token ids of the vocabulary, possibly empty.
+
+    Raises:
+        InvalidRequestError: they are not.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
+        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of token ids")
+    if len(value) > most:
+        raise InvalidRequestError(field, f"{len(value)} ids, at most {most} are allowed")
+    return [check_token_id(f"{field}[{i}]", t, limits.vocab_size) for i, t in enumerate(value)]
+
+
+def _request_id(value: object) -> str:
+    if value is None:
+        return f"req-{uuid.uuid4().hex}"
+    if not isinstance(value, str) or not _REQUEST_ID.fullmatch(value):
+        raise InvalidRequestError(
+            "request_id",
+            f"{shown(value)} must be 1 to {MAX_REQUEST_ID_CHARS} characters of [A-Za-z0-9._-]; leave it out to get one",
+        )
+    return value
+
+
+def _slo_class(value: object) -> Literal["rt", "be"]:
+    if value is None or value == "rt":
+        return "rt"
+    if value == "be":
+        return "be"
+    raise InvalidRequestError("slo_class", f"{shown(value)} must be 'rt' (real time) or 'be' (best effort)")
+
+
+def _slo(slo: object, ttft_ms: object, tbt_ms: object) -> SLO:
+    if not isinstance(slo, SLO):
+        raise InvalidRequestError("slo", f"{type(slo).__name__} is not an SLO(ttft_s=..., tbt_s=...)")
+
+    def objective(field: str, value: object, raw_ms: object) -> float:
+        if raw_ms is not None:
+            seconds = check_number(field, raw_ms, signed=False) / 1e3
+        elif isinstance(value, float) and value == math.inf:
+            return math.inf
+        else:
+            seconds = check_number(field, value, signed=False)
+        if not MIN_SLO_S <= seconds <= MAX_SLO_S:
+            raise InvalidRequestError(
+                field,
+                f"an objective of {seconds:.3g} s must lie in [{MIN_SLO_S:g}, {MAX_SLO_S:g}] s; leave it out for none",
+            )
+        return seconds
+
+    return SLO(
+        ttft_s=objective("slo_ttft_ms" if ttft_ms is not None else "slo.ttft_s", slo.ttft_s, ttft_ms),
+        tbt_s=objective("slo_tbt_ms" if tbt_ms is not None else "slo.tbt_s", slo.tbt_s, tbt_ms),
+    )

@@ -1,0 +1,138 @@
+"""Checks of single values: numbers, flags, texts. Nothing is coerced: ``True`` is not a number, ``"2"`` is not a number."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from apt_jax.errors import InvalidRequestError
+from apt_jax.validation.limits import MAX_GRAMMAR_BYTES, MIN_POSITIVE, FieldSpec
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, never long, and never slow or impossible to print."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 40 else f"{value[:37]!r}..."
+    if value is None or isinstance(value, bool | float | np.generic):
+        return repr(value)
+    if isinstance(value, int) and abs(value) < 10**20:
+        return str(value)
+    return f"a {type(value).__name__}"
+
+
+def check_field(spec: FieldSpec, value: object) -> Any:
+    """Return an integer or number that lies in the range of its field.
+
+    Raises:
+        InvalidRequestError: it does not.
+    """
+    assert spec.min is not None
+    assert spec.max is not None
+    if spec.type == "integer":
+        return check_integer(spec.name, value, int(spec.min), int(spec.max), spec.must)
+    number = check_number(spec.name, value, signed=spec.min < 0)
+    inside = spec.min < number <= spec.max if spec.open_min else spec.min <= number <= spec.max
+    if not inside and not (spec.or_zero and number == 0.0):
+        raise InvalidRequestError(spec.name, f"{number} must {spec.must}")
+    return number + 0.0  # -0.0 becomes 0.0
+
+
+def check_integer(field: str, value: object, low: int, high: int, rule: str | None = None) -> int:
+    """Return an integer in [low, high]; `rule` ends the message "VALUE must ...".
+
+    Raises:
+        InvalidRequestError: it is not one.
+    """
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise InvalidRequestError(field, f"{shown(value)} ({type(value).__name__}) is not an integer")
+    number = int(value)
+    if not low <= number <= high:
+        text = shown(number) if abs(number) < 10**20 else "a number of more than 20 digits"
+        raise InvalidRequestError(field, f"{text} must {rule or f'be an integer in [{low}, {high}]'}")
+    return number
+
+
+def check_number(field: str, value: object, *, signed: bool = True) -> float:
+    """Return a finite number that is 0 or a normal 32-bit number; unsigned: -0.0 is rejected too.
+
+    Raises:
+        InvalidRequestError: it is not one.
+    """
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise InvalidRequestError(field, f"{shown(value)} ({type(value).__name__}) is not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise InvalidRequestError(field, "the number is too large") from None
+    if not math.isfinite(number):
+        raise InvalidRequestError(field, f"{number} must be a finite number")
+    if number != 0.0 and abs(number) < MIN_POSITIVE:
+        raise InvalidRequestError(field, f"{number!r} is too close to 0 for a 32-bit number; give 0 if that is meant")
+    if not signed and math.copysign(1.0, number) < 0:
+        raise InvalidRequestError(field, f"{number} must not be negative")
+    return number
+
+
+def check_flag(field: str, value: object) -> bool:
+    """Return true or false.
+
+    Raises:
+        InvalidRequestError: it is anything else.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidRequestError(field, f"{shown(value)} ({type(value).__name__}) is not true or false")
+    return bool(value)
+
+
+def check_text(field: str, value: object) -> str:
+    """Return a string that is not empty and can be written as UTF-8.
+
+    Raises:
+        InvalidRequestError: it is not one.
+    """
+    if not isinstance(value, str):
+        raise InvalidRequestError(field, f"{type(value).__name__} is not text")
+    if not value:
+        raise InvalidRequestError(field, "must not be empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(field, f"not valid Unicode: a lone surrogate at character {error.start}") from None
+    return value
+
+
+def check_bounded_text(field: str, value: object, max_bytes: int = MAX_GRAMMAR_BYTES) -> str:
+    """Return a text of at most so many bytes.
+
+    Raises:
+        InvalidRequestError: it is not one.
+    """
+    if isinstance(value, str) and len(value) > max_bytes:  # before it is copied
+        raise InvalidRequestError(field, f"{len(value)} characters, at most {max_bytes} bytes are allowed")
+    text = check_text(field, value)
+    size = len(text.encode())
+    if size > max_bytes:
+        raise InvalidRequestError(field, f"{size} bytes, at most {max_bytes} are allowed")
+    return text
+
+
+def check_mapping(field: str, value: object) -> Mapping[str, object]:
+    """Return an object of named values.
+
+    Raises:
+        InvalidRequestError: it is not one.
+    """
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(field, f"{shown(value)} ({type(value).__name__}) is not an object")
+    return value
+
+
+def check_token_id(field: str, value: object, vocab_size: int) -> int:
+    """Return a token id of the vocabulary.
+
+    Raises:
+        InvalidRequestError: it is not one.
+    """
+    rule = f"be a token id in [0, {vocab_size}), the vocabulary"
+    return check_integer(field, value, 0, vocab_size - 1, rule)

@@ -1,0 +1,170 @@
+"""Command-line flags: the parser, number types, and flags derived from configuration dataclasses and request fields.
+
+Name, type, choices, default and help of a flag are those of the field it sets (`apt_jax.options`) or of the request field
+(`apt_jax.validation.REQUEST_FIELDS`); nothing is declared twice.
+"""
+
+import argparse
+import dataclasses
+import re
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from apt_jax.errors import nearest
+from apt_jax.options import field_docs, option_type, options_of
+from apt_jax.validation import REQUEST_FIELDS
+
+Group = argparse._ActionsContainer
+"""A parser or a group of it."""
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Appends defaults to help texts that do not state one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        if action.default is None or isinstance(action.default, bool) or "default" in text:
+            return text
+        return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are one line that names the flag and the nearest right name; exit code 2."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(*args, **kwargs)
+
+        self.register("type", int, _integer)
+        self.register("type", float, _number)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action,
+                f"{str(value)!r:.60} must be one of {', '.join(known)}{nearest(str(value), known)}",
+            )
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            if word.startswith("-") and word != "-":
+                flags = [f for f in self._option_string_actions if f.startswith("--")]
+                self.error(f"unknown flag {word!r:.60}{nearest(word, flags)}")
+            self.error(f"unexpected argument {word!r:.60}")
+        return parsed
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not an integer") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number") from None
+
+
+def positive(kind: type[int] | type[float]) -> Any:
+    """Return an argparse type: a positive number of this kind."""
+    read = _integer if kind is int else _number
+
+    def convert(text: str) -> Any:
+        value = read(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r:.40} must be positive")
+        return value
+
+    return convert
+
+
+def not_negative(text: str) -> float:
+    """Parse a number of at least 0; an argparse type."""
+    value = _number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be at least 0")
+    return value
+
+
+def natural(text: str) -> int:
+    """Parse an integer of at least 0; an argparse type."""
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no integer of at least 0")
+    return int(text)
+
+
+# --- derived flags -------------------------------------------------------------------------------------------------
+
+
+def help_text(doc: str) -> str:
+    """Return the first sentence of a docstring as a help text: no capital, no period, no markup."""
+    text = re.split(r"\.(?: |$)(?=[A-Z]|$)", doc)[0].replace("`", "").replace("%", "%%")
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+
+
+def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> None:
+    """Add the flag of one dataclass field.
+
+    Args:
+        group: where the flag goes.
+        cls: dataclass of the field.
+        name: name of the field.
+        flags: names of the flag; none: those of its `option`, else the field's name.
+        given: arguments of `add_argument` that replace the derived ones.
+    """
+    made = options_of(cls)[name][1] if name in options_of(cls) else None
+    kind = option_type(cls, name)
+    settings: dict[str, Any] = {"default": next(f.default for f in dataclasses.fields(cls) if f.name == name)}
+    if "help" not in given:
+        settings["help"] = help_text(field_docs(cls)[name])
+    if kind is bool:
+        settings["action"] = argparse.BooleanOptionalAction
+    elif made is not None and made.metavar is not None:
+        settings["metavar"] = made.metavar
+    elif typing.get_origin(kind) is typing.Literal:
+        settings["choices"] = typing.get_args(kind)
+    if kind in (int, float):
+        settings["type"] = positive(kind) if made is not None and made.positive else kind
+    if not flags:
+        flags = made.flags if made is not None else (f"--{name.replace('_', '-')}",)
+    group.add_argument(*flags, **(settings | given))
+
+
+def add_options(group: Group, cls: type, names: Iterable[str] = (), **given: dict[str, Any]) -> None:
+    """Add the flags of the options of a dataclass, all or those named; `given` as in `add_field`, by field name."""
+    for name in names or options_of(cls):
+        add_field(group, cls, name, **given.get(name, {}))
+
+
+def read_options(cls: type, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a dataclass that have a flag among these arguments, by field name."""
+    dests = {name: made.dest for name, (_, made) in options_of(cls).items()}
+    return {name: getattr(args, dest) for name, dest in dests.items() if hasattr(args, dest)}
+
+
+def request_help(name: str, end: str = "", *, bounds: bool = True) -> str:
+    """Return the help text of a request field, with its bounds where they apply."""
+    spec = REQUEST_FIELDS[name]
+    return help_text(spec.description) + (f"; values: {spec.bounds}" if bounds and spec.bounds else "") + end
+
+
+def add_request_field(group: Group, name: str, flag: str = "", *, end: str = "", **given: Any) -> None:
+    """Add the flag of one request field; with a `type` of its own the bounds of the field do not apply."""
+    spec = REQUEST_FIELDS[name]
+    settings: dict[str, Any] = {"help": request_help(name, end, bounds="type" not in given)}
+    if spec.type == "boolean":
+        settings["action"] = "store_true"
+    else:
+        settings["type"] = {"integer": int, "number": float}.get(spec.type)
+    group.add_argument(flag or f"--{name.replace('_', '-')}", **(settings | given))
