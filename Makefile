@@ -3,9 +3,10 @@
 #   make demo        serve the bundled model under load and show what the hybrid cache gains
 #   make test        the test suite, without what takes minutes
 #   make test-slow   the rest of it
-#   make fuzz        made requests at every door: 20,000 gRPC messages, 8,000 HTTP requests, 1,200 at all doors at once
+#   make fuzz        fuzzed requests on every endpoint: 20,000 gRPC messages, 8,000 HTTP requests, 1,200 on all endpoints at once
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
+#   make docs        the documentation as HTML in docs/_build/html, warnings as errors
 #   make lint types  format, lint and type checks
 #   make audit       ask for known faults of the locked packages, or say that nobody could be asked
 #   make check       test, reference, gate, lint, types and audit
@@ -40,7 +41,7 @@ PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python
 PIP := -m pip --disable-pip-version-check --no-input
 EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
 
-.PHONY: demo test test-slow fuzz reference gate lint types audit check lock clean
+.PHONY: demo test test-slow fuzz reference gate docs lint types audit check lock clean
 
 demo: .venv/.ready
 	.venv/bin/apt-jax demo
@@ -61,6 +62,10 @@ reference: .venv-ref/.ready
 gate: .venv-gate/.ready
 	.venv-gate/bin/python -m pytest -q tests/benchmarks/test_gate.py
 	.venv-gate/bin/python -m benchmarks.gpu.gate $(GATE_FLAGS)
+
+docs: .venv/.ready-docs
+	.venv/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
 
 lint: .venv/.ready-dev
 	.venv/bin/ruff format --check
@@ -95,6 +100,12 @@ clean:
 .venv/.ready-dev: .venv/.ready
 	.venv/bin/uv $(EXPORT) --group dev -o .venv/requirements-dev.txt
 	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements-dev.txt
+	touch $@
+
+# Like .ready-dev it adds to the environment of the tests, as the pages show signatures and flags of the code.
+.venv/.ready-docs: .venv/.ready
+	.venv/bin/uv $(EXPORT) --group docs -o .venv/requirements-docs.txt
+	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements-docs.txt
 	touch $@
 
 # torch is not in uv.lock: on Linux it would bring the CUDA libraries into every environment. SmolLM2's package names

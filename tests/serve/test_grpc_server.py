@@ -703,7 +703,7 @@ def test_reflection_lists_the_service(serve_toy):
 
 
 def test_a_client_that_knows_reflection_alone_as_documented(serve_toy, capsys):
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "serving" / "grpc.md").read_text()
     (code,) = (
         part for part in page.split("```python\n") if "ProtoReflectionDescriptorDatabase" in part
     )
