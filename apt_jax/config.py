@@ -393,6 +393,8 @@ class ParallelConfig:
     """Port there; JAX takes the next one."""
     join_timeout_s: float = 300.0
     """How long ranks wait for each other before anything is loaded, seconds."""
+    join_key_file: str | None = None
+    """File with the secret that ranks prove to each other to have; None: only where rank 0 is reached on this machine alone."""
 
     def __post_init__(self) -> None:
         _require(

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-from apt_jax import hosts
 from apt_jax.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from apt_jax.distributed import rendezvous, settings, transport
+from apt_jax.distributed.authentication import JoinKey
+from apt_jax.distributed.protos import ranks_pb2 as pb
 from apt_jax.errors import ConfigError
-from apt_jax.hosts import Follower, HostError, Leader, Plan
+from apt_jax.hosts import Follower, HostError, Hosts, Leader, Plan, join
 from apt_jax.models import resolve_model
 
 MODEL = ModelConfig(
@@ -69,9 +72,11 @@ def free_ports() -> int:
                 return port
 
 
-def config(rank: int, port: int, nnodes: int = 2, timeout_s: float = 20.0, **fields: Any) -> EngineConfig:  # fmt: skip
+def config(
+    rank: int, port: int, nnodes: int = 2, timeout_s: float = 20.0, key: str | None = None, **fields: Any
+) -> EngineConfig:
     ours = ParallelConfig(
-        tensor_parallel_size=nnodes, nnodes=nnodes, node_rank=rank, master_port=port, join_timeout_s=timeout_s
+        tensor_parallel_size=nnodes, nnodes=nnodes, node_rank=rank, master_port=port, join_timeout_s=timeout_s, join_key_file=key
     )  # fmt: skip
     return EngineConfig(model="tiny-opt", parallel=ours, **fields)
 
@@ -92,7 +97,7 @@ class Ranks:
     def start(self, rank: int, model: ModelConfig = MODEL, name: Any = None, **fields: Any) -> None:
         def run() -> None:
             try:
-                joined = hosts.join(config(rank, self.port, **fields), model, RESOLVED)
+                joined = join(config(rank, self.port, **fields), model, RESOLVED)
                 joined.on_lost = lambda reason: self.lost.__setitem__(key, reason)
                 self.results[key] = joined
             except BaseException as error:
@@ -111,12 +116,24 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Ranks]:
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
-    caplog.set_level(logging.INFO, "apt_jax.hosts")
+    caplog.set_level(logging.INFO, "apt_jax.distributed")
     ranks = Ranks()
     yield ranks
     for joined in ranks.ended().values():
-        if isinstance(joined, hosts.Hosts):
+        if isinstance(joined, Hosts):
             joined.close()
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    """A file with a join key."""
+    return key_file(tmp_path / "key", "k" * 32)
+
+
+def key_file(path: Path, text: str, mode: int = 0o600) -> str:
+    path.write_text(text + "\n")
+    path.chmod(mode)
+    return str(path)
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
@@ -163,17 +180,6 @@ def test_a_rank_that_ends_is_noticed_by_all(ranks):
     assert ranks.lost[0] == ranks.lost[1]
     assert ranks.lost[0].startswith("rank 2 (")
     assert ranks.lost[0].endswith("has ended")
-
-
-def test_a_rank_that_says_nothing_is_lost(ranks, monkeypatch):
-    monkeypatch.setattr(hosts, "SILENCE_S", 2.0)
-    monkeypatch.setattr(hosts, "BEAT_S", 0.2)
-    leader, _ = pair(ranks)
-    time.sleep(3.0)
-    assert ranks.lost == {}  # they speak
-    monkeypatch.setattr(leader, "_tell", lambda *_: None)  # its cable is pulled
-    until(lambda: 1 in ranks.lost)
-    assert ranks.lost[1] == f"rank 0 at 127.0.0.1:{ranks.port} has said nothing for 2 s"
 
 
 def test_an_error_of_one_rank_is_the_last_word_of_all(ranks):
@@ -228,15 +234,15 @@ def _listens(port: int) -> bool:
 
 @pytest.mark.parametrize("what", ["apt-jax", "jax", "jaxlib"])
 def test_a_rank_of_another_version(ranks, monkeypatch, what):
-    settings = hosts._settings
+    settings_of = settings.settings_of
 
     def theirs(config: EngineConfig, *rest: Any) -> dict[str, str]:
-        found = settings(config, *rest)
+        found = settings_of(config, *rest)
         if config.parallel.node_rank == 1:
             found[f"version of {what}"] = "9.9"
         return found
 
-    monkeypatch.setattr(hosts, "_settings", theirs)
+    monkeypatch.setattr(rendezvous, "settings_of", theirs)
     ranks.start(0)
     ranks.start(1)
     for error in ranks.ended().values():
@@ -273,18 +279,18 @@ def test_a_port_in_use(ranks):
         assert f"rank 0 cannot listen on 127.0.0.1:{taken}: Address already in use" in str(error)
 
 
-def test_an_address_of_another_host(ranks):
-    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, master_addr="192.0.2.1", master_port=ranks.port)  # fmt: skip
+def test_an_address_of_another_host(ranks, key):
+    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, master_addr="192.0.2.1", master_port=ranks.port, join_key_file=key)  # fmt: skip
     with pytest.raises(ConfigError, match=r"rank 0 cannot listen on 192\.0\.2\.1"):
-        hosts.join(EngineConfig(model="x", parallel=parallel), MODEL, RESOLVED)
+        join(EngineConfig(model="x", parallel=parallel), MODEL, RESOLVED)
 
 
-def test_a_name_that_is_loopback_here(ranks, monkeypatch):
+def test_a_name_that_is_loopback_here(ranks, key, monkeypatch):
     create = socket.create_server
-    monkeypatch.setattr(hosts.socket, "create_server", lambda address, **kw: create(("127.0.0.1", address[1]), **kw))  # fmt: skip
-    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, master_addr="host0", master_port=ranks.port)  # fmt: skip
+    monkeypatch.setattr(rendezvous.socket, "create_server", lambda address, **kw: create(("127.0.0.1", address[1]), **kw))  # fmt: skip
+    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, master_addr="host0", master_port=ranks.port, join_key_file=key)  # fmt: skip
     with pytest.raises(ConfigError, match=r"host0 is 127\.0\.0\.1 on this host, where no other can reach it"):  # fmt: skip
-        hosts.join(EngineConfig(model="x", parallel=parallel), MODEL, RESOLVED)
+        join(EngineConfig(model="x", parallel=parallel), MODEL, RESOLVED)
 
 
 def test_two_processes_that_are_the_same_rank(ranks, caplog):
@@ -302,48 +308,11 @@ def test_two_processes_that_are_the_same_rank(ranks, caplog):
     assert isinstance(there[2], Follower)
 
 
-def hello(data: bytes) -> bytes:
-    return b"h" + len(data).to_bytes(4, "little") + data
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"GET / HTTP/1.1\r\n\r\n", b"h\xff\xff\xff\x7f", b"", hello(b"{}"), hello(b"\xff\xff"), hello(b"[" * 100_000),
-        hello(b'{"rank": Infinity}'), hello(b'{"rank": 1, "host": 2, "settings": 3}'), hello(b'{"rank": 9, "host": "", "settings": {}}'),
-    ],
-)  # fmt: skip
-def test_strangers_at_the_port_do_no_harm(ranks, said):
-    ranks.start(0)
-    until(lambda: _listens(ranks.port))
-    stranger = socket.create_connection(("127.0.0.1", ranks.port))
-    stranger.sendall(said)
-    stranger.shutdown(socket.SHUT_WR)
-    ranks.start(1)
-    joined = ranks.ended()
-    assert isinstance(joined[0], Leader)
-    assert isinstance(joined[1], Follower)
-    stranger.close()
-
-
-def test_strangers_that_say_nothing_hold_nobody_up(ranks):
-    ranks.start(0)
-    until(lambda: _listens(ranks.port))
-    strangers = [socket.create_connection(("127.0.0.1", ranks.port)) for _ in range(20)]
-    began_s = time.monotonic()
-    ranks.start(1)
-    assert isinstance(ranks.ended()[0], Leader)
-    assert time.monotonic() - began_s < 10 * hosts._HELLO_S  # not one after another
-    for stranger in strangers:
-        stranger.close()
-
-
 def test_a_rank_that_goes_while_others_are_awaited_can_come_back(ranks, caplog):
     ranks.start(0, nnodes=3)
     until(lambda: _listens(ranks.port))
-    settings = hosts._settings(config(1, ranks.port, 3), MODEL, RESOLVED)
-    link = hosts._Link(socket.create_connection(("127.0.0.1", ranks.port)), "rank 0")
-    first = Follower(config(1, ranks.port, 3).parallel, settings, link)
+    ours = config(1, ranks.port, 3)
+    first = rendezvous.connect(ours.parallel, settings.settings_of(ours, MODEL, RESOLVED), None)
     until(has_joined(caplog, 1))
     first.close()
     until(lambda: "its place is free again" in caplog.text)
@@ -355,15 +324,20 @@ def test_a_rank_that_goes_while_others_are_awaited_can_come_back(ranks, caplog):
     assert ranks.lost == {}
 
 
-def test_rank_0_goes_while_others_are_awaited(ranks):
+@pytest.mark.parametrize("said", [b"", b"220 mail ready, and more than enough for a frame\r\n"])
+def test_a_port_of_something_else(ranks, said):
+    """Or rank 0 goes while others are awaited."""
     with socket.create_server(("127.0.0.1", ranks.port)) as server:
-        ranks.start(1, nnodes=3)
-        connection, _ = server.accept()
-        connection.recv(1 << 16)
-        connection.close()
+        ranks.start(1)
+        while 1 not in ranks.results:
+            server.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(said)
         (error,) = ranks.ended().values()
     assert isinstance(error, HostError)
-    assert "has ended before all ranks had joined" in str(error)
+    assert "has ended before all ranks had joined, or is no apt-jax" in str(error)
 
 
 def test_weights_of_the_same_shape_are_told_apart(tmp_path):
@@ -372,17 +346,6 @@ def test_weights_of_the_same_shape_are_told_apart(tmp_path):
         (tmp_path / name / "model.safetensors").write_bytes(name.encode() * 10_000)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "model.safetensors").write_bytes(b"a" * 10_000)
-    a, b, c = (hosts._fingerprint(tmp_path / name) for name in "abc")
+    a, b, c = (settings.fingerprint(tmp_path / name) for name in "abc")
     assert a == c
     assert a != b
-
-
-def test_a_port_of_something_else(ranks):
-    with socket.create_server(("127.0.0.1", ranks.port)) as server:
-        ranks.start(1)
-        connection, _ = server.accept()
-        connection.sendall(b"220 mail ready, and more than enough for a frame\r\n")
-        (error,) = ranks.ended().values()
-        connection.close()
-    assert isinstance(error, HostError)
-    assert "is no apt-jax" in str(error)

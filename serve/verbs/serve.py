@@ -184,6 +184,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds that ranks wait for each other",
     )
     hosts.add_argument(
+        "--join-key-file",
+        metavar="FILE",
+        default=ours.join_key_file,
+        help="secret that all ranks prove to each other to have, one line; needed unless --master-addr is of this machine alone",
+    )
+    hosts.add_argument(
         "--headless",
         action="store_true",
         help="serve nothing: for ranks other than 0, to which apt-jax launch adds it",
@@ -230,6 +236,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         master_addr=args.master_addr,
         master_port=args.master_port,
         join_timeout_s=args.join_timeout,
+        join_key_file=args.join_key_file,
     )
     return dataclasses.replace(config, parallel=ours)
 
