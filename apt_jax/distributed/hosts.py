@@ -158,6 +158,7 @@ class Leader(Hosts):
             self._meeting.wait_for(lambda: self._refusal or len(self._streams) == ours.nnodes - 1, ours.join_timeout_s)
             self._complete = True
             missing = [str(rank) for rank in range(1, ours.nnodes) if rank not in self._streams]
+            self._closing = self._refusal is not None or bool(missing)
         if self._refusal is not None:
             self._tell(refused={"reason": self._refusal})
             self.close()
