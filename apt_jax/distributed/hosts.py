@@ -72,7 +72,7 @@ class Hosts(abc.ABC):
     def _listen(self, rank: int, stream: "Stream") -> None:
         from apt_jax.distributed.transport import StreamError
 
-        reason, told = f"{stream.name} has ended", None
+        reason, told = f"{stream.name} {stream.when_ended}", None
         try:
             for message in stream:
                 kind = message.WhichOneof("kind")

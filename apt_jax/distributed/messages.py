@@ -29,7 +29,9 @@ class Plan:
 
     def encode(self) -> bytes:
         """Return a serialized `FromLeader` message."""
-        from apt_jax.distributed.protos import ranks_pb2 as pb  # protobuf comes with the extra `serve`
+        from apt_jax.distributed.protos import (
+            ranks_pb2 as pb,  # protobuf comes with the extra `serve`
+        )
 
         arrays = [pb.Int32Array(none=True) if array is None else _pack(array, pb) for array in self.arrays]
         call = pb.ProgramCall(program=self.program, arrays=arrays, static_json=json.dumps(self.static))

@@ -54,7 +54,11 @@ def fingerprint(path: Path) -> str:
 
     Orbax's files have other names on every machine.
     """
-    files = [path] if path.is_file() else sorted(f for f in path.glob("*.*") if f.suffix in (".safetensors", ".bin", ".gguf"))
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(f for f in path.glob("*.*") if f.suffix in (".safetensors", ".bin", ".gguf"))
+    )
     digest = hashlib.sha256((path / "orbax.json").read_bytes() if (path / "orbax.json").is_file() else b"")
     for file in files:
         size = file.stat().st_size

@@ -52,10 +52,13 @@ class Stream:
         name: the other end, for people.
         sends: type of the messages that this end sends.
         receives: type of the other end's.
+
+    Attributes:
+        when_ended: what is known of the other end when the stream has; continues a sentence that begins with its name.
     """
 
     def __init__(self, name: str, sends: Any, receives: Any) -> None:
-        self.name = name
+        self.name, self.when_ended = name, "has ended"
         self._sends, self._receives = sends, receives
         self._incoming: Iterator[bytes] = iter(())
         self._transmit: Callable[[bytes | None], object] = lambda data: None
@@ -83,7 +86,7 @@ class Stream:
         """
         with self._sending:
             if self._is_finished or self._done.is_set():
-                raise StreamError("has ended")
+                raise StreamError(self.when_ended)
             self._transmit(data)
 
     def __iter__(self) -> Iterator[Any]:
@@ -98,7 +101,13 @@ class Stream:
         except DecodeError:
             raise StreamError("sent a message that is not of apt-jax") from None
         except grpc.RpcError as error:
-            raise _stream_error(error) from None
+            if not isinstance(error, grpc.Call):  # at rank 0, whose iterator may as well just stop
+                return
+            details = (error.details() or "").lower()
+            if "ping timeout" in details or "keepalive" in details:
+                raise StreamError(f"has said nothing for {SILENCE_S:g} s") from None
+            is_busy = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            raise StreamError(self.when_ended, is_busy=is_busy) from None
 
     def expect(self, *kinds: str) -> Any:
         """Return the next message, which must be of one of these kinds.
@@ -108,7 +117,7 @@ class Stream:
         """
         message = next(iter(self), None)
         if message is None:
-            raise StreamError("has ended")
+            raise StreamError(self.when_ended)
         if message.WhichOneof("kind") not in kinds:
             raise StreamError("sent a message that is not of apt-jax")
         return message
@@ -136,15 +145,6 @@ class Stream:
         self.finish()
         if not self._done.wait(_CLOSE_S):
             self._cancel()
-
-
-def _stream_error(error: grpc.RpcError) -> StreamError:
-    if not isinstance(error, grpc.Call):  # at the server, which is told nothing more
-        return StreamError(f"has ended, or has not answered for {SILENCE_S:g} s")
-    details = (error.details() or "").lower()
-    if "ping timeout" in details or "keepalive" in details:
-        return StreamError(f"has said nothing for {SILENCE_S:g} s")
-    return StreamError("has ended", is_busy=error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 def _options(*more: tuple[str, int | str]) -> list[tuple[str, int | str]]:
@@ -198,6 +198,7 @@ def listen(host: str, port: int, num_ranks: int, admit: Callable[[Stream], None]
     def join(incoming: Iterator[bytes], context: Any, send_response_callback: Callable[[bytes | None], None]) -> None:
         stream = Stream(_address(context.peer()), pb.FromLeader, pb.FromRank)
         stream.attach(context, incoming, send_response_callback)
+        stream.when_ended = f"has not answered for {SILENCE_S:g} s or has ended"  # gRPC does not tell a server which
         try:
             admit(stream)
         finally:
