@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0
-_STOP_LISTENING_S = 1e9
-"""Streams that are open may go on for this long: for ever."""
+_OPEN_STREAMS_S = 1e9
+"""Time that streams have once rank 0 no longer listens: no limit."""
 
 
 def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel) -> Leader | Follower:
@@ -79,7 +80,10 @@ def lead(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None)
         raise
     logger.info("rank 0 waits at %s:%d for %d other ranks", ours.master_addr, ours.master_port, ours.nnodes - 1)
     leader.meet(lambda: server.stop(0))
-    server.stop(_STOP_LISTENING_S)
+    # gRPC leaves it to a thread to end the streams at last, which is a daemon, and no hindrance to the end, if its maker is one.
+    stopping = threading.Thread(target=server.stop, args=(_OPEN_STREAMS_S,), daemon=True)
+    stopping.start()
+    stopping.join()
     return leader
 
 

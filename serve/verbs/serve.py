@@ -167,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--master-addr",
         metavar="HOST",
         default=ours.master_addr,
-        help="address of rank 0, without encryption: for a network of its own",
+        help="address of rank 0; connections are not encrypted: use a private network",
     )
     hosts.add_argument(
         "--master-port",
