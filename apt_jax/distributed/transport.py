@@ -209,7 +209,7 @@ def listen(host: str, port: int, num_ranks: int, admit: Callable[[Stream], None]
     join.experimental_non_blocking = True  # type: ignore[attr-defined]
     most = num_ranks + MAX_HELLOS
     server = grpc.server(
-        _DaemonThreads(),
+        _DaemonThreads(),  # type: ignore[arg-type]  # any executor will do
         maximum_concurrent_rpcs=most,
         options=_options(
             ("grpc.so_reuseport", 0),  # a port in use is an error
