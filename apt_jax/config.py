@@ -133,6 +133,8 @@ class ParallelConfig:
     """Port of rank 0; the next port is used too, by JAX."""
     join_timeout_s: float = option(300.0, flag="--join-timeout", metavar="S", positive=True)
     """Seconds that ranks wait for each other at startup."""
+    join_key_file: str | None = option(None, metavar="FILE")
+    """File with the secret that all ranks prove to each other to have, one line; needed unless --master-addr is of this machine alone."""
 
     def __post_init__(self) -> None:
         check_options(self)

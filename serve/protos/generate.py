@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def generate(out: Path) -> None:
     """Write the stubs of all protos below `out`, by their path in the repository."""
-    protos = sorted(ROOT.glob("serve/protos/**/*.proto"))
+    protos = sorted([*ROOT.glob("serve/protos/**/*.proto"), *ROOT.glob("apt_jax/distributed/protos/*.proto")])
     subprocess.run(
         [
             sys.executable,

@@ -53,7 +53,7 @@ def test_command_lines_are_accepted(path, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("k" * 32)
     keys.chmod(0o440)
-    for _, container in containers(path):
+    for pod, container in containers(path):
         program, verb, *argv = command(container)
         if program == "smg":
             routers = pytest.importorskip("smg.launch_router", reason="needs the gateway")
@@ -77,6 +77,11 @@ def test_command_lines_are_accepted(path, tmp_path):
                 mounts = {m["mountPath"] for m in container["volumeMounts"]}
                 assert str(Path(args.api_key_file).parent) in mounts
                 args.api_key_file = str(keys)
+            assert (args.join_key_file is not None) == (args.nnodes > 1)
+            if args.join_key_file is not None:
+                mounted = {m["name"] for m in container["volumeMounts"] if m["mountPath"] == str(Path(args.join_key_file).parent)}
+                secrets = [v["secret"] for v in pod["spec"]["volumes"] if v["name"] in mounted]
+                assert [(s["secretName"], s["defaultMode"]) for s in secrets] == [("apt-jax-join-key", 0o440)]
             serve.check(args)
             assert args.tensor_parallel_size == gpus * args.nnodes
 

@@ -14,8 +14,8 @@ def test_stubs_are_those_of_the_proto_file(tmp_path):
     from serve.protos.generate import generate
 
     generate(tmp_path)
-    for name in ("apt_serve_pb2.py", "apt_serve_pb2.pyi"):
-        path = Path("serve/protos/aptjax/v1", name)
+    stubs = ("serve/protos/aptjax/v1/apt_serve_pb2", "apt_jax/distributed/protos/ranks_pb2")
+    for path in (Path(stub + ending) for stub in stubs for ending in (".py", ".pyi")):
 
         def content(file: Path) -> list[str]:
             """Without the generator's version."""

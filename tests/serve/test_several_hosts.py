@@ -54,11 +54,14 @@ class Rank:
         self, model: Path, rank: int, log: Path, port: int, *flags: str, devices: int, verb: str = "serve"
     ) -> None:  # fmt: skip
         self.log = log / f"rank{rank}.log"
+        key = log / f"key{rank}"
+        key.write_text("0123456789abcdef" * 2)
+        key.chmod(0o600)
         of_rank = ["--headless"] if rank else [f"--grpc-port={port + 2}", f"--port={port + 3}"]
         command = [
             sys.executable, "-m", "serve.cli", verb, str(model), "--load-format=dummy", "--nnodes=2", f"--node-rank={rank}",
             f"--master-port={port}", "--max-num-seqs=4", "--max-num-batched-tokens=64",
-            "--calibration-time=0", "--served-model-name=small", "--join-timeout=60", *of_rank, *flags,
+            "--calibration-time=0", "--served-model-name=small", "--join-timeout=60", f"--join-key-file={key}", *of_rank, *flags,
         ]  # fmt: skip
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": QUICK, "APT_JAX_CACHE_DIR": str(model / "cache")}  # fmt: skip
         with self.log.open("w") as file:
@@ -263,6 +266,8 @@ def test_a_model_that_one_rank_cannot_load(model, tmp_path):
         (["--nnodes=0"], "nnodes=0 must be at least 1 (--nnodes)"),
         (["--nnodes=2", "-tp=2", "--master-port=65535"], "master_port=65535 must lie in"),
         (["--nnodes=2", "-tp=2", "--master-addr="], "master_addr must not be empty"),
+        (["--nnodes=2", "-tp=2", "--master-addr=192.0.2.1"], "other machines may reach 192.0.2.1; give all ranks the same key (--join-key-file)"),
+        (["--nnodes=2", "-tp=2", "--join-key-file=/no/key"], "/no/key: cannot be read (No such file or directory) (--join-key-file)"),
         (["--nnodes=16", "-tp=16"], "tensor_parallel_size=16 does not divide this model (8 query heads"),
     ],
 )  # fmt: skip

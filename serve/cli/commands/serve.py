@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory for JAX profiles, taken by POST /start_profile and /stop_profile (default: profiling disabled)",
     )  # fmt: skip
     group = parser.add_argument_group("several hosts")
-    names = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout_s")
+    names = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout_s", "join_key_file")
     flags.add_options(group, ParallelConfig, names)
     group.add_argument(
         "--headless",
@@ -153,6 +153,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         master_addr=args.master_addr,
         master_port=args.master_port,
         join_timeout_s=args.join_timeout,
+        join_key_file=args.join_key_file,
     )
     return dataclasses.replace(config, parallel=ours)
 

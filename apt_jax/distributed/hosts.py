@@ -1,0 +1,296 @@
+"""One replica over several hosts: rank 0 schedules and serves, the others run the programs that it runs.
+
+JAX joins the devices of the processes into one mesh, and asks that all of them call the same programs, in the same order, with the
+same integers. So rank 0 sends every call (`Plan`: which program, and the integers that it takes) on a stream to each other rank
+before it makes it itself. Block tables are rank 0's alone; the cache never travels, nor do tokens: they are on every rank's devices.
+
+1. Ranks meet at ``--master-addr``, ``--master-port`` (`rendezvous.join`; the next port is JAX's own).
+2. Each proves that it has the join key, then its settings are compared with rank 0's, before anything is loaded.
+3. Rank 0 announces program calls, the others run them (`worker.follow`).
+4. A rank that is lost ends the replica: every rank that is left says so and ends. While ranks are awaited, the place of one that has
+   gone is free again.
+"""
+
+import abc
+import contextlib
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from apt_jax.config import ParallelConfig
+from apt_jax.distributed.authentication import JoinKey, RejectedError, check_rank
+from apt_jax.distributed.messages import Plan
+from apt_jax.distributed.settings import difference
+from apt_jax.errors import AptJaxError, ConfigError, one_line
+
+if TYPE_CHECKING:
+    from apt_jax.distributed.messages import pb
+    from apt_jax.distributed.transport import Stream
+
+logger = logging.getLogger(__name__)
+
+_WARN_EVERY_S = 1.0
+
+
+class HostError(AptJaxError):
+    """Ranks of one replica have not met, or one of them is gone; beginning anew may help."""
+
+
+def end_process(code: int, reason: str | None = None) -> None:
+    """End this process at once, the only place of the package that does.
+
+    Called where the rest of the program cannot: a rank is lost before anyone has set `Hosts.on_lost`, or rank 0 has ended while this
+    rank loads its model. Other threads may then be stuck in a collective or in a compilation, which no exception reaches.
+    """
+    sys.stdout.flush()
+    if reason is not None:
+        os.write(2, f"apt-jax: {reason}\n".encode())
+    os._exit(code)
+
+
+class Hosts(abc.ABC):
+    """This rank's streams to others.
+
+    Attributes:
+        on_lost: called once, in a thread, with a line about the rank that was lost; the default ends the process.
+    """
+
+    def __init__(self, own_name: str) -> None:
+        self.on_lost: Callable[[str], None] = lambda reason: end_process(1, reason)
+        self._own_name = own_name
+        self._streams: dict[int, Stream] = {}  # by rank; replaced as a whole
+        self._losing = threading.Lock()  # taken for good by the first that notices
+        self._closing = False
+        self._close_transport: Callable[[], object] = lambda: None
+
+    def _listen(self, rank: int, stream: "Stream") -> None:
+        from apt_jax.distributed.transport import StreamError
+
+        reason, told = f"{stream.name} {stream.when_ended}", None
+        try:
+            for message in stream:
+                kind = message.WhichOneof("kind")
+                if kind in ("failed", "refused"):
+                    reason, told = one_line(getattr(message, kind).reason), kind
+                    break
+                self._on_message(kind, message)
+        except StreamError as error:
+            reason = f"{stream.name} {error}"
+        self._lose(rank, reason, told)
+
+    @abc.abstractmethod
+    def _on_message(self, kind: str, message: Any) -> None:
+        """Handle a message that is not an end; raises StreamError where it is not one of this side's."""
+
+    def _tell(self, **kind: Any) -> None:
+        for stream in self._streams.values():
+            stream.send(**kind)
+
+    def _end_streams(self) -> None:
+        """Send nothing more, and wait a moment until everything has arrived."""
+        streams = self._streams.values()
+        for stream in streams:
+            stream.finish()
+        for stream in streams:
+            stream.close()
+
+    def _lose(self, rank: int, reason: str, told: str | None) -> None:
+        """End the replica, as a rank is gone.
+
+        Args:
+            told: kind of the message by which it said so itself; None: it has not.
+        """
+        del told
+        if self._closing or not self._losing.acquire(blocking=False):
+            return
+        self._streams = {r: stream for r, stream in self._streams.items() if r != rank}
+        self._tell(failed={"reason": reason})
+        self._end_streams()
+        self.on_lost(reason)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """An exception within is told to the other ranks, which end with its message."""
+        try:
+            yield
+        except Exception as error:
+            self._closing = True
+            self._tell(failed={"reason": f"{self._own_name}: {error}"})
+            self._end_streams()
+            raise
+
+    def close(self) -> None:
+        """Send and receive nothing more."""
+        self._closing = True
+        self._end_streams()
+        self._close_transport()
+
+
+class Leader(Hosts):
+    """Rank 0's side.
+
+    Attributes:
+        on_drain: called in a thread when another rank was asked to end.
+    """
+
+    def __init__(self, ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None = None) -> None:
+        super().__init__("rank 0")
+        self.on_drain: Callable[[], object] = lambda: None
+        self._ours, self._settings, self._key = ours, settings, key
+        self._meeting = threading.Condition()
+        self._complete = False
+        self._refusal: str | None = None
+        self._warned_s = float("-inf")
+
+    # --- until all have joined
+
+    def meet(self, close_transport: Callable[[], object] = lambda: None) -> None:
+        """Wait for the other ranks, whose streams come to `admit`; raises as `rendezvous.join`."""
+        self._close_transport = close_transport
+        ours = self._ours
+        with self._meeting:
+            self._meeting.wait_for(lambda: self._refusal or len(self._streams) == ours.nnodes - 1, ours.join_timeout_s)
+            self._complete = True
+            missing = [str(rank) for rank in range(1, ours.nnodes) if rank not in self._streams]
+            self._closing = self._refusal is not None or bool(missing)
+        if self._refusal is not None:
+            self._tell(refused={"reason": self._refusal})
+            self.close()
+            raise ConfigError(self._refusal)
+        if missing:
+            reason = (
+                f"rank {', '.join(missing)} of {ours.nnodes} did not join at {ours.master_addr}:{ours.master_port} within "
+                f"{ours.join_timeout_s:g} s; start it with this --master-addr and --master-port, or wait longer (--join-timeout)"
+            )
+            self._tell(failed={"reason": reason})
+            self.close()
+            raise HostError(reason)
+        self._tell(welcome={})
+
+    def admit(self, stream: "Stream") -> None:
+        """Take a stream that somebody has opened, and listen to it if it is a rank's, in this thread."""
+        from apt_jax.distributed.transport import HELLO_S, StreamError
+
+        address = stream.name
+        try:
+            with stream.limited(HELLO_S):
+                check_rank(stream, self._key)
+                told = stream.expect("introduction").introduction
+        except (RejectedError, StreamError) as error:
+            return self._warn(f"{address} is at --master-port and was rejected: it {error}")
+        rank, theirs = told.rank, dict(told.settings)
+        stream.name = f"rank {rank} ({one_line(told.host)[:80]}, {address})"
+        with self._meeting:
+            if self._complete or rank in self._streams or not 1 <= rank < self._ours.nnodes:
+                exists = 1 <= rank < self._ours.nnodes
+                why = "another process is that rank" if exists else f"there are ranks 1 to {self._ours.nnodes - 1}"
+                return stream.send(failed={"reason": f"node_rank={rank} is not free: {why} (--node-rank)"})
+            logger.info("%s joined", stream.name)
+            self._streams = {**self._streams, rank: stream}
+            self._refusal = self._refusal or difference(stream.name, theirs, self._settings)
+            self._meeting.notify_all()
+        self._listen(rank, stream)
+
+    def _warn(self, text: str) -> None:
+        """Log strangers, who may be many, once in a while."""
+        now_s = time.monotonic()
+        if now_s - self._warned_s >= _WARN_EVERY_S:
+            self._warned_s = now_s
+            logger.warning("%s", text)
+
+    def _lose(self, rank: int, reason: str, told: str | None) -> None:
+        with self._meeting:
+            if not self._complete:
+                logger.warning("%s; its place is free again", reason)
+                self._streams = {r: stream for r, stream in self._streams.items() if r != rank}
+                return
+        super()._lose(rank, reason, told)
+
+    # --- from then on
+
+    def announce(self, plan: Plan) -> None:
+        """Have the other ranks make a call; to be called right before it is made here.
+
+        Raises:
+            StreamError: a rank is gone.
+        """
+        data = plan.encode()
+        for stream in self._streams.values():
+            stream.send_encoded(data)
+
+    def _on_message(self, kind: str, message: Any) -> None:
+        del message
+        if kind == "drain":
+            self.on_drain()
+
+    def end(self) -> None:
+        """End as it should be: the other ranks end with exit code 0."""
+        self._closing = True
+        self._tell(end={})
+        self.close()
+
+
+class Follower(Hosts):
+    """Another rank's side.
+
+    Args:
+        ours: this rank's configuration.
+        stream: to rank 0, which has been told the settings.
+        close_transport: closes its connection.
+    """
+
+    def __init__(
+        self, ours: ParallelConfig, stream: "Stream", close_transport: Callable[[], object] = lambda: None
+    ) -> None:
+        super().__init__(f"rank {ours.node_rank} ({socket.gethostname()})")
+        self._plans: queue.SimpleQueue[pb.ProgramCall | None] = queue.SimpleQueue()
+        self._follows = False
+        self._welcome: queue.SimpleQueue[AptJaxError | None] = queue.SimpleQueue()
+        self._is_in = False
+        self._streams, self._close_transport = {0: stream}, close_transport
+        threading.Thread(target=self._listen, args=(0, stream), name="apt-jax-rank-0", daemon=True).start()
+
+    def meet(self) -> None:
+        """Wait until all ranks are there; raises as `rendezvous.join`."""
+        error = self._welcome.get()  # rank 0 ends the wait for those that do not come
+        if error is not None:
+            self.close()
+            raise error
+
+    def _lose(self, rank: int, reason: str, told: str | None) -> None:
+        if self._is_in:
+            return super()._lose(rank, reason, told)
+        if told is None:
+            reason += BEFORE_ALL_JOINED
+        self._welcome.put(ConfigError(reason) if told == "refused" else HostError(reason))
+
+    def ask_to_drain(self) -> None:
+        """Tell rank 0 that this rank was asked to end."""
+        self._tell(drain={})
+
+    def plans(self) -> Iterator[Plan]:
+        """Yield what to run, until rank 0 ends."""
+        self._follows = True
+        while (call := self._plans.get()) is not None:
+            yield Plan.from_message(call)
+
+    def _on_message(self, kind: str, message: Any) -> None:
+        if kind == "call":
+            self._plans.put(message.call)
+        elif kind == "welcome":
+            self._is_in = True
+            self._welcome.put(None)
+        elif kind == "end":
+            self._closing = True
+            if not self._follows:  # rank 0 was stopped while models are loaded
+                end_process(0)
+            self._plans.put(None)
+
+
+BEFORE_ALL_JOINED = " before all ranks had joined, or is no apt-jax (--master-addr, --master-port)"

@@ -1,0 +1,36 @@
+"""The life of a rank other than 0 once it has joined and loaded its part of the model."""
+
+import collections
+import time
+from typing import Any, Protocol
+
+from apt_jax.distributed.hosts import Follower
+from apt_jax.distributed.messages import Plan
+from apt_jax.errors import AptJaxError, one_line
+
+
+class StepError(AptJaxError):
+    """What rank 0 had this rank run has failed."""
+
+
+class PlanRunner(Protocol):
+    """The part of `JaxExecutor` that is used here."""
+
+    def run_plan(self, plan: Plan) -> Any:
+        """Make a call as rank 0 makes it."""
+
+
+def follow(executor: PlanRunner, follower: Follower) -> None:
+    """Run what rank 0 runs until it ends. Raises StepError where a step failed."""
+    import jax
+
+    flying: collections.deque[Any] = collections.deque()
+    with follower.telling():
+        try:
+            for plan in follower.plans():
+                flying.append(executor.run_plan(plan))
+                if len(flying) > 2:  # so that a step that fails is noticed
+                    jax.block_until_ready(flying.popleft())
+        except Exception as error:
+            time.sleep(1.0)  # where it failed for want of another rank, `on_lost` ends this one
+            raise StepError(f"a step failed: {one_line(str(error))[:300]}") from error
