@@ -15,7 +15,7 @@ from paged_driver import CONFIG
 from apt_jax import sampling
 from apt_jax.cpu import build, ops, tiles
 from apt_jax.errors import ConfigError
-from apt_jax.jax_executor import _attention_ops
+from apt_jax.executor.attention_choice import choose_attention
 from apt_jax.models.params import NormParams, QuantizedMatrix, TiledMatrix
 from apt_jax.pallas import attention_ops, reference, registry, xla
 
@@ -250,7 +250,7 @@ def test_without_a_compiler_xla_serves_and_says_so(
         assert attention_ops("cpu").name == "xla"
     assert "no C++ compiler found" in caplog.text
     with pytest.raises(ConfigError, match=r"'cpu' cannot be had: no C\+\+ compiler"):
-        _attention_ops("cpu", "cpu", None, frozenset())
+        choose_attention("cpu", "cpu", None, frozenset())
 
 
 def test_a_compiler_that_fails_is_named_with_its_error(

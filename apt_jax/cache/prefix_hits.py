@@ -15,12 +15,12 @@ from apt_jax.sched.view import RequestTable
 
 
 class PrefixHitTracker:
-    """What waiting requests would find cached, kept up to date in `RequestTable.hit_tokens` and `hit_blocks`.
+    """Prefix hits of waiting requests, kept up to date in `RequestTable.hit_tokens` and `hit_blocks`.
 
     Args:
         tree: registered groups.
         table: written to.
-        num_refs: (num_blocks + 1,) requests that hold a group, by its first block; read only, may change under it.
+        num_refs: (num_blocks + 1,) requests that hold a group, by its first block; read only, changed by its owner.
         block_sizes: positions of a group, by kind.
         blocks_per_group: by kind.
     """
@@ -45,7 +45,7 @@ class PrefixHitTracker:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def begin(self, row: int, digests: Sequence[list[bytes]], kinds: Sequence[int]) -> None:
-        """A request waits, with one of `kinds`; `digests` are those of all its full groups, by kind."""
+        """Track a request that waits for one of `kinds`; `digests` are those of all its full groups, by kind."""
         if row in self._place:
             self.end(row)
         self._digests[row] = digests
@@ -54,7 +54,7 @@ class PrefixHitTracker:
             self._enter(row, self._deepest(self._tree.roots[kind], digests[kind]))
 
     def end(self, row: int) -> None:
-        """The request waits no more."""
+        """Stop tracking a request."""
         places = self._place.pop(row, None)
         if places is None:
             return
@@ -65,7 +65,7 @@ class PrefixHitTracker:
         self._table.hit_blocks[row] = 0
 
     def node(self, row: int, kind: int) -> Node:
-        """Where the longest cached prefix of a waiting request ends."""
+        """The node where the longest cached prefix of a waiting request ends."""
         return self._place[row][kind]
 
     def _deepest(self, node: Node, digests: list[bytes]) -> Node:
@@ -108,7 +108,7 @@ class PrefixHitTracker:
             at = at.parent
 
     def _write(self, row: int, node: Node, used: int) -> None:
-        """The last token is computed in any case: its logits are not cached."""
+        """Write the hit; the last token is always computed, as its logits are not cached."""
         table, kind = self._table, node.kind
         size = self._block_sizes[kind]
         tokens = min(node.depth * size, int(table.num_tokens[row]) - 1)
@@ -118,14 +118,14 @@ class PrefixHitTracker:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def registered(self, nodes: Sequence[Node]) -> None:
-        """These nodes are new."""
+        """Note that these nodes are new."""
         for new in nodes:
             for row in sorted(self._awaited[new.kind].get(new.digest, ())):
                 self._leave(row, self._place[row][new.kind])
                 self._enter(row, self._deepest(new, self._digests[row][new.kind]))
 
     def dropped(self, nodes: Sequence[Node]) -> None:
-        """This subtree, parents first, is about to go."""
+        """Note that this subtree, parents first, is about to be removed."""
         top = nodes[0]
         if not top.num_below:
             return
@@ -136,7 +136,7 @@ class PrefixHitTracker:
                 self._enter(row, top.parent)
 
     def used(self, node: Node) -> None:
-        """The node, and nodes below it, are held by somebody now or by nobody any more."""
+        """Note that the node, and nodes below it, have got their first holder or lost their last."""
         if not node.num_below:
             return
         above = node.parent
@@ -149,10 +149,3 @@ class PrefixHitTracker:
             for row in node.rows:
                 self._write(row, node, used)
             todo.extend((below, used) for below in node.children if below.num_below)
-
-    def clear(self) -> None:
-        """Every node is about to go."""
-        for row, places in list(self._place.items()):
-            for kind, node in list(places.items()):
-                self._leave(row, node)
-                self._enter(row, self._tree.roots[kind])

@@ -25,12 +25,12 @@ DIGEST_BYTES = 16
 
 
 def root_digest(salt: bytes, tenant_salt: bytes = b"") -> bytes:
-    """Where the prefixes of an engine (and of a tenant, if they shall be kept apart) begin."""
+    """Digest of the root of an engine's prefixes (and of a tenant's, if tenants do not share)."""
     return hashlib.blake2b(tenant_salt, digest_size=DIGEST_BYTES, key=salt).digest()
 
 
 def extend_digests(digests: list[bytes], root: bytes, tokens: NDArray[np.int32], block_size: int) -> None:
-    """Append the digests of the full groups, of `block_size` tokens, of `tokens` that `digests` does not have yet."""
+    """Append the digests of those full groups of `tokens`, `block_size` tokens each, that `digests` lacks."""
     num = len(digests)
     full = tokens.size // block_size
     if num >= full:
@@ -72,13 +72,13 @@ class Node:
 
 
 class PrefixTree:
-    """Registered groups by digest, and groups that nobody holds, least recently used first.
+    """Registered groups by digest, and idle groups, least recently used first.
 
     Attributes:
-        idle: first blocks of groups that no request holds and that may be found again: registered ones, and those of
-            a step in flight that will be. They count as free, and are given away from the front.
+        idle: first blocks of groups that no request holds and that may be found again: registered ones, and those that
+            a step in flight fills. They count as free, and are evicted from the front.
         node_of: nodes by first block.
-        is_registered: (num_blocks + 1,) whether a first block has a node.
+        is_registered: (num_blocks + 1,) True for first blocks that have a node.
     """
 
     def __init__(self, num_blocks: int, num_kinds: int) -> None:
@@ -107,7 +107,7 @@ class PrefixTree:
         return nodes
 
     def remove(self, nodes: Sequence[Node]) -> None:
-        """Forget a whole subtree, parents first; blocks are the caller's business."""
+        """Forget a whole subtree, parents first; the caller frees the blocks."""
         top = nodes[0]
         assert top.parent is not None
         top.parent.children.discard(top)
