@@ -220,10 +220,6 @@ class JaxExecutor:
         """Compile and run every program once, on padding that touches no block."""
         copies = self.cache_config.enable_prefix_caching
         warm_up(self.runner, mixed=self.mixed, copies=copies, conversions=self.can_convert, progress=progress)
-        self.note_warm()
-
-    def note_warm(self) -> None:
-        """Count `compilations` from here on."""
         self._compiled_at_warm_up = self.programs.num_compiled()
 
     def compiled_decode_step(self) -> str:

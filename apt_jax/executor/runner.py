@@ -88,26 +88,17 @@ class ProgramRunner:
 
     def forward_call(self, ints: Ints, num_decode: int, num_prefill: int, kinds: KindSet) -> ProgramCall:
         """Gives hidden states of the rows that sample."""
-        return ProgramCall(
-            self,
-            "forward",
-            (self.params, self.pools, self.last_tokens, ints),
-            {"num_decode": num_decode, "num_prefill": num_prefill, "kinds": kinds},
-            replaces_pools=True,
-        )
+        args = (self.params, self.pools, self.last_tokens, ints)
+        static = {"num_decode": num_decode, "num_prefill": num_prefill, "kinds": kinds}
+        return ProgramCall(self, "forward", args, static, replaces_pools=True)
 
     def decode_call(
         self, forward_ints: Ints, sample_ints: Ints, num_decode: int, kinds: KindSet, variant: SamplerVariant
     ) -> ProgramCall:
         """Gives tokens."""
-        return ProgramCall(
-            self,
-            "decode",
-            (self.params, self.pools, self.last_tokens, forward_ints, sample_ints),
-            {"num_decode": num_decode, "kinds": kinds, "variant": variant},
-            replaces_pools=True,
-            replaces_last_tokens=True,
-        )
+        args = (self.params, self.pools, self.last_tokens, forward_ints, sample_ints)
+        static = {"num_decode": num_decode, "kinds": kinds, "variant": variant}
+        return ProgramCall(self, "decode", args, static, replaces_pools=True, replaces_last_tokens=True)
 
     def sample_call(
         self,
@@ -119,13 +110,8 @@ class ProgramRunner:
         variant: SamplerVariant,
     ) -> ProgramCall:
         """Gives tokens and log probabilities, if the variant has them."""
-        return ProgramCall(
-            self,
-            "sample",
-            (self.params, hidden, self.last_tokens, ints, penalties, masks),
-            {"rows": rows, "variant": variant},
-            replaces_last_tokens=True,
-        )
+        args = (self.params, hidden, self.last_tokens, ints, penalties, masks)
+        return ProgramCall(self, "sample", args, {"rows": rows, "variant": variant}, replaces_last_tokens=True)
 
     def copy_call(self, copies: Ints, size: int) -> ProgramCall:
         """Gives nothing."""

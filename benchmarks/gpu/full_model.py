@@ -393,7 +393,7 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
     for rows in executor.buckets.decode:  # sampling after a prefill of so many rows
         tokens = [max(2, min(8, size.prefill_buckets[-1] // rows))] * rows
         executor.execute(calibrate._batch(executor, [KV] * rows, [0] * rows, tokens)).result()
-    executor.note_warm()
+    executor._compiled_at_warm_up = executor.programs.num_compiled()
     print(f"  compiled and warm after {time.perf_counter() - begin:.0f} s", flush=True)
 
     model = calibrate.calibrate(executor, 1.0 if stage.tiny else min(30.0, 0.15 * stage.budget_s))
