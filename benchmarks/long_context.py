@@ -65,13 +65,13 @@ def run(
         max_num_seqs=1, max_num_batched_tokens=chunk, max_model_len=ids.size,
     )  # fmt: skip
     seen: list[Any] = []
-    sample = executor._sample_call
+    sample = executor.runner.sample_call
 
     def record(hidden: Any, *rest: Any) -> Any:
         seen.append(np.asarray(logits(executor.params, hidden[:1], config))[0])
         return sample(hidden, *rest)
 
-    executor._sample_call = record  # pyright: ignore[reportAttributeAccessIssue]
+    executor.runner.sample_call = record  # pyright: ignore[reportAttributeAccessIssue]
     tables = np.zeros((1, 2, blocks), np.int32)
     tables[0, :halves] = 1 + np.random.default_rng(0).permutation(halves * blocks).reshape(halves, blocks)  # fmt: skip
     begin = time.perf_counter()

@@ -354,7 +354,7 @@ class TestPrefixes:
         elif damage == "private":
             cache.num_private[cache.seat_of(0)] -= 1
         elif damage == "early":
-            cache._is_expected[firsts[0]] = True
+            cache.groups.is_expected[firsts[0]] = True
         else:
             del prefixes.node_of[int(firsts[1])]
         with pytest.raises(CacheIntegrityError):

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from paged_driver import BLOCK, CONFIG, PARAMS, make_executor
 
-from apt_jax.calibrate import (
+from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
+from apt_jax.errors import ConfigError
+from apt_jax.executor import Conversions, StepBatch
+from apt_jax.executor.calibrate import (
     _batch,
     _episodes,
     calibrate,
@@ -21,9 +24,6 @@ from apt_jax.calibrate import (
     load_or_calibrate,
     program_shapes,
 )
-from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
-from apt_jax.errors import ConfigError
-from apt_jax.executor import Conversions, StepBatch
 from apt_jax.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.sched import StepCosts
@@ -310,7 +310,7 @@ def test_tiles_are_of_whole_blocks() -> None:
 
 def test_a_description_allows_as_many_requests_as_the_engine_that_was_measured() -> None:
     executor = bounded_executor("kv", BLOCK, 5, 5, 128)
-    assert executor.decode_buckets[-1] == 8
+    assert executor.buckets.decode[-1] == 8
     shapes = program_shapes(executor)
     programs = ProgramCosts(shapes=shapes, coefficients=(1.0,) * len(shapes.feature_names()))
     assert (programs.max_num_seqs, programs.max_num_batched_tokens) == (5, 5)

@@ -47,7 +47,7 @@ def executor_of(
         params, config, cache=CacheConfig(block_size=4, num_blocks_override=num_blocks, hidden_attention=attention),
         max_num_seqs=4, max_num_batched_tokens=32, max_model_len=96, attention=ops, conversion=conversion,
     )  # fmt: skip
-    executor.decode_buckets, executor.prefill_buckets = [4], [32]  # fewer programs to compile
+    executor.buckets.decode, executor.buckets.prefill = [4], [32]  # fewer programs to compile
     return executor
 
 
@@ -76,7 +76,7 @@ def chunk(
 
 def cached(executor: JaxExecutor, table: np.ndarray, num: int) -> np.ndarray:
     """(layers, 2, num, lane): keys and values of the first positions."""
-    pools = np.stack([np.asarray(pool, np.float32) for pool in executor._pools])
+    pools = np.stack([np.asarray(pool, np.float32) for pool in executor.runner.pools])
     blocks = pools[:, table]  # (layers, 2, J, block_size * lane)
     return blocks.reshape(*blocks.shape[:2], -1, executor.config.lane)[:, :, :num]
 
@@ -88,7 +88,7 @@ def cached(executor: JaxExecutor, table: np.ndarray, num: int) -> np.ndarray:
 def test_converted_rows_hold_what_kv_rows_hold(name, dtype):
     """Positions within and at the end of blocks, in more blocks than one program takes."""
     executor = executor_of(name, dtype=dtype)
-    executor.convert_buckets = [2, 3]
+    executor.buckets.conversions = [2, 3]
     per_block = executor.hidden_block_size
     text = np.random.default_rng(1).integers(3, 97, 33).tolist()
     blocks = 1 + np.random.default_rng(2).permutation(100)
@@ -218,10 +218,10 @@ def test_engine_says_the_same_with_conversions_at_random(name, attention):
 
 def test_nothing_is_compiled_while_it_serves():
     executor = executor_of("opt", conversion=True)
-    executor.decode_buckets, executor.prefill_buckets, executor.masked_buckets = [4], [32], []
-    executor.convert_buckets = [2, 8]
+    executor.buckets.decode, executor.buckets.prefill, executor.buckets.masked = [4], [32], []
+    executor.buckets.conversions = [2, 8]
     executor.warm_up()
-    done = executor.programs["convert"]._cache_size()
+    done = executor.programs.jitted["convert"]._cache_size()
     assert done >= 2
     policy = RandomPolicy(0, Chaos(convert=0.7, preempt=0.02))
     _, stats = serve(executor, policy, (True, True), caching=True)
@@ -240,6 +240,6 @@ def test_programs_are_there_only_where_they_can_be_asked_for(conversion, mode, c
         max_num_batched_tokens=32, max_model_len=32, conversion=conversion,
     )  # fmt: skip
     assert executor.can_convert == can
-    executor.decode_buckets, executor.prefill_buckets, executor.masked_buckets = [1], [32], []
+    executor.buckets.decode, executor.buckets.prefill, executor.buckets.masked = [1], [32], []
     executor.warm_up()
-    assert (executor.programs["convert"]._cache_size() > 0) == can
+    assert (executor.programs.jitted["convert"]._cache_size() > 0) == can

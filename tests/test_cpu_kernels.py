@@ -16,7 +16,7 @@ from apt_jax import backends as registry
 from apt_jax.backends import attention_ops
 from apt_jax.cpu import build, ops
 from apt_jax.errors import ConfigError
-from apt_jax.jax_executor import _attention_ops
+from apt_jax.executor.attention_choice import choose_attention
 from apt_jax.models import weight_layout as tiles
 from apt_jax.ops import linear, reference, sampling
 from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_of
@@ -252,7 +252,7 @@ def test_without_a_compiler_xla_serves_and_says_so(
         assert attention_ops("cpu").name == "xla"
     assert "no C++ compiler found" in caplog.text
     with pytest.raises(ConfigError, match=r"'cpu' cannot be had: no C\+\+ compiler"):
-        _attention_ops("cpu", "cpu", None, frozenset())
+        choose_attention("cpu", "cpu", None, frozenset())
 
 
 def test_a_compiler_that_fails_is_named_with_its_error(

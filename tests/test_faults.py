@@ -133,10 +133,10 @@ def test_E7_E8_a_bad_row_of_a_real_model_ends_alone(model, reference):
 def test_the_old_pool_is_gone_before_there_is_a_new_one(model):
     executor = model.executor
     assert isinstance(executor, JaxExecutor)
-    old = executor._pools
+    old = executor.runner.pools
     executor.reset()  # also where the step that failed had not taken it
     assert all(pool.is_deleted() for pool in old)
-    assert not any(pool.is_deleted() for pool in executor._pools)
+    assert not any(pool.is_deleted() for pool in executor.runner.pools)
 
 
 # --- no memory for a step ------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def assert_says(error: Exception, *parts: str) -> None:
 def test_D2_no_memory_for_a_single_block_is_found_before_anything_is_allocated(model, monkeypatch):
     made = []
     monkeypatch.setattr(JaxExecutor, "reset", lambda self: made.append(self))
-    monkeypatch.setattr("apt_jax.jax_executor.free_memory_bytes", lambda device: 1000)
+    monkeypatch.setattr("apt_jax.executor.pool_memory.free_memory_bytes", lambda device: 1000)
     config = dataclasses.replace(model.config, cache=CacheConfig(block_size=8))
     with pytest.raises(ConfigError) as caught:
         build_engine(config, warm_up=False, calibrate=False)
@@ -248,7 +248,7 @@ def test_D2_no_memory_while_it_starts_names_what_to_change(model, monkeypatch, w
     if where == "load":
         monkeypatch.setattr("apt_jax.models.load_model", fail)
     elif where == "make":
-        monkeypatch.setattr("apt_jax.jax_executor.by_layers", fail)
+        monkeypatch.setattr("apt_jax.executor.jax_executor.by_layers", fail)
     else:
         monkeypatch.setattr(JaxExecutor, "warm_up", fail)
     with pytest.raises(ConfigError) as caught:
@@ -260,7 +260,7 @@ def test_D2_a_failure_of_another_kind_stays_what_it_is(model, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("another")
 
-    monkeypatch.setattr("apt_jax.jax_executor.by_layers", fail)
+    monkeypatch.setattr("apt_jax.executor.jax_executor.by_layers", fail)
     with pytest.raises(RuntimeError, match="another"):
         build_engine(model.config, warm_up=False, calibrate=False)
 

@@ -179,14 +179,14 @@ def test_tokens_equal_a_plain_forward_pass(name, block_size, attention):
     """Prompts in chunks over a cached prefix, both kinds side by side where the model offers both."""
     config, params = MODELS[name], parameters(name)
     executor = executor_of(name, block_size, mode=mode_of(name), attention=attention)
-    executor.decode_buckets, executor.prefill_buckets = [4], [32]  # fewer programs to compile
+    executor.buckets.decode, executor.buckets.prefill = [4], [32]  # fewer programs to compile
     first = KV if executor.kinds_offered[KV] else HIDDEN
     assert executor.hidden_block_size == block_size * config.lane // config.hidden_size
     driver = Driver(executor)
     prompts = {0: list(range(5, 43)), 1: list(range(50, 88)), 2: [3, 4], 3: list(range(9, 30))}
     for seat, prompt in prompts.items():
         driver.add(seat, prompt, (first, HIDDEN, HIDDEN, HIDDEN)[seat])
-        driver.table[seat] = driver.table[seat][:, : executor._table_len]
+        driver.table[seat] = driver.table[seat][:, : executor.form.table_len]
     driver.step({0: 10, 1: 11, 2: 1})
     driver.step({1: 10, 3: 21})
     driver.step({0: 12, 1: 16, 2: 1, 3: 1})
@@ -281,11 +281,11 @@ def test_engine_says_the_same_with_every_kind_in_tight_pools(name, block_size):
     longest = 33 + 24 + 3 * 12 + 2 * 5
     least = 2 * -(-longest // block_size)
     ample = executor_of(name, block_size, mode="kv")
-    ample.decode_buckets = [4]
+    ample.buckets.decode = [4]
     expected = conversations(Served(ample, "kv", "fcfs", prefix_caching=False))
     assert len({tuple(a) for turn in expected for a in turn}) > 12  # the model says something
     tight = executor_of(name, block_size, num_blocks=least + 2, mode=mode_of(name))
-    tight.decode_buckets = [4]
+    tight.buckets.decode = [4]
     assert tight.hidden_block_size != block_size
     whims = Chaos(preempt=0.02, chunk=0.3, flip=0.7)
     cases: dict[str, tuple[str, Policy | str]] = {
@@ -323,10 +323,10 @@ def test_bytes_of_the_pool_that_a_token_takes(name, block_size, exact):
         executor = executor_of(
             name, block_size, mode=modes[kind], config=config, max_model_len=tokens + 1
         )
-        executor.decode_buckets, executor.prefill_buckets = [4], [32]
+        executor.buckets.decode, executor.buckets.prefill = [4], [32]
         served = Served(executor, KINDS[kind].name, "fcfs", prefix_caching=False)
         served.serve([np.random.default_rng(0).integers(3, 97, tokens).tolist()], 1)
-        pools = np.stack(executor._pools)
+        pools = np.stack(executor.runner.pools)
         written = (pools != 0).any(axis=2)
         taken.append(int(written.sum()) * pools[0, 0].nbytes)
         assert taken[kind] == served.engine.cache.blocks_needed(tokens, kind) * executor.block_bytes

@@ -319,10 +319,10 @@ def test_a_step_that_waits_for_masks_has_no_result_before(
 def test_copies_are_read_before_any_is_written_and_compile_nothing() -> None:
     executor = make_executor()
     rng = np.random.default_rng(0)
-    before = [rng.standard_normal(np.shape(pool)).astype(np.float32) for pool in executor._pools]
-    executor._pools = tuple(jnp.asarray(pool) for pool in before)
-    executor._copy_call(np.array([[1, 2], [2, 3], [5, 1]], np.int32), 8).run()
-    for pool, old in zip(executor._pools, before, strict=True):
+    before = [rng.standard_normal(np.shape(pool)).astype(np.float32) for pool in executor.runner.pools]
+    executor.runner.pools = tuple(jnp.asarray(pool) for pool in before)
+    executor.runner.copy_call(np.array([[1, 2], [2, 3], [5, 1]], np.int32), 8).run()
+    for pool, old in zip(executor.runner.pools, before, strict=True):
         expected = old.copy()
         expected[[2, 3, 1]] = old[[1, 2, 5]]
         np.testing.assert_array_equal(np.asarray(pool), expected)

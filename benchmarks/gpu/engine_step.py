@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from apt_jax import jax_executor
 from apt_jax.backends import AttentionOps, over_devices
 from apt_jax.config import CacheConfig
-from apt_jax.jax_executor import JaxExecutor
+from apt_jax.executor.buckets import GREEDY, KindSet, SamplerVariant
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models import PRESETS
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
@@ -25,6 +25,7 @@ from benchmarks.gpu.compile_only import Chip
 from benchmarks.gpu.device_free import ProgramReport, compile_program, make_mesh
 
 BLOCK_SIZE = 16
+VARIANTS = {"greedy": GREEDY, "draw": SamplerVariant(filtered=False), "sample": SamplerVariant()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class StepCase:
     num_blocks: int = 6144
     """Pool of one layer."""
     sampling: str = "greedy"
-    """The sampler's program, which more than one GPU has only greedy."""
+    """One of `VARIANTS`; over several GPUs only greedy."""
     donate: bool = True
 
     @property
@@ -122,19 +123,20 @@ def _engine_step(case: StepCase, config: ModelConfig, ops: AttentionOps) -> tupl
         max_model_len=case.context,
         attention=ops,
     )  # fmt: skip
+    kinds = KindSet(*case.kinds)
     if case.prefill_tokens:
         function = functools.partial(
-            executor._forward, num_decode=0, num_prefill=case.prefill_tokens, kinds=case.kinds
+            executor.programs.forward, num_decode=0, num_prefill=case.prefill_tokens, kinds=kinds
         )
-        sizes = (case.num_rows, executor._layout(0, case.prefill_tokens).size)
+        sizes = (case.num_rows, executor.form.forward_layout(0, case.prefill_tokens).size)
         return function, tuple(jax.ShapeDtypeStruct((n,), jnp.int32) for n in sizes), (1,)
     function = functools.partial(
-        executor._decode, num_decode=case.num_rows, kinds=case.kinds, variant=case.sampling
+        executor.programs.decode, num_decode=case.num_rows, kinds=kinds, variant=VARIANTS[case.sampling]
     )
     sizes = (
         case.num_rows,
-        executor._layout(case.num_rows, 0).size,
-        jax_executor._sample_layout(case.num_rows).size,
+        executor.form.forward_layout(case.num_rows, 0).size,
+        executor.form.sample_layout(case.num_rows).size,
     )
     rest = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
     return function, rest, (1, 2)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apt_jax import calibrate
 from apt_jax.backends import AttentionOps, attention_ops
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.errors import QueueFullError
-from apt_jax.executor import StepBatch, StepHandle
-from apt_jax.jax_executor import JaxExecutor
+from apt_jax.executor import StepBatch, StepHandle, calibrate
+from apt_jax.executor.buckets import GREEDY, KindSet
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.llm import EngineParts, make_parts, use_compile_cache, with_scheduler
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.models.config import ModelConfig
@@ -110,35 +110,35 @@ def build(size: _Size, config: ModelConfig, params: ModelParams, *, hidden_atten
         max_num_seqs=size.max_seqs, max_num_batched_tokens=size.prefill_buckets[-1],
         max_model_len=min(config.max_position, 2048), attention=_attention(tiny),
     )  # fmt: skip
-    executor.decode_buckets = list(size.decode_buckets)
-    executor.prefill_buckets = list(size.prefill_buckets)
+    executor.buckets.decode = list(size.decode_buckets)
+    executor.buckets.prefill = list(size.prefill_buckets)
     return executor
 
 
-Program = tuple[int, int, tuple[bool, bool]]
+Program = tuple[int, int, KindSet]
 """Decode rows, prefill tokens, kinds."""
 
 
 def _lower(executor: JaxExecutor, program: Program) -> Any:
     """What `JaxExecutor.execute` will call; sampling programs are small and left to the first call."""
     rows, tokens, kinds = program
-    _, ints = executor._empty_forward(rows, tokens)
-    head = (executor.params, executor._pools, executor._last_tokens, ints)
+    _, ints = executor.form.empty_forward(rows, tokens)
+    head = (executor.params, executor.runner.pools, executor.runner.last_tokens, ints)
     try:
-        if tokens or executor._ops.branches:
-            return executor.programs["forward"].lower(*head, num_decode=rows, num_prefill=tokens, kinds=kinds)  # fmt: skip
-        _, sample = executor._empty_sample(rows)
-        return executor.programs["decode"].lower(*head, sample, num_decode=rows, kinds=kinds, variant="greedy")  # fmt: skip
+        if tokens or executor.programs.branches:
+            return executor.programs.jitted["forward"].lower(*head, num_decode=rows, num_prefill=tokens, kinds=kinds)  # fmt: skip
+        _, sample = executor.form.empty_sample(rows)
+        return executor.programs.jitted["decode"].lower(*head, sample, num_decode=rows, kinds=kinds, variant=GREEDY)  # fmt: skip
     except Exception as error:
         return error
 
 
 def programs_of(executor: JaxExecutor) -> list[Program]:
     """All that greedy serving uses, for every mixture of kinds."""
-    mixtures = executor._mixtures()
+    mixtures = executor.programs.kind_sets()
     return [
         (rows, tokens, kinds)
-        for rows, tokens in reversed(executor._forward_shapes())
+        for rows, tokens in reversed(executor.buckets.forward_shapes(mixed=executor.mixed))
         for kinds in mixtures
         if rows + tokens > 1 or not all(kinds) or len(mixtures) == 1  # one row is not of two kinds
     ]
@@ -245,7 +245,7 @@ def step(stage: Stage) -> list[str]:
             for case in cases:
                 name, _, kinds, _, lens = case
                 rows, tokens = (0, sum(lens)) if name.startswith("prefill") else (len(kinds), 0)
-                mixture = built._mixture(np.asarray(kinds, np.int8))
+                mixture = built.programs.kind_set_of(np.asarray(kinds, np.int8))
                 yield case, _lower(built, (rows, tokens, mixture))
 
         started = time.perf_counter()
@@ -391,16 +391,16 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
         if isinstance(compiled, Exception):
             raise compiled
         warm(executor, program)
-    for rows in executor.decode_buckets:  # sampling after a prefill of so many rows
+    for rows in executor.buckets.decode:  # sampling after a prefill of so many rows
         tokens = [max(2, min(8, size.prefill_buckets[-1] // rows))] * rows
         executor.execute(calibrate._batch(executor, [KV] * rows, [0] * rows, tokens)).result()
-    executor._compiled_at_warm_up = executor._num_programs()
+    executor._compiled_at_warm_up = executor.programs.num_compiled()
     print(f"  compiled and warm after {time.perf_counter() - begin:.0f} s", flush=True)
 
     model = calibrate.calibrate(executor, 1.0 if stage.tiny else min(30.0, 0.15 * stage.budget_s))
     hardware = calibrate.describe(model, executor, size.model)
     if describe is not None:
-        name = executor._device.device_kind.lower().removeprefix("nvidia ").replace(" ", "-")
+        name = executor.device.device_kind.lower().removeprefix("nvidia ").replace(" ", "-")
         save_hardware(dataclasses.replace(hardware, name=name), describe)
     quality = (
         f"calibration, held back: prefill R2 {model.prefill_quality.r2:.3f}, mean error "

@@ -82,17 +82,17 @@ def test_the_paged_decoder(pair, attention) -> None:
     )
     assert executor.kinds_offered == (not alone, ours.config.supports_hidden)
     kinds = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]
-    executor.decode_buckets, executor.prefill_buckets = [8], [64]  # fewer programs to compile
+    executor.buckets.decode, executor.buckets.prefill = [8], [64]  # fewer programs to compile
     tokens = _tokens()
     want = _their_logits(theirs, tokens)
     seen: list[np.ndarray] = []
-    sample = executor._sample_call
+    sample = executor.runner.sample_call
 
     def record(hidden: Any, *args: Any) -> Any:
         seen.append(np.asarray(logits(executor.params, hidden, ours.config)))
         return sample(hidden, *args)
 
-    executor._sample_call = record  # pyright: ignore[reportAttributeAccessIssue]
+    executor.runner.sample_call = record  # pyright: ignore[reportAttributeAccessIssue]
     driver = Driver(executor)
     whole, chunked = [2 * k for k in kinds], [2 * k + 1 for k in kinds]
 

@@ -102,7 +102,7 @@ class FaultyExecutor:
             self.released.wait(60)
         elif fault.what == "destroy":
             self._is_broken = True
-            for pool in getattr(self.inner, "_pools", ()):
+            for pool in getattr(getattr(self.inner, "runner", None), "pools", ()):
                 pool.delete()
         elif fault.when == "before":
             self._fail(fault)

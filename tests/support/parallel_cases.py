@@ -140,10 +140,10 @@ def run(case: str, sizes: list[int]) -> dict[str, Any]:
         if case.endswith("converted"):  # from layer inputs to keys and values, while they run
             policy = RandomPolicy(3, Chaos(convert=0.7))
         tokens = greedy(executor, prompts, 12, kind, "forced preemptions", policy)
-        pool = executor._pools[0]
+        pool = executor.runner.pools[0]
         found[str(size)] = {
             "tokens": tokens,
-            "converted": getattr(executor.programs["convert"], "_cache_size")() > 0,  # noqa: B009
+            "converted": getattr(executor.programs.jitted["convert"], "_cache_size")() > 0,  # noqa: B009
             "pool bytes": sorted(shard.data.nbytes for shard in pool.addressable_shards),
             "collectives": collectives_of(executor.compiled_decode_step(), "layer1"),
         }

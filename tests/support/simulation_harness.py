@@ -391,8 +391,8 @@ class Simulation:
 
         cache, execute = engine.cache, self.executor.execute
         cache.attach = counting("prefix found", cache.attach)  # type: ignore[method-assign]
-        cache._exchange = counting("group exchanged", cache._exchange)  # type: ignore[method-assign]
-        cache._evict = counting("group evicted", cache._evict)  # type: ignore[method-assign]
+        cache.groups._deduplicate = counting("group exchanged", cache.groups._deduplicate)  # type: ignore[method-assign]
+        cache.groups._evict = counting("group evicted", cache.groups._evict)  # type: ignore[method-assign]
         cache.drop_prefix = counting("prefix dropped", cache.drop_prefix)  # type: ignore[method-assign]
 
         def noting_execute(batch: StepBatch):

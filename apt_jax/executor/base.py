@@ -1,4 +1,4 @@
-"""The contract between the engine and whatever runs a step: device, cost model, or test double.
+"""The contract between the engine and what runs a step: a device, a cost model, or a test double.
 
 A step is dispatched by `execute` and its result fetched later by `StepHandle.result`, so that the engine can prepare
 the next step while the device works. Steps take effect in the order in which they were dispatched.
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from apt_jax.request import SamplingParams
 
 TOKEN_ON_DEVICE = -1
-"""In `StepBatch.token_ids`: take the last token that was sampled for this row's seat; the host has not seen it yet."""
+"""In `StepBatch.token_ids`: the last token sampled for this row's seat, which the host has not seen yet."""
 
 NO_TOKEN = -1
 """In `StepResult.token_ids`: the row did not sample in this step, or its mask left no token."""
@@ -28,11 +28,11 @@ class Conversions:
     """Rows of a step whose cached layer inputs become keys and values before the step writes anything."""
 
     rows: NDArray[np.int64]
-    """(m,) rows of the batch, ascending. The batch has them as KV rows: their block tables name the blocks that positions
-    `[0, start)` are to be written to, which nobody else holds."""
+    """(m,) rows of the batch, ascending. They are KV rows in the batch: their block tables name the blocks that positions
+    `[0, start)` are written to, which no other request holds."""
     inputs: NDArray[np.int32]
-    """(m, J) the X blocks of these positions, padded with `NULL_BLOCK`. Others may read them; no row of the step writes to
-    them."""
+    """(m, J) the X blocks of these positions, padded with `NULL_BLOCK`. Other rows may read them; no row of the step writes
+    to them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,21 +69,19 @@ class StepBatch:
     """(n,) how much of `history` is the prompt."""
     masked: NDArray[np.int64] | None = None
     """Rows that sample under a mask, ascending; None: none. `Executor.execute` then gives a `MaskedStepHandle`."""
-    copies: NDArray[np.int32] = dataclasses.field(
-        default_factory=lambda: np.zeros((0, 2), np.int32)
-    )
+    copies: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """(m, 2) blocks (source, destination): before the step writes anything, all sources are read, then written to their
-    destinations. No destination is there twice; m is at most 2 * max_num_seqs."""
+    destinations. No destination occurs twice; m is at most 2 * max_num_seqs."""
     conversions: Conversions | None = None
     """Done after the copies and before the step; None: there are none."""
 
     @property
     def num_converted_tokens(self) -> int:
-        """Positions whose layer inputs become keys and values."""
+        """Positions whose layer inputs are converted to keys and values."""
         return 0 if self.conversions is None else int(self.start[self.conversions.rows].sum())
 
     def part(self, rows: NDArray[np.int64]) -> "StepBatch":
-        """A step of some rows, ascending, with what is their own: no masks, copies or conversions."""
+        """A step of some rows, ascending, without masks, copies and conversions."""
         starts = np.cumsum(self.num_tokens) - self.num_tokens
         lens = self.num_tokens[rows]
         within = np.arange(int(lens.sum())) - np.repeat(np.cumsum(lens) - lens, lens)
@@ -104,7 +102,7 @@ class StepBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step produced. Rows as in the batch."""
+    """Results of a step. Rows as in the batch."""
 
     token_ids: NDArray[np.int32]
     """(n,) sampled token, `NO_TOKEN` where the row did not sample, or its mask left none."""
@@ -119,7 +117,7 @@ class StepResult:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether something failed for want of memory: the host's, or the device's in JAX's words."""
+    """True if an error means out of memory, on the host or, in JAX's wording, on the device."""
     is_the_devices = isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
     return is_the_devices or isinstance(error, MemoryError)
 
@@ -135,8 +133,8 @@ class StepHandle(Protocol):
 class MaskedStepHandle(StepHandle, Protocol):
     """A step that has been dispatched up to the point where tokens are sampled, which takes the masks.
 
-    What comes before takes most of the time, and needs none of the host: so the host can fetch the tokens of the step
-    before, and find out what may follow them, while the device works.
+    The forward pass takes most of the time and needs no masks: while it runs, the host fetches the tokens of the previous
+    step and computes which tokens may follow them.
     """
 
     def sample(self, masks: NDArray[np.int32]) -> None:
@@ -159,14 +157,14 @@ class Executor(Protocol):
     """Layer inputs that a block holds: more than keys where they are narrower, fewer where they are wider."""
     max_num_seqs: int
     can_convert: bool
-    """Whether steps may have `StepBatch.conversions`."""
+    """True if steps may have `StepBatch.conversions`."""
 
     def execute(self, batch: StepBatch) -> StepHandle:
         """Dispatch one step; must not wait for it. After an exception the pool is gone: call `reset`."""
         ...
 
     def reset(self) -> None:
-        """Make the pool anew, all cache lost (a failed step has destroyed the donated arrays)."""
+        """Recreate the pool, all cache lost (a failed step has destroyed the donated arrays)."""
         ...
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:

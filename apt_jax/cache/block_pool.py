@@ -1,0 +1,107 @@
+"""Block ids on a free list, and the names that the modules of the cache share."""
+
+import enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.executor import NULL_BLOCK
+from apt_jax.sched.view import HIDDEN, KV
+
+NO_SEAT = -1
+"""Seat of a request that holds no cache."""
+
+NO_OWNER = -1
+"""Owner of a free seat."""
+
+
+class CacheKind(enum.IntEnum):
+    """What of a request is cached; the numbers are the columns of `sched.view`."""
+
+    KV = KV
+    HIDDEN = HIDDEN
+
+
+class CacheIntegrityError(AssertionError):
+    """The accounting contradicts itself: going on could hand one request's memory to another.
+
+    Raised rather than asserted, so that it works under ``python -O`` as well.
+    """
+
+
+def require(condition: object, message: str) -> None:
+    """Raise `CacheIntegrityError` unless the condition holds."""
+    if not condition:
+        raise CacheIntegrityError(message)
+
+
+class BlockPool:
+    """Block ids [1, num_blocks] on a stack of free ones, with a bitmap of the ids on it.
+
+    The stack reuses the block that was freed last; the bitmap detects double and foreign frees.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"{num_blocks=} must be at least 1")
+        self.num_blocks = num_blocks
+        self._stack = np.arange(num_blocks, 0, -1, dtype=np.int32)  # block 1 on top
+        self._num_free = num_blocks
+        self._is_free = np.ones(num_blocks + 1, np.bool_)
+        self._is_free[NULL_BLOCK] = False
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self._num_free
+
+    def is_free(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return self._is_free[ids]
+
+    def allocate(self, num: int) -> NDArray[np.int32] | None:
+        """Take `num` blocks: all of them, or None and nothing changes."""
+        if num > self._num_free:
+            return None
+        self._num_free -= num
+        ids = self._stack[self._num_free : self._num_free + num][::-1].copy()  # top first
+        require(self._is_free[ids].all(), "a block on the free list was in use")
+        self._is_free[ids] = False
+        return ids
+
+    def free(self, ids: NDArray[np.int32]) -> None:
+        """Return blocks.
+
+        Raises:
+            CacheIntegrityError: an id does not belong to the pool, is already free, or occurs twice.
+        """
+        num = ids.size
+        if num <= 2:  # a group that is evicted: single numbers are faster
+            for block in ids.tolist():
+                require(NULL_BLOCK < block <= self.num_blocks, f"freed ids outside [1, {self.num_blocks}]")
+                require(not self._is_free[block], "a block was freed twice")
+                self._stack[self._num_free] = block
+                self._is_free[block] = True
+                self._num_free += 1
+            return
+        require(ids.min() > NULL_BLOCK and ids.max() <= self.num_blocks, f"freed ids outside [1, {self.num_blocks}]")
+        require(not self._is_free[ids].any(), "a block was freed twice")
+        require(np.unique(ids).size == num, "one call frees a block twice")
+        require(self._num_free + num <= self.num_blocks, "more blocks freed than there are")
+        self._stack[self._num_free : self._num_free + num] = ids
+        self._is_free[ids] = True
+        self._num_free += num
+
+    def check_integrity(self) -> None:
+        """Check that the stack holds each free block once and that the bitmap agrees."""
+        ids = self._stack[: self._num_free]
+        require(np.unique(ids).size == ids.size, "the free list has duplicates")
+        require(
+            ids.size == 0 or (ids.min() > NULL_BLOCK and ids.max() <= self.num_blocks), "the free list has foreign ids"
+        )
+        require(
+            np.count_nonzero(self._is_free) == self._num_free and self._is_free[ids].all(),
+            "free list and bitmap differ",
+        )

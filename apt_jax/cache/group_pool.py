@@ -1,0 +1,274 @@
+"""Groups of blocks over one pool: who shares them, which can be found again, which are idle. Knows no block tables.
+
+A group is named by its first block, the K or the X block. With prefix caching groups are shared: a group that is full and
+known to be good is registered in the `PrefixTree`, where later requests with the same tokens find it:
+
+    free ── reserve ──► held by one ── register ──► registered, held by n ── last release ──► idle ── attach ──► held
+      ▲                      │ release                                                         │
+      └──────────────────────┴──────────── evict: least recently used first, leaf first ◄──────┘
+
+* Idle groups count as free: empty blocks are handed out first, then idle groups are evicted.
+* A request that holds a registered group holds those before it. A group whose tokens turn out to be registered already is
+  exchanged for the registered one, so this also holds for requests that computed the same prefix at the same time.
+* A group with two or more holders is attributed to none of them: a request is charged for what it alone holds, the least
+  that becomes free when it ends. Charges, shared blocks and free ones add up to the pool.
+
+Without prefix caching nothing is ever registered or idle.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache.block_pool import BlockPool, require
+from apt_jax.cache.prefix_hits import PrefixHitTracker
+from apt_jax.cache.prefix_tree import Node, PrefixTree
+from apt_jax.executor import NULL_BLOCK
+
+
+class GroupPool:
+    """Allocation, references and sharing of groups.
+
+    Attributes (arrays are indexed by the first block of a group; read them, change them through the methods only):
+        pool: the blocks.
+        blocks_per_group: by kind.
+        prefixes: registered and idle groups.
+        tracker: prefix hits of waiting requests; None: nobody asks.
+        num_refs: requests that hold the group.
+        generation: how often a block was handed out as a first one: tells whether a group is still the same.
+        second: V block of a group, `NULL_BLOCK` for hidden ones.
+        seat_sum: sum of the seats that hold the group: names the last one.
+        is_expected: a step in flight fills the group, to be registered afterwards.
+        num_private: by seat, groups that it alone holds.
+        ownership_changed: `num_private` of a seat has changed otherwise than by its own allocations.
+        in_use: by kind, groups with a holder.
+        num_idle_blocks: blocks of groups without a holder that may be found again.
+    """
+
+    def __init__(self, *, num_blocks: int, max_num_seqs: int, blocks_per_group: Sequence[int]) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.blocks_per_group = tuple(blocks_per_group)
+        self.prefixes = PrefixTree(num_blocks, len(self.blocks_per_group))
+        self.tracker: PrefixHitTracker | None = None
+        self.num_refs = np.zeros(num_blocks + 1, np.int32)
+        self.generation = np.zeros(num_blocks + 1, np.int64)
+        self.second = np.zeros(num_blocks + 1, np.int32)
+        self.seat_sum = np.zeros(num_blocks + 1, np.int64)
+        self.is_expected = np.zeros(num_blocks + 1, np.bool_)
+        self.num_private = np.zeros(max_num_seqs, np.int32)
+        self.ownership_changed = False
+        self.in_use = [0] * len(self.blocks_per_group)
+        self.num_idle_blocks = 0
+
+    # --- allocation ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out: empty ones and idle ones."""
+        return self.pool.num_free + self.num_idle_blocks
+
+    def allocate(self, num: int) -> NDArray[np.int32] | None:
+        """Take `num` blocks, empty ones first, then those of idle groups; None where both together are too few."""
+        if num > self.pool.num_free:
+            if num > self.num_free:
+                return None
+            while self.pool.num_free < num:
+                self._evict(next(iter(self.prefixes.idle)))
+        return self.pool.allocate(num)
+
+    def hold_new(
+        self,
+        firsts: int | NDArray[np.int32],
+        seconds: int | NDArray[np.int32],
+        seats: int | NDArray[np.int32],
+    ) -> None:
+        """Give newly allocated groups their only holder; `in_use` and `num_private` are left to the caller."""
+        self.num_refs[firsts] = 1
+        self.generation[firsts] += 1
+        self.seat_sum[firsts] = seats
+        self.second[firsts] = seconds
+
+    def release(self, ids: NDArray[np.int32], seat: int, kind: int) -> None:
+        """Drop a seat's references; groups that are registered or expected stay idle when nobody is left.
+
+        Args:
+            ids: (halves, groups) blocks of all groups that the seat holds; `num_private` is left to the caller.
+        """
+        firsts = ids[0]
+        self.num_refs[firsts] -= 1
+        self.seat_sum[firsts] -= seat
+        left = self.num_refs[firsts]
+        require(left.min(initial=0) >= 0, "a group was released more often than it was taken")
+        self._mark_exclusive(firsts[left == 1])
+        over = left == 0
+        self.in_use[kind] -= int(np.count_nonzero(over))
+        registered = self.prefixes.is_registered[firsts]
+        kept = over & (registered | self.is_expected[firsts])
+        self.pool.free(ids[:, over & ~kept].reshape(-1))
+        idle = firsts[kept].tolist()
+        self.num_idle_blocks += len(idle) * self.blocks_per_group[kind]
+        for first in reversed(idle):  # the end of a prefix is evicted before what it builds on
+            self.prefixes.idle[first] = None
+        changed = firsts[over & registered]
+        if changed.size and self.tracker is not None:
+            self.tracker.used(self.prefixes.node_of[int(changed[0])])
+
+    def _mark_exclusive(self, firsts: NDArray[np.int32]) -> None:
+        """These groups have one holder left, who is charged for them from now on."""
+        if firsts.size:
+            np.add.at(self.num_private, self.seat_sum[firsts], 1)
+            self.ownership_changed = True
+
+    # --- prefixes --------------------------------------------------------------------------------------------------
+
+    def share(self, nodes: Sequence[Node], seat: int) -> NDArray[np.int32]:
+        """Add a holder to the first groups of a path from the root; returns their first blocks."""
+        kind = nodes[0].kind
+        firsts = np.array([node.block for node in nodes], np.int32)
+        before = self.num_refs[firsts]
+        lone = firsts[before == 1]
+        if lone.size:
+            np.subtract.at(self.num_private, self.seat_sum[lone], 1)
+            self.ownership_changed = True
+        idle = np.flatnonzero(before == 0)
+        for first in firsts[idle].tolist():
+            del self.prefixes.idle[first]
+        self.num_idle_blocks -= idle.size * self.blocks_per_group[kind]
+        self.in_use[kind] += idle.size
+        self.num_refs[firsts] += 1
+        self.seat_sum[firsts] += seat
+        self.num_private[seat] = idle.size
+        if idle.size and self.tracker is not None:
+            self.tracker.used(nodes[int(idle[0])])
+        return firsts
+
+    def copy_source(self, node: Node) -> NDArray[np.int32]:
+        """Blocks of a registered group that is about to be copied: (2,), `NULL_BLOCK` for hidden. Counts as its use."""
+        if node.block in self.prefixes.idle:
+            self.prefixes.idle.move_to_end(node.block)
+        return np.array([node.block, self.second[node.block]], np.int32)
+
+    def register(
+        self,
+        kind: int,
+        digests: Sequence[bytes],
+        begin: int,
+        firsts: NDArray[np.int32],
+        generations: NDArray[np.int64],
+        seat: int,
+        table: NDArray[np.int32] | None,
+    ) -> None:
+        """Let others find full groups, as `HybridCache.register`.
+
+        Args:
+            seat: of the request that filled them, if `table` is given.
+            table: (2, J) its block table, changed where a group is exchanged; None: it holds no cache.
+        """
+        prefixes = self.prefixes
+        parent = prefixes.find(kind, digests[begin - 1]) if begin else prefixes.roots[kind]
+        new: list[Node] = []
+        blocks, stamps = firsts.tolist(), generations.tolist()
+        for i, first in enumerate(blocks):
+            if self.generation[first] != stamps[i]:
+                parent = None  # handed out again meanwhile
+                continue
+            self.is_expected[first] = False
+            at = begin + i
+            holder = None
+            if self.num_refs[first]:
+                if table is None or table[0, at] != first:
+                    parent = None
+                    continue
+                holder = table
+                # Who holds a registered group holds those before it.
+                if at and parent is not None and table[0, at - 1] != parent.block:
+                    parent = None
+            elif first not in prefixes.idle:
+                parent = None
+                continue
+            if parent is None:
+                self._discard(first)
+                continue
+            node = prefixes.find(kind, digests[at])
+            if node is None:
+                node = prefixes.add(parent, digests[at], first)
+                new.append(node)
+            elif node.block != first:
+                if holder is not None:
+                    self._deduplicate(seat, holder[:, at], node)
+                else:
+                    self._discard(first)
+            parent = node
+        if new and self.tracker is not None:
+            self.tracker.registered(new)
+
+    def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:
+        """Take back the expectation that these groups will be registered, and free those that nobody holds."""
+        same = self.generation[firsts] == generations
+        self.is_expected[firsts[same]] = False
+        for first in firsts[same].tolist():
+            self._discard(first)
+
+    def drop(self, node: Node) -> None:
+        """Unregister a node and all below it; groups without a holder become free."""
+        nodes = self.prefixes.subtree(node)
+        if self.tracker is not None:
+            self.tracker.dropped(nodes)
+        self.prefixes.remove(nodes)
+        for each in nodes:
+            self._discard(each.block)
+
+    def clear_prefixes(self) -> None:
+        """Forget every registered or expected group: their contents are lost. Held groups stay held."""
+        self.is_expected[:] = False
+        for root in self.prefixes.roots:
+            for node in list(root.children):
+                self.drop(node)
+        for first in list(self.prefixes.idle):
+            self._discard(first)
+
+    def _deduplicate(self, seat: int, column: NDArray[np.int32], node: Node) -> None:
+        """Give a seat the registered group with the same tokens in place of its own, which becomes free.
+
+        A step in flight may still read the old one; whoever gets its blocks writes them in a later step.
+
+        Args:
+            column: (2,) of the seat's block table.
+        """
+        kind = node.kind
+        old = column[: self.blocks_per_group[kind]].copy()
+        refs = int(self.num_refs[node.block])
+        if refs == 0:
+            del self.prefixes.idle[node.block]
+            self.num_idle_blocks -= self.blocks_per_group[kind]
+        else:
+            self.num_private[seat] -= 1
+            self.in_use[kind] -= 1
+            if refs == 1:
+                self.num_private[self.seat_sum[node.block]] -= 1
+            self.ownership_changed = True
+        self.num_refs[node.block] += 1
+        self.seat_sum[node.block] += seat
+        column[:] = node.block, self.second[node.block]
+        self.num_refs[old[0]] = 0
+        self.pool.free(old)
+        if refs == 0 and self.tracker is not None:
+            self.tracker.used(node)
+
+    def _evict(self, first: int) -> None:
+        node = self.prefixes.node_of.get(first)
+        if node is not None:
+            self.drop(node)
+        else:
+            self._discard(first)
+
+    def _discard(self, first: int) -> None:
+        """Free an idle group that is not registered; nothing otherwise."""
+        if first in self.prefixes.idle and not self.prefixes.is_registered[first]:
+            del self.prefixes.idle[first]
+            self.is_expected[first] = False
+            second = int(self.second[first])
+            ids = np.array([first] if second == NULL_BLOCK else [first, second], np.int32)
+            self.num_idle_blocks -= ids.size
+            self.pool.free(ids)

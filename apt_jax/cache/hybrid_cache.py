@@ -1,0 +1,476 @@
+"""The unified block cache, host side: which request holds which blocks, and nothing about what is in them.
+
+One pool serves both cache kinds (Apt-Serve §4.3, Fig. 6): a block holds token positions of one request, for all
+layers, either as K, as V, or as the layer input X. All blocks have as many bytes, so the number of positions C in one
+depends on the kind: `block_size` keys or values, `hidden_block_size` layer inputs. A request's positions lie in groups
+of C; a group takes two blocks with the KV kind and one with the hidden kind:
+
+    position      0 ......... C-1   C ........ 2C-1   2C .. n-1 | unused
+    group         0                 1                 2
+    KV     row 0  K block           K block           K block
+           row 1  V block           V block           V block       2 * ceil(n / C) blocks, C = block_size
+    HIDDEN row 0  X block           X block           X block           ceil(n / C) blocks, C = hidden_block_size
+           row 1  NULL_BLOCK        NULL_BLOCK        NULL_BLOCK
+
+Growing from m to n positions (`reserve`) adds the groups [ceil(m / C), ceil(n / C)); positions of the last group are
+used up first:
+
+    | cached [0, m)                     | new [m, n)              |
+    | groups held          | rest of the last group  | new groups |
+                                                     ^ blocks are allocated only here, all of them or none
+
+Block 0 is reserved: `NULL_BLOCK` pads block tables, is never handed out and never read.
+
+With prefix caching requests share groups, see `apt_jax.cache.group_pool`. Nobody writes into a group that is registered or
+held by two (`check_writable`): a request that needs all but the last position of one writes into a copy of it.
+
+Objects, from below: `BlockPool` counts blocks; `GroupPool` shares groups of them; `HybridCache` gives groups to requests and
+keeps their block tables, one row per seat. A seat is a request's place among those that hold cache, in [0, max_num_seqs).
+An owner is the number by which the engine knows a request during its whole life.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache import integrity
+from apt_jax.cache.block_pool import NO_OWNER, NO_SEAT, CacheIntegrityError, CacheKind, require
+from apt_jax.cache.group_pool import GroupPool
+from apt_jax.cache.prefix_hits import PrefixHitTracker
+from apt_jax.cache.prefix_tree import Node
+from apt_jax.executor import NULL_BLOCK
+from apt_jax.sched.view import HIDDEN, KV, NO_KIND, RequestTable
+
+
+class HybridCache:
+    """Block tables of the requests that hold cache, over one pool for both kinds.
+
+    Attributes (arrays are indexed by seat; read them, change them through the methods only):
+        groups: the groups of blocks; `pool`, `num_refs` and `generation` are its own.
+        tables: (max_num_seqs, 2, J) int32 block tables as drawn above; J grows on demand.
+        num_groups: groups held, ceil(num_tokens / block_sizes[kind]).
+        num_tokens: positions reserved.
+        num_private: groups that nobody else holds.
+        kind: `CacheKind` held, `NO_KIND` on free seats.
+        block_sizes: positions of a group, by kind.
+        blocks_per_group: its blocks, by kind.
+        owner: who holds the seat, `NO_OWNER` on free seats.
+        seat_by_owner: the same the other way round.
+        free_seats: the next one last.
+        prefixes: registered groups; None: nothing is shared.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        hidden_block_size: int | None = None,
+        blocks_per_group: Sequence[int] = (2, 1),
+        prefix_caching: bool = False,
+    ) -> None:
+        self.groups = GroupPool(num_blocks=num_blocks, max_num_seqs=max_num_seqs, blocks_per_group=blocks_per_group)
+        self.pool, self.num_private = self.groups.pool, self.groups.num_private
+        self.num_refs, self.generation = self.groups.num_refs, self.groups.generation
+        self.prefixes = self.groups.prefixes if prefix_caching else None
+        self.block_sizes = (block_size, block_size if hidden_block_size is None else hidden_block_size)
+        self.blocks_per_group = self.groups.blocks_per_group
+        self.max_num_seqs = max_num_seqs
+        self.tables = np.full((max_num_seqs, 2, min(num_blocks, 64)), NULL_BLOCK, np.int32)
+        self.num_groups = np.zeros(max_num_seqs, np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.kind = np.full(max_num_seqs, NO_KIND, np.int8)
+        self.owner = np.full(max_num_seqs, NO_OWNER, np.int64)
+        self.free_seats = list(range(max_num_seqs - 1, -1, -1))
+        self.seat_by_owner: dict[int, int] = {}
+        self._cost = np.asarray(self.blocks_per_group, np.int32)
+        self._size = np.asarray(self.block_sizes, np.int32)
+
+    def watch_hits(self, table: RequestTable) -> PrefixHitTracker:
+        """Keep prefix hits of waiting requests up to date in `table`; needs prefix caching."""
+        groups = self.groups
+        groups.tracker = PrefixHitTracker(
+            groups.prefixes, table, groups.num_refs, self.block_sizes, self.blocks_per_group
+        )
+        return groups.tracker
+
+    @property
+    def charges_changed(self) -> bool:
+        """Whether `num_private` of a seat has changed otherwise than by that seat's `reserve`; reset by the reader."""
+        return self.groups.ownership_changed
+
+    @charges_changed.setter
+    def charges_changed(self, value: bool) -> None:
+        self.groups.ownership_changed = value
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out: empty ones and idle ones."""
+        return self.groups.num_free
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks without a holder that may be found again."""
+        return self.groups.num_idle_blocks
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks with two or more holders."""
+        taken = self.owner != NO_OWNER
+        return sum(self.blocks_by_kind().values()) - int((self.num_private * self._cost[self.kind])[taken].sum())
+
+    @property
+    def num_free_seats(self) -> int:
+        return len(self.free_seats)
+
+    def seat_of(self, owner: int) -> int:
+        """The owner's seat, `NO_SEAT` when it holds no cache."""
+        return self.seat_by_owner.get(owner, NO_SEAT)
+
+    def blocks_needed(self, num_tokens: int, kind: int) -> int:
+        """Blocks that `num_tokens` positions take: `blocks_per_group * ceil(num_tokens / block size)`."""
+        return -(-num_tokens // self.block_sizes[kind]) * self.blocks_per_group[kind]
+
+    def num_blocks_of(self, seats: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Blocks held by taken seats."""
+        return self.num_groups[seats] * self._cost[self.kind[seats]]
+
+    def num_private_blocks_of(self, seats: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Blocks that taken seats hold alone."""
+        return self.num_private[seats] * self._cost[self.kind[seats]]
+
+    def blocks_by_kind(self) -> dict[CacheKind, int]:
+        """Blocks in use with each kind, shared ones counted once."""
+        return {kind: self.groups.in_use[kind] * self.blocks_per_group[kind] for kind in CacheKind}
+
+    # --- taking and giving back ------------------------------------------------------------------------------------
+
+    def reserve(self, owner: int, num_tokens: int, kind: int) -> bool:
+        """Make room for the owner's positions [0, num_tokens), keeping what it has; takes a seat at the first call.
+
+        Returns:
+            False when blocks or a seat are lacking; then nothing has changed.
+
+        Raises:
+            CacheIntegrityError: the owner holds the other kind, or would shrink.
+        """
+        seat = self.seat_by_owner.get(owner, NO_SEAT)
+        groups = -(-num_tokens // self.block_sizes[kind])
+        if seat == NO_SEAT:
+            if not self.free_seats:
+                return False
+            held = 0
+        else:
+            held = int(self.num_groups[seat])
+            if self.kind[seat] != kind:
+                raise CacheIntegrityError(f"owner {owner} holds kind {self.kind[seat]}, not {kind}")
+            if num_tokens < self.num_tokens[seat]:
+                raise CacheIntegrityError(f"owner {owner} would shrink to {num_tokens} positions")
+        new = groups - held
+        halves = self.blocks_per_group[kind]
+        if new > 0:
+            ids = self.groups.allocate(new * halves)
+            if ids is None:
+                return False
+            if seat == NO_SEAT:
+                seat = self._take_seat(owner, kind)
+            self._widen_tables(groups)
+            self.tables[seat, :halves, held:groups] = ids.reshape(halves, new)
+            self.num_groups[seat] = groups
+            firsts = int(ids[0]) if new == 1 else ids[:new]  # single numbers are faster
+            self.groups.hold_new(firsts, NULL_BLOCK if halves == 1 else ids[1] if new == 1 else ids[new:], seat)
+            self.num_private[seat] += new
+            self.groups.in_use[kind] += new
+        elif seat == NO_SEAT:
+            raise CacheIntegrityError(f"owner {owner} reserves {num_tokens} positions")
+        self.num_tokens[seat] = num_tokens
+        return True
+
+    def reserve_rows(
+        self,
+        owners: NDArray[np.int64],
+        seats: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kinds: NDArray[np.int8],
+    ) -> NDArray[np.bool_]:
+        """`reserve` for many requests, in order; rows whose last group has room cost no Python.
+
+        Args:
+            owners: (n,) owner of each row.
+            seats: (n,) their seats; changed in place where a row takes one.
+            num_tokens: (n,) positions each shall have.
+            kinds: (n,) cache kind of each.
+
+        Returns:
+            (n,) False where blocks or a seat were lacking; such a row keeps what it had.
+        """
+        seated = seats != NO_SEAT
+        roomy = seated & (num_tokens <= self.num_groups[seats] * self._size[kinds])
+        require(
+            (~roomy | (self.kind[seats] == kinds) & (self.owner[seats] == owners)).all(),
+            "seat of another owner or kind",
+        )
+        if roomy.all():
+            self.num_tokens[seats] = num_tokens
+            return roomy
+        self.num_tokens[seats[roomy]] = num_tokens[roomy]
+        ok = roomy
+        rest = np.flatnonzero(~roomy)
+        if (
+            rest.size > 1
+            and seated[rest].all()
+            and self._grow_by_one(owners[rest], seats[rest], num_tokens[rest], kinds[rest])
+        ):
+            ok[rest] = True
+            return ok
+        for i in rest.tolist():
+            owner = int(owners[i])
+            if self.reserve(owner, int(num_tokens[i]), int(kinds[i])):
+                ok[i] = True
+                seats[i] = self.seat_by_owner[owner]
+        return ok
+
+    def _grow_by_one(
+        self,
+        owners: NDArray[np.int64],
+        seats: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kinds: NDArray[np.int8],
+    ) -> bool:
+        """`reserve` for seated rows that need one more group each, the same blocks in the same order, all at once.
+
+        Returns:
+            False where a row needs more or occurs twice, or empty blocks are short; then nothing has changed.
+        """
+        held = self.num_groups[seats]
+        halves = self._cost[kinds]
+        ends = np.cumsum(halves)
+        total = int(ends[-1])
+        fits = num_tokens <= (held + 1) * self._size[kinds]
+        if total > self.pool.num_free or not fits.all() or len(set(seats.tolist())) < seats.size:
+            return False
+        require(
+            ((self.kind[seats] == kinds) & (self.owner[seats] == owners)).all(),
+            "seat of another owner or kind",
+        )
+        ids = self.pool.allocate(total)
+        if ids is None:
+            return False
+        width = int(held.max()) + 1
+        self._widen_tables(width)
+        firsts, seconds = ids[ends - halves], np.where(halves == 2, ids[ends - 1], NULL_BLOCK)
+        self.tables[seats, 0, held] = firsts
+        self.tables[seats, 1, held] = seconds
+        self.num_groups[seats] = held + 1
+        self.groups.hold_new(firsts, seconds, seats)
+        self.num_private[seats] += 1
+        self.num_tokens[seats] = num_tokens
+        num_hidden = int(np.count_nonzero(kinds))
+        self.groups.in_use[KV] += kinds.size - num_hidden
+        self.groups.in_use[HIDDEN] += num_hidden
+        return True
+
+    def convert_rows(
+        self, owners: Sequence[int], num_tokens: Sequence[int]
+    ) -> tuple[list[NDArray[np.int32] | None], list[bool]]:
+        """Change requests of the hidden kind to keys and values, and grow them to `num_tokens` positions.
+
+        Their X blocks are returned when all of them have got new ones: no block handed out here was one of them. A request
+        that gets no new blocks keeps its kind and grows with it.
+
+        Returns:
+            The X blocks that each returned, (groups,), None where it kept them; and False for those that could not grow
+            either and keep what they had.
+
+        Raises:
+            CacheIntegrityError: an owner does not hold the hidden kind, or would shrink.
+        """
+        new: list[NDArray[np.int32] | None] = []
+        ok: list[bool] = []
+        for owner, num in zip(owners, num_tokens, strict=True):
+            seat = self.seat_by_owner.get(owner, NO_SEAT)
+            require(seat != NO_SEAT and self.kind[seat] == HIDDEN, f"owner {owner} holds no layer inputs")
+            require(num >= self.num_tokens[seat], f"owner {owner} would shrink to {num} positions")
+            ids = self.groups.allocate(self.blocks_needed(num, KV))
+            new.append(ids)
+            ok.append(ids is not None or self.reserve(owner, num, HIDDEN))
+        given_back: list[NDArray[np.int32] | None] = []
+        for owner, num, ids in zip(owners, num_tokens, new, strict=True):
+            if ids is None:
+                given_back.append(None)
+                continue
+            seat = self.seat_by_owner[owner]
+            given_back.append(self.tables[seat, 0, : int(self.num_groups[seat])].copy())
+            self._empty(seat)
+            groups = ids.size // 2
+            self._widen_tables(groups)
+            self.tables[seat, :, :groups] = ids.reshape(2, groups)
+            self.groups.hold_new(ids[:groups], ids[groups:], seat)
+            self.num_groups[seat] = self.num_private[seat] = groups
+            self.num_tokens[seat] = num
+            self.kind[seat] = KV
+            self.groups.in_use[KV] += groups
+        return given_back, ok
+
+    def release(self, owner: int) -> int:
+        """Return all that the owner holds, its seat as well; returns the number of blocks.
+
+        Groups that are registered, or may be soon (`expect`), stay idle.
+        """
+        seat = self.seat_by_owner.pop(owner, NO_SEAT)
+        require(seat != NO_SEAT, f"owner {owner} holds no cache")
+        num_blocks = self._empty(seat)
+        self.kind[seat] = NO_KIND
+        self.owner[seat] = NO_OWNER
+        self.free_seats.append(seat)
+        return num_blocks
+
+    def _empty(self, seat: int) -> int:
+        """Return all blocks of a seat, which stays taken; returns their number."""
+        groups, kind = int(self.num_groups[seat]), int(self.kind[seat])
+        ids = self.tables[seat, : self.blocks_per_group[kind], :groups]
+        self.groups.release(ids.copy(), seat, kind)
+        self.tables[seat, :, :groups] = NULL_BLOCK
+        self.num_groups[seat] = 0
+        self.num_private[seat] = 0
+        self.num_tokens[seat] = 0
+        return ids.size
+
+    def _take_seat(self, owner: int, kind: int) -> int:
+        seat = self.free_seats.pop()
+        self.seat_by_owner[owner] = seat
+        self.owner[seat] = owner
+        self.kind[seat] = kind
+        return seat
+
+    def _widen_tables(self, groups: int) -> None:
+        """Make room for so many groups in a row of `tables`."""
+        old = self.tables
+        if groups <= old.shape[2]:
+            return
+        width = min(max(groups, 2 * old.shape[2]), max(groups, self.pool.num_blocks))
+        self.tables = np.full((self.max_num_seqs, 2, width), NULL_BLOCK, np.int32)
+        self.tables[:, :, : old.shape[2]] = old
+
+    # --- prefixes --------------------------------------------------------------------------------------------------
+
+    def attach(self, owner: int, nodes: Sequence[Node], kind: int) -> bool:
+        """Begin with registered groups, the first ones of a path from the root; the owner holds nothing yet.
+
+        Returns:
+            False when there is no seat; then nothing has changed.
+        """
+        require(owner not in self.seat_by_owner, f"owner {owner} holds cache")
+        if not self.free_seats:
+            return False
+        num = len(nodes)
+        self._widen_tables(num)
+        seat = self._take_seat(owner, kind)
+        firsts = self.groups.share(nodes, seat)
+        self.tables[seat, 0, :num] = firsts
+        self.tables[seat, 1, :num] = self.groups.second[firsts]
+        self.num_groups[seat] = num
+        self.num_tokens[seat] = num * self.block_sizes[kind]
+        return True
+
+    def source_of(self, node: Node) -> NDArray[np.int32]:
+        """Blocks of a registered group that is about to be copied, see `GroupPool.copy_source`."""
+        return self.groups.copy_source(node)
+
+    def expect(self, seat: int, begin: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Announce that a step in flight fills groups [begin, end) of the seat: `register` or `discard` will follow.
+
+        Returns:
+            Their first blocks, and the generations of these.
+        """
+        firsts = self.tables[seat, 0, begin:end].copy()
+        self.groups.is_expected[firsts] = True
+        return firsts, self.generation[firsts]
+
+    def register(
+        self,
+        owner: int,
+        kind: int,
+        digests: Sequence[bytes],
+        begin: int,
+        firsts: NDArray[np.int32],
+        generations: NDArray[np.int64],
+    ) -> None:
+        """Let others find groups [begin, begin + len(firsts)) of a request, which are full and good.
+
+        Args:
+            owner: of the request; it may have returned the groups meanwhile, or hold others.
+            kind: of the groups.
+            digests: of the request's groups from the first one.
+            begin: index of the first of these groups.
+            firsts: their first blocks.
+            generations: of these blocks when the groups were filled.
+        """
+        seat = self.seat_of(owner)
+        table = None if seat == NO_SEAT else self.tables[seat]
+        self.groups.register(kind, digests, begin, firsts, generations, seat, table)
+
+    def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:
+        """Groups that were expected will not be registered: if nobody holds them, they become free."""
+        self.groups.discard(firsts, generations)
+
+    def drop_prefix(self, kind: int, digests: Sequence[bytes], begin: int) -> None:
+        """Let nobody find what builds on the first `begin` groups of this path and goes along it."""
+        if begin < len(digests):
+            node = self.groups.prefixes.find(kind, digests[begin])
+            if node is not None:
+                self.groups.drop(node)
+
+    def clear_prefixes(self) -> None:
+        """Forget every registered or expected group: their contents are lost. Held groups stay held."""
+        self.groups.clear_prefixes()
+
+    # --- for a step ------------------------------------------------------------------------------------------------
+
+    def block_tables(self, seats: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Block tables of the seats, (n, 2, J) with J the most groups among them; a copy.
+
+        Raises:
+            CacheIntegrityError: an entry in use is not in [1, num_blocks], or one not in use is not `NULL_BLOCK`. JAX
+                clamps or wraps a bad index silently, so this is checked before every launch.
+        """
+        groups = self.num_groups[seats]
+        width = int(groups.max(initial=0))
+        tables = self.tables[:, :, :width][seats]
+        used = np.arange(width, dtype=np.int32) < groups[:, None]
+        both = used & (self._cost[self.kind[seats]] == 2)[:, None]
+        require(
+            tables.min(initial=0) >= 0
+            and tables.max(initial=0) <= self.pool.num_blocks
+            and ((tables[:, 0] != NULL_BLOCK) == used).all()
+            and ((tables[:, 1] != NULL_BLOCK) == both).all(),
+            "a block table names blocks that its request does not hold",
+        )
+        return tables
+
+    def check_writable(self, seats: NDArray[np.int32], start: NDArray[np.int32]) -> None:
+        """Check that nobody else reads the groups that positions from `start` on are written to.
+
+        Raises:
+            CacheIntegrityError: such a group is registered, or somebody else holds it as well.
+        """
+        if self.prefixes is None:
+            return
+        begin = start // self._size[self.kind[seats]]
+        num = self.num_groups[seats] - begin
+        if (num == 1).all():
+            firsts = self.tables[seats, 0, begin]
+        else:
+            row = np.repeat(np.arange(seats.size), num)
+            offset = np.arange(row.size) - np.repeat(np.cumsum(num) - num, num)
+            firsts = self.tables[seats[row], 0, begin[row] + offset]
+        require(
+            (self.num_refs[firsts] == 1).all() and not self.prefixes.is_registered[firsts].any(),
+            "a step would write into a block that others may read",
+        )
+
+    def check_integrity(self, alive: Iterable[int] | None = None) -> None:
+        """Recount everything, see `apt_jax.cache.integrity.check_integrity`."""
+        integrity.check_integrity(self, alive)

@@ -1,0 +1,131 @@
+"""Recount the whole cache and hold the counters, tables and the prefix index against the count."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache.block_pool import NO_OWNER, CacheKind, require
+from apt_jax.cache.group_pool import GroupPool
+from apt_jax.cache.prefix_tree import Node
+from apt_jax.executor import NULL_BLOCK
+from apt_jax.sched.view import NO_KIND
+
+if TYPE_CHECKING:
+    from apt_jax.cache.hybrid_cache import HybridCache
+
+
+def check_integrity(cache: "HybridCache", alive: Iterable[int] | None = None) -> None:
+    """Check that free + used = total, no block has two owners, every owner is alive, and tables have their length.
+
+    Args:
+        alive: owners that may hold cache; None: do not look.
+
+    Raises:
+        CacheIntegrityError: something does not add up.
+    """
+    groups = cache.groups
+    groups.pool.check_integrity()
+    taken = np.flatnonzero(cache.owner != NO_OWNER).astype(np.int32)
+    require(cache.seat_by_owner == {int(cache.owner[s]): int(s) for s in taken}, "seat map and owners differ")
+    require(
+        sorted([*cache.free_seats, *taken.tolist()]) == list(range(cache.max_num_seqs)), "a seat is lost or held twice"
+    )
+    free = cache.owner == NO_OWNER
+    require(
+        not cache.num_groups[free].any() and not cache.tables[free].any() and (cache.kind[free] == NO_KIND).all(),
+        "a free seat holds blocks",
+    )
+    sizes = np.asarray(cache.block_sizes, np.int32)
+    expected_groups = -(-cache.num_tokens // sizes[cache.kind])  # a free seat has no tokens
+    require((cache.num_groups == expected_groups).all(), "a block table is not ceil(tokens / block size) long")
+    require((cache.num_groups[taken] > 0).all(), "a seat is held without a block")
+    if taken.size:
+        cache.block_tables(taken)
+    listed = cache.tables[cache.tables != NULL_BLOCK]
+    require(listed.size == int(cache.num_blocks_of(taken).sum()), "table entries beyond what is held")
+    owned = _check_holders(cache, taken)
+    require(cache.prefixes is not None or (groups.num_refs <= 1).all(), "a block is owned twice")
+    _check_prefixes(groups, owned)
+    require(not groups.pool.is_free(owned).any(), "a block is both owned and free")
+    lost = groups.pool.num_blocks - owned.size - groups.num_free
+    require(lost == 0, f"{lost} blocks are lost")
+    if alive is not None:
+        gone = set(cache.seat_by_owner) - set(alive)
+        require(not gone, f"owners {sorted(gone)} hold cache and are not alive")
+
+
+def _check_holders(cache: "HybridCache", taken: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Recount who holds which group; returns all blocks in use."""
+    groups = cache.groups
+    firsts = cache.tables[:, 0][cache.tables[:, 0] != NULL_BLOCK]
+    refs = np.bincount(firsts, minlength=groups.num_refs.size)
+    require((refs == groups.num_refs).all(), "references are miscounted")
+    held = np.flatnonzero(refs)
+    kind_of: dict[int, int] = {}
+    sums = np.zeros(refs.size, np.int64)
+    for seat in taken.tolist():
+        ids = cache.tables[seat, :, : int(cache.num_groups[seat])]
+        require(
+            np.unique(ids[0]).size == ids[0].size and (groups.second[ids[0]] == ids[1]).all(),
+            "a group is there twice, or in halves",
+        )
+        require(int(np.count_nonzero(refs[ids[0]] == 1)) == groups.num_private[seat], "private groups are miscounted")
+        for first in ids[0].tolist():
+            require(kind_of.setdefault(first, cache.kind[seat]) == cache.kind[seat], "a group is held with two kinds")
+            node = groups.prefixes.node_of.get(first)
+            require(node is None or node.kind == kind_of[first], "a group is registered under another kind")
+        sums[ids[0]] += seat
+    for kind in CacheKind:
+        require(sum(k == kind for k in kind_of.values()) == groups.in_use[kind], "groups in use are miscounted")
+    require((sums[held] == groups.seat_sum[held]).all(), "holders are miscounted")
+    owned = _blocks_of(groups, held)
+    require(np.unique(owned).size == owned.size, "a block is owned twice")
+    return owned
+
+
+def _blocks_of(groups: GroupPool, firsts: NDArray[np.integer]) -> NDArray[np.int32]:
+    seconds = groups.second[firsts]
+    return np.concatenate([firsts, seconds[seconds != NULL_BLOCK]]).astype(np.int32)
+
+
+def _check_prefixes(groups: GroupPool, owned: NDArray[np.int32]) -> None:
+    """Check idle and registered groups against the blocks in use, and the index of prefixes against their tree."""
+    prefixes, refs = groups.prefixes, groups.num_refs
+    idle = np.array(list(prefixes.idle), np.int32)
+    require(not refs[idle].any(), "a group is both held and idle")
+    unused = _blocks_of(groups, idle)
+    require(unused.size == groups.num_idle_blocks, "idle blocks are miscounted")
+    require(
+        not groups.pool.is_free(unused).any() and np.unique(unused).size == unused.size, "an idle block is free as well"
+    )
+    require(not np.isin(unused, owned).any(), "an idle block is owned as well")
+    registered = np.flatnonzero(prefixes.is_registered).tolist()
+    require(registered == sorted(prefixes.node_of), "index and blocks differ")
+    reached = [n for root in prefixes.roots for c in root.children for n in prefixes.subtree(c)]
+    require(len(reached) == len(registered) == sum(prefixes.num_nodes(k) for k in CacheKind), "index and tree differ")
+    require((prefixes.is_registered[idle] | groups.is_expected[idle]).all(), "a group is kept for nothing")
+    require(not (prefixes.is_registered & groups.is_expected).any(), "a group is registered before its time")
+    for node in reached:
+        _check_node(groups, node)
+
+
+def _check_node(groups: GroupPool, node: Node) -> None:
+    prefixes, refs, parent = groups.prefixes, groups.num_refs, node.parent
+    require(
+        prefixes.node_of[node.block] is node
+        and prefixes.find(node.kind, node.digest) is node
+        and parent is not None
+        and parent.kind == node.kind,
+        "a node is not what the index says",
+    )
+    require(refs[node.block] or node.block in prefixes.idle, "a registered group is nowhere")
+    require(
+        (groups.second[node.block] != NULL_BLOCK) == (groups.blocks_per_group[node.kind] == 2),
+        "a registered group of another kind",
+    )
+    require(
+        parent is None or not parent.depth or refs[parent.block] >= refs[node.block],
+        "a group is held without those before it",
+    )

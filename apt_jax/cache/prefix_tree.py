@@ -1,0 +1,120 @@
+"""The tree of registered groups: which cached prefixes there are. Knows no device and no requests.
+
+A *group* (`apt_jax.cache.hybrid_cache`: positions of one kind that share blocks) that is full and whose contents are known
+to be good may be registered under the digest of all tokens up to its end. Registered groups form one tree per kind:
+
+    root ── A ── B ── C        a node is a group: node.block is its K or X block
+             └── D ── E        a path from the root is a prefix that need not be computed again
+
+    digest of a node = blake2b-128(digest of its parent, tokens of the group); that of the root holds a salt
+
+The digest of a root is drawn by the engine and never leaves it, so nobody can name another's prefix. Each kind has its own
+tree, so a group is never found under the wrong kind. A node exists only as long as its parent does.
+"""
+
+import collections
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.executor import NULL_BLOCK
+
+DIGEST_BYTES = 16
+
+
+def root_digest(salt: bytes, tenant_salt: bytes = b"") -> bytes:
+    """Digest of the root of an engine's prefixes (and of a tenant's, if tenants do not share)."""
+    return hashlib.blake2b(tenant_salt, digest_size=DIGEST_BYTES, key=salt).digest()
+
+
+def extend_digests(digests: list[bytes], root: bytes, tokens: NDArray[np.int32], block_size: int) -> None:
+    """Append the digests of those full groups of `tokens`, `block_size` tokens each, that `digests` lacks."""
+    num = len(digests)
+    full = tokens.size // block_size
+    if num >= full:
+        return
+    data = tokens[num * block_size : full * block_size].astype("<i4").tobytes()
+    step = 4 * block_size
+    parent = digests[-1] if digests else root
+    for at in range(0, len(data), step):
+        parent = hashlib.blake2b(parent + data[at : at + step], digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+
+
+class Node:
+    """A registered group, or a root (depth 0, no block)."""
+
+    __slots__ = ("block", "children", "depth", "digest", "kind", "num_below", "parent", "rows")
+
+    def __init__(self, kind: int, digest: bytes, parent: "Node | None", block: int) -> None:
+        self.kind = kind
+        self.digest = digest
+        self.parent = parent
+        self.block = block
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: set[Node] = set()
+        self.rows: set[int] = set()
+        """Waiting requests whose longest cached prefix ends here."""
+        self.num_below = 0
+        """Those that end here or in a descendant; not counted in a root."""
+
+    def path(self, num: int) -> list["Node"]:
+        """The first `num` nodes of the path from the root, which is left out."""
+        node, nodes = self, []
+        while node.depth:
+            if node.depth <= num:
+                nodes.append(node)
+            assert node.parent is not None
+            node = node.parent
+        return nodes[::-1]
+
+
+class PrefixTree:
+    """Registered groups by digest, and idle groups, least recently used first.
+
+    Attributes:
+        idle: first blocks of groups that no request holds and that may be found again: registered ones, and those that
+            a step in flight fills. They count as free, and are evicted from the front.
+        node_of: nodes by first block.
+        is_registered: (num_blocks + 1,) True for first blocks that have a node.
+    """
+
+    def __init__(self, num_blocks: int, num_kinds: int) -> None:
+        self.roots = [Node(kind, b"", None, NULL_BLOCK) for kind in range(num_kinds)]
+        self._by_digest: list[dict[bytes, Node]] = [{} for _ in range(num_kinds)]
+        self.node_of: dict[int, Node] = {}
+        self.is_registered = np.zeros(num_blocks + 1, np.bool_)
+        self.idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+
+    def find(self, kind: int, digest: bytes) -> Node | None:
+        return self._by_digest[kind].get(digest)
+
+    def add(self, parent: Node, digest: bytes, block: int) -> Node:
+        node = Node(parent.kind, digest, parent, block)
+        parent.children.add(node)
+        self._by_digest[parent.kind][digest] = node
+        self.node_of[block] = node
+        self.is_registered[block] = True
+        return node
+
+    def subtree(self, node: Node) -> list[Node]:
+        """The node and all below it, parents first."""
+        nodes = [node]
+        for each in nodes:
+            nodes.extend(each.children)
+        return nodes
+
+    def remove(self, nodes: Sequence[Node]) -> None:
+        """Forget a whole subtree, parents first; the caller frees the blocks."""
+        top = nodes[0]
+        assert top.parent is not None
+        top.parent.children.discard(top)
+        for node in nodes:
+            del self._by_digest[node.kind][node.digest]
+            del self.node_of[node.block]
+            self.is_registered[node.block] = False
+
+    def num_nodes(self, kind: int) -> int:
+        return len(self._by_digest[kind])

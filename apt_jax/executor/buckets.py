@@ -1,0 +1,115 @@
+"""Which programs there are: padded sizes, cache kinds that can occur, and variants of the sampler. Needs no JAX."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from apt_jax.request import SamplingParams
+
+_MIN_PREFILL_BUCKET = 32
+_CONVERT_TOKENS = (128, 1024)
+"""About how many layer inputs the programs convert that compute keys and values from them."""
+
+
+def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1) -> list[int]:
+    """Powers of two from `smallest`, and last the smallest multiple of `multiple` that holds `largest`."""
+    buckets = []
+    size = smallest
+    while size < largest:
+        buckets.append(size)
+        size *= 2
+    last = size if largest <= multiple else -(-largest // multiple) * multiple
+    return [b for b in buckets if b < last] + [last]
+
+
+def bucket_for(buckets: list[int], size: int) -> int:
+    """The smallest bucket that holds `size`."""
+    return next(b for b in buckets if b >= size)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Buckets:
+    """Padded sizes that programs are compiled for, ascending."""
+
+    decode: list[int]
+    """Rows that decode, and rows that sample."""
+    masked: list[int]
+    """Rows that sample, where some do so under a mask."""
+    prefill: list[int]
+    """Tokens of prompt chunks."""
+    copies: list[int]
+    """Blocks that are copied before a step."""
+    conversions: list[int]
+    """X blocks that are converted by one program."""
+
+    @classmethod
+    def for_limits(
+        cls,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        hidden_block_size: int,
+        rows_multiple: int,
+    ) -> "Buckets":
+        """Buckets up to the limits of a step; the largest number of rows is a multiple of `rows_multiple`."""
+        decode = power_of_two_buckets(1, max_num_seqs, rows_multiple)
+        return cls(
+            decode=decode,
+            # Every second one: half as many programs to compile, for at most twice the rows in the sampler.
+            masked=sorted({decode[0], *decode[::-2]}),
+            prefill=power_of_two_buckets(min(_MIN_PREFILL_BUCKET, max_num_batched_tokens), max_num_batched_tokens),
+            copies=sorted({min(8, 2 * max_num_seqs), 2 * max_num_seqs}),
+            conversions=sorted({-(-min(n, max_model_len) // hidden_block_size) for n in _CONVERT_TOKENS}),
+        )
+
+    def forward_shapes(self, *, mixed: bool) -> list[tuple[int, int]]:
+        """(decode rows, prefill tokens) of all forward programs; `mixed`: also of those with both."""
+        shapes = [(rows, 0) for rows in self.decode] + [(0, tokens) for tokens in self.prefill]
+        return shapes + [(self.decode[-1], tokens) for tokens in self.prefill] if mixed else shapes
+
+
+class KindSet(NamedTuple):
+    """Cache kinds that a program handles; indexed by `sched.view.KV` and `HIDDEN`."""
+
+    kv: bool
+    hidden: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerVariant:
+    """What a sampling program can do; each needed combination is compiled."""
+
+    greedy: bool = False
+    """All rows take the most likely token, their settings are not read."""
+    filtered: bool = True
+    """Rows may have a top-k or top-p."""
+    penalised: bool = False
+    """Rows may have penalties, bias or a minimum of tokens, and get log probabilities."""
+    masked: bool = False
+    """Rows may have a mask of allowed tokens."""
+
+    @classmethod
+    def for_rows(cls, params: Sequence[SamplingParams], *, masked: bool, branches: bool) -> "SamplerVariant":
+        """The cheapest variant of `variants` that serves the rows."""
+        if any(p.needs_penalties or p.logprobs is not None for p in params):
+            return cls(penalised=True, masked=masked)
+        if masked:
+            return cls(masked=True)
+        if all(p.is_greedy for p in params):
+            return GREEDY
+        return cls(filtered=branches or not all(p.top_k <= 0 and p.top_p >= 1.0 for p in params))
+
+    @classmethod
+    def variants(cls, *, branches: bool) -> "list[SamplerVariant]":
+        """All variants without masks; `branches`: programs skip on the device what no row needs."""
+        unfiltered = [] if branches else [cls(filtered=False)]
+        return [GREEDY, *unfiltered, cls(), cls(penalised=True)]
+
+    @classmethod
+    def masked_variants(cls) -> "list[SamplerVariant]":
+        """All variants with masks."""
+        return [cls(masked=True), cls(penalised=True, masked=True)]
+
+
+GREEDY = SamplerVariant(greedy=True, filtered=False)

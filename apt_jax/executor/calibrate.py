@@ -1,0 +1,364 @@
+"""Measure step costs on this machine: the coefficients that scheduling weighs (Apt-Serve §4.2's ρ, made affine).
+
+The executor that serves is timed on synthetic batches of random sizes, lengths and kinds; the fit is stored as
+JSON in the cache directory, under a name derived from everything that it depends on, and loaded at the next start.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from apt_jax.cache_dir import cache_dir
+from apt_jax.executor.base import Conversions, StepBatch
+from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.pallas.xla import (
+    PREFILL_KEY_TILE,
+    PREFILL_QUERY_TILE,
+    TOKENS_PER_TILE,
+)
+from apt_jax.request import SamplingParams
+from apt_jax.sched.cost_model import CostModel, FitQuality, StepPoint, fit_cost_model
+from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes
+from apt_jax.sched.view import HIDDEN, KV, StepCosts
+from apt_jax.sim.hardware import Hardware
+
+DEFAULT_BUDGET_S = 30.0
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+_MIN_ROUNDS = 3
+"""Rounds that are measured even without budget: a round has a step of each program."""
+_MIN_POINTS = 8
+"""Points of each phase that are measured even without budget: with fewer, no point is held back to validate the fit."""
+_REPEATS = 3
+"""Times that a step with chunks is measured; the median counts."""
+_DECODE_RUN = 5
+"""Decode steps whose median counts, after as many that are ignored."""
+
+
+def _batch(executor: JaxExecutor, kinds: list[int], starts: list[int], lens: list[int]) -> StepBatch:
+    """A legal batch over arbitrary cache contents. Rows share blocks where the pool is too small to keep them apart."""
+    n, sizes = len(kinds), (executor.block_size, executor.hidden_block_size)
+    need = [-(-(s + t) // sizes[k]) for s, t, k in zip(starts, lens, kinds, strict=True)]
+    tables = np.zeros((n, 2, max(need)), np.int32)
+    cursor = 0
+    for row, blocks in enumerate(need):
+        for half in range(2 if kinds[row] == KV else 1):
+            tables[row, half, :blocks] = 1 + (cursor + np.arange(blocks)) % executor.num_blocks
+            cursor += blocks
+    return StepBatch(
+        seats=np.arange(n, dtype=np.int32),
+        num_tokens=np.array(lens, np.int32),
+        start=np.array(starts, np.int32),
+        kind=np.array(kinds, np.int8),
+        token_ids=np.full(sum(lens), 3, np.int32),
+        block_tables=tables,
+        samples=np.ones(n, bool),
+        position=np.zeros(n, np.int32),
+        params=[_GREEDY] * n,
+        history=[np.zeros(0, np.int32)] * n,
+        prompt_len=np.zeros(n, np.int32),
+    )
+
+
+def _time_s(executor: JaxExecutor, batch: StepBatch) -> float:
+    start = time.perf_counter()
+    executor.execute(batch).result()
+    return time.perf_counter() - start
+
+
+def program_shapes(executor: JaxExecutor) -> ProgramShapes:
+    """Sizes that `executor` pads steps to."""
+    return ProgramShapes(
+        decode_buckets=tuple(executor.buckets.decode),
+        prefill_buckets=tuple(executor.buckets.prefill),
+        max_num_seqs=executor.max_num_seqs,
+        mixed=executor.mixed,
+        rows_per_tile=executor.rows_per_tile,
+        tokens_per_tile=max(1, TOKENS_PER_TILE // executor.block_size) * executor.block_size,
+        query_tile=PREFILL_QUERY_TILE,
+        key_tile=PREFILL_KEY_TILE,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Episode:
+    """A step with chunks and the decode step of other rows around it, each as (kinds, starts, lens)."""
+
+    prefill: tuple[list[int], list[int], list[int]]
+    decode: tuple[list[int], list[int], list[int]]
+
+
+def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]:
+    """A round: every program that a step can need once, with random rows, contexts, kinds and chunks."""
+    shapes, max_len = program_shapes(executor), executor.max_model_len
+    offered = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]
+    # As many cached tokens as fit the pool: beyond that the timing would read the same blocks again and again.
+    room = executor.num_blocks * executor.hidden_block_size
+    if KV in offered:
+        room = executor.num_blocks * executor.block_size // 2
+
+    def bounds(buckets: tuple[int, ...], i: int, most: int) -> tuple[int, int]:
+        return (buckets[i - 1] + 1 if i else 1), min(buckets[i], most)
+
+    def most_chunks(with_decode: bool) -> int:
+        return executor.max_num_seqs - with_decode
+
+    def most_tokens(with_decode: bool) -> int:
+        return min(executor.max_num_batched_tokens, most_chunks(with_decode) * max_len)
+
+    def kinds(count: int) -> list[int]:
+        if len(offered) == 2 and rng.random() < 1 / 3:
+            return rng.integers(0, 2, count).tolist()
+        return [int(rng.choice(offered))] * count
+
+    def contexts(count: int, longest: int) -> list[int]:
+        # Short contexts are the common ones; every scale is drawn as often.
+        longest = max(1, min(longest, max_len - 2, room // count))
+        scale = int(np.exp(rng.uniform(np.log(min(16, longest)), np.log(longest))))
+        return rng.integers(1, scale + 1, count).tolist()
+
+    decodes, prefills = list[int](), list[tuple[int, bool]]()
+    for rows, tokens in shapes.programs():
+        if tokens == 0:
+            decodes.append(shapes.decode_buckets.index(rows))
+            continue
+        i = shapes.prefill_buckets.index(tokens)
+        fewer = shapes.prefill_buckets[i - 1] if i else 0
+        if fewer < most_tokens(rows > 0):
+            prefills.append((i, rows > 0))
+    decodes, prefills = [int(i) for i in rng.permutation(decodes)], list(prefills)
+    rng.shuffle(prefills)
+    out = []
+    for turn in range(max(len(decodes), len(prefills))):
+        low, high = bounds(shapes.decode_buckets, decodes[turn % len(decodes)], executor.max_num_seqs)
+        count = int(rng.integers(low, high + 1))
+        decode = (kinds(count), contexts(count, max_len), [1] * count)
+
+        bucket, with_decode = prefills[turn % len(prefills)]
+        low, high = bounds(shapes.prefill_buckets, bucket, most_tokens(with_decode))
+        total = int(rng.integers(min(max(low, 2), high), high + 1))
+        fewest = -(-total // max_len)
+        chunks = int(rng.integers(fewest, max(fewest, min(8, total // 2, most_chunks(with_decode))) + 1))
+        # A chunk of one token would be a decode row.
+        more = 1 if 2 * chunks <= total else 0
+        rest = total - more * chunks
+        cuts = np.sort(rng.choice(np.arange(1, rest), chunks - 1, replace=False))
+        lens = np.minimum(np.diff([0, *cuts.tolist(), rest]) + more, max_len).tolist()
+        for i in range(chunks):  # what the longest ones could not take
+            lens[i] = min(max_len, lens[i] + total - sum(lens))
+        starts = [contexts(chunks, max_len - n)[0] if rng.random() < 1 / 3 and n < max_len - 1 else 0 for n in lens]
+        # Rows that decode beside the chunks, in the same program or in one of their own.
+        beside = 0
+        if with_decode or (not shapes.mixed and rng.random() < 1 / 3):
+            beside = int(rng.integers(1, max(2, min(count, executor.max_num_seqs - chunks) + 1)))
+            if not with_decode:
+                beside = min(beside, executor.max_num_batched_tokens - total)
+            beside = min(beside, executor.max_num_seqs - chunks)
+        if beside > 0:
+            starts += contexts(beside, max_len)
+            lens += [1] * beside
+        out.append(_Episode(prefill=(kinds(len(lens)), starts, lens), decode=decode))
+    return out
+
+
+_CONVERSIONS = 12
+"""Conversions that are measured, each beside the same step without."""
+
+
+def _conversion_s(executor: JaxExecutor, rng: np.random.Generator) -> float:
+    """Extra seconds per cached token of a decode step that converts a row's layer inputs to keys and values.
+
+    By least squares through the origin over contexts of every scale; 0 where the fit is negative.
+    """
+    per_block = executor.hidden_block_size
+    room = executor.num_blocks // 4 * executor.block_size
+    most = max(1, min(executor.max_model_len - 2, room))
+    tokens, extra_s = np.zeros(_CONVERSIONS), np.zeros(_CONVERSIONS)
+    for i in range(_CONVERSIONS):
+        length = int(np.exp(rng.uniform(np.log(min(16, most)), np.log(most))))
+        plain = _batch(executor, [KV], [length], [1])
+        blocks = 1 + (int(plain.block_tables.max()) + np.arange(-(-length // per_block)))
+        inputs = (1 + (blocks - 1) % executor.num_blocks).astype(np.int32)[None]
+        converting = dataclasses.replace(plain, conversions=Conversions(rows=np.zeros(1, np.int64), inputs=inputs))
+        times = [[_time_s(executor, batch) for batch in (plain, converting)] for _ in range(_REPEATS + 1)]  # fmt: skip
+        tokens[i], extra_s[i] = length, np.median(np.diff(times[1:], axis=1))
+    return max(0.0, float(tokens @ extra_s / (tokens @ tokens)))
+
+
+def calibrate(
+    executor: JaxExecutor,
+    budget_s: float = DEFAULT_BUDGET_S,
+    progress: Callable[[int, int], None] | None = None,
+) -> CostModel:
+    """Time prefill and decode steps of a warmed-up executor, about `budget_s` seconds, and fit a `CostModel`.
+
+    Steps are timed in the order in which serving runs them, a step with chunks between decode steps, and runs of decode
+    steps: on a CPU a decode step within 20 ms of a large prefill was measured up to a third slower than one later in
+    its run, and most steps of a server are the latter. The pool's contents are overwritten; call it before serving.
+    """
+    rng = np.random.default_rng(0)
+    shapes = program_shapes(executor)
+    points: list[StepPoint] = []
+    started, rounds = time.monotonic(), 0
+    episodes = _episodes(executor, rng)
+    min_rounds = max(_MIN_ROUNDS, -(-_MIN_POINTS // len(episodes)))
+    while rounds < min_rounds or time.monotonic() - started < budget_s:
+        for episode in episodes:
+            prefill, decode = (_batch(executor, *step) for step in (episode.prefill, episode.decode))
+            if not rounds:  # the first run of a program is not counted
+                _time_s(executor, prefill)
+            times: tuple[list[float], list[float]] = ([], [])
+            for _ in range(_REPEATS):
+                _time_s(executor, decode)
+                times[0].append(_time_s(executor, prefill))
+            times[1].extend(_time_s(executor, decode) for _ in range(2 * _DECODE_RUN))
+            del times[1][:_DECODE_RUN]
+            for (kinds, starts, lens), measured in zip((episode.prefill, episode.decode), times, strict=True):
+                points.append(StepPoint(num_tokens=lens, start=starts, kind=kinds, time_s=float(np.median(measured))))
+            if progress:
+                spent = (time.monotonic() - started) / max(budget_s, 1e-9)
+                least = len(points) / (2 * min_rounds * len(episodes))
+                progress(int(99 * min(1.0, spent, least)), 100)
+        rounds += 1
+        episodes = _episodes(executor, rng)
+    if progress:
+        progress(100, 100)
+    model = fit_cost_model(points, shapes)
+    if executor.can_convert:
+        costs = dataclasses.replace(model.costs, convert_per_hidden_token_s=_conversion_s(executor, rng))
+        model = dataclasses.replace(model, costs=costs)
+    executor.clear()
+    return model
+
+
+def _key(executor: JaxExecutor) -> str:
+    facts = {
+        "version": 4,
+        "model": dataclasses.asdict(executor.config),
+        "dtype": str(executor.params.dtype),
+        "quantization": executor.quantization,
+        "mode": executor.cache_config.mode,
+        **({"converts": True} if executor.can_convert else {}),
+        "absorb": executor.absorbs,
+        "attention": executor.attention_name,
+        "block_size": [executor.block_size, executor.hidden_block_size]
+        if executor.hidden_block_size != executor.block_size
+        else executor.block_size,
+        "num_blocks": executor.num_blocks,
+        "bounds": [
+            executor.max_num_seqs,
+            executor.max_num_batched_tokens,
+            executor.max_model_len,
+            executor.mixed,
+        ],
+        "platform": executor.platform,
+        "device": jax.devices()[0].device_kind,
+        "devices": [executor.num_devices, jax.process_count()] if jax.process_count() > 1 else executor.num_devices,
+        "cores": os.cpu_count(),
+        "jax": jax.__version__,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def calibration_path(executor: JaxExecutor, directory: Path | None = None) -> Path:
+    """The file of this executor's calibration; it may not exist."""
+    return (directory or cache_dir()) / "calibration" / f"{_key(executor)}.json"
+
+
+def load_calibration(path: Path) -> CostModel | None:
+    """A stored fit; None if the file is missing or cannot be read."""
+    try:
+        data = json.loads(path.read_text())
+        shapes = data["programs"]["shapes"]
+        for name in ("decode_buckets", "prefill_buckets"):
+            shapes[name] = tuple(shapes[name])
+        return CostModel(
+            costs=StepCosts(**data["costs"]),
+            programs=ProgramCosts(
+                shapes=ProgramShapes(**shapes),
+                coefficients=tuple(data["programs"]["coefficients"]),
+            ),
+            **{name: FitQuality(**data[name]) for name in data if name.endswith("_quality")},
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store_calibration(model: CostModel, path: Path) -> None:
+    """Write a fit where `load_calibration` finds it; replaces the file as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(dataclasses.asdict(model), indent=1))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_or_calibrate(
+    executor: JaxExecutor,
+    budget_s: float = DEFAULT_BUDGET_S,
+    progress: Callable[[int, int], None] | None = None,
+    directory: Path | None = None,
+) -> CostModel:
+    """The stored calibration of this executor on this machine, or a new one, which is stored if the disk is writeable."""
+    path = calibration_path(executor, directory)
+    model = load_calibration(path)
+    if model is None:
+        model = calibrate(executor, budget_s, progress)
+        with contextlib.suppress(OSError):  # a read-only home is no reason not to serve
+            store_calibration(model, path)
+    return model
+
+
+def describe(model: CostModel, executor: JaxExecutor, model_name: str) -> Hardware:
+    """Describe this machine to the simulator: a calibration with the pool it was measured with.
+
+    Args:
+        model: the calibration of `executor`.
+        executor: offers the KV kind, alone or with the hidden one.
+        model_name: what the simulator's ``--model`` will take.
+
+    Raises:
+        ValueError: `executor` does not offer KV, so that its costs are not known.
+    """
+    kv, hidden = executor.kinds_offered
+    if not kv:
+        raise ValueError("the costs of the KV kind were not measured; use --cache kv or hybrid")
+    device = jax.devices()[0].device_kind
+    dtype = executor.params.dtype
+    mode = ("absorb" if executor.absorbs else "reproject") if hidden else "kv"
+    basis = {
+        "prefill, decode": "fitted to steps timed on this machine, host time included; `fit`: on points held back",
+        "num_blocks": "the pool of the calibrated engine",
+        mode: "fitted to steps timed on this machine",
+    }
+    for name in ("reproject", "absorb") if hidden else ("hidden", "reproject", "absorb"):
+        basis.setdefault(name, "not measured by this calibration")
+    return Hardware(
+        name=device.lower().replace(" ", "-"),
+        model=model_name,
+        num_devices=executor.num_devices,
+        max_model_len=executor.max_model_len,
+        block_size=executor.block_size,
+        num_blocks=executor.num_blocks,
+        hidden_blocks_per_group=1 if hidden else None,
+        hidden_block_size=executor.hidden_block_size if executor.hidden_block_size != executor.block_size else None,
+        costs={mode: model.step_costs()},
+        programs=model.programs,
+        basis=basis,
+        source=f"apt-jax calibrate on {device} ({executor.platform}), {dtype}, jax {jax.__version__}",
+        fit={
+            "prefill": dataclasses.asdict(model.prefill_quality),
+            "decode": dataclasses.asdict(model.decode_quality),
+            "linear prefill": dataclasses.asdict(model.linear_prefill_quality),
+            "linear decode": dataclasses.asdict(model.linear_decode_quality),
+        },
+    )

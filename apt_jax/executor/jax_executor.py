@@ -1,0 +1,298 @@
+"""The executor that runs a real model with JAX.
+
+A step is packed on the host (`packing`), and runs as one or two jitted programs (`programs`), which are called by the
+`ProgramRunner` (`runner`). All programs are compiled for every bucket by `warm_up`; serving never compiles. The pools and the
+last-token memory are donated, and rebound when the program returns. The host crosses to the device once per program: all
+integers of a step travel as one vector, split by static offsets on the device. Sampled tokens are fed into the next step on
+the device, so the next step can be dispatched before the host has seen them. Masks come late: forward is dispatched without
+them, sampling when they are there (`MaskedStepHandle`).
+
+Over several devices every program is one `jax.shard_map`: weights and pools are cut (`apt_jax.parallel`), everything else is
+the same on all of them.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from apt_jax import parallel, sampling
+from apt_jax.config import CacheConfig, HiddenMode, ModelConfig, Quantization
+from apt_jax.cpu.tiles import tile_params
+from apt_jax.errors import ConfigError
+from apt_jax.executor.attention_choice import chip_of, choose_attention, needed_extras
+from apt_jax.executor.base import Conversions, MaskedStepHandle, StepBatch, StepHandle, is_out_of_memory
+from apt_jax.executor.buckets import Buckets, KindSet, SamplerVariant, bucket_for
+from apt_jax.executor.handles import DeviceStepHandle, JoinedStepHandle, PendingMaskHandle
+from apt_jax.executor.packing import (
+    Ints,
+    StepFormat,
+    pack_conversions,
+    pack_forward,
+    pack_masks,
+    pack_penalties,
+    pack_sampling,
+)
+from apt_jax.executor.pool_memory import PoolMemory
+from apt_jax.executor.programs import Programs
+from apt_jax.executor.runner import ProgramRunner
+from apt_jax.executor.warm_up import warm_up
+from apt_jax.hosts import Leader, Plan
+from apt_jax.models.params import ModelParams, by_layers, fuse_products
+from apt_jax.models.quantize import quantize_params
+from apt_jax.pallas import AttentionOps, over_devices
+from apt_jax.pallas.xla import ROWS_PER_TILE
+
+MAX_MODEL_LEN = 1 << 22
+"""Longest context: block tables and histories are as long for every seat."""
+
+
+class JaxExecutor:
+    """Implements `apt_jax.executor.Executor` on one device, or on several as one.
+
+    Args:
+        params: weights on the device, or anywhere with a `mesh`, all of one dtype; activations and cache take it.
+        cache: block size, pool size, which kinds may occur, and how hidden rows attend.
+        max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step; they fix the buckets.
+        mixed: also compile steps in which decode rows and prompt chunks have their own attention paths; without it a
+            step with both is two programs, one after another (one that computes all rows as chunks where some sample under
+            a mask). None: where decode attention is a kernel of its own.
+        attention: implementation, or its name for `apt_jax.pallas.attention_ops`; None: the platform's default.
+        quantization: "int8": see `models.quantize`; None: weights as they are.
+        mesh: of the devices that share the model, from `parallel.tensor_mesh`; None: one.
+        conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`), where
+            both kinds are offered. Without it `can_convert` is False.
+
+    Raises:
+        ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for the
+            pool, or the model cannot be cut for so many devices.
+    """
+
+    def __init__(
+        self,
+        params: ModelParams,
+        config: ModelConfig,
+        *,
+        cache: CacheConfig,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        mixed: bool | None = None,
+        attention: str | AttentionOps | None = None,
+        quantization: Quantization = None,
+        mesh: Mesh | None = None,
+        conversion: bool = False,
+    ) -> None:
+        mesh = None if mesh is None or mesh.size == 1 else mesh
+        self.num_devices = 1 if mesh is None else mesh.size
+        parallel.check_size(config, self.num_devices)
+        if quantization is not None and mesh is not None:
+            raise ConfigError(f"quantization={quantization!r} runs on one device; leave out -tp or --quantization")
+        if max_model_len > MAX_MODEL_LEN:
+            raise ConfigError(
+                f"max_model_len={max_model_len} is more than this version serves; give at most {MAX_MODEL_LEN} (--max-model-len)"
+            )
+        # A window that no context outgrows is none.
+        windows = tuple(w if w is not None and w < max_model_len else None for w in config.layer_windows)
+        loaded = dataclasses.replace(config, layer_windows=windows if any(windows) else ())
+        config = parallel.with_repeated_heads(loaded, self.num_devices)
+        if max_model_len > config.max_position:
+            raise ConfigError(
+                f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions (--max-model-len)"
+            )
+        self.config, self.cache_config, self.quantization = config, cache, quantization
+        self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
+        self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
+        hidden = parallel.offers_hidden(config, cache, self.num_devices)
+        self.kinds_offered = KindSet(kv=cache.mode != "hidden", hidden=hidden)
+        self.hidden_block_size = config.hidden_block_size(cache.block_size) if hidden else cache.block_size
+        self.can_convert = conversion and all(self.kinds_offered)
+        absorbs = hidden and cache.hidden_attention != "reproject"
+        self.hidden_mode: HiddenMode | None = config.hidden_mode if absorbs else None
+        # One that this process can ask.
+        self.device = mesh.local_devices[0] if mesh else next(iter(params.embed.devices()))
+        self.platform: str = self.device.platform
+        if mesh is not None and self.platform == "cpu":
+            # Devices that a CPU plays are for tests; kernels there own all of its threads.
+            attention = attention or "xla"
+            if attention == "cpu":
+                raise ConfigError("the kernels for CPUs run on one device; leave out -tp or --attention-backend cpu")
+        # Over several devices hidden rows are not the kernels'.
+        extras = needed_extras(config, self.hidden_mode, hidden and mesh is None)
+        ops = choose_attention(self.platform, attention, chip_of(self.device), extras)
+        self.attention_name, self.rows_per_tile = ops.name, ops.rows_per_tile
+        self.mixed = not ops.branches if mixed is None else mixed
+        if mesh is None:
+            self.params, specs = self._prepared(params, tiles=ops.tiles and params.dtype == jnp.bfloat16), None
+        else:
+            ops = over_devices(ops)
+            self.params, specs = parallel.shard_params(params, loaded, mesh, absorbs=self.hidden_mode == "absorb")
+
+        self._memory = PoolMemory(config, cache.block_size, self.params.dtype, self.device, mesh)
+        kv_len = -(-max_model_len // cache.block_size) * self.kinds_offered.kv
+        hidden_len = -(-max_model_len // self.hidden_block_size) * hidden
+        self.num_blocks = cache.num_blocks_override or self._memory.num_blocks_that_fit(
+            cache.device_memory_utilization,
+            most=max_num_seqs * max(2 * kv_len, hidden_len),
+            least=2 if self.kinds_offered.kv else 1,
+        )
+        self.buckets = Buckets.for_limits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            hidden_block_size=self.hidden_block_size,
+            rows_multiple=ROWS_PER_TILE,
+        )
+        self.form = StepFormat(
+            block_size=self.block_size,
+            hidden_block_size=self.hidden_block_size,
+            num_blocks=self.num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            table_len=max(kv_len, hidden_len),
+            vocab_size=config.vocab_size,
+            num_biases=sampling.NUM_BIASES,
+            buckets=self.buckets,
+        )
+        self.programs = Programs(
+            parallel.own_config(config, self.num_devices),
+            ops,
+            self.form,
+            kinds_offered=self.kinds_offered,
+            hidden_mode=self.hidden_mode,
+            tensor=None if mesh is None else parallel.TensorParallel(mesh.size, config),
+            mesh=mesh,
+            specs=specs,
+        )
+        self.runner = ProgramRunner(self.params, self.programs, self._memory)
+        self._compiled_at_warm_up = 0
+        free = self._memory.free_bytes()
+        try:
+            self.reset()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise self._memory.shortage(self.num_blocks, free) from error
+            raise
+
+    def _prepared(self, params: ModelParams, *, tiles: bool) -> ModelParams:
+        """The weights as one device computes with them."""
+        hidden = self.kinds_offered.hidden
+
+        def prepared(params: ModelParams) -> ModelParams:
+            if self.platform == "cpu":
+                params = fuse_products(params, keep=hidden)
+            if self.quantization is not None:
+                params = quantize_params(params, keep=hidden)
+            return tile_params(params, keep=hidden) if tiles else params
+
+        return by_layers(params, prepared)
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether attention over layer inputs absorbs what it can of the projections."""
+        return self.hidden_mode is not None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers and devices."""
+        return self._memory.block_bytes
+
+    @property
+    def leader(self) -> Leader | None:
+        """Told of every call, where other hosts must make it too."""
+        return self.runner.leader
+
+    @leader.setter
+    def leader(self, leader: Leader | None) -> None:
+        self.runner.leader = leader
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled since `warm_up` ended."""
+        return self.programs.num_compiled() - self._compiled_at_warm_up
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile and run every program once, on padding that touches no block."""
+        copies = self.cache_config.enable_prefix_caching
+        warm_up(self.runner, mixed=self.mixed, copies=copies, conversions=self.can_convert, progress=progress)
+        self._compiled_at_warm_up = self.programs.num_compiled()
+
+    def compiled_decode_step(self) -> str:
+        """The program of a step of as many decode rows as there can be, as the compiler left it."""
+        call = self.runner.empty_forward_call(self.buckets.decode[-1], 0, self.programs.kind_sets()[-1])
+        return call.lower().compile().as_text()
+
+    def reset(self) -> None:
+        """Make the pool and the last-token memory anew after a step that failed; all cache is lost.
+
+        Raises:
+            RuntimeError: other hosts are in that step too, and who knows where.
+        """
+        if self.leader is not None:
+            time.sleep(1.0)  # where it failed for want of another rank, that is said first
+            raise RuntimeError("a step failed, and several hosts do not begin anew together")
+        self.clear()
+
+    def clear(self) -> None:
+        """Make the pool and the last-token memory anew, on all hosts; all cache is lost."""
+        self.runner.clear()
+
+    def run_plan(self, plan: Plan) -> Any:
+        """Make a call that rank 0 announced; its results can be waited for."""
+        return self.runner.run_plan(plan)
+
+    def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
+        """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
+        if len(batch.copies):
+            self.runner.copy_call(batch.copies, bucket_for(self.buckets.copies, len(batch.copies))).run()
+        if batch.conversions is not None:
+            self._run_conversions(batch, batch.conversions)
+        single = batch.num_tokens == 1
+        if self.mixed or batch.masked is not None or single.all() or not single.any():
+            return self._dispatch(batch)
+        # Decode rows as chunks of one token take several times as long as in a program of their own.
+        parts = [np.flatnonzero(single), np.flatnonzero(~single)]
+        return JoinedStepHandle(
+            num_rows=len(batch.seats), parts=[(rows, self._dispatch(batch.part(rows))) for rows in parts]
+        )
+
+    def _run_conversions(self, batch: StepBatch, conversions: Conversions) -> None:
+        for ints, num_blocks in pack_conversions(batch, conversions, self.form):
+            self.runner.convert_call(ints, num_blocks).run()
+
+    def _dispatch(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
+        """Dispatch a step by one forward program and, where it is one of its own, the sampling program."""
+        runner, form, branches = self.runner, self.form, self.programs.branches
+        step = pack_forward(batch, form, mixed=self.mixed)
+        kinds = self.programs.kind_set_of(batch.kind)
+        rows = np.flatnonzero(batch.samples)
+        params = [batch.params[r] for r in rows.tolist()]
+        masked = batch.masked if batch.masked is not None and len(batch.masked) else None
+        variant = SamplerVariant.for_rows(params, masked=masked is not None, branches=branches)
+        done = functools.partial(DeviceStepHandle, num_rows=len(batch.seats), rows=rows)
+        two_programs = step.num_prefill or branches or variant.penalised or variant.masked
+        if len(rows) and not two_programs:
+            sample_ints = pack_sampling(batch, rows, params, step.num_decode, variant, form)
+            tokens = runner.decode_call(step.ints, sample_ints, step.num_decode, kinds, variant).run()
+            return done(tokens=tokens, logprobs=None)
+        states = runner.forward_call(step.ints, step.num_decode, step.num_prefill, kinds).run()
+        if not len(rows):
+            return done(tokens=None, logprobs=None)
+        bucket = bucket_for(self.buckets.decode if masked is None else self.buckets.masked, len(rows))
+        ints = pack_sampling(batch, rows, params, bucket, variant, form)
+        eos = self.config.eos_token_id
+        penalties = pack_penalties(batch, rows, bucket, eos, form) if variant.penalised else None
+
+        def sample(masks: Ints | None) -> DeviceStepHandle:
+            tokens, logprobs = runner.sample_call(states, ints, penalties, masks, bucket, variant).run()
+            return done(tokens=tokens, logprobs=logprobs)
+
+        if masked is None:
+            return sample(None)
+        places = np.searchsorted(rows, masked)
+        return PendingMaskHandle(dispatch=lambda masks: sample(pack_masks(masks, places, bucket, form)))

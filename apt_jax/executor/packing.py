@@ -1,0 +1,291 @@
+"""Pack a step on the host: all integers of a program travel as one vector. NumPy only.
+
+Every packed vector is fresh memory: the device may read it after the call that takes it returns.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.executor.base import Conversions, StepBatch
+from apt_jax.executor.buckets import Buckets, SamplerVariant, bucket_for
+from apt_jax.request import SamplingParams
+from apt_jax.sched.view import HIDDEN, KV
+
+if TYPE_CHECKING:
+    from jax import Array
+
+Ints = NDArray[np.int32]
+Views = dict[str, Ints]
+_Vector = TypeVar("_Vector", Ints, "Array")
+
+
+class PackedInts:
+    """Layout of named int32 arrays in one vector."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        self._parts: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        self.size = 0
+        for name, shape in shapes.items():
+            begin, self.size = self.size, self.size + int(np.prod(shape, dtype=np.int64))
+            self._parts[name] = (begin, self.size, shape)
+
+    def split(self, vector: _Vector) -> dict[str, _Vector]:
+        """The arrays of a vector: writeable views on the host, static slices on the device."""
+        return {name: vector[begin:end].reshape(shape) for name, (begin, end, shape) in self._parts.items()}
+
+    def zeros(self) -> tuple[Views, Ints]:
+        """A new host vector, as views and as a whole."""
+        ints = np.zeros(self.size, np.int32)
+        return self.split(ints), ints
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepFormat:
+    """Sizes that the packed vectors of an executor share, and their layouts."""
+
+    block_size: int
+    hidden_block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    table_len: int
+    """J: blocks of one half of a request's block table."""
+    vocab_size: int
+    num_biases: int
+    """Entries of a row's bias list."""
+    buckets: Buckets
+
+    @property
+    def dropped_slot(self) -> int:
+        """Token slot outside the pool: what is written there is dropped."""
+        return (self.num_blocks + 1) * self.block_size
+
+    def forward_layout(self, num_decode: int, num_prefill: int) -> PackedInts:
+        t, rows = num_decode + num_prefill, min(self.max_num_seqs, num_prefill)
+        return PackedInts(
+            token_ids=(t,), token_seats=(t,), positions=(t,), first_slots=(t,), second_slots=(t,), token_hidden=(t,),
+            decode_tables=(num_decode, 2, self.table_len), decode_lens=(num_decode,),
+            prefill_tables=(rows, 2, self.table_len), prefill_offsets=(rows,), prefill_lens=(rows,), prefix_lens=(rows,),
+            prefill_hidden=(rows,), counts=(3,), sample_rows=(self.buckets.decode[-1],),
+        )  # fmt: skip
+
+    def sample_layout(self, rows: int) -> PackedInts:
+        # temperature, top_p and min_p are float32 bit patterns.
+        return PackedInts(
+            seats=(rows,), top_k=(rows,), seed=(rows,), position=(rows,),
+            temperature=(rows,), top_p=(rows,), min_p=(rows,),
+        )  # fmt: skip
+
+    def penalty_layout(self, rows: int) -> PackedInts:
+        # repetition, presence, frequency and bias_values are float32 bit patterns.
+        return PackedInts(
+            history=(rows, self.max_model_len), prompt_len=(rows,), history_len=(rows,), last_seat=(rows,),
+            repetition=(rows,), presence=(rows,), frequency=(rows,),
+            bias_ids=(rows, self.num_biases), bias_values=(rows, self.num_biases),
+        )  # fmt: skip
+
+    def convert_layout(self, num_blocks: int) -> PackedInts:
+        slots = (num_blocks * self.hidden_block_size,)
+        return PackedInts(blocks=(num_blocks,), positions=slots, first_slots=slots, second_slots=slots)
+
+    # --- padding alone ---------------------------------------------------------------------------------------------
+
+    def empty_forward(self, num_decode: int, num_prefill: int) -> tuple[Views, Ints]:
+        views, ints = self.forward_layout(num_decode, num_prefill).zeros()
+        views["first_slots"][:] = views["second_slots"][:] = self.dropped_slot
+        views["token_seats"][:] = self.max_num_seqs
+        views["sample_rows"][:] = num_decode + num_prefill
+        return views, ints
+
+    def empty_sample(self, rows: int) -> tuple[Views, Ints]:
+        views, ints = self.sample_layout(rows).zeros()
+        views["seats"][:] = self.max_num_seqs
+        return views, ints
+
+    def empty_conversion(self, num_blocks: int) -> tuple[Views, Ints]:
+        views, ints = self.convert_layout(num_blocks).zeros()
+        views["first_slots"][:] = views["second_slots"][:] = self.dropped_slot
+        return views, ints
+
+    def empty_masks(self, rows: int) -> Ints:
+        """Masks that allow everything."""
+        return np.full((rows, -(-self.vocab_size // 32)), -1, np.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedForward:
+    """Arguments of a forward program."""
+
+    ints: Ints
+    num_decode: int
+    num_prefill: int
+
+
+def _split_rows(batch: StepBatch, *, mixed: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows that decode and rows computed as chunks; without `mixed` all rows are chunks as soon as there is one."""
+    decodes, prefills = np.flatnonzero(batch.num_tokens == 1), np.flatnonzero(batch.num_tokens > 1)
+    if len(prefills) and not mixed:
+        return np.zeros(0, np.int64), np.arange(len(batch.seats))
+    # KV rows first, then hidden ones; by length within, so that a tile of rows wastes little.
+    return decodes[np.lexsort((-batch.start[decodes], batch.kind[decodes]))], prefills
+
+
+def pack_forward(batch: StepBatch, form: StepFormat, *, mixed: bool) -> PackedForward:
+    """Lay out a step's tokens: n decode rows of one token each, then the chunks of m prefill rows, each padded.
+
+    Everything with a T axis is indexed by `place`; every row of the batch is an `owner` of places:
+
+        place     0 ........ n-1 | n .. B-1 | B ........................................ | .. B+P-1
+        owner     decodes[i]     | padding  | prefills[0] ... | ... | prefills[m-1] ...  | padding
+        offset    0              |          | 0, 1, .. len-1  |     | 0, 1, .. len-1     |
+        position  start[owner] + offset          B, P: buckets of decode rows and of prefill tokens
+
+    Position t lies in block t // C of the row's table (C: positions of a block, by kind), so that its place in the pool is
+
+        slot = block_tables[owner, half, t // C] * C + t % C
+
+    in each half of the table (K and V) for KV rows, in the first half (X) for hidden rows. `sample_rows` are the places of
+    the last tokens of the rows that sample.
+    """
+    decodes, prefills = _split_rows(batch, mixed=mixed)
+    lens = batch.num_tokens[prefills]
+    chunk_ends = np.cumsum(lens)
+    num_prefill_tokens = int(lens.sum())
+    if not len(prefills):
+        num_decode, num_prefill = bucket_for(form.buckets.decode, len(decodes)), 0
+    else:
+        num_decode = form.buckets.decode[-1] if len(decodes) else 0
+        num_prefill = bucket_for(form.buckets.prefill, num_prefill_tokens)
+    views, ints = form.empty_forward(num_decode, num_prefill)
+    n, m, table_len = len(decodes), len(prefills), batch.block_tables.shape[2]
+    views["decode_tables"][:n, :, :table_len] = batch.block_tables[decodes]
+    views["decode_lens"][:n] = batch.start[decodes] + 1
+    views["prefill_tables"][:m, :, :table_len] = batch.block_tables[prefills]
+    views["prefill_offsets"][:m] = chunk_ends - lens
+    views["prefill_lens"][:m] = lens
+    views["prefix_lens"][:m] = batch.start[prefills]
+    views["prefill_hidden"][:m] = batch.kind[prefills] == HIDDEN
+    views["counts"][:] = (np.count_nonzero(batch.kind[decodes] == KV), n, m)
+
+    within = np.arange(num_prefill_tokens)
+    place = np.concatenate([np.arange(n), num_decode + within])
+    owner = np.concatenate([decodes, np.repeat(prefills, lens)])
+    offset = np.concatenate([np.zeros(n, np.int64), within - np.repeat(chunk_ends - lens, lens)])
+    position = batch.start[owner] + offset
+    hidden = batch.kind[owner] == HIDDEN
+    per_block = np.where(hidden, form.hidden_block_size, form.block_size)
+    block, rest = np.divmod(position, per_block)
+    token_start = np.cumsum(batch.num_tokens) - batch.num_tokens
+    views["token_ids"][place] = batch.token_ids[token_start[owner] + offset]
+    views["token_seats"][place] = batch.seats[owner]
+    views["positions"][place] = position
+    views["first_slots"][place] = batch.block_tables[owner, 0, block] * per_block + rest
+    second = batch.block_tables[owner, 1, block] * form.block_size + rest
+    views["second_slots"][place] = np.where(hidden, form.dropped_slot, second)
+    views["token_hidden"][place] = hidden
+
+    last_place = np.zeros(len(batch.seats), np.int64)
+    last_place[decodes] = np.arange(n)
+    last_place[prefills] = num_decode + chunk_ends - 1
+    samples = np.flatnonzero(batch.samples)
+    views["sample_rows"][: len(samples)] = last_place[samples]
+    return PackedForward(ints=ints, num_decode=num_decode, num_prefill=num_prefill)
+
+
+def _float_bits(values: Sequence[float]) -> Ints:
+    return np.array(values, np.float32).view(np.int32)
+
+
+def pack_sampling(
+    batch: StepBatch,
+    rows: NDArray[np.int64],
+    params: Sequence[SamplingParams],
+    bucket: int,
+    variant: SamplerVariant,
+    form: StepFormat,
+) -> Ints:
+    """Seats and settings of the rows that sample."""
+    n = len(rows)
+    views, ints = form.empty_sample(bucket)
+    views["seats"][:n] = batch.seats[rows]
+    if not variant.greedy:
+        views["top_k"][:n] = [p.top_k for p in params]
+        views["seed"][:n] = np.array([(p.seed or 0) & 0xFFFFFFFF for p in params], np.uint32).view(np.int32)
+        views["position"][:n] = batch.position[rows]
+        for name in ("temperature", "top_p", "min_p"):
+            views[name][:n] = _float_bits([getattr(p, name) for p in params])
+    return ints
+
+
+def pack_penalties(
+    batch: StepBatch, rows: NDArray[np.int64], bucket: int, eos_token_id: int | None, form: StepFormat
+) -> Ints:
+    """Histories, penalties and biases of the rows that sample."""
+    views, ints = form.penalty_layout(bucket).zeros()
+    views["last_seat"][:] = form.max_num_seqs
+    views["repetition"][:] = _float_bits([1.0])
+    views["bias_ids"][:] = form.vocab_size
+    token_end = np.cumsum(batch.num_tokens)
+    for i, r in enumerate(rows):
+        p, history = batch.params[r], batch.history[r]
+        views["history"][i, : len(history)] = history
+        views["prompt_len"][i], views["history_len"][i] = batch.prompt_len[r], len(history)
+        if batch.token_ids[token_end[r] - 1] < 0:
+            views["last_seat"][i] = batch.seats[r]
+        views["repetition"][i], views["presence"][i], views["frequency"][i] = _float_bits(
+            [p.repetition_penalty, p.presence_penalty, p.frequency_penalty]
+        )
+        bias = dict(p.logit_bias or {})
+        if batch.position[r] < p.min_tokens:
+            bias.update(dict.fromkeys(p.stop_token_ids, -np.inf))
+            if eos_token_id is not None:
+                bias[eos_token_id] = -np.inf
+        views["bias_ids"][i, : len(bias)] = list(bias)
+        views["bias_values"][i, : len(bias)] = _float_bits(list(bias.values()))
+    return ints
+
+
+def pack_masks(masks: Ints, places: NDArray[np.int64], bucket: int, form: StepFormat) -> Ints:
+    """One mask per sampling row; tokens beyond the width of `masks` are forbidden in the rows at `places`."""
+    rows = form.empty_masks(bucket)
+    width = min(rows.shape[1], masks.shape[1])
+    rows[places, :width] = masks[:, :width]
+    rows[places, width:] = 0
+    return rows
+
+
+def pack_copies(copies: Ints, size: int, form: StepFormat) -> Ints:
+    """Pairs of blocks, padded with copies of the reserved block to nowhere."""
+    pairs = np.full((size, 2), (0, form.num_blocks + 1), np.int32)
+    pairs[: len(copies)] = copies
+    return pairs
+
+
+def pack_conversions(batch: StepBatch, conversions: Conversions, form: StepFormat) -> Iterator[tuple[Ints, int]]:
+    """Vectors and numbers of X blocks of the conversion programs: the blocks of all rows, one after another."""
+    start, inputs = batch.start[conversions.rows], conversions.inputs
+    per_block = form.hidden_block_size
+    i, group = np.nonzero(np.arange(inputs.shape[1]) < -(-start // per_block)[:, None])
+    positions = group[:, None] * per_block + np.arange(per_block)
+    used = positions < start[i, None]
+    positions = np.where(used, positions, 0)
+    column, rest = np.divmod(positions, form.block_size)
+    slots = []
+    for half in range(2):
+        blocks = batch.block_tables[conversions.rows[i, None], half, column]
+        slots.append(np.where(used, blocks * form.block_size + rest, form.dropped_slot))
+    arrays = {"blocks": inputs[i, group], "positions": positions, "first_slots": slots[0], "second_slots": slots[1]}
+    at = 0
+    while at < len(i):
+        part = slice(at, at + form.buckets.conversions[-1])
+        num_blocks = bucket_for(form.buckets.conversions, len(i[part]))
+        views, ints = form.empty_conversion(num_blocks)
+        for name, values in arrays.items():
+            flat = values[part].reshape(-1)
+            views[name][: flat.size] = flat
+        yield ints, num_blocks
+        at += num_blocks

@@ -1,0 +1,97 @@
+"""Memory of the block pool: how many blocks there is room for, and where its arrays are placed."""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from apt_jax import parallel
+from apt_jax.config import ModelConfig
+from apt_jax.errors import ConfigError
+from apt_jax.models.loader import free_memory_bytes
+
+MAX_CPU_POOL_BYTES = 4 << 30
+"""Largest pool on a CPU whose size was not given."""
+
+
+def pool_dtype(dtype: Any, platform: str) -> Any:
+    """The pool's dtype. jax 0.10 upcasts a whole 16-bit pool at every cache write on CPU; float32 avoids that there."""
+    old = tuple(int(p) for p in jax.__version__.split(".")[:2]) < (0, 11)
+    return jnp.float32 if old and platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16 else dtype
+
+
+class PoolMemory:
+    """The pool's memory on one device, or on all of a mesh.
+
+    Args:
+        config: of the whole model.
+        dtype: of the weights.
+        device: one that this process can ask.
+    """
+
+    def __init__(self, config: ModelConfig, block_size: int, dtype: Any, device: Any, mesh: Mesh | None) -> None:
+        self._config, self._device, self._mesh = config, device, mesh
+        self._block_shape = (block_size * config.lane,)
+        self._dtype = pool_dtype(dtype, device.platform)
+        self._is_host = device.platform == "cpu"
+        # Devices that a CPU plays share its memory.
+        self._num_memories = 1 if mesh is None or self._is_host else mesh.size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers and devices."""
+        return self._config.num_layers * self._block_shape[0] * jnp.dtype(self._dtype).itemsize
+
+    def free_bytes(self) -> int:
+        """Free memory of the device; the host's where the device has none of its own or does not tell."""
+        free = free_memory_bytes(self._device)
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
+
+    def num_blocks_that_fit(self, utilization: float, *, most: int, least: int) -> int:
+        """Blocks that there is memory for; where it is the host's, no more than `most`.
+
+        Raises:
+            ConfigError: fewer than `least`.
+        """
+        free = self.free_bytes()
+        budget = int(free * utilization) * self._num_memories
+        if self._is_host or free_memory_bytes(self._device) is None:
+            budget = min(budget, MAX_CPU_POOL_BYTES, most * self.block_bytes)
+        blocks = budget // self.block_bytes
+        if self._mesh is not None:
+            blocks = self._least(blocks, self._mesh)
+        if blocks < least:
+            raise self.shortage(least, free)
+        return blocks
+
+    def _least(self, number: int, mesh: Mesh) -> int:
+        """The smallest of the numbers of each device's process."""
+        own = np.full(1, min(number, 2**31 - 1), np.int32)
+        all_said = jax.make_array_from_callback((mesh.size,), self.placed(P(parallel.AXIS)), lambda _: own)
+        return int(jax.jit(jnp.min, out_shardings=self.placed(P()))(all_said))
+
+    def shortage(self, num_blocks: int, free: int) -> ConfigError:
+        """The error that there is no room for the pool."""
+        needed = (num_blocks + 1) * self.block_bytes // self._num_memories
+        return ConfigError(
+            f"the cache pool of {num_blocks} blocks takes {needed:,} bytes, but {free:,} bytes of memory are free; "
+            "lower --num-blocks-override, --block-size or --device-memory-utilization, or choose a smaller model, --dtype or --quantization"
+        )
+
+    def placed(self, spec: P) -> Any:
+        """The device, or the sharding over all of them."""
+        return self._device if self._mesh is None else NamedSharding(self._mesh, spec)
+
+    def new_pools(self, num_blocks: int) -> tuple[Array, ...]:
+        """Empty pools, with room for the reserved block."""
+        shape, where = (num_blocks + 1, *self._block_shape), self.placed(P(None, parallel.AXIS))
+        return tuple(jnp.zeros(shape, self._dtype, device=where) for _ in range(self._config.num_layers))
+
+    def empty_states(self, rows: int, dtype: Any) -> Array:
+        """Hidden states as a forward program returns them."""
+        return jnp.zeros((rows, self._config.hidden_size), dtype, device=self.placed(P()))

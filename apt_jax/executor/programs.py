@@ -1,0 +1,258 @@
+"""The traced programs of a step, compiled for one device or as one `jax.shard_map` over several.
+
+A step is two jitted programs, so that their shapes do not multiply:
+
+* forward: (decode bucket, prefill bucket) -> cache written, hidden states of the rows that sample;
+* sample: (bucket of sampling rows, `SamplerVariant`) -> logits, tokens, device memory of last tokens.
+
+Where the device runs a program as one graph (`AttentionOps.branches` is False), a step of decode rows alone is one program,
+"decode": forward and sampling. Then programs do not branch either: they are compiled for each `KindSet`, and for draws without
+top-k and top-p.
+
+With prefix caching there is a third program, "copy", for a few numbers of copies: blocks that a step writes to begin as copies
+of cached ones (`StepBatch.copies`). Where policies may convert layer inputs to keys and values (`StepBatch.conversions`), a
+fourth, "convert", does so for two numbers of X blocks: many of them are converted in several calls. Both run before the step
+and only where there is something to do.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from apt_jax import parallel, sampling
+from apt_jax.config import HiddenMode, ModelConfig
+from apt_jax.executor.base import NO_TOKEN
+from apt_jax.executor.buckets import KindSet, SamplerVariant
+from apt_jax.executor.packing import StepFormat
+from apt_jax.models.decoder import (
+    ConvertBatch,
+    DecoderBatch,
+    StepOptions,
+    convert_inputs,
+    decoder_step,
+    greedy_tokens,
+    logits,
+)
+from apt_jax.models.params import ModelParams
+from apt_jax.pallas import AttentionOps
+from apt_jax.sched.view import HIDDEN, KV
+
+Pools = tuple[Array, ...]
+
+
+class Programs:
+    """The programs of one executor.
+
+    Args:
+        config: of the share of the model that one device has.
+        ops: implementation of attention.
+        form: how vectors from the host are packed.
+        kinds_offered: cache kinds that can occur at all.
+        hidden_mode: what of attention over layer inputs is absorbed.
+        tensor: collectives, with a `mesh`.
+        mesh: of the devices that share the model; None: one device.
+        specs: how the weights are cut over the mesh.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: AttentionOps,
+        form: StepFormat,
+        *,
+        kinds_offered: KindSet,
+        hidden_mode: HiddenMode | None,
+        tensor: parallel.TensorParallel | None,
+        mesh: Mesh | None,
+        specs: Any,
+    ) -> None:
+        self.config, self.ops, self.form, self.kinds_offered = config, ops, form, kinds_offered
+        self._hidden_mode, self._tensor, self._mesh, self._specs = hidden_mode, tensor, mesh, specs
+        pools, alike = P(None, parallel.AXIS), P()
+        self.jitted: dict[str, Any] = {
+            "forward": self._jit(self.forward, donate=("pools",), results=(pools, alike)),
+            "decode": self._jit(self.decode, donate=("pools", "last_tokens"), results=(pools, alike, alike)),
+            "sample": self._jit(self.sample, donate=("last_tokens",), results=alike),
+            "copy": self._jit(copy_blocks, donate=("pools",), results=(pools,)),
+            "convert": self._jit(self.convert, donate=("pools",), results=(pools,)),
+        }
+
+    def _jit(self, function: Callable[..., Any], *, donate: tuple[str, ...], results: Any) -> Any:
+        """`function` compiled for the devices; its keyword-only arguments are static.
+
+        Args:
+            results: how its results are cut over several devices, as a prefix of their tree.
+        """
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        static = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        if self._mesh is None:
+            return jax.jit(function, static_argnames=static, donate_argnames=donate)
+        cut = {"params": self._specs, "pools": P(None, parallel.AXIS)}
+        in_specs = tuple(cut.get(name, P()) for name in names)
+
+        def on_all(*args: Any, **fixed: Any) -> Any:
+            own = functools.partial(function, **fixed)
+            return jax.shard_map(own, mesh=self._mesh, in_specs=in_specs, out_specs=results, check_vma=False)(*args)
+
+        donated = tuple(names.index(name) for name in donate)
+        return jax.jit(on_all, static_argnames=static, donate_argnums=donated)
+
+    def num_compiled(self) -> int:
+        # The size of a jitted function's cache has no public name yet.
+        return sum(getattr(f, "_cache_size")() for f in self.jitted.values())  # noqa: B009
+
+    # --- which of them there are -----------------------------------------------------------------------------------
+
+    @property
+    def branches(self) -> bool:
+        """Whether programs skip on the device what no row needs."""
+        return self.ops.branches
+
+    def kind_sets(self) -> list[KindSet]:
+        """Kinds that forward programs are compiled for."""
+        if self.branches or not all(self.kinds_offered):
+            return [self.kinds_offered]
+        return [KindSet(True, False), KindSet(False, True), KindSet(True, True)]
+
+    def kind_set_of(self, kind: NDArray[np.int8]) -> KindSet:
+        """The one of `kind_sets` that a step's rows need."""
+        if self.branches or not all(self.kinds_offered):
+            return self.kinds_offered
+        return KindSet(bool((kind == KV).any()), bool((kind == HIDDEN).any()))
+
+    # --- traced ----------------------------------------------------------------------------------------------------
+
+    def _options(self, num_decode: int, kinds: KindSet) -> StepOptions:
+        return StepOptions(
+            num_decode=num_decode,
+            block_size=self.form.block_size,
+            hidden_block_size=self.form.hidden_block_size,
+            hidden_mode=self._hidden_mode,
+            kinds=kinds,
+            ops=self.ops,
+            tensor=self._tensor,
+        )
+
+    def forward(
+        self,
+        params: ModelParams,
+        pools: Pools,
+        last_tokens: Array,
+        ints: Array,
+        *,
+        num_decode: int,
+        num_prefill: int,
+        kinds: KindSet,
+    ) -> tuple[Pools, Array]:
+        """Write the cache; gives hidden states of the rows that sample."""
+        parts = self.form.forward_layout(num_decode, num_prefill).split(ints)
+        seats, counts, sample_rows = (parts.pop(n) for n in ("token_seats", "counts", "sample_rows"))
+        on_device = last_tokens.at[seats].get(mode="fill", fill_value=0)
+        parts["token_ids"] = jnp.where(parts["token_ids"] < 0, on_device, parts["token_ids"])
+        for name in ("token_hidden", "prefill_hidden"):
+            parts[name] = parts[name] > 0
+        batch = DecoderBatch(**parts, num_kv_rows=counts[0], num_decode_rows=counts[1], num_prefill_rows=counts[2])
+        pools, hidden = decoder_step(params, pools, batch, self.config, self._options(num_decode, kinds))
+        return pools, hidden.at[sample_rows].get(mode="fill", fill_value=0)
+
+    def sample(
+        self,
+        params: ModelParams,
+        hidden: Array,
+        last_tokens: Array,
+        ints: Array,
+        penalties: Array | None,
+        masks: Array | None,
+        *,
+        rows: int,
+        variant: SamplerVariant,
+    ) -> tuple[Array, Array, tuple[Array, Array, Array] | None]:
+        """Sample; gives (tokens, is finite), and log probabilities where the variant has them."""
+        parts = self.form.sample_layout(rows).split(ints)
+        if variant.greedy:
+            tokens, finite = greedy_tokens(params, hidden[:rows], self.config, self.ops, self._tensor)
+            last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
+            return last_tokens, jnp.stack([tokens, finite.astype(jnp.int32)]), None
+        raw = logits(params, hidden[:rows], self.config, self.ops.dense, self._tensor)
+        scores = raw
+        if penalties is not None:
+            extra = self.form.penalty_layout(rows).split(penalties)
+            for name in ("repetition", "presence", "frequency", "bias_values"):
+                extra[name] = _as_float(extra[name])
+            scores = sampling.penalise(raw, sampling.PenaltyRows(**extra), last_tokens)
+        unmasked = scores
+        if masks is not None:
+            scores = sampling.allow(scores, masks)
+        settings = sampling.SamplingRows(
+            temperature=_as_float(parts["temperature"]),
+            top_k=parts["top_k"],
+            top_p=_as_float(parts["top_p"]),
+            min_p=_as_float(parts["min_p"]),
+            seed=jax.lax.bitcast_convert_type(parts["seed"], jnp.uint32),
+            position=parts["position"],
+        )
+        borders: sampling.Borders = "maybe" if self.branches else "yes" if variant.filtered else "no"
+        draw = functools.partial(sampling.sample, borders=borders)
+        if self.branches and variant.masked and not variant.penalised:  # most of them are greedy
+            tokens, finite = jax.lax.cond(
+                jnp.any(settings.temperature > 0.0),
+                draw,
+                lambda scores, _: sampling.greedy(scores),
+                scores,
+                settings,
+            )
+        else:
+            tokens, finite = draw(scores, settings)
+        last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
+        if masks is not None:
+            model_is_finite = sampling.is_trusted(unmasked)
+            tokens = jnp.where(model_is_finite & ~finite, NO_TOKEN, tokens)
+            finite = model_is_finite
+        packed = jnp.stack([tokens, finite.astype(jnp.int32)])
+        return last_tokens, packed, sampling.log_probabilities(raw, tokens) if variant.penalised else None
+
+    def decode(
+        self,
+        params: ModelParams,
+        pools: Pools,
+        last_tokens: Array,
+        forward_ints: Array,
+        sample_ints: Array,
+        *,
+        num_decode: int,
+        kinds: KindSet,
+        variant: SamplerVariant,
+    ) -> tuple[Pools, Array, Array]:
+        """Forward and sampling of decode rows as one program."""
+        pools, hidden = self.forward(
+            params, pools, last_tokens, forward_ints, num_decode=num_decode, num_prefill=0, kinds=kinds
+        )
+        last_tokens, tokens, _ = self.sample(
+            params, hidden, last_tokens, sample_ints, None, None, rows=num_decode, variant=variant
+        )
+        return pools, last_tokens, tokens
+
+    def convert(self, params: ModelParams, pools: Pools, ints: Array, *, num_blocks: int) -> tuple[Pools]:
+        """Compute keys and values from cached layer inputs."""
+        batch = ConvertBatch(**self.form.convert_layout(num_blocks).split(ints))
+        return (convert_inputs(params, pools, batch, self.config, self._options(0, self.kinds_offered)),)
+
+
+def copy_blocks(pools: Pools, pairs: Array) -> tuple[Pools]:
+    """`pool[pairs[:, 1]] = pool[pairs[:, 0]]` for each pool, all reads before all writes. The pools are donated."""
+    source, destination = pairs[:, 0], pairs[:, 1]
+    return (tuple(pool.at[destination].set(pool[source], mode="drop") for pool in pools),)
+
+
+def _as_float(bits: Array) -> Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,163 @@
+"""Calls of the programs, and the arrays on the device that they donate and replace.
+
+Where the devices belong to several hosts, rank 0 announces every call to the others (`apt_jax.hosts`), which make the same
+calls by `ProgramRunner.run_plan`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from apt_jax.executor.buckets import KindSet, SamplerVariant
+from apt_jax.executor.packing import Ints, pack_copies
+from apt_jax.executor.pool_memory import PoolMemory
+from apt_jax.executor.programs import Pools, Programs
+from apt_jax.hosts import Leader, Plan
+from apt_jax.models.params import ModelParams
+
+
+def _to_plan(static: dict[str, Any]) -> dict[str, Any]:
+    """Static arguments as plain values, for other hosts."""
+    return {k: dataclasses.astuple(v) if isinstance(v, SamplerVariant) else v for k, v in static.items()}
+
+
+def _from_plan(static: dict[str, Any]) -> dict[str, Any]:
+    types = {"kinds": KindSet, "variant": SamplerVariant}
+    return {k: types[k](*v) if k in types else v for k, v in static.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCall:
+    """A call of a program that donates some of the runner's arrays; its results begin with their replacements."""
+
+    runner: "ProgramRunner"
+    program: str
+    args: tuple[Any, ...]
+    static: dict[str, Any]
+    replaces_pools: bool = False
+    replaces_last_tokens: bool = False
+
+    def lower(self) -> Any:
+        """The program for these arguments, as JAX hands it to the compiler."""
+        return self.runner.programs.jitted[self.program].lower(*self.args, **self.static)
+
+    def run(self) -> Any:
+        """Dispatch the program; returns the results that replace nothing."""
+        runner = self.runner
+        if runner.leader is not None:
+            host = [a for a in self.args if a is None or isinstance(a, np.ndarray)]
+            runner.leader.announce(Plan(program=self.program, arrays=host, static=_to_plan(self.static)))
+        results = runner.programs.jitted[self.program](*self.args, **self.static)
+        if self.replaces_pools:
+            runner.pools, *results = results
+        if self.replaces_last_tokens:
+            runner.last_tokens, *results = results
+        return results[0] if len(results) == 1 else results
+
+
+class ProgramRunner:
+    """Makes the calls of an executor.
+
+    Attributes:
+        pools: one array per layer, (blocks + 1, block), donated to every program that writes cache.
+        last_tokens: (max_num_seqs,) the token sampled last for each seat; a step takes tokens from here that the host
+            has not seen.
+        leader: told of every call, where other hosts must make it too.
+    """
+
+    def __init__(self, params: ModelParams, programs: Programs, memory: PoolMemory) -> None:
+        self.params, self.programs, self.form, self._memory = params, programs, programs.form, memory
+        self.pools: Pools = ()
+        self.last_tokens: Array  # made by `clear`
+        self.leader: Leader | None = None
+        self._states: Array | None = None  # of the last forward program that `run_plan` ran
+
+    def clear(self) -> None:
+        """Replace the pool and the last-token memory by empty ones, on all hosts; all cache is lost."""
+        if self.leader is not None:
+            self.leader.announce(Plan(program="clear", arrays=[], static={}))
+        for pool in self.pools:
+            pool.delete()  # a step that failed early has not taken it, and there is no room for two
+        self.pools = self._memory.new_pools(self.form.num_blocks)
+        self.last_tokens = jnp.zeros(self.form.max_num_seqs, jnp.int32, device=self._memory.placed(P()))
+
+    def forward_call(self, ints: Ints, num_decode: int, num_prefill: int, kinds: KindSet) -> ProgramCall:
+        """Gives hidden states of the rows that sample."""
+        args = (self.params, self.pools, self.last_tokens, ints)
+        static = {"num_decode": num_decode, "num_prefill": num_prefill, "kinds": kinds}
+        return ProgramCall(self, "forward", args, static, replaces_pools=True)
+
+    def decode_call(
+        self, forward_ints: Ints, sample_ints: Ints, num_decode: int, kinds: KindSet, variant: SamplerVariant
+    ) -> ProgramCall:
+        """Gives tokens."""
+        args = (self.params, self.pools, self.last_tokens, forward_ints, sample_ints)
+        static = {"num_decode": num_decode, "kinds": kinds, "variant": variant}
+        return ProgramCall(self, "decode", args, static, replaces_pools=True, replaces_last_tokens=True)
+
+    def sample_call(
+        self,
+        hidden: Array,
+        ints: Ints,
+        penalties: Ints | None,
+        masks: Ints | None,
+        rows: int,
+        variant: SamplerVariant,
+    ) -> ProgramCall:
+        """Gives tokens and log probabilities, if the variant has them."""
+        args = (self.params, hidden, self.last_tokens, ints, penalties, masks)
+        return ProgramCall(self, "sample", args, {"rows": rows, "variant": variant}, replaces_last_tokens=True)
+
+    def copy_call(self, copies: Ints, size: int) -> ProgramCall:
+        """Gives nothing."""
+        pairs = pack_copies(copies, size, self.form)
+        return ProgramCall(self, "copy", (self.pools, pairs), {}, replaces_pools=True)
+
+    def convert_call(self, ints: Ints, num_blocks: int) -> ProgramCall:
+        """Gives nothing."""
+        args, static = (self.params, self.pools, ints), {"num_blocks": num_blocks}
+        return ProgramCall(self, "convert", args, static, replaces_pools=True)
+
+    def empty_forward_call(self, num_decode: int, num_prefill: int, kinds: KindSet) -> ProgramCall:
+        """A call on padding alone."""
+        _, ints = self.form.empty_forward(num_decode, num_prefill)
+        return self.forward_call(ints, num_decode, num_prefill, kinds)
+
+    def empty_sample_call(self, rows: int, variant: SamplerVariant) -> ProgramCall:
+        """A call on padding alone."""
+        form = self.form
+        _, ints = form.empty_sample(rows)
+        # Placed as a forward program's result is: another placement would be another program.
+        hidden = self._memory.empty_states(form.buckets.decode[-1], self.params.dtype)
+        penalties = form.penalty_layout(rows).zeros()[1] if variant.penalised else None
+        masks = form.empty_masks(rows) if variant.masked else None
+        return self.sample_call(hidden, ints, penalties, masks, rows, variant)
+
+    def empty_decode_call(self, rows: int, kinds: KindSet, variant: SamplerVariant) -> ProgramCall:
+        """A call on padding alone."""
+        _, ints = self.form.empty_forward(rows, 0)
+        _, sample_ints = self.form.empty_sample(rows)
+        return self.decode_call(ints, sample_ints, rows, kinds, variant)
+
+    def run_plan(self, plan: Plan) -> Any:
+        """Make a call that rank 0 announced; its results can be waited for."""
+        arrays: Sequence[Any] = plan.arrays
+        static = _from_plan(plan.static)
+        if plan.program == "forward":
+            self._states = self.forward_call(*arrays, **static).run()
+            return self._states
+        if plan.program == "decode":
+            return self.decode_call(*arrays, **static).run()
+        if plan.program == "sample":
+            assert self._states is not None, "rank 0 samples after a forward program"
+            return self.sample_call(self._states, *arrays, **static).run()
+        if plan.program == "clear":
+            return self.clear()
+        if plan.program == "convert":
+            return self.convert_call(*arrays, **static).run()
+        return self.copy_call(arrays[0], len(arrays[0])).run()
