@@ -1,0 +1,22 @@
+"""Generate without a server: two prompts with an SLO, and what became of them."""
+
+from apt_jax import LLM, SLO, SamplingParams
+
+
+def main() -> None:
+    llm = LLM("tiny-opt", cache="hybrid", scheduling_policy="apt", max_num_seqs=4, warm_up=False)
+    outputs = llm.generate(
+        ["Once upon a time", "Shall I compare thee to a summer's day?"],
+        SamplingParams(max_tokens=24, temperature=0.0),
+        slo=SLO(ttft_s=5.0, tbt_s=1.0),
+    )
+    for output in outputs:
+        metrics, completion = output.metrics, output.outputs[0]
+        print(f"{output.prompt}{completion.text}")
+        print(
+            f"  {completion.finish_reason}, first token after {metrics.ttft_s:.2f} s, SLO attained: {metrics.slo_attained}"
+        )
+
+
+if __name__ == "__main__":
+    main()

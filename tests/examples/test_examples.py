@@ -1,0 +1,113 @@
+"""Every example runs as it is, on a CPU."""
+
+import contextlib
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL_SERVER = ("--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--num-blocks-override", "64", "--calibration-time", "0")  # fmt: skip
+
+
+def run(name: str, *args: object) -> None:
+    runpy.run_path(str(EXAMPLES / name))["main"](*args)
+
+
+def free_ports(num: int) -> list[int]:
+    with contextlib.ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(num)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in sockets]
+
+
+def wait_for(url: str, process: subprocess.Popen) -> None:
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        time.sleep(0.2)
+    raise AssertionError("the server ended")
+
+
+@contextlib.contextmanager
+def running(*command: str, ready: str) -> Iterator[None]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serve.cli", *command], cwd=EXAMPLES.parent, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    )  # fmt: skip
+    try:
+        wait_for(ready, process)
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_every_example_is_here():
+    names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert names == {"custom_policy.py", "offline.py", "openai_client.py", "structured_output.py", "two_replicas.md", "what_if.py"}  # fmt: skip
+
+
+def test_offline(capsys):
+    run("offline.py")
+    out = capsys.readouterr().out
+    assert "Once upon a time" in out
+    assert out.count("first token after") == 2
+
+
+def test_structured_output(capsys):
+    pytest.importorskip("llguidance")
+    run("structured_output.py")
+    king, answer = capsys.readouterr().out.splitlines()
+    assert king.startswith("The king is {'name': ")
+    assert answer.rpartition(" ")[2] in ("yes", "no")
+
+
+def test_custom_policy(capsys):
+    run("custom_policy.py", 60)
+    assert re.findall(r"^[\w-]+", capsys.readouterr().out, re.MULTILINE) == ["fcfs", "shortest-first"]
+
+
+def test_what_if(capsys):
+    run("what_if.py", 40)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert all(line.count("%") == 3 for line in lines[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_openai_client(capsys):
+    http, grpc = free_ports(2)
+    flags = ("--port", str(http), "--grpc-port", str(grpc), *SMALL_SERVER)
+    with running("serve", "tiny-opt", *flags, ready=f"http://127.0.0.1:{http}/ready"):
+        run("openai_client.py", f"http://127.0.0.1:{http}/v1")
+    assert len(capsys.readouterr().out) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_replicas():
+    pytest.importorskip("smg")
+    text = (EXAMPLES / "two_replicas.md").read_text()
+    (command,) = re.findall(r"^apt-jax (launch .*) --port 8000$", text, re.MULTILINE)
+    (body,) = re.findall(r"-d '(\{.*\})'$", text, re.MULTILINE)
+    (port,) = free_ports(1)
+    flags = ("--port", str(port), "--grpc-port", "0", *SMALL_SERVER)
+    with running(*command.split(), *flags, ready=f"http://127.0.0.1:{port}/readiness"):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", body.encode(), {"content-type": "application/json"}
+        )  # fmt: skip
+        with urllib.request.urlopen(request, timeout=120) as response:
+            assert json.load(response)["choices"][0]["text"]
