@@ -17,7 +17,7 @@ The life of a request:
 6. It ends once: "stop", "length", "abort" or "error". The last `StepOutput` says so.
 
 Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled starts with the cached prefix of its tokens,
-computed by others or by itself before a preemption; `HitWatch` shows the policy how much that would be. At least its
+computed by others or by itself before a preemption; `PrefixHitTracker` shows the policy how much that would be. At least its
 last token is computed, since logits are not cached: where all of a last block is cached, it gets a copy of it to write to
 (`StepBatch.copies`). Blocks are published at commit, when a token that was sampled over them was good, and not before.
 A step that fails clears the prefix cache.

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from apt_jax.cache import CacheKind, HybridCache
 from apt_jax.engine.request_state import RequestState
-from apt_jax.prefix import HitWatch, extend_digests, root_digest
+from apt_jax.cache.prefix_hits import PrefixHitTracker
+from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.request import EngineRequest
 from apt_jax.sched.view import NO_KIND, RequestTable
 
@@ -16,7 +17,7 @@ class RequestPrefixes:
 
     Args:
         cache: looked up; with prefix caching off there is nothing to be found.
-        table: `HitWatch` keeps its `hit_tokens` and `hit_blocks` of waiting requests.
+        table: `PrefixHitTracker` keeps its `hit_tokens` and `hit_blocks` of waiting requests.
         offered: cache kinds on offer.
 
     Attributes:
@@ -27,7 +28,7 @@ class RequestPrefixes:
         self._cache = cache
         self._offered = offered
         self._salt = os.urandom(16)  # digests are unlike those of any other engine
-        self.hits: HitWatch | None = None if cache.prefixes is None else cache.watch_hits(table)
+        self.hits: PrefixHitTracker | None = None if cache.prefixes is None else cache.watch_hits(table)
 
     def root_of(self, request: EngineRequest) -> bytes:
         """Return the start of a request's digests.
