@@ -428,8 +428,8 @@ def load_chat_template(path: Path | str, override: str | None = None) -> ChatTem
 
 
 def _from_gguf(path: Path) -> tuple[str | None, dict[str, str]]:
-    from apt_jax.models.gguf_file import GgufFile
-    from apt_jax.models.gguf_tokenizer import gguf_chat_template, gguf_special_tokens
+    from apt_jax.models.loading.gguf.file import GgufFile
+    from apt_jax.models.loading.gguf.tokenizer import gguf_chat_template, gguf_special_tokens
 
     with contextlib.closing(GgufFile(path)) as file:
         text = gguf_chat_template(file)

@@ -10,15 +10,6 @@ import math
 from typing import Literal
 
 from apt_jax.errors import ConfigError
-from apt_jax.models.config import (  # noqa: F401
-    Activation,
-    HiddenMode,
-    ModelConfig,
-    NormKind,
-    NormPlacement,
-    Position,
-    RopeConfig,
-)
 from apt_jax.options import check_options, option
 
 CacheMode = Literal["kv", "hidden", "hybrid"]

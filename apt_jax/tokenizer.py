@@ -222,8 +222,8 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
 
 def _from_gguf(path: Path) -> tokenizers.Tokenizer:
     # Imported here: the package of the models imports JAX.
-    from apt_jax.models.gguf_file import GgufFile
-    from apt_jax.models.gguf_tokenizer import gguf_tokenizer
+    from apt_jax.models.loading.gguf.file import GgufFile
+    from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer
 
     with contextlib.closing(GgufFile(path)) as file:
         return gguf_tokenizer(file)

@@ -29,12 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from apt_jax.calibrate import calibrate
+from apt_jax.executor.calibrate import calibrate
 from apt_jax.clock import WallClock
-from apt_jax.config import SLO, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
+from apt_jax.models.config import ModelConfig
 from apt_jax.engine import Engine
-from apt_jax.jax_executor import JaxExecutor
-from apt_jax.llm import ProgressBars, use_compile_cache
+from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.frontend.builder import use_compile_cache
+from apt_jax.frontend.progress import ProgressBars
 from apt_jax.models import load_model
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import make_policy

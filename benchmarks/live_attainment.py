@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
-from apt_jax.llm import ProgressBars
+from apt_jax.frontend.progress import ProgressBars
 from apt_jax.metrics import Summary
 from apt_jax.sched.view import KV
 from apt_jax.sim.hardware import Hardware

@@ -19,11 +19,12 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from apt_jax.config import CacheConfig, ModelConfig
+from apt_jax.config import CacheConfig
+from apt_jax.models.config import ModelConfig
 from apt_jax.executor import StepBatch
-from apt_jax.jax_executor import JaxExecutor
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.decoder import logits
-from apt_jax.models.loader import read_model_config
+from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import ModelParams, dummy_params
 from apt_jax.request import SamplingParams
 from apt_jax.sched import HIDDEN, KV

@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.engine import StepOutput
 from apt_jax.executor import StepBatch
-from apt_jax.llm import EngineParts, ProgressBars, build_engine, make_parts
+from apt_jax.frontend.builder import build_engine
+from apt_jax.frontend.components import EngineParts, make_parts
+from apt_jax.frontend.progress import ProgressBars
 from apt_jax.request import EngineRequest, SamplingParams
 
 

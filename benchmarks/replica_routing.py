@@ -28,7 +28,7 @@ from rich.table import Table
 
 import apt_jax
 from apt_jax.config import SLO
-from apt_jax.llm import ProgressBars
+from apt_jax.frontend.progress import ProgressBars
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulate import SimulationConfig, draw_workload, fitting, simulate

@@ -22,10 +22,11 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from apt_jax import parallel
-from apt_jax.config import EngineConfig, ModelConfig, ParallelConfig
+from apt_jax.models import sharding as parallel
+from apt_jax.config import EngineConfig, ParallelConfig
+from apt_jax.models.config import ModelConfig
 from apt_jax.models import load_model, read_model_config
-from apt_jax.models.convert import convert_model
+from apt_jax.models.loading.convert import convert_model
 from apt_jax.models.params import abstract_params, param_names
 
 FORMATS = ("safetensors", "orbax")

@@ -24,12 +24,14 @@ from pathlib import Path
 
 import numpy as np
 
-from apt_jax.calibrate import calibrate, describe
+from apt_jax.executor.calibrate import calibrate, describe
 from apt_jax.clock import WallClock
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.executor import Executor, StepBatch, StepHandle
-from apt_jax.jax_executor import JaxExecutor
-from apt_jax.llm import EngineParts, ProgressBars, build_engine, with_scheduler
+from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.frontend.builder import build_engine
+from apt_jax.frontend.components import EngineParts, with_scheduler
+from apt_jax.frontend.progress import ProgressBars
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched.cost_model import CostModel

@@ -13,12 +13,14 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.errors import AptJaxError
-from apt_jax.llm import DEFAULT_CALIBRATION_S, EngineParts, build_engine
-from serve import options
-from serve.http_app import AppConfig, HttpApp
-from serve.prometheus import ServerMetrics
+from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S, build_engine
+from apt_jax.frontend.components import EngineParts
+from serve.cli import options
+from serve.http_api.app import HttpApp
+from serve.http_api.calls import AppConfig
+from serve.observability.prometheus import ServerMetrics
 
 DRAIN_S = 30.0
 STEP_TIMEOUT_S = 60.0

@@ -15,9 +15,11 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.config import EngineConfig
-from apt_jax.llm import EngineParts, ProgressBars, build_engine, freeze_loaded
+from apt_jax.frontend.builder import build_engine, freeze_loaded
+from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.progress import ProgressBars
 from serve.errors import CommandError, PortInUseError
 from serve.grpc_api.server import GrpcServer, ServerConfig
 from serve.http_api.server import HttpConfig, HttpServer
@@ -26,7 +28,7 @@ from serve.observability.prometheus import ServerMetrics
 from serve.signals import Signals
 
 if TYPE_CHECKING:
-    from apt_jax.hosts import Leader
+    from apt_jax.distributed.hosts import Leader
 
 logger = logging.getLogger(__name__)
 

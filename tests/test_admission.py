@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apt_jax.admission import TENANT_SHARE, Admission, Coming, Outlook, Queue
+from apt_jax.engine.admission import TENANT_SHARE, Admission, Coming, Outlook, Queue
 from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine

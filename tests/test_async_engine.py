@@ -11,7 +11,8 @@ import time
 import pytest
 from toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
 
-from apt_jax.async_engine import AsyncEngine, EngineClosedError
+from apt_jax.frontend.async_engine import AsyncEngine
+from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.errors import (
     AptJaxError,
     DuplicateRequestError,

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from apt_jax.cache import NO_SEAT, BlockPool, CacheIntegrityError, CacheKind, HybridCache
 from apt_jax.executor import NULL_BLOCK
-from apt_jax.prefix import extend_digests
+from apt_jax.cache.prefix_tree import extend_digests
 
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 

@@ -24,7 +24,7 @@ from apt_jax.executor.calibrate import (
     load_or_calibrate,
     program_shapes,
 )
-from apt_jax.jax_executor import JaxExecutor
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.sched import StepCosts
 from apt_jax.sched.cost_model import CostModel, FitQuality, StepPoint, fit_cost_model

@@ -12,7 +12,7 @@ from random_policy import Chaos, RandomPolicy
 from apt_jax.cache import CacheIntegrityError
 from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
-from apt_jax.decisions import DecisionLog
+from apt_jax.engine.timeline import DecisionLog
 from apt_jax.engine import STALL_LIMIT, Engine, StepOutput
 from apt_jax.errors import (
     ConfigError,

@@ -12,14 +12,15 @@ import pytest
 from faults import JumpingClock, StepFault, fail_allocations, inject, out_of_memory
 from toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
 
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
-from apt_jax.decisions import DecisionLog
+from apt_jax.engine.timeline import DecisionLog
 from apt_jax.engine import FAILURE_WINDOW_S, SQUEEZE_S
 from apt_jax.errors import ConfigError, EngineDeadError
 from apt_jax.executor import is_out_of_memory
-from apt_jax.jax_executor import JaxExecutor
-from apt_jax.llm import EngineParts, build_engine, make_parts
+from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.frontend.builder import build_engine
+from apt_jax.frontend.components import EngineParts, make_parts
 from apt_jax.request import EngineRequest
 
 pytestmark = pytest.mark.usefixtures("quiet")

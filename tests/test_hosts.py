@@ -22,11 +22,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
 from apt_jax import distributed
-from apt_jax.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from apt_jax.config import EngineConfig, ParallelConfig, SchedulerConfig
+from apt_jax.models.config import ModelConfig
 from apt_jax.distributed import rendezvous, settings, transport
 from apt_jax.distributed.authentication import JoinKey, check_rank
 from apt_jax.errors import ConfigError
-from apt_jax.hosts import Follower, HostError, Hosts, Leader, Plan, join
+from apt_jax.distributed.hosts import Follower, HostError, Hosts, Leader
+from apt_jax.distributed.messages import Plan
+from apt_jax.distributed.rendezvous import join
 from apt_jax.models import resolve_model
 
 MODEL = ModelConfig(

@@ -13,20 +13,13 @@ from random_policy import Chaos, RandomPolicy
 
 from apt_jax.cache import HybridCache
 from apt_jax.clock import WallClock
-from apt_jax.config import (
-    SLO,
-    CacheConfig,
-    CacheMode,
-    HiddenAttention,
-    ModelConfig,
-    RopeConfig,
-    SchedulerConfig,
-)
+from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SchedulerConfig
+from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
-from apt_jax.jax_executor import JaxExecutor
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.families import PRESETS
-from apt_jax.models.loader import read_model_config
+from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
 from apt_jax.request import EngineRequest, SamplingParams

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from paged_driver import CONFIG, GREEDY, PARAMS, Driver, make_executor, reference_greedy
 
-from apt_jax.backends import AttentionOps, attention_ops
+from apt_jax.backends import attention_ops
+from apt_jax.ops.backend import AttentionOps
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
 from apt_jax.executor import NO_TOKEN
-from apt_jax.jax_executor import JaxExecutor, power_of_two_buckets
+from apt_jax.executor.buckets import power_of_two_buckets
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
 from apt_jax.request import SamplingParams

@@ -9,7 +9,7 @@ from hash_serving import VOCAB_SIZE, Served, prompt
 
 from apt_jax.engine import Engine
 from apt_jax.hash_executor import Fault, FaultKind
-from apt_jax.prefix import extend_digests, root_digest
+from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.sched import POLICIES
 from apt_jax.sched.view import HIDDEN, KV
 

@@ -8,7 +8,8 @@ import pytest
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.executor import StepBatch
-from apt_jax.llm import EngineParts, build_engine, make_parts
+from apt_jax.frontend.builder import build_engine
+from apt_jax.frontend.components import EngineParts, make_parts
 from apt_jax.request import EngineRequest, SamplingParams
 
 

@@ -6,12 +6,13 @@ import collections
 import pytest
 from toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
 
-from apt_jax.async_engine import AsyncEngine, EngineClosedError
+from apt_jax.frontend.async_engine import AsyncEngine
+from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.errors import EngineDeadError
 from apt_jax.hash_executor import Fault, FaultKind
-from apt_jax.llm import EngineParts
+from apt_jax.frontend.components import EngineParts
 from apt_jax.request import RequestMetrics
-from apt_jax.watch import Iteration
+from apt_jax.engine.events import Iteration
 
 
 def run(parts: EngineParts, prompts: list[int], max_tokens: int = 24) -> tuple[list[Iteration], dict[str, RequestMetrics]]:  # fmt: skip

@@ -30,7 +30,7 @@ from apt_jax.distributed.settings import difference
 from apt_jax.errors import AptJaxError, ConfigError, one_line
 
 if TYPE_CHECKING:
-    from apt_jax.distributed.messages import pb
+    from apt_jax.distributed.protos import ranks_pb2 as pb
     from apt_jax.distributed.transport import Stream
 
 logger = logging.getLogger(__name__)

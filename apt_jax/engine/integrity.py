@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from apt_jax.cache import NO_SEAT, CacheIntegrityError, CacheKind
 from apt_jax.engine.request_state import InFlightStep
 from apt_jax.engine.request_states import ENDING, FREE, RUNNING, WAITING, RequestStates
-from apt_jax.prefix import extend_digests
+from apt_jax.cache.prefix_tree import extend_digests
 from apt_jax.sched.view import NO_KIND
 
 

@@ -19,11 +19,8 @@ import numpy as np
 from apt_jax.cache_dir import cache_dir
 from apt_jax.executor.base import Conversions, StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.pallas.xla import (
-    PREFILL_KEY_TILE,
-    PREFILL_QUERY_TILE,
-    TOKENS_PER_TILE,
-)
+from apt_jax.ops.xla_decode import TOKENS_PER_TILE
+from apt_jax.ops.xla_prefill import PREFILL_KEY_TILE, PREFILL_QUERY_TILE
 from apt_jax.request import SamplingParams
 from apt_jax.sched.cost_model import CostModel, FitQuality, StepPoint, fit_cost_model
 from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes

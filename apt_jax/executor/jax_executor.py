@@ -7,7 +7,7 @@ integers of a step travel as one vector, split by static offsets on the device. 
 the device, so the next step can be dispatched before the host has seen them. Masks come late: forward is dispatched without
 them, sampling when they are there (`MaskedStepHandle`).
 
-Over several devices every program is one `jax.shard_map`: weights and pools are cut (`apt_jax.parallel`), everything else is
+Over several devices every program is one `jax.shard_map`: weights and pools are cut (`apt_jax.models.sharding`), everything else is
 the same on all of them.
 """
 
@@ -21,9 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from apt_jax import parallel, sampling
-from apt_jax.config import CacheConfig, HiddenMode, ModelConfig, Quantization
-from apt_jax.cpu.tiles import tile_params
+from apt_jax.models import sharding as parallel
+from apt_jax.ops import sampling
+from apt_jax.config import CacheConfig, Quantization
+from apt_jax.models.config import HiddenMode, ModelConfig
+from apt_jax.models.weight_layout import tile_params
 from apt_jax.errors import ConfigError
 from apt_jax.executor.attention_choice import chip_of, choose_attention, needed_extras
 from apt_jax.executor.base import Conversions, MaskedStepHandle, StepBatch, StepHandle, is_out_of_memory
@@ -42,11 +44,13 @@ from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.programs import Programs
 from apt_jax.executor.runner import ProgramRunner
 from apt_jax.executor.warm_up import warm_up
-from apt_jax.hosts import Leader, Plan
+from apt_jax.distributed.hosts import Leader
+from apt_jax.distributed.messages import Plan
 from apt_jax.models.params import ModelParams, by_layers, fuse_products
 from apt_jax.models.quantize import quantize_params
-from apt_jax.pallas import AttentionOps, over_devices
-from apt_jax.pallas.xla import ROWS_PER_TILE
+from apt_jax.backends import over_devices
+from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.xla_decode import ROWS_PER_TILE
 
 MAX_MODEL_LEN = 1 << 22
 """Longest context: block tables and histories are as long for every seat."""

@@ -37,7 +37,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from apt_jax.decisions import DecisionLog, RequestDecisions
+from apt_jax.engine.timeline import DecisionLog, RequestDecisions
 from apt_jax.engine import EngineStats, StepOutput
 from apt_jax.errors import AptJaxError, EngineDeadError, QueueFullError
 from apt_jax.executor import StepBatch
@@ -48,7 +48,7 @@ from apt_jax.frontend.outputs import OutputDelta, RequestState
 from apt_jax.frontend.streams import EngineClosedError, OpenStreams, RequestStream, StreamGroup, cancelled_error
 from apt_jax.frontend.watchdog import Watchdog
 from apt_jax.request import EngineRequest, RequestOutput
-from apt_jax.watch import SchedulerWatch
+from apt_jax.engine.events import SchedulerWatch
 
 logger = logging.getLogger(__name__)
 

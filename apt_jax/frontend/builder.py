@@ -28,8 +28,8 @@ from apt_jax.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from apt_jax.hosts import Hosts, Leader
-    from apt_jax.jax_executor import JaxExecutor
+    from apt_jax.distributed.hosts import Hosts, Leader
+    from apt_jax.executor.jax_executor import JaxExecutor
     from apt_jax.models import LoadedModel
     from apt_jax.sched.cost_model import CostModel
 
@@ -65,8 +65,8 @@ def build_engine(
         ConfigError: the configuration does not suit the model or the machine.
     """
     # JAX takes a second to import; validation and simulation do not need it.
-    from apt_jax.calibrate import calibration_path, load_calibration, load_or_calibrate
-    from apt_jax.hosts import Leader
+    from apt_jax.executor.calibrate import calibration_path, load_calibration, load_or_calibrate
+    from apt_jax.distributed.hosts import Leader
 
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
     started = time.monotonic()
@@ -116,8 +116,8 @@ def recalibrated(
 
     Overwrites the pool: call it before anything is served.
     """
-    from apt_jax.calibrate import calibrate
-    from apt_jax.jax_executor import JaxExecutor
+    from apt_jax.executor.calibrate import calibrate
+    from apt_jax.executor.jax_executor import JaxExecutor
 
     assert isinstance(parts.executor, JaxExecutor)
     model = calibrate(parts.executor, budget_s, progress)
@@ -138,7 +138,7 @@ def freeze_loaded() -> None:
 @contextlib.contextmanager
 def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
     """Join the other hosts of this replica and report to them what is raised within; None: there are no others."""
-    from apt_jax import parallel
+    from apt_jax.models import sharding as parallel
     from apt_jax.models import read_model_config, resolve_model
 
     ours = config.parallel
@@ -152,7 +152,7 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
     if ours.nnodes == 1:
         yield None
         return
-    from apt_jax.hosts import join
+    from apt_jax.distributed.rendezvous import join
 
     hosts = join(config, model, resolved)
     with hosts.telling():
@@ -161,7 +161,7 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
 
 def load_weights(config: EngineConfig) -> "tuple[LoadedModel, Mesh | None]":
     """Load the model; returns it and the devices that it is sharded over, None: it is not sharded."""
-    from apt_jax import parallel
+    from apt_jax.models import sharding as parallel
     from apt_jax.models import load_model
 
     ours = config.parallel
@@ -179,7 +179,7 @@ def make_executor(
     config: EngineConfig, loaded: "LoadedModel", mesh: "Mesh | None", *, conversion: bool = False
 ) -> "JaxExecutor":
     """Make the executor of a loaded model; nothing is compiled yet."""
-    from apt_jax.jax_executor import JaxExecutor
+    from apt_jax.executor.jax_executor import JaxExecutor
 
     with _room_for("the weights as they are used", _SMALLER_WEIGHTS):
         return JaxExecutor(
@@ -204,7 +204,7 @@ def room_for_steps() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _room_for(what: str, advice: str) -> Iterator[None]:
     """Turn an out-of-memory error into a `ConfigError` of one line: bytes requested, bytes free, and what to change."""
-    from apt_jax.models.loader import free_memory_bytes
+    from apt_jax.models.loading.loader import free_memory_bytes
 
     try:
         yield

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from apt_jax.chat import ChatTemplate, Message, Tool
 from apt_jax.clock import Clock, WallClock
-from apt_jax.config import CacheMode, EngineConfig, ModelConfig
+from apt_jax.config import CacheMode, EngineConfig
+from apt_jax.models.config import ModelConfig
 from apt_jax.engine import Engine
 from apt_jax.errors import InvalidRequestError
 from apt_jax.executor import Executor

@@ -17,7 +17,8 @@ def run_headless(config: EngineConfig, progress: Progress | None = None) -> None
         ModelLoadError, ConfigError, HostError: as `build_engine`.
         StepError: a step failed.
     """
-    from apt_jax.hosts import Follower, follow
+    from apt_jax.distributed.hosts import Follower
+    from apt_jax.distributed.worker import follow
 
     with all_hosts(config) as hosts:
         assert isinstance(hosts, Follower), "rank 0 serves"

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from apt_jax.admission import Admission, Coming, Outlook
+from apt_jax.engine.admission import Admission, Coming, Outlook
 from apt_jax.request import EngineRequest
 
 # Of smg 1.13: --least-load-default-throughput, --least-load-mean-prefill-tokens, --least-load-kv-pressure-weight.

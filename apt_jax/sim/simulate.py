@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.admission import Coming
+from apt_jax.engine.admission import Coming
 from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SchedulerConfig
 from apt_jax.engine import Engine, StepOutput

@@ -104,8 +104,9 @@ def _start(model: str, flags: Sequence[str], cores: Sequence[int] | None) -> Non
     global _llm, _config
     if cores is not None:
         os.sched_setaffinity(0, cores)  # before JAX counts them
-    from apt_jax.llm import LLM, build_engine
-    from serve import options
+    from apt_jax.frontend.builder import build_engine
+    from apt_jax.frontend.llm import LLM
+    from serve.cli import options
 
     parser = argparse.ArgumentParser()
     options.add_model_argument(parser)
@@ -152,8 +153,8 @@ def _compiled_leads(config: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from apt_jax import sampling
-    from apt_jax.models.loader import load_model
+    from apt_jax.ops import sampling
+    from apt_jax.models.loading.loader import load_model
     from apt_jax.models.reference import forward
 
     model = load_model(config)  # the engine joins and lays out its weights anew
@@ -188,7 +189,7 @@ def _speed(asks: Sequence[Ask]) -> Speed:
 
 
 def _async_speed(asks: Sequence[Ask], num_streams: int) -> Speed:
-    from apt_jax.async_engine import AsyncEngine
+    from apt_jax.frontend.async_engine import AsyncEngine
 
     async def run() -> int:
         engine = AsyncEngine(_llm.parts)

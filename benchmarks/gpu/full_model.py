@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apt_jax.backends import AttentionOps, attention_ops
+from apt_jax.backends import attention_ops
+from apt_jax.ops.backend import AttentionOps
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.errors import QueueFullError
 from apt_jax.executor import StepBatch, StepHandle, calibrate
 from apt_jax.executor.buckets import GREEDY, KindSet
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.llm import EngineParts, make_parts, use_compile_cache, with_scheduler
+from apt_jax.frontend.builder import use_compile_cache
+from apt_jax.frontend.components import EngineParts, make_parts, with_scheduler
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.loading.resolve import read_model_config, resolve_model

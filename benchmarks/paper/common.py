@@ -32,7 +32,7 @@ from typing import Any
 from scipy.stats import t
 
 from apt_jax.config import SLO
-from apt_jax.llm import ProgressBars
+from apt_jax.frontend.progress import ProgressBars
 from apt_jax.sim.simulate import SimulationConfig
 from apt_jax.sim.sweep import Store, run_key
 

@@ -124,7 +124,7 @@ def draw(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from serve.verbs.optimal import plot_schedule
+    from serve.cli.commands.optimal import plot_schedule
 
     figure, axes = plt.subplots(
         1, len(schedules) + 1, figsize=(5 * len(schedules) + 5, 3), layout="constrained"

@@ -141,7 +141,7 @@ def _fields(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _http() -> str:
-    from serve import openapi
+    from serve.http_api import openapi
 
     document = openapi.document(profiles=True, has_keys=True)
     lines = [_escape(document["info"]["description"]), "", "## Paths", ""]

@@ -15,7 +15,7 @@ import grpc
 
 from apt_jax import __version__
 from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, nearest
-from serve.cli.options import Parser
+from serve.flags import Parser
 from serve.errors import CommandError
 
 _COMMANDS = {

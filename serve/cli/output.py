@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from apt_jax.llm import ProgressBars
+from apt_jax.frontend.progress import ProgressBars
 from serve.errors import CommandError
 
 

@@ -21,9 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from apt_jax.assets import sonnet_prompts
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.config import SLO, CacheConfig, CacheMode, EngineConfig, SchedulerConfig
-from apt_jax.llm import EngineParts, build_engine, recalibrated, with_scheduler
+from apt_jax.frontend.builder import build_engine, recalibrated
+from apt_jax.frontend.components import EngineParts, with_scheduler
 from serve.cli.output import starting_bars
 from serve.client import AsyncAptClient
 from serve.demo.workload import (

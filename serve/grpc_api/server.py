@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from serve.errors import PortInUseError
 from serve.grpc_api.calls import GrpcCalls
 from serve.grpc_api.key_interceptor import KeyInterceptor

@@ -11,7 +11,7 @@ import json
 import zipfile
 from typing import Any
 
-from apt_jax.llm import EngineParts
+from apt_jax.frontend.components import EngineParts
 from apt_jax.tokenizer import Tokenizer, tokenizer_config
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a ZIP archive can hold
@@ -48,8 +48,8 @@ def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
         settings = tokenizer_config(path)
         settings.pop("auto_map", None)  # names code, which must not be run
         return settings
-    from apt_jax.models.gguf_file import GgufFile
-    from apt_jax.models.gguf_tokenizer import gguf_special_tokens
+    from apt_jax.models.loading.gguf.file import GgufFile
+    from apt_jax.models.loading.gguf.tokenizer import gguf_special_tokens
 
     with contextlib.closing(GgufFile(path)) as file:
         return dict(gguf_special_tokens(file))

@@ -29,7 +29,8 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 import apt_jax
 from apt_jax.engine import EngineStats
 from apt_jax.errors import EngineDeadError, InvalidRequestError
-from apt_jax.llm import EngineParts, OutputDelta
+from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import TokenRate
 from apt_jax.request import Logprob
 from apt_jax.validation import unsupported
@@ -76,7 +77,7 @@ _NOT_TAKEN = (
 
 
 class VllmGenerateCodec:
-    """A Generate call, a `serve.grpc_calls.Exchange`.
+    """A Generate call, a `serve.grpc_api.calls.Exchange`.
 
     Args:
         request: None: it could not be decoded.

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from apt_jax.llm import EngineParts, OutputDelta
+from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
 from serve.compact_json import json_bytes

@@ -19,9 +19,10 @@ from typing import Any
 
 import uvicorn
 
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from serve.errors import PortInUseError
-from serve.http_api.app import AppConfig, HttpApp
+from serve.http_api.app import HttpApp
+from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits, LimitedHttpProtocol
 from serve.http_api.stalled_clients import StalledClientDetector
 from serve.observability.prometheus import ServerMetrics

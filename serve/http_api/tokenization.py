@@ -3,7 +3,7 @@
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError
-from apt_jax.llm import EngineParts
+from apt_jax.frontend.components import EngineParts
 from apt_jax.validation import check_flag, check_text, check_token_ids
 from serve.http_api.openai_request import (
     MAX_DETOKENIZE,

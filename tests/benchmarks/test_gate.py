@@ -13,7 +13,8 @@ pytest.importorskip("benchmarks.gpu.gate")
 import jax
 import jax.numpy as jnp
 
-from apt_jax.backends import AttentionOps, attention_ops
+from apt_jax.backends import attention_ops
+from apt_jax.ops.backend import AttentionOps
 from apt_jax.ops import shapes
 from benchmarks.gpu import compile_only, device_free, engine_step, gate
 from benchmarks.gpu.compile_only import CHIPS, KernelCode, KernelReport

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("benchmarks.gpu.run")
-from apt_jax.pallas.shapes import SMALL
+from apt_jax.ops.shapes import SMALL
 from benchmarks.gpu import harness, problems, run
 
 ROOT = Path(__file__).parents[2]

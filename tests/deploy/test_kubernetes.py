@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from serve import options
-from serve.verbs import launch, serve
+from serve.cli import options
+from serve.cli.commands import launch, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))

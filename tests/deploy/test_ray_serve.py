@@ -93,7 +93,7 @@ for more in ({{}}, {{"stream": True}}):
     connection = http.client.HTTPConnection("127.0.0.1", {port}, timeout=60)
     connection.request("POST", "/v1/completions", json.dumps({BODY!r} | more), {{"content-type": "application/json"}})
     print("ANSWER", json.dumps(connection.getresponse().read().decode()))
-print("STATUS", serve.status().applications["default"].status.value)
+print("STATUS", serve.grpc_api.errors().applications["default"].status.value)
 serve.shutdown()
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}

@@ -5,7 +5,7 @@ import pytest
 
 from apt_jax.config import CacheConfig, EngineConfig
 from apt_jax.errors import ConfigError
-from apt_jax.jax_executor import JaxExecutor
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models import load_model
 from apt_jax.models.cache_kinds import (
     cache_kind_info,

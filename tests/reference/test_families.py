@@ -12,7 +12,7 @@ from paged_driver import Driver, make_executor
 from apt_jax.config import EngineConfig
 from apt_jax.models import forward, load_model
 from apt_jax.models.decoder import logits
-from apt_jax.models.loader import LoadedModel
+from apt_jax.models.loading.loader import LoadedModel
 from apt_jax.sched import HIDDEN, KV
 
 _WHERE = "runs in the reference environment (make reference)"

@@ -7,7 +7,7 @@ from paged_driver import Driver
 
 from apt_jax.assets import ASSETS, sonnet_prompts
 from apt_jax.config import EngineConfig
-from apt_jax.models.loader import load_model
+from apt_jax.models.loading.loader import load_model
 from apt_jax.request import SamplingParams
 from apt_jax.sched import HIDDEN, KV
 

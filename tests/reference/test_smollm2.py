@@ -11,7 +11,7 @@ import pytest
 
 from apt_jax import LLM, SamplingParams
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.loader import resolve_model
+from apt_jax.models.loading.resolve import resolve_model
 
 _WHERE = "runs in the reference environment (make reference)"
 torch = pytest.importorskip("torch", reason=_WHERE)

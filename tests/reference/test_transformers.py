@@ -9,7 +9,7 @@ from opt_checkpoint import TINY
 
 from apt_jax.config import EngineConfig
 from apt_jax.models import PRESETS, forward, load_model, reference_generate_greedy
-from apt_jax.models.loader import bundled_models, read_model_config
+from apt_jax.models.loading.resolve import bundled_models, read_model_config
 
 _WHERE = "runs in the reference environment (make reference)"
 torch = pytest.importorskip("torch", reason=_WHERE)

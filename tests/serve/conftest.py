@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 from toy_serving import EngineParts, assert_clean, executor_of, toy_parts
 
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from serve.client import AsyncAptClient
-from serve.grpc_server import GrpcServer, ServerConfig
+from serve.grpc_api.server import GrpcServer, ServerConfig
 
 
 class Served:

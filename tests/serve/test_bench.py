@@ -36,8 +36,8 @@ from serve.bench import load, report
 from serve.bench.backends import Target, random_token_ids
 from serve.bench.runner import ClientHealth, Outcome
 from serve.bench.search import Probe, find_rates
-from serve.keys import ApiKeys
-from serve.tls import Tls
+from serve.security.api_keys import ApiKeys
+from serve.security.tls import Tls
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 

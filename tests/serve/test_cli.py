@@ -20,14 +20,15 @@ from toy_serving import executor_of, toy_parts
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
-from serve import cli, logs
+from serve import cli
+from serve.observability import call_log as logs
 from serve.client import AptClient
 from serve.errors import CommandError
-from serve.grpc_server import ServerConfig
-from serve.http_server import HttpConfig
-from serve.output import write_json
-from serve.verbs import serve as serve_verb
-from serve.verbs.chat import Transcript
+from serve.grpc_api.server import ServerConfig
+from serve.http_api.server import HttpConfig
+from serve.cli.output import write_json
+from serve.cli.commands import serve as serve_verb
+from serve.cli.commands.chat import Transcript
 
 VERBS = (
     "serve",
@@ -80,10 +81,10 @@ def test_every_verb_has_help(verb):
 def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
     import importlib
 
-    from serve.options import Parser
+    from serve.flags import Parser
 
     parser = Parser(prog=verb)
-    module = "serve.demo.demo" if verb == "demo" else f"serve.verbs.{verb}"
+    module = "serve.demo.demo" if verb == "demo" else f"serve.cli.commands.{verb}"
     importlib.import_module(module).add_arguments(parser)
     for action in parser._actions:
         assert action.help, action.option_strings
@@ -177,8 +178,8 @@ def server():
     state = {}
 
     async def whole() -> None:
-        from apt_jax.async_engine import AsyncEngine
-        from serve.grpc_server import GrpcServer
+        from apt_jax.frontend.async_engine import AsyncEngine
+        from serve.grpc_api.server import GrpcServer
 
         grpc_server = GrpcServer(ServerConfig(port=0))
         await grpc_server.start()
@@ -283,7 +284,7 @@ def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog
             progress("preparing", done, 3)
         raise CommandError("enough")
 
-    monkeypatch.setattr("serve.completer.build_engine", build)
+    monkeypatch.setattr("serve.cli.completion_client.build_engine", build)
     monkeypatch.setattr("serve.server.build_engine", build)
     err = Terminal() if terminal else io.StringIO()
     argv = [verb, "tiny-opt", *(["hi"] if verb == "generate" else [])]
@@ -341,7 +342,7 @@ def test_quiet_is_quiet(monkeypatch):
             progress("preparing", done, 3)
         raise CommandError("enough")
 
-    monkeypatch.setattr("serve.completer.build_engine", build)
+    monkeypatch.setattr("serve.cli.completion_client.build_engine", build)
     assert run("generate", "tiny-opt", "hi", "--quiet") == (1, "", "apt-jax generate: enough\n")
 
 

@@ -132,7 +132,7 @@ def test_everything_is_imported_without_the_optional_libraries():
     code = (
         "import sys\n"
         "for name in ('gguf', 'jinja2', 'orbax', 'orbax.checkpoint', 'huggingface_hub'): sys.modules[name] = None\n"
-        "import apt_jax.llm, apt_jax.models.convert, serve.cli, serve.verbs.chat, serve.verbs.convert, serve.verbs.info\n"
+        "import apt_jax.llm, apt_jax.models.loading.convert, serve.cli, serve.cli.commands.chat, serve.cli.commands.convert, serve.cli.commands.info\n"
         "sys.exit(serve.cli.main(['info', '/absent.gguf']))"
     )
     done = subprocess.run(

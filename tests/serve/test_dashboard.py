@@ -21,13 +21,13 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from toy_serving import executor_of, toy_parts
 
 import serve
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.hash_executor import Fault, FaultKind
-from serve.dashboard_feed import MAX_VIEWERS, DashboardFeed
-from serve.dashboard_page import FILES
-from serve.http_server import HttpConfig, HttpServer
-from serve.keys import ApiKeys
-from serve.prometheus import ServerMetrics
+from serve.dashboard.feed import MAX_VIEWERS, DashboardFeed
+from serve.dashboard.page import FILES
+from serve.http_api.server import HttpConfig, HttpServer
+from serve.security.api_keys import ApiKeys
+from serve.observability.prometheus import ServerMetrics
 
 KEY = "sk-0123456789abcdefghij"
 OTHER = "sk-another-key-of-a-tenant"
@@ -336,7 +336,7 @@ def test_a_snapshot_that_fails_disturbs_nobody(caplog):
 
 
 def test_an_engine_that_does_not_answer_is_told(monkeypatch):
-    monkeypatch.setattr("serve.dashboard_feed._READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("serve.dashboard.feed._READ_TIMEOUT_S", 0.1)
 
     async def scenario(served):
         feed_of(served)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from apt_jax import LLM, validation
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import SamplingParams
-from serve import openai_api
+from serve.http_api import openai_request as openai_api
 from serve.client import make_request
 from serve.protos.aptjax.v1 import apt_serve_pb2
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2
 from toy_serving import VOCAB_SIZE
 
-from serve.grpc_server import ServerConfig
+from serve.grpc_api.server import ServerConfig
 from serve.protos.aptjax.v1 import apt_serve_pb2 as apt_pb
 
 Code = grpc.StatusCode

@@ -13,13 +13,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from toy_serving import VOCAB_SIZE, expected_tokens, toy_parts
 
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.hash_executor import Fault, FaultKind, reference_tokens
 from apt_jax.request import SamplingParams
-from serve import messages
+from serve.grpc_api import messages
 from serve.client import AptClient, AsyncAptClient, address, make_request
 from serve.errors import PortInUseError
-from serve.grpc_server import SERVICE, GrpcServer, ServerConfig
+from serve.grpc_api.server import GrpcServer, ServerConfig
+from serve.grpc_api.service import SERVICE
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 Code = grpc.StatusCode

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from http_serving import completion, http_serving, post_head
 
-from serve import openai_api
+from serve.http_api import openai_request as openai_api
 
 LIMITS = {"header_timeout_s": 0.3, "write_stall_s": 0.5}
 

@@ -20,7 +20,7 @@ from schemathesis.core.parameters import ParameterLocation
 from schemathesis.engine import events, from_schema
 from schemathesis.specs.openapi.checks import negative_data_rejection
 
-from serve.objectives import TBT_KEYS, TIER_KEY, TTFT_KEYS
+from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS
 
 OBJECTIVES = {"slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", TIER_KEY}
 EXAMPLES = {

@@ -18,9 +18,9 @@ from toy_serving import executor_of
 from apt_jax.errors import ConfigError
 from serve import cli
 from serve.client import AsyncAptClient
-from serve.http_app import OPEN_PATHS
-from serve.keys import ApiKeys
-from serve.tls import Tls
+from serve.http_api.app import OPEN_PATHS
+from serve.security.api_keys import ApiKeys
+from serve.security.tls import Tls
 
 KEY = "sk-0123456789abcdefghij"
 OTHER = "sk-another-key-of-a-tenant"

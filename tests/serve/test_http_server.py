@@ -461,8 +461,8 @@ def test_tokenize_and_back():
 
 
 def test_P10_health_and_readiness_follow_the_engine():
-    from apt_jax.async_engine import AsyncEngine
-    from serve.http_server import HttpConfig, HttpServer
+    from apt_jax.frontend.async_engine import AsyncEngine
+    from serve.http_api.server import HttpConfig, HttpServer
 
     async def scenario() -> None:
         import httpx2

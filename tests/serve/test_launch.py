@@ -26,10 +26,11 @@ from toy_serving import expected_tokens
 
 from apt_jax.errors import ConfigError
 from apt_jax.tokenizer import load_tokenizer
-from serve import cli, options
+from serve import cli
+from serve.cli import options
 from serve.client import AptClient
 from serve.launcher.plan import visible_gpus
-from serve.verbs import launch as launch_verb
+from serve.cli.commands import launch as launch_verb
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = (str(ROOT / "tests/support/toy_launch.py"),)
@@ -447,7 +448,7 @@ def test_without_the_gateway_installed_the_extra_is_named(monkeypatch):
 
 
 def test_the_launcher_does_without_jax():
-    code = "import sys, serve.verbs.launch; sys.exit('jax' in sys.modules)"
+    code = "import sys, serve.cli.commands.launch; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

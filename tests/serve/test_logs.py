@@ -14,9 +14,9 @@ from http_serving import HttpServed, completion, http_serving
 from smg_grpc_proto.generated import vllm_engine_pb2
 from toy_serving import executor_of
 
-from serve import logs
-from serve.call_record import CallRecord
-from serve.keys import ApiKeys
+from serve.observability import call_log as logs
+from serve.observability.call_record import CallRecord
+from serve.security.api_keys import ApiKeys
 
 KEY = "sk-0123456789abcdefghij"
 CANARY = "canary-7f3a"

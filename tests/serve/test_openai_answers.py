@@ -3,7 +3,7 @@
 import pytest
 from toy_serving import toy_parts
 
-from apt_jax.llm import OutputDelta
+from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import Logprob, RequestMetrics
 from serve.compact_json import json_bytes
 from serve.http_api.openai_request import read_call

@@ -14,12 +14,13 @@ from toy_serving import VOCAB_SIZE, toy_parts
 
 from apt_jax.chat import ChatTemplate
 from apt_jax.errors import InvalidRequestError
-from serve import openai_api, openapi
-from serve.http_app import AppConfig, HttpApp
-from serve.keys import ApiKeys
-from serve.openai_api import Kind
-from serve.profiler import Profiler
-from serve.status import UnknownModelError
+from serve.http_api import openai_request as openai_api, openapi
+from serve.http_api.app import HttpApp
+from serve.http_api.calls import AppConfig
+from serve.security.api_keys import ApiKeys
+from serve.http_api.openai_request import Kind
+from serve.observability.profiler import Profiler
+from serve.errors import UnknownModelError
 
 KEY = "openapi-0123456789-0123456789"
 HELLO = [{"role": "user", "content": "hi"}]

@@ -15,9 +15,9 @@ from http_serving import HttpServed, http_serving
 from smg_grpc_proto.generated import common_pb2
 
 from apt_jax.errors import ConfigError
-from serve.keys import ApiKeys
-from serve.profiler import Profiler
-from serve.status import ProfilerStateError
+from serve.security.api_keys import ApiKeys
+from serve.observability.profiler import Profiler
+from serve.errors import ProfilerStateError
 
 KEY = "sk-0123456789abcdefghij"
 BEARER = (("authorization", f"Bearer {KEY}"),)

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 import serve
 from apt_jax.sched.view import StepCosts
-from serve.prometheus import INTER_TOKEN_S, LATENCY_S, TTFT_S, token_buckets
+from serve.observability.prometheus import INTER_TOKEN_S, LATENCY_S, TTFT_S, token_buckets
 
 LABELS = {"model_name": "toy", "engine": "0"}
 

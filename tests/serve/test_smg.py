@@ -24,7 +24,7 @@ from toy_server import server_parts
 from toy_serving import expected_tokens
 
 from apt_jax import LLM
-from apt_jax.llm import EngineParts
+from apt_jax.frontend.components import EngineParts
 from serve.client import AptClient
 from serve.protos.aptjax.v1 import apt_serve_pb2 as apt_pb
 

@@ -10,7 +10,7 @@ import time
 import pytest
 from http_serving import completion, http_serving
 
-from serve import stopped_readers
+from serve.http_api import stalled_clients as stopped_readers
 
 STEP_S = 0.02
 """Fifty tokens a second: all buffers together take the tokens of many seconds."""

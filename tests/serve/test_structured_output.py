@@ -12,9 +12,10 @@ import pytest
 from toy_serving import toy_parts
 
 from apt_jax.errors import ConfigError
-from apt_jax.llm import EngineParts
-from serve import cli, options
-from serve.messages import request_fields, structured_outputs
+from apt_jax.frontend.components import EngineParts
+from serve import cli
+from serve.cli import options
+from serve.grpc_api.messages import request_fields, structured_outputs
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 pytest.importorskip("llguidance")
@@ -194,11 +195,11 @@ def test_generate_locally_and_remotely(monkeypatch, capsys, tmp_path):
     """The same flags, through both completers."""
     from contextlib import asynccontextmanager
 
-    from apt_jax.async_engine import AsyncEngine
-    from serve import completer
+    from apt_jax.frontend.async_engine import AsyncEngine
+    from serve.cli import completion_client as completer
     from serve.client import AsyncAptClient
-    from serve.grpc_server import GrpcServer, ServerConfig
-    from serve.verbs import generate
+    from serve.grpc_api.server import GrpcServer, ServerConfig
+    from serve.cli.commands import generate
 
     path = tmp_path / "schema.json"
     path.write_text(json.dumps(SCHEMA))

@@ -12,10 +12,10 @@ from gguf_models import hf_tensors, write_gguf
 from toy_serving import toy_parts
 
 from apt_jax import LLM
-from apt_jax.llm import EngineParts
-from apt_jax.models.loader import read_model_config
+from apt_jax.frontend.components import EngineParts
+from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.tokenizer import load_tokenizer
-from serve.tokenizer_bundle import tokenizer_bundle
+from serve.grpc_api.tokenizer_bundle import tokenizer_bundle
 
 FEW_PROGRAMS: dict[str, Any] = {"warm_up": False, "max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks_override": 16}  # fmt: skip
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"

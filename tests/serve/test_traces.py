@@ -19,8 +19,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from toy_serving import executor_of
 
 from apt_jax.errors import ConfigError
-from serve.call_record import CallRecord
-from serve.traces import Tracer
+from serve.observability.call_record import CallRecord
+from serve.observability.tracing import Tracer
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
@@ -290,7 +290,7 @@ def test_without_the_extra_one_line_says_what_to_install():
 
 
 def test_the_server_is_without_opentelemetry_where_nobody_asks_for_it():
-    code = "import sys; import serve.verbs.serve; sys.exit(any(n.startswith('opentelemetry') for n in sys.modules))"
+    code = "import sys; import serve.cli.commands.serve; sys.exit(any(n.startswith('opentelemetry') for n in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         timeout=120,

@@ -22,17 +22,17 @@ from smg_grpc_proto.generated import common_pb2
 from toy_serving import VOCAB_SIZE, expected_tokens, toy_parts
 
 from apt_jax import LLM
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.hash_executor import Fault, FaultKind, HashExecutor
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import KindSpec, make_policy
-from serve import vllm_grpc
-from serve.grpc_server import SERVICE as APT_SERVICE
-from serve.grpc_server import GrpcServer, ServerConfig
-from serve.vllm_grpc import SERVICE, sampling_fields
+from serve.grpc_api import vllm_service as vllm_grpc
+from serve.grpc_api.service import SERVICE as APT_SERVICE
+from serve.grpc_api.server import GrpcServer, ServerConfig
+from serve.grpc_api.vllm_service import SERVICE, sampling_fields
 
 Code = grpc.StatusCode
 pb: Any = vllm_engine_pb2

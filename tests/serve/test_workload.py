@@ -5,7 +5,7 @@ import pytest
 from apt_jax.sched import StepCosts
 from apt_jax.sched.cost_model import CostModel, FitQuality
 from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes
-from serve.workload import derive_workload
+from serve.demo.workload import derive_workload
 
 SHAPES = ProgramShapes(
     decode_buckets=(1, 2, 4, 8),

@@ -10,7 +10,7 @@ from paged_driver import make_executor
 from apt_jax.clock import VirtualClock
 from apt_jax.config import CacheMode
 from apt_jax.executor import StepBatch
-from apt_jax.jax_executor import JaxExecutor
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.sched import POLICIES, StepCosts
 from apt_jax.sim.hardware import Hardware
 from apt_jax.sim.record import (

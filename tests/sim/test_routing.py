@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apt_jax.admission import Admission, Coming, Outlook, Queue
+from apt_jax.engine.admission import Admission, Coming, Outlook, Queue
 from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine

@@ -19,9 +19,9 @@ from apt_jax import LLM
 from apt_jax.errors import InvalidRequestError
 from apt_jax.validation import check_deadline_ms
 from serve.client import make_request
-from serve.objectives import DECIMAL_PATTERN
+from serve.slo_headers import DECIMAL_PATTERN
 from serve.protos.aptjax.v1 import apt_serve_pb2 as apt_pb
-from serve.vllm_grpc import SERVICE as VLLM_SERVICE
+from serve.grpc_api.vllm_service import SERVICE as VLLM_SERVICE
 
 Request = Mapping[str, Any]
 Verdict = tuple[str, Any]

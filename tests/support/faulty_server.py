@@ -8,9 +8,9 @@ import sys
 from faults import inject, plan_of
 from toy_serving import toy_parts
 
-from serve.grpc_server import ServerConfig
-from serve.http_server import HttpConfig
-from serve.verbs.serve import ENGINE_LOST, serve
+from serve.grpc_api.server import ServerConfig
+from serve.http_api.server import HttpConfig
+from serve.server import ENGINE_LOST, serve
 
 
 def main(grpc_port: int, http_port: int, plan: str) -> int | None:

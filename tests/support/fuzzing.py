@@ -17,7 +17,7 @@ from toy_openai import in_thread
 from toy_serving import assert_clean, expected_tokens, toy_parts
 
 from apt_jax.chat import ChatTemplate
-from serve.keys import ApiKeys
+from serve.security.api_keys import ApiKeys
 
 FULL = os.environ.get("APT_JAX_FUZZ") == "full"
 CHECK_EVERY = 500

@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from apt_jax.pallas import AttentionOps
+from apt_jax.ops.backend import AttentionOps
 
 _TILE = 64
 _LOG2_E = 1.4426950408889634

@@ -10,14 +10,14 @@ import httpx2
 import openai
 from toy_serving import EngineParts, assert_clean, executor_of, toy_parts
 
-from apt_jax.async_engine import AsyncEngine
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.hash_executor import HashExecutor
 from serve.client import AsyncAptClient
-from serve.grpc_server import GrpcServer, ServerConfig
-from serve.http_app import AppConfig
-from serve.http_protocol import ConnectionLimits
-from serve.http_server import HttpConfig, HttpServer
-from serve.prometheus import ServerMetrics
+from serve.grpc_api.server import GrpcServer, ServerConfig
+from serve.http_api.calls import AppConfig
+from serve.http_api.protocol import ConnectionLimits
+from serve.http_api.server import HttpConfig, HttpServer
+from serve.observability.prometheus import ServerMetrics
 
 
 class HttpServed:

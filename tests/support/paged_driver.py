@@ -6,12 +6,13 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from apt_jax.config import CacheConfig, CacheMode, HiddenAttention, ModelConfig
+from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
+from apt_jax.models.config import ModelConfig
 from apt_jax.executor import TOKEN_ON_DEVICE, MaskedStepHandle, StepBatch
-from apt_jax.jax_executor import JaxExecutor
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
-from apt_jax.pallas import AttentionOps
+from apt_jax.ops.backend import AttentionOps
 from apt_jax.request import SamplingParams
 from apt_jax.sched.view import KV
 

@@ -24,9 +24,10 @@ import numpy as np
 from generation import greedy
 from random_policy import Chaos, RandomPolicy
 
-from apt_jax import parallel
-from apt_jax.config import CacheConfig, ModelConfig, RopeConfig
-from apt_jax.jax_executor import JaxExecutor
+from apt_jax.models import sharding as parallel
+from apt_jax.config import CacheConfig
+from apt_jax.models.config import ModelConfig, RopeConfig
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 
 BASE: dict[str, Any] = {

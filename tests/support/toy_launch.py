@@ -9,9 +9,11 @@ import sys
 
 from toy_server import server_parts
 
-from serve import cli, logs, options
-from serve.grpc_server import ServerConfig
-from serve.verbs import launch, serve
+from serve import cli
+from serve.cli import options
+from serve.observability import call_log as logs
+from serve.grpc_api.server import ServerConfig
+from serve.cli.commands import launch, serve
 
 REPLICA = "replica"
 STEP_S = 0.005

@@ -14,10 +14,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from toy_serving import EOS, SPECIALS, VOCAB_SIZE, toy_parts
 
 from apt_jax.chat import ChatTemplate
-from apt_jax.llm import EngineParts
+from apt_jax.frontend.components import EngineParts
 from apt_jax.tokenizer import Tokenizer
-from serve.grpc_server import ServerConfig
-from serve.verbs.serve import serve
+from serve.grpc_api.server import ServerConfig
+from serve.server import serve
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 

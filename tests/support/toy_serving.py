@@ -13,7 +13,7 @@ from apt_jax.clock import Clock
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.executor import StepBatch
 from apt_jax.hash_executor import Fault, HashExecutor, reference_tokens
-from apt_jax.llm import EngineParts, make_parts
+from apt_jax.frontend.components import EngineParts, make_parts
 from apt_jax.request import EngineRequest
 from apt_jax.sched import KindSpec
 from apt_jax.tokenizer import Tokenizer

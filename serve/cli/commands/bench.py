@@ -21,7 +21,8 @@ from apt_jax.config import SLO
 from apt_jax.errors import ConfigError
 from apt_jax.metrics import percentile
 from apt_jax.sim.trace import known_traces
-from serve import flags, options
+from serve import flags
+from serve.cli import options
 from serve.bench import load, report
 from serve.bench.backends import Backend, Target
 from serve.bench.registry import BACKENDS, open_backend
@@ -29,7 +30,7 @@ from serve.bench.runner import Outcome, Run, Runner
 from serve.bench.search import Found, Probe, find_rates
 from serve.client import address
 from serve.errors import CommandError
-from serve.output import print_table, write_json
+from serve.cli.output import print_table, write_json
 
 _DEFAULT_REQUESTS = 200
 _WARM_UP_INDEX = 2**31

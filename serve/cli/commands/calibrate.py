@@ -4,20 +4,14 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from apt_jax.calibrate import (
-    DEFAULT_BUDGET_S,
-    calibrate,
-    calibration_path,
-    describe,
-    store_calibration,
-)
-from apt_jax.jax_executor import JaxExecutor
-from apt_jax.llm import build_engine
+from apt_jax.executor.calibrate import DEFAULT_BUDGET_S, calibrate, calibration_path, describe, store_calibration
+from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.frontend.builder import build_engine
 from apt_jax.sched.cost_model import FitQuality
 from apt_jax.sim.hardware import save_hardware
-from serve import options
+from serve.cli import options
 from serve.errors import CommandError
-from serve.output import print_table, starting_bars, write_json
+from serve.cli.output import print_table, starting_bars, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,8 @@ import sys
 from typing import Any, Protocol
 
 from apt_jax.errors import InvalidRequestError
-from serve import options
-from serve.completer import Completer, open_completer, verdict
+from serve.cli import options
+from serve.cli.completion_client import Completer, open_completer, verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import get_args
 
 from apt_jax.config import DType, LoadFormat
-from serve import options
-from serve.output import write_json
+from serve.cli import options
+from serve.cli.output import write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from apt_jax.models.convert import convert_model  # JAX takes a second to import
+    from apt_jax.models.loading.convert import convert_model  # JAX takes a second to import
 
     started = time.monotonic()
     with _sigterm_as_ctrl_c():

@@ -8,9 +8,9 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from serve import options
-from serve.completer import Completer, open_completer, verdict
-from serve.output import write_json
+from serve.cli import options
+from serve.cli.completion_client import Completer, open_completer, verdict
+from serve.cli.output import write_json
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 

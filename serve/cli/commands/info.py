@@ -9,11 +9,13 @@ from apt_jax import __version__
 from apt_jax.cache_dir import cache_dir
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
-from apt_jax.jax_executor import JaxExecutor
-from apt_jax.llm import LLM, EngineParts, build_engine
-from serve import options
+from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.frontend.builder import build_engine
+from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.llm import LLM
+from serve.cli import options
 from serve.client import AptClient
-from serve.output import print_table, starting_bars, write_json
+from serve.cli.output import print_table, starting_bars, write_json
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 _PACKAGES = (

@@ -12,11 +12,12 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from serve import logs, options
+from serve.cli import options
+from serve.observability import call_log as logs
 from serve.launcher import plan as planner
 from serve.launcher.plan import Plan
 from serve.launcher.supervisor import launch
-from serve.verbs import serve
+from serve.cli.commands import serve
 
 POLICIES = (
     "least_load",

@@ -31,9 +31,10 @@ from apt_jax.sched.optimal import (
 )
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.trace import Trace, known_traces, load_trace
-from serve import flags, options
+from serve import flags
+from serve.cli import options
 from serve.errors import CommandError
-from serve.output import print_table, write_json
+from serve.cli.output import print_table, write_json
 
 _STYLES = {"P": "bold reverse", "p": "bold", "D": "dim reverse", "E": "bold red"}
 _CELL = 4

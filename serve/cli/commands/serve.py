@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING
 
 from apt_jax.config import EngineConfig, ParallelConfig
 from apt_jax.errors import AptJaxError, ConfigError, one_line
-from apt_jax.llm import (
-    DEFAULT_CALIBRATION_S,
-    ProgressBars,
-    run_headless,
-)
-from serve import flags, logs, options
+from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S
+from apt_jax.frontend.headless import run_headless
+from apt_jax.frontend.progress import ProgressBars
+from serve import flags
+from serve.cli import options
+from serve.observability import call_log as logs
 from serve.errors import CommandError
-from serve.grpc_server import ServerConfig
-from serve.http_app import AppConfig
-from serve.http_protocol import ConnectionLimits
-from serve.http_server import HttpConfig
-from serve.keys import FLAG, ApiKeys
-from serve.profiler import FLAG as PROFILER_FLAG
-from serve.profiler import Profiler
+from serve.grpc_api.server import ServerConfig
+from serve.http_api.calls import AppConfig
+from serve.http_api.protocol import ConnectionLimits
+from serve.http_api.server import HttpConfig
+from serve.security.api_keys import FLAG, ApiKeys
+from serve.observability.profiler import FLAG as PROFILER_FLAG
+from serve.observability.profiler import Profiler
 from serve.server import (
     ENGINE_LOST,
     WorkerRanks,
@@ -39,10 +39,10 @@ from serve.server import (
     raise_file_limit,
     serve,
 )
-from serve.tls import Tls
+from serve.security.tls import Tls
 
 if TYPE_CHECKING:
-    from serve.traces import Tracer  # it needs the extra `otel`
+    from serve.observability.tracing import Tracer  # it needs the extra `otel`
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def _tracer(endpoint: str | None) -> "Tracer | None":
     if endpoint is None:
         return None
     try:
-        from serve.traces import Tracer
+        from serve.observability.tracing import Tracer
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("opentelemetry"):
             raise

@@ -16,16 +16,17 @@ from rich.table import Table
 
 from apt_jax.config import SLO
 from apt_jax.errors import ConfigError
-from apt_jax.llm import ProgressBars
+from apt_jax.frontend.progress import ProgressBars
 from apt_jax.sched import check_policy
 from apt_jax.sim.hardware import known_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulate import SimulationConfig, simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
 from apt_jax.sim.trace import known_traces
-from serve import flags, options
+from serve import flags
+from serve.cli import options
 from serve.errors import CommandError
-from serve.output import print_table, write_json
+from serve.cli.output import print_table, write_json
 
 LEFT_OUT = "requests of the trace that can never fit, left out"
 BURST_TTFTS = 10
