@@ -54,13 +54,13 @@ test-slow: .venv/.ready
 
 fuzz: .venv/.ready
 	APT_JAX_FUZZ=full .venv/bin/python -m pytest -q -s --timeout 7200 \
-	  tests/serve/test_grpc_fuzz.py tests/serve/test_http_fuzz.py tests/serve/test_doors_agree.py
+	  tests/serve/grpc_api/test_grpc_fuzz.py tests/serve/http_api/test_http_fuzz.py tests/serve/test_endpoints_agree.py
 
 reference: .venv-ref/.ready
-	.venv-ref/bin/python -m pytest -q -n 2 --dist loadfile tests/reference
+	.venv-ref/bin/python -m pytest -q -n 2 --dist loadfile tests/parity
 
 gate: .venv-gate/.ready
-	.venv-gate/bin/python -m pytest -q tests/benchmarks/test_gate.py
+	.venv-gate/bin/python -m pytest -q tests/benchmarks/gpu/test_gate.py
 	.venv-gate/bin/python -m benchmarks.gpu.gate $(GATE_FLAGS)
 
 docs: .venv/.ready-docs

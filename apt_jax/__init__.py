@@ -13,9 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from apt_jax.frontend.async_engine import AsyncEngine
     from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-    from apt_jax.models.config import ModelConfig
     from apt_jax.errors import (
         AptJaxError,
         ConfigError,
@@ -26,8 +24,10 @@ if TYPE_CHECKING:
         QueueFullError,
         UnknownRequestError,
     )
+    from apt_jax.frontend.async_engine import AsyncEngine
     from apt_jax.frontend.builder import build_engine
     from apt_jax.frontend.llm import LLM
+    from apt_jax.models.config import ModelConfig
     from apt_jax.request import (
         CompletionOutput,
         Logprob,

@@ -1,6 +1,12 @@
 """Re-exports of `apt_jax.frontend` under their former module name; kept for one release."""
 
-from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S, build_engine, freeze_loaded, recalibrated, use_compile_cache
+from apt_jax.frontend.builder import (
+    DEFAULT_CALIBRATION_S,
+    build_engine,
+    freeze_loaded,
+    recalibrated,
+    use_compile_cache,
+)
 from apt_jax.frontend.components import EngineParts, make_parts, with_scheduler
 from apt_jax.frontend.headless import run_headless
 from apt_jax.frontend.llm import LLM

@@ -13,8 +13,8 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.errors import AptJaxError
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S, build_engine
 from apt_jax.frontend.components import EngineParts
 from serve.cli import options

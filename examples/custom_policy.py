@@ -7,7 +7,7 @@ import numpy as np
 
 from apt_jax.config import SLO
 from apt_jax.sched import Plan, SchedulerView
-from apt_jax.sched.policy import (
+from apt_jax.sched.step_packer import (
     StepPacker,
     allowed_kinds,
     held_blocks_for,
@@ -16,7 +16,8 @@ from apt_jax.sched.policy import (
     target_tokens,
     unblock,
 )
-from apt_jax.sim.simulate import SimulationConfig, simulate
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.simulator import simulate
 
 
 class ShortestFirst:

@@ -6,7 +6,8 @@ The same as `apt-jax simulate --rates 2,4,8 --scheduling-policy fcfs,apt,apt-plu
 import dataclasses
 
 from apt_jax.config import SLO
-from apt_jax.sim.simulate import SimulationConfig, simulate
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.simulator import simulate
 
 RATES = (2.0, 4.0, 8.0)
 POLICIES = ("fcfs", "apt", "apt-plus")

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.streams import EngineClosedError, StreamGroup
 from apt_jax.frontend.components import EngineParts
 from apt_jax.frontend.outputs import OutputDelta
+from apt_jax.frontend.streams import EngineClosedError, StreamGroup
 from apt_jax.request import EngineRequest
 from serve.errors import RequestFailedError, UnknownModelError
 from serve.observability.call_log import CallLog

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.config import EngineConfig
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine, freeze_loaded
 from apt_jax.frontend.components import EngineParts
 from apt_jax.frontend.progress import ProgressBars

@@ -7,7 +7,7 @@ from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.buckets import GREEDY, Buckets, SamplerVariant
 from apt_jax.executor.packing import StepFormat, pack_conversions, pack_forward, pack_masks
 from apt_jax.request import SamplingParams
-from apt_jax.sched.view import HIDDEN, KV
+from apt_jax.sched.request_table import HIDDEN, KV
 
 DROPPED = 44
 BUCKETS = Buckets(decode=[1, 2, 4], masked=[1, 4], prefill=[4, 8], copies=[8], conversions=[1, 2])

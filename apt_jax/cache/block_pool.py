@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.executor import NULL_BLOCK
-from apt_jax.sched.view import HIDDEN, KV
+from apt_jax.sched.request_table import HIDDEN, KV
 
 NO_SEAT = -1
 """Seat of a request that holds no cache."""

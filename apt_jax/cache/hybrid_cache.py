@@ -40,7 +40,7 @@ from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node
 from apt_jax.executor import NULL_BLOCK
-from apt_jax.sched.view import HIDDEN, KV, NO_KIND, RequestTable
+from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, RequestTable
 
 
 class HybridCache:

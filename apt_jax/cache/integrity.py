@@ -10,7 +10,7 @@ from apt_jax.cache.block_pool import NO_OWNER, CacheKind, require
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_tree import Node
 from apt_jax.executor import NULL_BLOCK
-from apt_jax.sched.view import NO_KIND
+from apt_jax.sched.request_table import NO_KIND
 
 if TYPE_CHECKING:
     from apt_jax.cache.hybrid_cache import HybridCache

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache.prefix_tree import Node, PrefixTree
-from apt_jax.sched.view import RequestTable
+from apt_jax.sched.request_table import RequestTable
 
 
 class PrefixHitTracker:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import jax
 
-from apt_jax.cache_dir import private_dir
+from apt_jax.utils.cache_dir import private_dir
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from apt_jax.engine.plan_filter import PlanFilter
 from apt_jax.engine.request_state import FilledBlocks, RequestState
 from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
 from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, StepBatch
-from apt_jax.sched.view import KV, Plan
+from apt_jax.sched.request_table import KV
+from apt_jax.sched.view import Plan
 
 _NO_INTS = np.zeros(0, np.int32)
 _NO_TABLES = np.zeros((0, 2, 0), np.int32)

@@ -5,7 +5,6 @@ import logging
 import numpy as np
 
 from apt_jax.cache import CacheIntegrityError, HybridCache
-from apt_jax.clock import Clock
 from apt_jax.engine.admission import Admission
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.masks import grammar_error
@@ -14,6 +13,7 @@ from apt_jax.engine.request_state import InFlightStep, RequestState
 from apt_jax.engine.request_states import WAITING, RequestStates
 from apt_jax.executor import NO_TOKEN, StepResult
 from apt_jax.request import FinishReason, SamplingParams
+from apt_jax.utils.clock import Clock
 
 logger = logging.getLogger("apt_jax.engine")
 

@@ -62,7 +62,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import CacheKind, HybridCache
-from apt_jax.clock import Clock
 from apt_jax.config import CacheConfig, SchedulerConfig
 from apt_jax.engine.admission import Admission, AdmissionController, Outlook
 from apt_jax.engine.batch_builder import BatchBuilder
@@ -82,10 +81,13 @@ from apt_jax.engine.request_states import RUNNING, RequestStates
 from apt_jax.engine.stats import EngineStats, collect_stats
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
 from apt_jax.executor import Executor, MaskedStepHandle, StepBatch, StepResult
-from apt_jax.grammar import fill_one_by_one
 from apt_jax.request import EngineRequest, RequestMetrics
+from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.registry import is_bundled
-from apt_jax.sched.view import KindSpec, Plan, Policy, RequestTable, SchedulerView, StepCosts
+from apt_jax.sched.request_table import RequestTable
+from apt_jax.sched.view import KindSpec, Plan, Policy, SchedulerView
+from apt_jax.structured.compiler import fill_one_by_one
+from apt_jax.utils.clock import Clock
 
 logger = logging.getLogger("apt_jax.engine")
 

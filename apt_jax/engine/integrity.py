@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import NO_SEAT, CacheIntegrityError, CacheKind
+from apt_jax.cache.prefix_tree import extend_digests
 from apt_jax.engine.request_state import InFlightStep
 from apt_jax.engine.request_states import ENDING, FREE, RUNNING, WAITING, RequestStates
-from apt_jax.cache.prefix_tree import extend_digests
-from apt_jax.sched.view import NO_KIND
+from apt_jax.sched.request_table import NO_KIND
 
 
 def check_engine(states: RequestStates, offered: Sequence[CacheKind], pending: InFlightStep | None) -> None:

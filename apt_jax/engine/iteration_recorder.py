@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from apt_jax.clock import Clock
 from apt_jax.engine.events import KIND_NAMES, Iteration, KindSwitch, PreemptedRow, ScheduledRow
 from apt_jax.engine.request_state import InFlightStep
 from apt_jax.executor import StepBatch
 from apt_jax.sched.view import Plan
+from apt_jax.utils.clock import Clock
 
 
 class IterationRecorder:

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.request_state import InFlightStep
 from apt_jax.engine.request_states import RequestStates
-from apt_jax.grammar import GrammarError
 from apt_jax.request import TokenConstraint
+from apt_jax.structured.compiler import GrammarError
 
 logger = logging.getLogger("apt_jax.engine")
 
 FillMasks = Callable[[Sequence[TokenConstraint], NDArray[np.int32], Sequence[int]], list[bool | Exception]]
-"""Fills ``masks[rows[i]]`` for ``constraints[i]``; see `apt_jax.grammar.fill_one_by_one`."""
+"""Fills ``masks[rows[i]]`` for ``constraints[i]``; see `apt_jax.structured.compiler.fill_one_by_one`."""
 
 
 class MaskFiller:

@@ -6,7 +6,8 @@ from numpy.typing import NDArray
 from apt_jax.engine.policy_runner import PolicyRunner
 from apt_jax.engine.recovery import StepLimits
 from apt_jax.engine.request_states import RUNNING, WAITING, RequestStates
-from apt_jax.sched.view import HIDDEN, NO_KIND, NUM_KINDS, Plan
+from apt_jax.sched.request_table import HIDDEN, NO_KIND, NUM_KINDS
+from apt_jax.sched.view import Plan
 
 
 class PlanFilter:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.errors import one_line
-from apt_jax.sched.check import checked_schedule
-from apt_jax.sched.fcfs import FcfsPolicy
+from apt_jax.sched.plan_check import checked_schedule
+from apt_jax.sched.policies.fcfs import FcfsPolicy
 from apt_jax.sched.view import Plan, Policy, SchedulerView
 
 logger = logging.getLogger("apt_jax.engine")

@@ -5,11 +5,11 @@ import os
 from collections.abc import Sequence
 
 from apt_jax.cache import CacheKind, HybridCache
-from apt_jax.engine.request_state import RequestState
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
+from apt_jax.engine.request_state import RequestState
 from apt_jax.request import EngineRequest
-from apt_jax.sched.view import NO_KIND, RequestTable
+from apt_jax.sched.request_table import NO_KIND, RequestTable
 
 
 class RequestPrefixes:

@@ -4,7 +4,6 @@ import logging
 
 import numpy as np
 
-from apt_jax.clock import Clock
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.events import Iteration
 from apt_jax.engine.policy_runner import STALL_LIMIT
@@ -12,6 +11,7 @@ from apt_jax.engine.request_states import ENDING, RUNNING, RequestStates
 from apt_jax.errors import EngineDeadError
 from apt_jax.executor import Executor, is_out_of_memory
 from apt_jax.sched.view import SchedulerView
+from apt_jax.utils.clock import Clock
 
 logger = logging.getLogger("apt_jax.engine")
 

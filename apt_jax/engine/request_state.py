@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from apt_jax.engine.events import Iteration
 from apt_jax.executor import StepHandle
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams, TokenConstraint
-from apt_jax.sched.view import NO_KIND
+from apt_jax.sched.request_table import NO_KIND
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import NO_SEAT, CacheIntegrityError, HybridCache
-from apt_jax.clock import Clock
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.events import KIND_NAMES
 from apt_jax.engine.iteration_recorder import IterationRecorder
@@ -16,17 +15,10 @@ from apt_jax.engine.outputs import StepOutput, TokenLogprobs
 from apt_jax.engine.prefixes import RequestPrefixes
 from apt_jax.engine.request_state import RequestState
 from apt_jax.request import EngineRequest, FinishReason, RequestMetrics
-from apt_jax.sched.view import (
-    HIDDEN,
-    KV,
-    NO_KIND,
-    ColumnTable,
-    KindSpec,
-    RequestTable,
-    SchedulerView,
-    StepCosts,
-    column,
-)
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, ColumnTable, RequestTable, column
+from apt_jax.sched.view import KindSpec, SchedulerView
+from apt_jax.utils.clock import Clock
 
 # Values of `RequestStates.status`.
 FREE = 0  # no request

@@ -3,9 +3,9 @@
 import logging
 from typing import Any
 
-from apt_jax.models.config import HiddenMode, ModelConfig
-from apt_jax.errors import ConfigError
 from apt_jax.backends import attention_ops
+from apt_jax.errors import ConfigError
+from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.ops.backend import AttentionOps
 
 logger = logging.getLogger(__name__)

@@ -16,16 +16,17 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from apt_jax.cache_dir import cache_dir
 from apt_jax.executor.base import Conversions, StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.ops.xla_decode import TOKENS_PER_TILE
 from apt_jax.ops.xla_prefill import PREFILL_KEY_TILE, PREFILL_QUERY_TILE
 from apt_jax.request import SamplingParams
-from apt_jax.sched.cost_model import CostModel, FitQuality, StepPoint, fit_cost_model
-from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes
-from apt_jax.sched.view import HIDDEN, KV, StepCosts
-from apt_jax.sim.hardware import Hardware
+from apt_jax.sched.costs.fit import CostModel, FitQuality, StepPoint, fit_cost_model
+from apt_jax.sched.costs.hardware import Hardware
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.utils.cache_dir import cache_dir
 
 DEFAULT_BUDGET_S = 30.0
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

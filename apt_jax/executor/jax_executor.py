@@ -21,14 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from apt_jax.models import sharding as parallel
-from apt_jax.ops import sampling
+from apt_jax.backends import over_devices
 from apt_jax.config import CacheConfig, Quantization
-from apt_jax.models.config import HiddenMode, ModelConfig
-from apt_jax.models.weight_layout import tile_params
+from apt_jax.distributed.hosts import Leader
+from apt_jax.distributed.messages import Plan
 from apt_jax.errors import ConfigError
 from apt_jax.executor.attention_choice import chip_of, choose_attention, needed_extras
-from apt_jax.executor.base import Conversions, MaskedStepHandle, StepBatch, StepHandle, is_out_of_memory
+from apt_jax.executor.base import (
+    Conversions,
+    MaskedStepHandle,
+    StepBatch,
+    StepHandle,
+    is_out_of_memory,
+)
 from apt_jax.executor.buckets import Buckets, KindSet, SamplerVariant, bucket_for
 from apt_jax.executor.handles import DeviceStepHandle, JoinedStepHandle, PendingMaskHandle
 from apt_jax.executor.packing import (
@@ -44,11 +49,12 @@ from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.programs import Programs
 from apt_jax.executor.runner import ProgramRunner
 from apt_jax.executor.warm_up import warm_up
-from apt_jax.distributed.hosts import Leader
-from apt_jax.distributed.messages import Plan
+from apt_jax.models import sharding as parallel
+from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.params import ModelParams, by_layers, fuse_products
 from apt_jax.models.quantize import quantize_params
-from apt_jax.backends import over_devices
+from apt_jax.models.weight_layout import tile_params
+from apt_jax.ops import sampling
 from apt_jax.ops.backend import AttentionOps
 from apt_jax.ops.xla_decode import ROWS_PER_TILE
 

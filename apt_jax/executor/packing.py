@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from apt_jax.executor.base import Conversions, StepBatch
 from apt_jax.executor.buckets import Buckets, SamplerVariant, bucket_for
 from apt_jax.request import SamplingParams
-from apt_jax.sched.view import HIDDEN, KV
+from apt_jax.sched.request_table import HIDDEN, KV
 
 if TYPE_CHECKING:
     from jax import Array

@@ -10,9 +10,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from apt_jax.errors import ConfigError
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
-from apt_jax.errors import ConfigError
 from apt_jax.models.loading.loader import free_memory_bytes
 
 MAX_CPU_POOL_BYTES = 4 << 30

@@ -28,17 +28,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from apt_jax.models import sharding as parallel
-from apt_jax.ops import sampling
-from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.executor.base import NO_TOKEN
 from apt_jax.executor.buckets import KindSet, SamplerVariant
 from apt_jax.executor.packing import StepFormat
+from apt_jax.models import sharding as parallel
+from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.decoder import convert_inputs, decoder_step, greedy_tokens, logits
-from apt_jax.models.step import ConvertBatch, DecoderBatch, StepOptions
 from apt_jax.models.params import ModelParams
+from apt_jax.models.step import ConvertBatch, DecoderBatch, StepOptions
+from apt_jax.ops import sampling
 from apt_jax.ops.backend import AttentionOps
-from apt_jax.sched.view import HIDDEN, KV
+from apt_jax.sched.request_table import HIDDEN, KV
 
 Pools = tuple[Array, ...]
 

@@ -13,12 +13,12 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from apt_jax.distributed.hosts import Leader
+from apt_jax.distributed.messages import Plan
 from apt_jax.executor.buckets import KindSet, SamplerVariant
 from apt_jax.executor.packing import Ints, pack_copies
 from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.programs import Pools, Programs
-from apt_jax.distributed.hosts import Leader
-from apt_jax.distributed.messages import Plan
 from apt_jax.models.params import ModelParams
 
 

@@ -7,8 +7,8 @@ the snapshot and with what has arrived since. The gate only rejects; the engine 
 import dataclasses
 from collections.abc import Iterable
 
-from apt_jax.engine.admission import Coming, Outlook
 from apt_jax.engine import Engine
+from apt_jax.engine.admission import Coming, Outlook
 from apt_jax.errors import QueueFullError
 from apt_jax.request import EngineRequest
 

@@ -37,18 +37,24 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from apt_jax.engine.timeline import DecisionLog, RequestDecisions
 from apt_jax.engine import EngineStats, StepOutput
+from apt_jax.engine.events import SchedulerWatch
+from apt_jax.engine.timeline import DecisionLog, RequestDecisions
 from apt_jax.errors import AptJaxError, EngineDeadError, QueueFullError
 from apt_jax.executor import StepBatch
 from apt_jax.frontend.admission_gate import AdmissionGate
 from apt_jax.frontend.components import EngineParts
 from apt_jax.frontend.iteration_feed import IterationFeed
 from apt_jax.frontend.outputs import OutputDelta, RequestState
-from apt_jax.frontend.streams import EngineClosedError, OpenStreams, RequestStream, StreamGroup, cancelled_error
+from apt_jax.frontend.streams import (
+    EngineClosedError,
+    OpenStreams,
+    RequestStream,
+    StreamGroup,
+    cancelled_error,
+)
 from apt_jax.frontend.watchdog import Watchdog
 from apt_jax.request import EngineRequest, RequestOutput
-from apt_jax.engine.events import SchedulerWatch
 
 logger = logging.getLogger(__name__)
 

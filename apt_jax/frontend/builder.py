@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apt_jax.cache_dir import private_dir
-from apt_jax.chat import ChatTemplate, load_chat_template
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor import is_out_of_memory
@@ -23,7 +21,9 @@ from apt_jax.frontend.components import EngineParts, make_parts
 from apt_jax.frontend.progress import Progress, of_stage
 from apt_jax.sched import KindSpec, make_policy
 from apt_jax.sched.view import converts
-from apt_jax.tokenizer import Tokenizer, load_tokenizer
+from apt_jax.text.chat import ChatTemplate, load_chat_template
+from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
+from apt_jax.utils.cache_dir import private_dir
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from apt_jax.distributed.hosts import Hosts, Leader
     from apt_jax.executor.jax_executor import JaxExecutor
     from apt_jax.models import LoadedModel
-    from apt_jax.sched.cost_model import CostModel
+    from apt_jax.sched.costs.fit import CostModel
 
 DEFAULT_CALIBRATION_S = 10.0
 """Approximate duration of a calibration at start, seconds; `apt-jax calibrate` takes longer and measures better."""
@@ -65,8 +65,8 @@ def build_engine(
         ConfigError: the configuration does not suit the model or the machine.
     """
     # JAX takes a second to import; validation and simulation do not need it.
-    from apt_jax.executor.calibrate import calibration_path, load_calibration, load_or_calibrate
     from apt_jax.distributed.hosts import Leader
+    from apt_jax.executor.calibrate import calibration_path, load_calibration, load_or_calibrate
 
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
     started = time.monotonic()
@@ -138,8 +138,8 @@ def freeze_loaded() -> None:
 @contextlib.contextmanager
 def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
     """Join the other hosts of this replica and report to them what is raised within; None: there are no others."""
-    from apt_jax.models import sharding as parallel
     from apt_jax.models import read_model_config, resolve_model
+    from apt_jax.models import sharding as parallel
 
     ours = config.parallel
     if ours.tensor_parallel_size == 1:
@@ -161,8 +161,8 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
 
 def load_weights(config: EngineConfig) -> "tuple[LoadedModel, Mesh | None]":
     """Load the model; returns it and the devices that it is sharded over, None: it is not sharded."""
-    from apt_jax.models import sharding as parallel
     from apt_jax.models import load_model
+    from apt_jax.models import sharding as parallel
 
     ours = config.parallel
     if ours.nnodes == 1:  # only rank 0's JAX stores what it compiles, and all ranks must do the same

@@ -6,22 +6,22 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from apt_jax.chat import ChatTemplate, Message, Tool
-from apt_jax.clock import Clock, WallClock
 from apt_jax.config import CacheMode, EngineConfig
-from apt_jax.models.config import ModelConfig
 from apt_jax.engine import Engine
 from apt_jax.errors import InvalidRequestError
 from apt_jax.executor import Executor
 from apt_jax.frontend.outputs import OutputAssembler
-from apt_jax.grammar import GrammarCompiler, MaskFiller
+from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest
 from apt_jax.sched import KindSpec, Policy, StepCosts, make_policy
-from apt_jax.tokenizer import Tokenizer
+from apt_jax.structured.compiler import GrammarCompiler, MaskFiller
+from apt_jax.text.chat import ChatTemplate, Message, Tool
+from apt_jax.text.tokenizer import Tokenizer
+from apt_jax.utils.clock import Clock, WallClock
 from apt_jax.validation import RequestLimits, build_requests
 
 if TYPE_CHECKING:
-    from apt_jax.sched.cost_model import CostModel
+    from apt_jax.sched.costs.fit import CostModel
 
 
 class FallbackSeeds:

@@ -4,7 +4,13 @@ import logging
 import signal
 
 from apt_jax.config import EngineConfig
-from apt_jax.frontend.builder import all_hosts, freeze_loaded, load_weights, make_executor, room_for_steps
+from apt_jax.frontend.builder import (
+    all_hosts,
+    freeze_loaded,
+    load_weights,
+    make_executor,
+    room_for_steps,
+)
 from apt_jax.frontend.progress import Progress, of_stage
 
 logger = logging.getLogger(__name__)

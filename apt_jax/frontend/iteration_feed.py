@@ -1,8 +1,8 @@
 """The scheduler's iterations on their way to the decision log and to subscribers."""
 
-from apt_jax.engine.timeline import DecisionLog
 from apt_jax.engine import Engine
 from apt_jax.engine.events import Iteration, SchedulerWatch
+from apt_jax.engine.timeline import DecisionLog
 
 
 class IterationFeed:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from apt_jax.chat import Message, Tool
 from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError, nearest
@@ -18,7 +17,8 @@ from apt_jax.frontend.components import EngineParts
 from apt_jax.frontend.outputs import RequestState
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.request import EngineRequest, RequestOutput, SamplingParams
-from apt_jax.tokenizer import Tokenizer
+from apt_jax.text.chat import Message, Tool
+from apt_jax.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 

@@ -4,8 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 
 from apt_jax.engine import StepOutput, TokenLogprobs
-from apt_jax.request import CompletionOutput, EngineRequest, FinishReason, Logprob, RequestMetrics, RequestOutput
-from apt_jax.tokenizer import OutputText, Tokenizer
+from apt_jax.request import (
+    CompletionOutput,
+    EngineRequest,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from apt_jax.text.detokenizer import OutputText
+from apt_jax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -3,36 +3,27 @@
 from typing import Any
 
 from apt_jax.config import SchedulerConfig
-from apt_jax.sched.apt import AptPolicy
-from apt_jax.sched.apt_plus import AptPlusPolicy
-from apt_jax.sched.apt_s import AptSPolicy
-from apt_jax.sched.bros import BrosPolicy
-from apt_jax.sched.check import PlanError, check_plan
-from apt_jax.sched.deadline import EdfPolicy, FairBatchingPolicy, QoServePolicy
-from apt_jax.sched.exact import solve_exact
-from apt_jax.sched.fastgen import FastGenPolicy
-from apt_jax.sched.fcfs import FcfsPolicy
-from apt_jax.sched.fcfs_hybrid import FcfsHybridPolicy
-from apt_jax.sched.greedy import solve_greedy
-from apt_jax.sched.problem import NOT_CHOSEN, KnapsackProblem, Schedule
-from apt_jax.sched.random_order import RandomPolicy
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.knapsack.exact import solve_exact
+from apt_jax.sched.knapsack.greedy import solve_greedy
+from apt_jax.sched.knapsack.problem import NOT_CHOSEN, KnapsackProblem, Schedule
+from apt_jax.sched.plan_check import PlanError, check_plan
+from apt_jax.sched.policies.apt import AptPolicy
+from apt_jax.sched.policies.apt_plus import AptPlusPolicy
+from apt_jax.sched.policies.apt_s import AptSPolicy
+from apt_jax.sched.policies.bros import BrosPolicy
+from apt_jax.sched.policies.deadline import EdfPolicy, FairBatchingPolicy, QoServePolicy
+from apt_jax.sched.policies.fastgen import FastGenPolicy
+from apt_jax.sched.policies.fcfs import FcfsPolicy
+from apt_jax.sched.policies.fcfs_hybrid import FcfsHybridPolicy
+from apt_jax.sched.policies.random_order import RandomPolicy
+from apt_jax.sched.policies.round_robin import RoundRobinPolicy
+from apt_jax.sched.policies.tgi import TgiPolicy
+from apt_jax.sched.policies.unified import UnifiedPolicy
+from apt_jax.sched.policies.vllm_v1 import HrrnPolicy, LeastComputedPolicy, VllmV1Policy, VtcPolicy
 from apt_jax.sched.registry import ENTRY_POINTS, PolicyMaker, find_policy, make, source_digest
-from apt_jax.sched.round_robin import RoundRobinPolicy
-from apt_jax.sched.tgi import TgiPolicy
-from apt_jax.sched.unified import UnifiedPolicy
-from apt_jax.sched.view import (
-    HIDDEN,
-    INTERFACE_VERSION,
-    KV,
-    NO_KIND,
-    KindSpec,
-    Plan,
-    Policy,
-    RequestTable,
-    SchedulerView,
-    StepCosts,
-)
-from apt_jax.sched.vllm_v1 import HrrnPolicy, LeastComputedPolicy, VllmV1Policy, VtcPolicy
+from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, RequestTable
+from apt_jax.sched.view import INTERFACE_VERSION, KindSpec, Plan, Policy, SchedulerView
 
 __all__ = [
     "ENTRY_POINTS",

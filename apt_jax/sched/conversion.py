@@ -14,8 +14,9 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.policy import Rows, held_blocks_for, start_options
-from apt_jax.sched.view import HIDDEN, KV, Plan, SchedulerView
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.sched.step_packer import Rows, held_blocks_for, start_options
+from apt_jax.sched.view import Plan, SchedulerView
 
 FEW_OUTPUTS = 20
 """Ended requests with fewer longer outputs than this say nothing about how long a request goes on."""

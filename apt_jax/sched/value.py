@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.policy import allowed_kinds
+from apt_jax.sched.step_packer import allowed_kinds
 from apt_jax.sched.view import SchedulerView
 
 NEAR_ZERO = 1e-9

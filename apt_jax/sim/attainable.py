@@ -10,7 +10,7 @@ Decodes, memory, TBT objectives and what the policy does not know yet count for 
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.view import StepCosts
+from apt_jax.sched.costs.model import StepCosts
 
 
 def attainable_share(

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from apt_jax.clock import VirtualClock
 from apt_jax.executor import NO_TOKEN, StepBatch, StepResult
+from apt_jax.utils.clock import VirtualClock
 
 
 @dataclasses.dataclass(slots=True)

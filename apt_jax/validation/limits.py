@@ -176,7 +176,7 @@ class Encoder(Protocol):
 
 
 class GrammarSource(Protocol):
-    """A compiler of grammars; see `apt_jax.grammar.GrammarCompiler`."""
+    """A compiler of grammars; see `apt_jax.structured.compiler.GrammarCompiler`."""
 
     def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool) -> Grammar: ...
 

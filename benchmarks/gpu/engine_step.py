@@ -11,7 +11,6 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from apt_jax.backends import over_devices
-from apt_jax.ops.backend import AttentionOps
 from apt_jax.config import CacheConfig
 from apt_jax.executor.buckets import GREEDY, KindSet, SamplerVariant
 from apt_jax.executor.jax_executor import JaxExecutor
@@ -19,9 +18,10 @@ from apt_jax.models import PRESETS
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.decoder import decoder_step, greedy_tokens
-from apt_jax.models.step import DecoderBatch, StepOptions
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import ModelParams, abstract_params, param_names
+from apt_jax.models.step import DecoderBatch, StepOptions
+from apt_jax.ops.backend import AttentionOps
 from apt_jax.ops.weights import NormParams
 from benchmarks.gpu.compile_only import Chip
 from benchmarks.gpu.device_free import ProgramReport, compile_program, make_mesh

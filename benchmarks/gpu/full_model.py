@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from apt_jax.backends import attention_ops
-from apt_jax.ops.backend import AttentionOps
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.errors import QueueFullError
 from apt_jax.executor import StepBatch, StepHandle, calibrate
@@ -25,12 +24,15 @@ from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.loading.resolve import read_model_config, resolve_model
 from apt_jax.models.params import ModelParams, abstract_params, is_norm_scale, param_names
+from apt_jax.ops.backend import AttentionOps
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched.view import HIDDEN, KV
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import save_hardware
-from apt_jax.sim.record import run_recorded
-from apt_jax.sim.simulate import SimulationConfig, Workload, simulate
+from apt_jax.sim.recording import run_recorded
+from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import draw_arrivals, load_trace
+from apt_jax.sim.workload import Workload
 from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows
 from benchmarks.gpu.kernels import kernel_ops, num_workers
 

@@ -39,8 +39,8 @@ import jax
 import jax.numpy as jnp
 
 from apt_jax.backends import attention_ops
-from apt_jax.ops.backend import AttentionOps
 from apt_jax.ops import shapes
+from apt_jax.ops.backend import AttentionOps
 from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import compile_only, device_free, engine_step
 from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport

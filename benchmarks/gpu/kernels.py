@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from apt_jax.backends import attention_ops, known_attention_ops
-from apt_jax.ops.backend import AttentionOps
 from apt_jax.ops import reference, shapes
+from apt_jax.ops.backend import AttentionOps
 from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import problems
 from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows, time_call

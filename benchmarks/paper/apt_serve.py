@@ -38,15 +38,11 @@ from apt_jax.sched import (
     StepCosts,
     solve_greedy,
 )
+from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
-from apt_jax.sim.simulate import (
-    SimulationConfig,
-    SimulationResult,
-    draw_workload,
-    fitting,
-    simulate,
-)
+from apt_jax.sim.simulator import SimulationResult, simulate
 from apt_jax.sim.trace import load_trace
+from apt_jax.sim.workload import draw_workload, fitting
 from benchmarks.paper.common import (
     MODELS,
     OUTPUT_SCALES,

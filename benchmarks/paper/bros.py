@@ -18,7 +18,7 @@ rates (but the highest, 15 requests/s) nor the size of a BE batch; both are ours
 `--points 15 --duration 600`. The default is 9 points of one minute, of which the first batch alone keeps BE work waiting.
 vLLM and RR have vLLM's limit of 256 running requests; TGI has none, and the adaptive batch of BROS grows up to 1,024.
 
-    python benchmarks/paper/bros.py all [--quick] [--out DIRECTORY] [--workers N] [--store FILE]
+    python -m benchmarks.paper.bros all [--quick] [--out DIRECTORY] [--workers N] [--store FILE]
 """
 
 import argparse
@@ -48,7 +48,6 @@ from common import (
 )
 from longest_wait import LongestWaitPolicy
 
-from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
@@ -63,6 +62,7 @@ from apt_jax.sched import (
 from apt_jax.sim.executor import SimulatedExecutor
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.trace import Trace, draw_arrivals, load_trace
+from apt_jax.utils.clock import VirtualClock
 
 Row = dict[str, Any]
 

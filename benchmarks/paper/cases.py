@@ -42,7 +42,7 @@ AnyCase = TypeVar("AnyCase", bound=Case)
 def _sources(policy: str) -> str:
     """Digest of the modules that a policy's decisions come from, of the simulator and of the cost models."""
     files = set((ROOT / "apt_jax/sim/descriptions").glob("*.json"))
-    files |= {ROOT / "apt_jax/sim/simulate.py", ROOT / "benchmarks/paper/infermax_fig15.py"}
+    files |= {ROOT / "apt_jax/sim/simulator.py", ROOT / "benchmarks/paper/infermax_fig15.py"}
     files |= {
         ROOT / "apt_jax/sched" / name for name in ("fcfs.py", "policy.py", "unified.py", "view.py")
     }

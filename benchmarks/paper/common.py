@@ -33,7 +33,7 @@ from scipy.stats import t
 
 from apt_jax.config import SLO
 from apt_jax.frontend.progress import ProgressBars
-from apt_jax.sim.simulate import SimulationConfig
+from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.sweep import Store, run_key
 
 HERE = Path(__file__).resolve().parent

@@ -23,7 +23,7 @@ measurements of operators (see infermax_fig15.py); `per-prefill`, the same with 
 and `measured`, the bundled description, fitted to whole steps (`--costs linear per-prefill measured` for all). Fig. 16 has the
 bundled description alone.
 
-    python benchmarks/paper/infermax.py all [--quick] [--out DIRECTORY] [--workers N] [--store FILE]
+    python -m benchmarks.paper.infermax all [--quick] [--out DIRECTORY] [--workers N] [--store FILE]
 """
 
 import argparse
@@ -56,10 +56,13 @@ from infermax_fig15 import linear_costs, per_prefill_costs
 from apt_jax.config import SLO
 from apt_jax.engine import Engine
 from apt_jax.request import RequestMetrics
-from apt_jax.sched.unified import UnifiedPolicy
-from apt_jax.sim.hardware import Hardware, load_hardware
-from apt_jax.sim.simulate import SimulationConfig, Workload, simulate
+from apt_jax.sched.costs.hardware import Hardware
+from apt_jax.sched.policies.unified import UnifiedPolicy
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import load_trace
+from apt_jax.sim.workload import Workload
 
 Row = dict[str, Any]
 Curves = dict[str, tuple[Sequence[float], Sequence[float]]]
@@ -984,7 +987,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--profiles",
         type=Path,
         default=Path(__file__).resolve().parents[3] / "shared" / "data" / "profiles",
-        help="measured operators, as benchmarks/hardware_descriptions.py takes them; for fig3",
+        help="measured operators, as tools/hardware_descriptions.py takes them; for fig3",
     )
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)

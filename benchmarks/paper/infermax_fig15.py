@@ -14,7 +14,7 @@ Three cost models:
 * `measured`: the bundled hardware description, fitted to whole steps a phase. A prefill step has a smaller bias there than a
   decode step (an artefact of fitting few tokens and thousands with one line), so it favours refills.
 
-    python benchmarks/paper/infermax_fig15.py [--quick] [--out DIRECTORY]
+    python -m benchmarks.paper.infermax_fig15 [--quick] [--out DIRECTORY]
 """
 
 import argparse
@@ -34,15 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import scipy
 
 from apt_jax.sched import StepCosts
-from apt_jax.sched.optimal import (
-    OptimalProblem,
-    OptimalRequest,
-    OptimalSchedule,
-    check_schedule,
-    fcfs_schedule,
-    solve_optimal,
-)
 from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.optimal.baselines import fcfs_schedule
+from apt_jax.sim.optimal.check import check_schedule
+from apt_jax.sim.optimal.problem import OptimalProblem, OptimalRequest, OptimalSchedule
+from apt_jax.sim.optimal.solver import solve_optimal
 
 _LAYERS = 32
 _MS_PER_LAYER = {

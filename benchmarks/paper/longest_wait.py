@@ -3,7 +3,7 @@
 import numpy as np
 
 from apt_jax.sched import FcfsPolicy, Plan, SchedulerView
-from apt_jax.sched.policy import (
+from apt_jax.sched.step_packer import (
     StepPacker,
     allowed_kinds,
     held_blocks_for,

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.errors import ConfigError
-from apt_jax.sim.simulate import SimulationConfig, draw_workload
+from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.trace import Trace, load_trace
+from apt_jax.sim.workload import draw_workload
 
 Prompt = str | list[int] | list[dict[str, Any]]
 """Text, token ids, or the messages of a chat."""

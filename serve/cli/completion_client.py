@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import grpc
 
-from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.chat import Message
 from apt_jax.config import EngineConfig
 from apt_jax.errors import InvalidRequestError
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineParts
+from apt_jax.text.chat import Message
 from serve.cli.options import access, engine_config
 from serve.cli.output import starting_bars
 from serve.client import AsyncAptClient

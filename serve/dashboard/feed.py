@@ -18,9 +18,9 @@ from typing import Any
 
 from prometheus_client.registry import Collector
 
-from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.errors import QueueFullError
 from apt_jax.engine.events import SchedulerWatch, WatchNews
+from apt_jax.errors import QueueFullError
+from apt_jax.frontend.async_engine import AsyncEngine
 from serve.compact_json import json_bytes
 from serve.observability.call_log import log_failure
 from serve.observability.prometheus import LABELS, ServerMetrics

@@ -21,8 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from apt_jax.assets import sonnet_prompts
-from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.config import SLO, CacheConfig, CacheMode, EngineConfig, SchedulerConfig
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine, recalibrated
 from apt_jax.frontend.components import EngineParts, with_scheduler
 from serve.cli.output import starting_bars

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.streams import StreamGroup
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError, UnknownRequestError
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.components import EngineParts
 from apt_jax.frontend.outputs import OutputDelta
+from apt_jax.frontend.streams import StreamGroup
 from apt_jax.request import EngineRequest
 from serve.errors import SlowReaderError
 from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall, run_generate

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apt_jax.engine import EngineStats
+from apt_jax.engine.events import Iteration, WatchNews
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
-from apt_jax.engine.events import Iteration, WatchNews
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
 

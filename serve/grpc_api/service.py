@@ -5,11 +5,11 @@ from typing import Any
 
 import grpc
 
+from apt_jax.engine.events import SchedulerWatch
 from apt_jax.errors import QueueFullError
 from apt_jax.frontend.components import EngineParts
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.validation import check_deadline_ms, check_watch_capacity
-from apt_jax.engine.events import SchedulerWatch
 from serve.generate_call import require_served_model
 from serve.grpc_api import messages
 from serve.grpc_api.calls import GrpcCalls, decoder, metadata_of, require_decoded

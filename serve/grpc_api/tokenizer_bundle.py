@@ -12,7 +12,7 @@ import zipfile
 from typing import Any
 
 from apt_jax.frontend.components import EngineParts
-from apt_jax.tokenizer import Tokenizer, tokenizer_config
+from apt_jax.text.tokenizer import Tokenizer, tokenizer_config
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a ZIP archive can hold
 

@@ -18,10 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.errors import QueueFullError
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.validation import RequestLimits
 from serve.compact_json import json_bytes
 from serve.dashboard import page

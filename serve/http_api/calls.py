@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.streams import StreamGroup
 from apt_jax.frontend.outputs import OutputDelta
+from apt_jax.frontend.streams import StreamGroup
 from serve.compact_json import json_bytes
 from serve.generate_call import CallService, EngineCall
 from serve.http_api import openai_request

@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from apt_jax.chat import checked_tools
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError
 from apt_jax.frontend.components import EngineParts
 from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.text.chat import checked_tools
 from apt_jax.validation import (
     MAX_INTEGER,
     MAX_LOGPROBS,

@@ -1,6 +1,6 @@
 """What the HTTP server takes and answers, as an OpenAPI 3.1 document: ``GET /openapi.json``.
 
-Bounds are those of the code that enforces them (`apt_jax.validation`, `apt_jax.chat`, `serve.http_api.openai_request`), and, once there is an
+Bounds are those of the code that enforces them (`apt_jax.validation`, `apt_jax.text.chat`, `serve.http_api.openai_request`), and, once there is an
 engine, those of its model: lengths, vocabulary, name. Whatever a schema here forbids is refused with 400, but for an objective
 in a header where the body has the same one. The reverse does not hold: a schema cannot say that a prompt must leave room for
 `max_tokens`, that two fields exclude each other, that 1.0 is no integer or that a grammar must compile. Fields that no schema names
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import apt_jax
-from apt_jax import chat, validation
+from apt_jax import validation
 from apt_jax.request import SamplingParams
+from apt_jax.text import chat
 from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, RequestLimits
 from serve import slo_headers as objectives
 from serve.http_api import openai_request as openai_api

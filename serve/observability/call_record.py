@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from apt_jax.errors import EngineDeadError, InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.streams import EngineClosedError, StreamGroup
-from apt_jax.errors import EngineDeadError, InvalidRequestError
 from apt_jax.request import EngineRequest, RequestMetrics
 from serve.errors import RequestFailedError
 

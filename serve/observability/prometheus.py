@@ -22,8 +22,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.engine import EngineStats
+from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.components import EngineParts
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import Distribution, RequestRecord

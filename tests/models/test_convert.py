@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from gguf_models import hf_tensors, write_gguf
-from opt_checkpoint import TINY, random_tensors, write_model
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
@@ -20,6 +18,8 @@ from apt_jax.models import load_model, resolve_model
 from apt_jax.models.loading import convert, loader
 from apt_jax.models.loading.convert import convert_model
 from apt_jax.models.loading.loader import open_weights
+from tests.support.gguf_models import hf_tensors, write_gguf
+from tests.support.opt_checkpoint import TINY, random_tensors, write_model
 
 FORMATS = ["orbax", "safetensors"]
 
@@ -103,8 +103,8 @@ def test_a_gguf_file_becomes_a_directory_of_hugging_face(tmp_path):
         np.testing.assert_array_equal(written[name], values)
     config = json.loads((tmp_path / "d" / "config.json").read_text())
     assert config["architectures"] == ["GPT2LMHeadModel"]
-    from apt_jax.chat import load_chat_template
-    from apt_jax.tokenizer import load_tokenizer
+    from apt_jax.text.chat import load_chat_template
+    from apt_jax.text.tokenizer import load_tokenizer
 
     assert load_tokenizer(tmp_path / "d").encode("ab") == [3]
     template = load_chat_template(tmp_path / "d")

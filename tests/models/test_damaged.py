@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_models import assemble, entry, hf_tensors, tensor, text, write_gguf
-from opt_checkpoint import TINY, random_tensors, safetensors_bytes, write_model
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from apt_jax.chat import load_chat_template
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
 from apt_jax.models import load_model, resolve_model
 from apt_jax.models.loading.convert import convert_model
 from apt_jax.models.loading.gguf.model import open_gguf
-from apt_jax.tokenizer import load_tokenizer
+from apt_jax.text.chat import load_chat_template
+from apt_jax.text.tokenizer import load_tokenizer
+from tests.support.gguf_models import assemble, entry, hf_tensors, tensor, text, write_gguf
+from tests.support.opt_checkpoint import TINY, random_tensors, safetensors_bytes, write_model
 
 
 def refusal(action: Callable[[], object]) -> str:

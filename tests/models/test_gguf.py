@@ -8,8 +8,6 @@ import gguf
 import jax
 import numpy as np
 import pytest
-from gguf_models import SHAPES, H, K, L, N, V, gguf_name, hf_tensors, write_gguf
-from opt_checkpoint import write_model
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
@@ -18,7 +16,10 @@ from apt_jax.models.loading.gguf import file as gguf_file
 from apt_jax.models.loading.gguf.file import GgufFile
 from apt_jax.models.loading.gguf.model import ARCHITECTURES, hf_name, open_gguf
 from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer
-from apt_jax.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from apt_jax.text.detokenizer import IncrementalDetokenizer
+from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.gguf_models import SHAPES, H, K, L, N, V, gguf_name, hf_tensors, write_gguf
+from tests.support.opt_checkpoint import write_model
 
 Q = gguf.GGMLQuantizationType
 
@@ -217,7 +218,7 @@ def _llama3_factors(factor: float, context: int, head_dim: int, theta: float) ->
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path, monkeypatch, factor):
-    import gguf_models
+    from tests.support import gguf_models
 
     monkeypatch.setattr(gguf_models, "H", 128)
     monkeypatch.setattr(gguf_models, "THETA", 500000.0)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from opt_checkpoint import TINY, random_tensors, write_model
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
 from apt_jax.models import load_model, resolve_model
 from apt_jax.models.loading import hub
 from apt_jax.models.loading.hub import hub_snapshot, parse_hub_id
+from tests.support.opt_checkpoint import TINY, random_tensors, write_model
 
 pytest.importorskip("huggingface_hub")
 

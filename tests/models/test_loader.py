@@ -13,18 +13,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from opt_checkpoint import (
+
+from apt_jax.config import EngineConfig
+from apt_jax.errors import ModelLoadError
+from apt_jax.models import LoadedModel, load_model, resolve_model
+from apt_jax.models.loading import loader
+from tests.support.opt_checkpoint import (
     TINY,
     join_header,
     random_tensors,
     safetensors_bytes,
     write_model,
 )
-
-from apt_jax.config import EngineConfig
-from apt_jax.errors import ModelLoadError
-from apt_jax.models import LoadedModel, load_model, resolve_model
-from apt_jax.models.loading import loader
 
 _VARIANTS = {
     "plain": TINY,

@@ -1,13 +1,13 @@
 import jax
 import numpy as np
 import pytest
-from opt_checkpoint import TINY, tensor_shapes
 
 from apt_jax.errors import ModelLoadError
 from apt_jax.models import FAMILIES
 from apt_jax.models.families import opt
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import abstract_params, dummy_params, param_axes, param_names
+from tests.support.opt_checkpoint import TINY, tensor_shapes
 
 _PUBLISHED = {
     "opt-125m": 125_239_296,

@@ -2,11 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_checkpoint import TINY
 
 from apt_jax.models import forward, reference_generate_greedy
 from apt_jax.models.families import opt
 from apt_jax.models.params import dummy_params
+from tests.support.opt_checkpoint import TINY
 
 _LAYOUTS = {
     "pre-norm": TINY,

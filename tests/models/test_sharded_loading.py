@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.sharded_loading import BOUND, FORMATS, main
+from benchmarks.engine.sharded_loading import BOUND, FORMATS, main
 
 
 @pytest.mark.slow

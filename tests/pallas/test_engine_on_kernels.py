@@ -1,10 +1,10 @@
 """The engine over each implementation of the kernels: greedy tokens are those of the XLA path, whatever the cache."""
 
 import pytest
-from paged_driver import Driver, make_executor, reference_greedy
 
 from apt_jax.config import HiddenAttention
-from apt_jax.sched.view import HIDDEN, KV
+from apt_jax.sched.request_table import HIDDEN, KV
+from tests.support.paged_driver import Driver, make_executor, reference_greedy
 
 KERNELS = ["triton-interpret", "tpu-interpret"]
 

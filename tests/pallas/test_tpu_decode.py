@@ -20,8 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from apt_jax.backends import attention_ops
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.decoder import decoder_step
-from apt_jax.models.step import DecoderBatch, StepOptions
 from apt_jax.models.params import abstract_params
+from apt_jax.models.step import DecoderBatch, StepOptions
 from apt_jax.ops import reference
 from apt_jax.ops.shapes import PUBLISHED, SMALL
 from apt_jax.pallas import tpu_decode

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
-from sched_world import HIDDEN, KV, World
 
 from apt_jax.sched.value import NEAR_ZERO, option_values, urgency
+from tests.support.sched_world import HIDDEN, KV, World
 
 
 def rows_of(world: World) -> np.ndarray:

@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
-from toy_serving import EngineParts, assert_clean, executor_of, toy_parts
 
 from apt_jax.frontend.async_engine import AsyncEngine
 from serve.client import AsyncAptClient
 from serve.grpc_api.server import GrpcServer, ServerConfig
+from tests.support.toy_serving import EngineParts, assert_clean, executor_of, toy_parts
 
 
 class Served:

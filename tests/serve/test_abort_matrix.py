@@ -11,9 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from faults import GENERATE, UNREAD, ClientProcess, JumpingClock, grpc_client
-from http_serving import HttpServed, completion, http_serving
-from toy_serving import assert_clean, expected_tokens, toy_parts
 
 from apt_jax.engine import Engine
 from apt_jax.engine.request_state import RequestState
@@ -22,6 +19,9 @@ from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest
 from serve.client import make_request
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from tests.support.faults import GENERATE, UNREAD, ClientProcess, JumpingClock, grpc_client
+from tests.support.http_serving import HttpServed, completion, http_serving
+from tests.support.toy_serving import assert_clean, expected_tokens, toy_parts
 
 BYSTANDER = "bystander"
 VICTIM = "victim"

@@ -15,19 +15,19 @@ from typing import Any
 
 import httpx2
 import pytest
-from http_serving import HttpServed, bearer
-from http_serving import run as run_within
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from toy_serving import executor_of, toy_parts
 
 import serve
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.hash_executor import Fault, FaultKind
 from serve.dashboard.feed import MAX_VIEWERS, DashboardFeed
 from serve.dashboard.page import FILES
 from serve.http_api.server import HttpConfig, HttpServer
-from serve.security.api_keys import ApiKeys
 from serve.observability.prometheus import ServerMetrics
+from serve.security.api_keys import ApiKeys
+from tests.support.fake_executor import Fault, FaultKind
+from tests.support.http_serving import HttpServed, bearer
+from tests.support.http_serving import run as run_within
+from tests.support.toy_serving import executor_of, toy_parts
 
 KEY = "sk-0123456789abcdefghij"
 OTHER = "sk-another-key-of-a-tenant"

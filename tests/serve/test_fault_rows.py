@@ -12,10 +12,10 @@ from pathlib import Path
 import grpc
 import httpx2
 import pytest
-from http_serving import HttpServed, completion, run
-from toy_serving import expected_tokens, toy_parts
 
 from serve.client import AptClient
+from tests.support.http_serving import HttpServed, completion, run
+from tests.support.toy_serving import expected_tokens, toy_parts
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

@@ -17,11 +17,11 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
-from opt_checkpoint import TINY
-from toy_serving import byte_tokenizer
 
 from apt_jax import LLM, SamplingParams
 from apt_jax.request import StructuredOutputsParams
+from tests.support.opt_checkpoint import TINY
+from tests.support.toy_serving import byte_tokenizer
 
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 PROMPTS = ["Once upon a time", "the quick brown fox", "hello", "Once upon a time, again"]

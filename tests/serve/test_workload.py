@@ -3,8 +3,8 @@
 import pytest
 
 from apt_jax.sched import StepCosts
-from apt_jax.sched.cost_model import CostModel, FitQuality
-from apt_jax.sched.program_costs import ProgramCosts, ProgramShapes
+from apt_jax.sched.costs.fit import CostModel, FitQuality
+from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from serve.demo.workload import derive_workload
 
 SHAPES = ProgramShapes(

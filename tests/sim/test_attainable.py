@@ -8,8 +8,9 @@ import pytest
 
 from apt_jax.config import SLO
 from apt_jax.sim.attainable import attainable_share, least_prefill_s, most_on_time
+from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
-from apt_jax.sim.simulate import SimulationConfig, simulate
+from apt_jax.sim.simulator import simulate
 
 
 def fits(chosen, arrival_s, work_s, within_s) -> bool:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from apt_jax.errors import ConfigError
-from apt_jax.sched.view import HIDDEN, KV, StepCosts
-from apt_jax.sim.hardware import Hardware, known_hardware, load_hardware, save_hardware
+from apt_jax.sched.costs.hardware import Hardware
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.sim.hardware import known_hardware, load_hardware, save_hardware
 
 KNOWN = known_hardware()
 

@@ -9,19 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apt_jax.engine.admission import Admission, Coming, Outlook, Queue
-from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
+from apt_jax.engine.admission import Admission, Coming, Outlook, Queue
 from apt_jax.errors import ConfigError
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import POLICIES, make_policy
-from apt_jax.sched.view import StepCosts
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.executor import SimulatedExecutor
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES, ReplicaState, expected_ttft_s
-from apt_jax.sim.simulate import SimulationConfig, Workload, simulate
+from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import draw_arrivals
+from apt_jax.sim.workload import Workload
+from apt_jax.utils.clock import VirtualClock
 
 BUSY = SimulationConfig(num_blocks=200)
 """Room for three or four of the requests of `bursts`."""

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from apt_jax.errors import ConfigError
-from apt_jax.sim.simulate import SimulationConfig, simulate
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import Store, bisect_rate, find_rates, run_key, sweep
 
 SMALL = SimulationConfig(rate=3.0, num_requests=12, policy="fcfs", cache="kv", trace="humaneval")

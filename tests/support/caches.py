@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from apt_jax.cache_dir import private_dir
+from apt_jax.utils.cache_dir import private_dir
 
 
 def calibrations_apart(directory: Path) -> str:

@@ -18,10 +18,10 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.clock import WallClock
 from apt_jax.engine import Engine
 from apt_jax.executor import Executor, MaskedStepHandle, StepBatch, StepHandle, StepResult
 from apt_jax.frontend.components import EngineParts
+from apt_jax.utils.clock import WallClock
 from serve.client import make_request
 
 GENERATE = "/aptjax.v1.AptServe/Generate"

@@ -5,12 +5,11 @@ import logging
 import os
 import sys
 
-from faults import inject, plan_of
-from toy_serving import toy_parts
-
 from serve.grpc_api.server import ServerConfig
 from serve.http_api.server import HttpConfig
 from serve.server import ENGINE_LOST, serve
+from tests.support.faults import inject, plan_of
+from tests.support.toy_serving import toy_parts
 
 
 def main(grpc_port: int, http_port: int, plan: str) -> int | None:

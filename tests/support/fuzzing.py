@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 import tqdm
-from chat_templates import WITH_TOOLS
-from http_serving import HttpServed, http_serving
-from toy_openai import in_thread
-from toy_serving import assert_clean, expected_tokens, toy_parts
 
-from apt_jax.chat import ChatTemplate
+from apt_jax.text.chat import ChatTemplate
 from serve.security.api_keys import ApiKeys
+from tests.support.chat_templates import WITH_TOOLS
+from tests.support.http_serving import HttpServed, http_serving
+from tests.support.toy_openai import in_thread
+from tests.support.toy_serving import assert_clean, expected_tokens, toy_parts
 
 FULL = os.environ.get("APT_JAX_FUZZ") == "full"
 CHECK_EVERY = 500

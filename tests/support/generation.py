@@ -4,13 +4,13 @@ import dataclasses
 
 import numpy as np
 
-from apt_jax.clock import WallClock
 from apt_jax.config import SLO, CacheConfig, HiddenAttention, SchedulerConfig
-from apt_jax.models.config import ModelConfig
 from apt_jax.engine import Engine
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import HIDDEN, KV, KindSpec, Policy, make_policy
+from apt_jax.utils.clock import WallClock
 
 CONDITIONS = ["one at a time", "batched", "forced preemptions", "chunked prefill"]
 MODES: list[tuple[str, HiddenAttention]] = [

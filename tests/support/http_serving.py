@@ -8,16 +8,16 @@ from typing import Any
 
 import httpx2
 import openai
-from toy_serving import EngineParts, assert_clean, executor_of, toy_parts
 
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.hash_executor import HashExecutor
 from serve.client import AsyncAptClient
 from serve.grpc_api.server import GrpcServer, ServerConfig
 from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits
 from serve.http_api.server import HttpConfig, HttpServer
 from serve.observability.prometheus import ServerMetrics
+from tests.support.fake_executor import HashExecutor
+from tests.support.toy_serving import EngineParts, assert_clean, executor_of, toy_parts
 
 
 class HttpServed:

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
-from apt_jax.models.config import ModelConfig
 from apt_jax.executor import TOKEN_ON_DEVICE, MaskedStepHandle, StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
 from apt_jax.ops.backend import AttentionOps
 from apt_jax.request import SamplingParams
-from apt_jax.sched.view import KV
+from apt_jax.sched.request_table import KV
 
 CONFIG = ModelConfig(
     family="opt", vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, ffn_size=64, max_position=256, eos_token_id=2,

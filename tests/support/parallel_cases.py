@@ -21,14 +21,14 @@ if __name__ == "__main__":
 
 import jax
 import numpy as np
-from generation import greedy
-from random_policy import Chaos, RandomPolicy
 
-from apt_jax.models import sharding as parallel
 from apt_jax.config import CacheConfig
-from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.models import sharding as parallel
+from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.params import dummy_params
+from tests.support.generation import greedy
+from tests.support.random_plan_policy import Chaos, RandomPolicy
 
 BASE: dict[str, Any] = {
     "family": "test", "vocab_size": 97, "hidden_size": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8,

@@ -20,10 +20,7 @@ import sys
 from collections.abc import Callable
 
 import numpy as np
-from faults import fail_allocations
-from random_policy import Chaos, PerturbedPolicy, RandomPolicy
 
-from apt_jax.clock import VirtualClock
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine, StepOutput
 from apt_jax.errors import (
@@ -33,10 +30,15 @@ from apt_jax.errors import (
     QueueFullError,
 )
 from apt_jax.executor import StepBatch
-from apt_jax.hash_executor import Fault, FaultKind, HashExecutor, reference_tokens
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import POLICIES, check_plan, make_policy
-from apt_jax.sched.view import HIDDEN, KV, NO_KIND, KindSpec, Plan, Policy, SchedulerView, StepCosts
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND
+from apt_jax.sched.view import KindSpec, Plan, Policy, SchedulerView
+from apt_jax.utils.clock import VirtualClock
+from tests.support.fake_executor import Fault, FaultKind, HashExecutor, reference_tokens
+from tests.support.faults import fail_allocations
+from tests.support.random_plan_policy import Chaos, PerturbedPolicy, RandomPolicy
 
 VOCAB_SIZE = 31
 """Small, so that stop tokens are hit often."""

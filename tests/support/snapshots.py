@@ -13,9 +13,9 @@ from typing import Any
 
 import apt_jax
 from apt_jax.validation import RequestLimits
-from serve.http_api import openapi
 from serve.cli import _VERBS
 from serve.flags import Parser
+from serve.http_api import openapi
 from serve.protos.aptjax.v1 import apt_serve_pb2
 
 DIRECTORY = Path(__file__).parents[1] / "snapshots"

@@ -7,13 +7,12 @@ import asyncio
 import os
 import sys
 
-from toy_server import server_parts
-
 from serve import cli
 from serve.cli import options
-from serve.observability import call_log as logs
-from serve.grpc_api.server import ServerConfig
 from serve.cli.commands import launch, serve
+from serve.grpc_api.server import ServerConfig
+from serve.observability import call_log as logs
+from tests.support.toy_server import server_parts
 
 REPLICA = "replica"
 STEP_S = 0.005

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
-from toy_serving import EOS, SPECIALS, VOCAB_SIZE, toy_parts
 
-from apt_jax.chat import ChatTemplate
 from apt_jax.frontend.components import EngineParts
-from apt_jax.tokenizer import Tokenizer
+from apt_jax.text.chat import ChatTemplate
+from apt_jax.text.tokenizer import Tokenizer
 from serve.grpc_api.server import ServerConfig
 from serve.server import serve
+from tests.support.toy_serving import EOS, SPECIALS, VOCAB_SIZE, toy_parts
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 

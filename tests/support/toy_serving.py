@@ -8,15 +8,15 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from apt_jax.chat import ChatTemplate
-from apt_jax.clock import Clock
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.executor import StepBatch
-from apt_jax.hash_executor import Fault, HashExecutor, reference_tokens
 from apt_jax.frontend.components import EngineParts, make_parts
 from apt_jax.request import EngineRequest
 from apt_jax.sched import KindSpec
-from apt_jax.tokenizer import Tokenizer
+from apt_jax.text.chat import ChatTemplate
+from apt_jax.text.tokenizer import Tokenizer
+from apt_jax.utils.clock import Clock
+from tests.support.fake_executor import Fault, HashExecutor, reference_tokens
 
 SPECIALS = ("<s>", "<pad>", "</s>")
 VOCAB_SIZE = 259

@@ -22,15 +22,15 @@ from apt_jax.errors import ConfigError
 from apt_jax.metrics import percentile
 from apt_jax.sim.trace import known_traces
 from serve import flags
-from serve.cli import options
 from serve.bench import load, report
 from serve.bench.backends import Backend, Target
 from serve.bench.registry import BACKENDS, open_backend
 from serve.bench.runner import Outcome, Run, Runner
 from serve.bench.search import Found, Probe, find_rates
+from serve.cli import options
+from serve.cli.output import print_table, write_json
 from serve.client import address
 from serve.errors import CommandError
-from serve.cli.output import print_table, write_json
 
 _DEFAULT_REQUESTS = 200
 _WARM_UP_INDEX = 2**31

@@ -4,14 +4,20 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from apt_jax.executor.calibrate import DEFAULT_BUDGET_S, calibrate, calibration_path, describe, store_calibration
+from apt_jax.executor.calibrate import (
+    DEFAULT_BUDGET_S,
+    calibrate,
+    calibration_path,
+    describe,
+    store_calibration,
+)
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
-from apt_jax.sched.cost_model import FitQuality
+from apt_jax.sched.costs.fit import FitQuality
 from apt_jax.sim.hardware import save_hardware
 from serve.cli import options
-from serve.errors import CommandError
 from serve.cli.output import print_table, starting_bars, write_json
+from serve.errors import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,16 +6,16 @@ import platform
 from typing import Any
 
 from apt_jax import __version__
-from apt_jax.cache_dir import cache_dir
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineParts
 from apt_jax.frontend.llm import LLM
+from apt_jax.utils.cache_dir import cache_dir
 from serve.cli import options
-from serve.client import AptClient
 from serve.cli.output import print_table, starting_bars, write_json
+from serve.client import AptClient
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 _PACKAGES = (

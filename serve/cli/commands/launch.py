@@ -13,11 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from serve.cli import options
-from serve.observability import call_log as logs
+from serve.cli.commands import serve
 from serve.launcher import plan as planner
 from serve.launcher.plan import Plan
 from serve.launcher.supervisor import launch
-from serve.cli.commands import serve
+from serve.observability import call_log as logs
 
 POLICIES = (
     "least_load",

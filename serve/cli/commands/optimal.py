@@ -18,23 +18,16 @@ from rich.text import Text
 
 from apt_jax.errors import ConfigError
 from apt_jax.sched import make_policy
-from apt_jax.sched.optimal import (
-    OBJECTIVES,
-    OptimalProblem,
-    OptimalRequest,
-    OptimalSchedule,
-    Replay,
-    check_schedule,
-    find_better,
-    policy_schedule,
-    solve_optimal,
-)
 from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.optimal.baselines import policy_schedule
+from apt_jax.sim.optimal.check import Replay, check_schedule
+from apt_jax.sim.optimal.problem import OBJECTIVES, OptimalProblem, OptimalRequest, OptimalSchedule
+from apt_jax.sim.optimal.solver import find_better, solve_optimal
 from apt_jax.sim.trace import Trace, known_traces, load_trace
 from serve import flags
 from serve.cli import options
-from serve.errors import CommandError
 from serve.cli.output import print_table, write_json
+from serve.errors import CommandError
 
 _STYLES = {"P": "bold reverse", "p": "bold", "D": "dim reverse", "E": "bold red"}
 _CELL = 4

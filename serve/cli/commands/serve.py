@@ -21,15 +21,16 @@ from apt_jax.frontend.headless import run_headless
 from apt_jax.frontend.progress import ProgressBars
 from serve import flags
 from serve.cli import options
-from serve.observability import call_log as logs
 from serve.errors import CommandError
 from serve.grpc_api.server import ServerConfig
 from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits
 from serve.http_api.server import HttpConfig
-from serve.security.api_keys import FLAG, ApiKeys
+from serve.observability import call_log as logs
 from serve.observability.profiler import FLAG as PROFILER_FLAG
 from serve.observability.profiler import Profiler
+from serve.security.api_keys import FLAG, ApiKeys
+from serve.security.tls import Tls
 from serve.server import (
     ENGINE_LOST,
     WorkerRanks,
@@ -39,7 +40,6 @@ from serve.server import (
     raise_file_limit,
     serve,
 )
-from serve.security.tls import Tls
 
 if TYPE_CHECKING:
     from serve.observability.tracing import Tracer  # it needs the extra `otel`

@@ -18,15 +18,16 @@ from apt_jax.config import SLO
 from apt_jax.errors import ConfigError
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.sched import check_policy
+from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import known_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES
-from apt_jax.sim.simulate import SimulationConfig, simulate
+from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
 from apt_jax.sim.trace import known_traces
 from serve import flags
 from serve.cli import options
-from serve.errors import CommandError
 from serve.cli.output import print_table, write_json
+from serve.errors import CommandError
 
 LEFT_OUT = "requests of the trace that can never fit, left out"
 BURST_TTFTS = 10

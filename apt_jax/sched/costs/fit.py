@@ -1,0 +1,229 @@
+"""Time of a step as a model fitted to measured ones (DESIGN.md §7; InferMax §3.2, BROS §4.1).
+
+Two models from the same points, both by non-negative least squares on relative errors:
+
+* linear, what policies weigh (`StepCosts`), both phases together:
+    prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c) + a3 * KV prefix + a4 * hidden prefix    c chunk, m cached prefix
+    decode  = base + a5 * KV tokens + a6 * hidden tokens + a7 * KV requests + a8 * hidden requests
+  a step with both is their sum where it is two programs; where it is one, its decodes are fitted as chunks of one token, which is
+  only about what `StepCosts` makes of it;
+* by compiled program and tile (`ProgramCosts`), what predicts: the simulator, and the objectives of the demonstration.
+
+What a hidden request costs over a KV one, t = c0 + c1 * tokens (Apt-Serve Eq. 6 made affine), is c0 = a8 - a7 and
+c1 = a6 - a5: either may be negative.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.sched.view import KindSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPoint:
+    """One measured step, a row a request."""
+
+    num_tokens: Sequence[int]
+    """Tokens that each row computes."""
+    start: Sequence[int]
+    """Positions cached before."""
+    kind: Sequence[int]
+    """`KV` or `HIDDEN`."""
+    time_s: float
+
+    @property
+    def is_prefill(self) -> bool:
+        """At least one row is a chunk."""
+        return max(self.num_tokens) > 1
+
+    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int8]]:
+        """Arguments of `StepCosts.step_s`."""
+        return (
+            np.asarray(self.num_tokens, np.int32),
+            np.asarray(self.start, np.int32),
+            np.asarray(self.kind, np.int8),
+        )
+
+    def linear_features(self, one_program: bool) -> list[float]:
+        """Features of both phases, in the order of `_PREFILL` and `_DECODE`."""
+        num_tokens, start, kind = (a.astype(np.float64) for a in self.arrays())
+        hidden, decode = kind == HIDDEN, num_tokens == 1
+        if self.is_prefill and one_program:
+            decode[:] = False
+        features = [0.0] * (len(_PREFILL) + len(_DECODE))
+        if self.is_prefill:
+            c, m = num_tokens[~decode], start[~decode]
+            prefixes = [float(start[~decode & rows].sum()) for rows in (~hidden, hidden)]
+            features[: len(_PREFILL)] = [1.0, float(c.sum()), float(c @ (c + 2 * m)), *prefixes]
+        if decode.any():
+            kinds = (decode & ~hidden, decode & hidden)
+            read = [float((start[rows] + 1).sum()) for rows in kinds]
+            features[len(_PREFILL) :] = [1.0, *read, *(float(rows.sum()) for rows in kinds)]
+        return features
+
+
+_PREFILL = (
+    "prefill_base_s", "prefill_per_token_s", "prefill_per_pair_s", "prefill_per_kv_prefix_s", "prefill_per_hidden_prefix_s",
+)  # fmt: skip
+_DECODE = (
+    "decode_base_s", "decode_per_token_s", "decode_per_hidden_token_s", "decode_per_request_s", "decode_per_hidden_request_s",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitQuality:
+    """How well a phase's fit predicts points that it has not seen."""
+
+    num_points: int
+    num_held_back: int
+    r2: float
+    worst_relative_error: float
+    mean_relative_error: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Both models and how good they are."""
+
+    costs: StepCosts
+    programs: ProgramCosts
+    prefill_quality: FitQuality
+    """Of `programs`, steps with chunks."""
+    decode_quality: FitQuality
+    """Of `programs`, steps without."""
+    linear_prefill_quality: FitQuality
+    linear_decode_quality: FitQuality
+
+    def prefill_s(self, chunk_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
+        """Predicted time of a step of KV chunks, seconds."""
+        point = StepPoint(
+            num_tokens=chunk_lens, start=prefix_lens, kind=[KV] * len(chunk_lens), time_s=0.0
+        )
+        return self.programs.step_s(*point.arrays())
+
+    def decode_s(self, kv_lens: Sequence[int], hidden_lens: Sequence[int]) -> float:
+        """Predicted time of a decode step over so many cached tokens, seconds."""
+        lens = [*kv_lens, *hidden_lens]
+        kind = [KV] * len(kv_lens) + [HIDDEN] * len(hidden_lens)
+        point = StepPoint(num_tokens=[1] * len(lens), start=lens, kind=kind, time_s=0.0)
+        return self.programs.step_s(*point.arrays())
+
+    def step_costs(self) -> StepCosts:
+        """The part that policies weigh."""
+        return self.costs
+
+    def kinds(self, offered: tuple[bool, bool], *, absorbs: bool) -> tuple[KindSpec, KindSpec]:
+        """Both cache kinds with their measured extra time.
+
+        Args:
+            offered: which may be used.
+            absorbs: attention over layer inputs works on them directly (`JaxExecutor.absorbs`).
+        """
+        c, extra = self.costs, offered[KV] and offered[HIDDEN]
+        extra_base_s = c.decode_per_hidden_request_s - c.decode_per_request_s
+        extra_per_token_s = c.decode_per_hidden_token_s - c.decode_per_token_s
+        return (
+            KindSpec(name="kv", blocks_per_group=2, offered=offered[KV]),
+            KindSpec(
+                name="hidden",
+                blocks_per_group=1,
+                offered=offered[HIDDEN],
+                reprojected=not absorbs,
+                extra_base_s=extra_base_s if extra else 0.0,
+                extra_per_token_s=extra_per_token_s if extra else 0.0,
+            ),
+        )
+
+
+def _solve(
+    features: NDArray[np.float64], times: NDArray[np.float64], rows: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Coefficients that make the mean relative error small: least squares, reweighted so that hiccups weigh little."""
+    from scipy.optimize import nnls  # heavy to import, and only a calibration needs it
+
+    if not rows.any():
+        return np.zeros(features.shape[1])
+    a = features[rows] / times[rows, None]
+    scale = np.maximum(np.abs(a).max(axis=0, initial=0.0), 1e-30)
+    a, found = a / scale, np.zeros(features.shape[1])
+    weight = np.ones(int(rows.sum()))
+    for _ in range(5):
+        found = nnls(a * weight[:, None], weight)[0]
+        weight = 1.0 / np.sqrt(np.maximum(np.abs(a @ found - 1.0), 0.02))
+    return found / scale
+
+
+def _quality(
+    found: NDArray[np.float64],
+    features: NDArray[np.float64],
+    times: NDArray[np.float64],
+    held: NDArray[np.bool_],
+    rows: NDArray[np.bool_],
+) -> FitQuality:
+    """Of the rows that were held back, all of them where none were."""
+    check = held & rows if (held & rows).any() else rows
+    if not check.any():
+        return FitQuality(
+            num_points=0, num_held_back=0, r2=1.0, worst_relative_error=0.0, mean_relative_error=0.0
+        )
+    predicted, measured = features[check] @ found, times[check]
+    relative = np.abs(predicted - measured) / measured
+    spread = ((measured - measured.mean()) ** 2).sum()
+    return FitQuality(
+        num_points=int(rows.sum()),
+        num_held_back=int((held & rows).sum()),
+        r2=float(1.0 - ((predicted - measured) ** 2).sum() / spread) if spread > 0 else 1.0,
+        worst_relative_error=float(relative.max()),
+        mean_relative_error=float(relative.mean()),
+    )
+
+
+def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostModel:
+    """Fit both models; every fourth point of a phase is held back to state the quality, then all are used.
+
+    Raises:
+        ValueError: a phase has fewer points than the linear model has coefficients, and is no prefill phase without
+            any where steps are of one token and so hold no chunk.
+    """
+    prefill = np.array([p.is_prefill for p in points], np.bool_)
+    num_prefill, num_decode = int(prefill.sum()), int((~prefill).sum())
+    no_chunks = num_prefill == 0 and shapes.prefill_buckets[-1] == 1
+    if (num_prefill < len(_PREFILL) and not no_chunks) or num_decode < len(_DECODE):
+        raise ValueError(
+            f"a cost model needs at least {len(_PREFILL)} prefill and {len(_DECODE)} decode points, got {num_prefill} and {num_decode}"
+        )
+    times = np.array([p.time_s for p in points])
+    everything = np.ones(len(points), np.bool_)
+    held = np.zeros(len(points), np.bool_)
+    for phase in (prefill, ~prefill):
+        rows = np.flatnonzero(phase)
+        if rows.size >= 8:
+            held[rows[3::4]] = True
+
+    by_program = np.array([shapes.features(*p.arrays()) for p in points])
+    seen = _solve(by_program, times, ~held)
+    qualities = [_quality(seen, by_program, times, held, phase) for phase in (prefill, ~prefill)]
+    programs = ProgramCosts(
+        shapes=shapes, coefficients=tuple(_solve(by_program, times, everything).tolist())
+    )
+    linear = np.array([p.linear_features(shapes.mixed) for p in points])
+    seen = _solve(linear, times, ~held)
+    linear_qualities = [_quality(seen, linear, times, held, phase) for phase in (prefill, ~prefill)]
+    found = _solve(linear, times, everything).tolist()
+    costs = StepCosts(
+        **dict(zip((*_PREFILL, *_DECODE), found, strict=True)), one_program=shapes.mixed
+    )
+    return CostModel(
+        costs=costs,
+        programs=programs,
+        prefill_quality=qualities[0],
+        decode_quality=qualities[1],
+        linear_prefill_quality=linear_qualities[0],
+        linear_decode_quality=linear_qualities[1],
+    )

@@ -1,0 +1,179 @@
+"""A description of hardware: what steps of a model cost on it, and how much memory it has."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from apt_jax.errors import ConfigError
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.costs.programs import ProgramCosts
+from apt_jax.sched.view import KindSpec
+
+MODES = ("kv", "reproject", "absorb")
+COEFFICIENTS = tuple(f.name for f in dataclasses.fields(StepCosts) if f.name != "one_program")
+HIDDEN_COEFFICIENTS = tuple(name for name in COEFFICIENTS if "hidden" in name)
+OPTIONAL_COEFFICIENTS = ("convert_per_hidden_token_s",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One model on one kind and number of devices. Times are seconds, sizes tokens and blocks."""
+
+    name: str
+    """The kind of device, what ``--hardware`` takes: ``a100-40gb``."""
+    model: str
+    """What ``--model`` takes: ``opt-13b``."""
+    num_devices: int
+    """Devices that share every layer (tensor parallelism)."""
+    max_model_len: int
+    """Longest prompt plus output, tokens."""
+    block_size: int
+    """Keys, or values, that a block holds."""
+    num_blocks: int
+    """Usable blocks of the unified pool. A KV request of n tokens takes 2 * ceil(n / block_size) of them, a hidden one
+    ceil(n / `hidden_block_size`)."""
+    hidden_blocks_per_group: int | None
+    """1, or None: layer inputs are not smaller than keys and values (few KV heads) or were not measured, so the hidden
+    kind is not offered."""
+    costs: Mapping[str, StepCosts]
+    """By attention over hidden cache: ``reproject``, ``absorb`` where it is exact, at least one; ``kv`` alone where the
+    hidden kind is not offered. The coefficients of KV requests are the same in all."""
+    basis: Mapping[str, str]
+    """Where the numbers come from, by number or group of numbers. ``hidden``, ``reproject`` and ``absorb`` say why the
+    kind or the attention is missing where it is."""
+    source: str
+    """The data behind the description, in prose."""
+    programs: ProgramCosts | None = None
+    """What steps take by compiled program, where an executor was calibrated: the simulator then times steps by it, and
+    `costs` is what policies weigh. None: `costs` times them too."""
+    fit: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    """By fitted part: num_points, r2, worst_relative_error, mean_relative_error. Empty where another's fit is used."""
+    hidden_block_size: int | None = None
+    """Layer inputs that a block holds; None: `block_size`, as with multi-head attention of the model's width."""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "model"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: must not be empty")
+        for name in ("num_devices", "max_model_len", "block_size", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
+        if self.num_blocks < 2:
+            raise ValueError(f"num_blocks: {self.num_blocks} must be at least 2, one K and one V")
+        hidden = self.hidden_blocks_per_group
+        if hidden is not None and hidden != 1:
+            raise ValueError(f"hidden_blocks_per_group: {hidden} must be 1 or null")
+        inputs = self.hidden_block_size
+        if inputs is not None and not 2 * inputs > self.block_size:
+            raise ValueError(
+                f"hidden_block_size: {inputs} must be more than half of block_size {self.block_size}, or null"
+            )
+        known = MODES[:1] if hidden is None else MODES[1:]
+        for mode in self.costs:
+            if mode not in known:
+                raise ValueError(f"costs: {mode!r} must be {' or '.join(known)} for this model")
+        if not self.costs:
+            raise ValueError(f"costs: {' or '.join(known)} is missing")
+        given, first = next(iter(self.costs.items()))
+        one_program = self.programs is None or self.programs.shapes.mixed
+        for mode, costs in self.costs.items():
+            if costs.one_program != one_program:
+                raise ValueError(
+                    f"costs.{mode}.one_program: {costs.one_program} must be {one_program}, as programs has it"
+                )
+            for name in COEFFICIENTS:
+                value = getattr(costs, name)
+                if not (math.isfinite(value) and value >= 0):
+                    raise ValueError(f"costs.{mode}.{name}: {value} must be finite and not < 0")
+                if name not in HIDDEN_COEFFICIENTS and value != getattr(first, name):
+                    raise ValueError(
+                        f"costs.{mode}.{name}: {value} must equal that of {given!r}, a KV cost"
+                    )
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that fit the pool as keys and values."""
+        return self.num_blocks // 2 * self.block_size
+
+    def step_costs(
+        self, hidden_attention: Literal["auto", "reproject", "absorb"] = "auto"
+    ) -> StepCosts:
+        """Coefficients with one way to attend over hidden cache.
+
+        What a conversion of layer inputs to keys and values takes (`StepCosts.convert_per_hidden_token_s`) is, where the
+        description does not say, what attention that reprojects takes for a cached token: it computes the same keys and values and
+        reads them once, where a conversion writes them. Where that is not described either, computing the token again, which is
+        more.
+
+        Args:
+            hidden_attention: ``auto`` takes absorption where it is described, else reprojection. Without a hidden kind
+                ``auto`` and ``reproject`` are the costs of KV.
+
+        Raises:
+            ConfigError: an attention that is not described, or an unknown name.
+        """
+        if hidden_attention not in ("auto", "reproject", "absorb"):
+            raise ConfigError(
+                f"hidden_attention={hidden_attention!r} must be one of auto, reproject, absorb (--hidden-attention)"
+            )
+        if self.hidden_blocks_per_group is None and hidden_attention != "absorb":
+            return self.costs["kv"]
+        if hidden_attention == "auto":
+            hidden_attention = "absorb" if "absorb" in self.costs else "reproject"
+        if hidden_attention not in self.costs:
+            reason = self.basis.get(hidden_attention, "no costs are given")
+            raise ConfigError(
+                f"hidden_attention={hidden_attention!r} is not described for {self.model} on {self.name}: {reason} (--hidden-attention)"
+            )
+        costs = self.costs[hidden_attention]
+        if costs.convert_per_hidden_token_s:
+            return costs
+        convert_s = costs.prefill_per_token_s
+        if "reproject" in self.costs:
+            convert_s = self.costs["reproject"].decode_per_hidden_token_s
+        return dataclasses.replace(costs, convert_per_hidden_token_s=convert_s)
+
+    def kinds(
+        self,
+        cache: Literal["kv", "hidden", "hybrid"],
+        hidden_attention: Literal["auto", "reproject", "absorb"] = "auto",
+        *,
+        rho_us: float | None = None,
+    ) -> tuple[KindSpec, KindSpec]:
+        """Both cache kinds, indexed by `sched.view.KV` and `HIDDEN`, with the extra time t = c0 + c1 * tokens.
+
+        Args:
+            cache: kinds that may be used. ``hybrid`` means KV where the model has no hidden kind.
+            hidden_attention: see `step_costs`.
+            rho_us: microseconds a cached token that policies charge the hidden kind with: t = rho m, Apt-Serve Eq. 6.
+                None: what a step really takes longer.
+
+        Raises:
+            ConfigError: ``hidden`` where the model has no hidden kind, or an unknown name.
+        """
+        if cache not in ("kv", "hidden", "hybrid"):
+            raise ConfigError(f"cache={cache!r} must be one of kv, hidden, hybrid (--cache)")
+        possible = self.hidden_blocks_per_group is not None
+        if cache == "hidden" and not possible:
+            reason = self.basis.get("hidden", "not offered")
+            raise ConfigError(
+                f"cache='hidden' is not described for {self.model} on {self.name}: {reason}; use --cache kv"
+            )
+        costs = self.step_costs(hidden_attention)
+        both = cache == "hybrid" and possible
+        extra_base_s = costs.decode_per_hidden_request_s - costs.decode_per_request_s
+        extra_per_token_s = costs.decode_per_hidden_token_s - costs.decode_per_token_s
+        if rho_us is not None:
+            extra_base_s, extra_per_token_s = 0.0, 1e-6 * rho_us
+        return (
+            KindSpec(name="kv", blocks_per_group=2, offered=cache != "hidden"),
+            KindSpec(
+                name="hidden",
+                blocks_per_group=self.hidden_blocks_per_group or 2,
+                offered=cache != "kv" and possible,
+                reprojected=hidden_attention == "reproject" or "absorb" not in self.costs,
+                extra_base_s=extra_base_s if both else 0.0,
+                extra_per_token_s=extra_per_token_s if both else 0.0,
+            ),
+        )

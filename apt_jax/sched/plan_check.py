@@ -1,0 +1,152 @@
+"""Whether a plan keeps the promises of `Plan`: for tests, and for policies from outside this package, each iteration.
+
+Speed: rows are looked up in arrays over the table, and words are made only for what is wrong. A plan of 256 rows with 1,600
+waiting takes about 0.1 ms.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.sched.view import Plan, Policy, SchedulerView
+
+_ARRAYS = (
+    ("rows", np.int32),
+    ("num_tokens", np.int32),
+    ("kind", np.int8),
+    ("preempt", np.int32),
+    ("convert", np.int32),
+)
+_WAITING, _RUNNING = 1, 2
+
+
+class PlanError(AssertionError):
+    """A plan breaks a promise in the docstring of `Plan`; the message says which, and by whom."""
+
+
+def checked_schedule(policy: Policy, view: SchedulerView) -> Plan:
+    """What somebody else's policy decides: it reads a table that it cannot write to, and its plan is checked.
+
+    Raises:
+        PlanError: a promise is broken.
+        Exception: what the policy raises.
+    """
+    view = dataclasses.replace(view, table=view.table.read_only())
+    plan = policy.schedule(view)
+    check_plan(view, plan)
+    return plan
+
+
+def check_plan(view: SchedulerView, plan: Plan) -> None:
+    """Check `plan` against the `view` that it was made from.
+
+    Raises:
+        PlanError: a promise is broken.
+    """
+    _check_types(plan)
+    table, rows, num_tokens, preempt = view.table, plan.rows, plan.num_tokens, plan.preempt
+    n = rows.size
+    kind = plan.kind.astype(np.intp)
+
+    status = np.zeros(table.capacity, np.int8)
+    status[view.waiting], status[view.running] = _WAITING, _RUNNING
+    inside = (rows >= 0) & (rows < table.capacity)
+    of_rows = status[rows if inside.all() else np.where(inside, rows, 0)] * inside
+    if not of_rows.all():
+        raise PlanError(f"rows {rows[of_rows == 0].tolist()} neither wait nor run")
+    if not table.live[rows].all():
+        raise PlanError(f"rows {rows[~table.live[rows]].tolist()} are not live")
+    holds = of_rows == _RUNNING
+    if preempt.size:
+        inside = (preempt >= 0) & (preempt < table.capacity)
+        foreign = (status[np.where(inside, preempt, 0)] != _RUNNING) | ~inside
+        if foreign.any():
+            raise PlanError(f"rows {preempt[foreign].tolist()} hold no cache to preempt")
+        if np.unique(preempt).size != preempt.size:
+            raise PlanError(f"a row is preempted twice: {preempt.tolist()}")
+    if plan.convert.size:
+        _check_conversions(view, plan)
+    if not n:
+        return
+    used = np.zeros(table.capacity, np.int8)
+    used[rows] = 1
+    if np.count_nonzero(used) != n:
+        raise PlanError(f"a row is there twice: {rows.tolist()}")
+    if preempt.size and used[preempt].any():
+        raise PlanError(f"rows {preempt[used[preempt] == 1].tolist()} are both run and preempted")
+
+    bad = (kind < 0) | (kind >= len(view.kinds))
+    if bad.any():
+        raise PlanError(f"rows {rows[bad].tolist()} have unknown kinds {kind[bad].tolist()}")
+    found = table.hit_tokens[rows, kind]
+    cached = table.num_cached[rows]
+    remaining = table.num_tokens[rows] - cached - found
+    bad = (num_tokens < 1) | (num_tokens > remaining)
+    if bad.any():
+        raise PlanError(
+            f"rows {rows[bad].tolist()} run {num_tokens[bad].tolist()} tokens of {remaining[bad].tolist()} remaining"
+        )
+    total = int(num_tokens.sum())
+    if total > view.max_num_batched_tokens:
+        raise PlanError(f"{total} tokens in a step of {view.max_num_batched_tokens}")
+    kept = view.running.size - preempt.size
+    seats = kept + n - int(np.count_nonzero(holds))
+    if seats > max(view.max_num_seqs, kept):
+        raise PlanError(f"{seats} requests would hold cache, {view.max_num_seqs} may")
+
+    bad = holds & (kind != table.kind[rows])
+    if bad.any():
+        raise PlanError(f"rows {rows[bad].tolist()} change their kind while they hold cache")
+    bad = ~holds & ~np.array([kind.offered for kind in view.kinds])[kind]
+    if bad.any():
+        raise PlanError(f"rows {rows[bad].tolist()} take a kind that is not offered")
+
+    held = table.num_blocks[rows] + table.num_shared[rows] + table.hit_blocks[rows, kind]
+    if plan.convert.size:  # what they hold is free for the next step
+        converted = np.isin(rows, plan.convert)
+        kind, held = np.where(converted, KV, kind), np.where(converted, 0, held)
+    need = int((view.blocks_for(cached + found + num_tokens, kind) - held).sum())
+    have = view.free_blocks + int(table.num_blocks[preempt].sum())
+    if need > have:
+        raise PlanError(f"{need} blocks needed, {have} at hand")
+
+
+def _check_types(plan: Plan) -> None:
+    if not isinstance(plan, Plan):
+        raise PlanError(f"not a Plan but {type(plan).__name__}")
+    for name, dtype in _ARRAYS:
+        value = getattr(plan, name)
+        if not isinstance(value, np.ndarray):
+            raise PlanError(f"{name} is {type(value).__name__}, not a NumPy array")
+        if value.dtype != dtype:
+            raise PlanError(f"{name} is {value.dtype}, not {np.dtype(dtype)}")
+    rows, num_tokens, kind = plan.rows, plan.num_tokens, plan.kind
+    if not (
+        rows.shape == num_tokens.shape == kind.shape == (rows.size,)
+        and plan.preempt.ndim == plan.convert.ndim == 1
+    ):
+        raise PlanError(
+            f"shapes differ: rows {rows.shape}, num_tokens {num_tokens.shape}, kind {kind.shape}, preempt {plan.preempt.shape}, convert {plan.convert.shape}"
+        )
+    if plan.iteration not in ("prefill", "decode", "mixed", "idle"):
+        raise PlanError(f"unknown iteration {plan.iteration!r:.60}")
+    if (plan.iteration == "idle") != (rows.size == 0):
+        raise PlanError(f"iteration {plan.iteration!r} with {rows.size} rows")
+
+
+def _check_conversions(view: SchedulerView, plan: Plan) -> None:
+    convert, table = plan.convert, view.table
+    if not view.can_convert:
+        raise PlanError(f"rows {convert.tolist()} are converted where nothing can be")
+    if np.unique(convert).size != convert.size:
+        raise PlanError(f"a row is converted twice: {convert.tolist()}")
+    missing = ~np.isin(convert, plan.rows)
+    if missing.any():
+        raise PlanError(f"rows {convert[missing].tolist()} are converted and do not run")
+    bad = table.kind[convert] != HIDDEN
+    if bad.any():
+        raise PlanError(f"rows {convert[bad].tolist()} are converted and hold no layer inputs")
+    bad = view.blocks_for(table.max_tokens_total[convert], KV) > view.total_blocks
+    if bad.any():
+        raise PlanError(f"rows {convert[bad].tolist()} are converted and could never end with KV")

@@ -1,0 +1,283 @@
+"""Apt-Serve's adaptive scheduling: iteration type by urgency, batch by knapsack (Apt-Serve §4.2, §5)."""
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.conversion import with_conversions
+from apt_jax.sched.knapsack.greedy import solve_greedy
+from apt_jax.sched.knapsack.problem import KnapsackProblem
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.sched.step_packer import (
+    Rows,
+    StepPacker,
+    decode_plan,
+    held_blocks_for,
+    split_running,
+    start_options,
+    target_tokens,
+    unblock,
+)
+from apt_jax.sched.value import Urgency, option_values, urgency
+from apt_jax.sched.view import Plan, SchedulerView
+
+
+class AptPolicy:
+    """The paper's policy: prefill or decode, then who runs and with which cache kind, to cut the most pending time.
+
+    *Iteration type* (§5). Prefill if the waiting queue W has the higher cumulative pending time, else decode over the
+    running queue R.
+
+    *Prefill.* The knapsack of Definition 1 over W. The constraint M is the pool less the keys and values of everyone in R.
+
+    *Decode.* The same knapsack over R with the whole pool, members and kinds decided again in every iteration. A request that is
+    not chosen, or is chosen with another kind than it holds, gives its cache up and waits: a later prefill iteration
+    recomputes it (§5, last paragraph).
+
+    *Values* are Eq. 8, with the SLO-aware fallback (`option_values`). *Solver:* Algorithm 1 of the appendix, which stops at the
+    first increment that does not fit.
+
+    Where the paper is silent:
+
+    * Ties in pending time, and a prefill iteration in which nobody can begin: decode, as the authors' code has it. With
+      nothing that decodes: prefill.
+    * Token budget and slots of a step: the candidates of a prefill iteration are those of W that can begin in it, by falling
+      marginal gain up to the first that exceeds either. So kinds are chosen for those that begin, and nobody is given half the memory
+      for the sake of one who does not.
+    * A prompt longer than a step is computed in chunks. It counts to W, goes on before others, and its whole prompt is set
+      aside in both constraints.
+    * A cached prefix: a request costs the blocks that must be free for it.
+
+    Progress needs no rule of its own: a prefill iteration brings each of its requests a token, and a decode iteration either
+    brings someone a token or empties the pool for a prefill. Requests that have violated their objectives run in what the others leave,
+    so they can wait for as long as the overload lasts, as §6.6 says.
+
+    Args:
+        violation_decay: factor on the value of violated requests (§6.6 uses 0.4); 0: the near-zero constant (§4.2).
+        prefill_memory: M of a prefill iteration. "kv", Eq. 7's words: the pool less the size of the keys and values of everyone
+            in R, whatever is held. "held": less what is held. None, the default: "kv", and "held" where running requests keep
+            their kinds, since nobody there goes over to keys and values.
+        count_violated: whether |W| + |R| of Eq. 5 counts violated requests. True, the default: the paper's words. False: the
+            authors' code leaves them out, which makes the hidden kind cheaper under overload.
+        keep_kind: whether a running request keeps its kind: the decode knapsack offers only what it holds. Not in the
+            paper. None, the default: where attention works on the layer inputs directly, which the paper does not have
+            (`KindSpec.reprojected` is False). There the hidden kind costs so little that to decide kinds again every time only makes caches thrash.
+        convert: a running request that the decode knapsack moves from the hidden kind to keys and values gets them from its
+            layer inputs in that step (`Plan.convert`) instead of giving its cache up; where they do not fit beside the layer
+            inputs, it goes on with these. Not in the paper.
+    """
+
+    name = "apt"
+
+    def __init__(
+        self,
+        violation_decay: float = 0.0,
+        *,
+        prefill_memory: Literal["kv", "held"] | None = None,
+        count_violated: bool = True,
+        keep_kind: bool | None = None,
+        convert: bool = False,
+    ) -> None:
+        if prefill_memory not in ("kv", "held", None):
+            raise ValueError(f"{prefill_memory=!r} must be 'kv' or 'held'")
+        self.violation_decay = violation_decay
+        self.prefill_memory = prefill_memory
+        self.count_violated = count_violated
+        self.keep_kind = keep_kind
+        self.converts = convert
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        decoding, partial = split_running(view)
+        rows = np.concatenate([view.waiting, partial, decoding])
+        if not rows.size:
+            return Plan.idle()
+        urgent = urgency(view, rows)
+        num_requests = self._num_requests(urgent)
+        first_decoding = rows.size - decoding.size
+        pending_s = urgent.pending_s
+        if first_decoding and (
+            not decoding.size or pending_s[:first_decoding].sum() > pending_s[first_decoding:].sum()
+        ):
+            waiting = urgent.part(slice(0, view.waiting.size))
+            plan = self._prefill(view, waiting, num_requests, decoding, partial)
+            if plan.rows.size:
+                return plan
+        if decoding.size:
+            running = urgent.part(slice(first_decoding, None))
+            return self._decode(view, running, num_requests, decoding, partial)
+        return unblock(view, partial) if partial.size else Plan.idle()
+
+    def _num_requests(self, urgent: Urgency) -> int:
+        """|W| + |R| of Eq. 5 and 8."""
+        violated = 0 if self.count_violated else int(np.count_nonzero(urgent.violated))
+        return urgent.pending_s.size - violated
+
+    def _prefill(
+        self,
+        view: SchedulerView,
+        urgent: Urgency,
+        num_requests: int,
+        decoding: Rows,
+        partial: Rows,
+    ) -> Plan:
+        packer = StepPacker(view)
+        if partial.size:
+            packer.go_on(partial)
+        if view.waiting.size and packer.seats_left > 0 and packer.tokens_left > 0:
+            memory = view.free_blocks - growth(view, partial) - self._promised(view, decoding)
+            if memory > 0:
+                chosen = self._begin(
+                    view, urgent, num_requests, memory, packer.tokens_left, packer.seats_left
+                )
+                packer.start(*chosen, in_order=True)
+        return packer.plan()
+
+    def _promised(self, view: SchedulerView, decoding: Rows) -> int:
+        """Blocks beyond those they hold that Eq. 7 sets aside for the running queue."""
+        memory = self.prefill_memory
+        if memory is None and keeps_kind(view, self.keep_kind):
+            memory = "held"
+        if memory == "held" or not decoding.size:
+            return growth(view, decoding)
+        table = view.table
+        tokens = table.num_tokens.take(decoding)
+        sizes = np.maximum(
+            view.blocks_for(tokens, KV) - table.num_shared.take(decoding),
+            held_blocks_for(view, decoding, tokens),
+        )
+        return int(sizes.sum() - table.num_blocks.take(decoding).sum())
+
+    def _begin(
+        self,
+        view: SchedulerView,
+        urgent: Urgency,
+        num_requests: int,
+        memory: int,
+        tokens: int,
+        slots: int,
+    ) -> tuple[Rows, NDArray[np.int8]]:
+        """Waiting rows that the knapsack chooses, by falling marginal gain, and their kinds."""
+        rows = view.waiting
+        value = option_values(view, rows, urgent, num_requests, self.violation_decay)
+        cost = start_options(view, rows, target_tokens(view, rows, 1))
+        first = can_begin(view, rows, value, cost, tokens, slots)
+        rows, value, cost = rows[first], value[first], cost[first]
+        kind = solve_greedy(KnapsackProblem(value, cost, memory), fill=False).kind
+        chosen = np.flatnonzero(kind >= 0)
+        return rows[chosen], kind[chosen].astype(np.int8)
+
+    def _decode(
+        self,
+        view: SchedulerView,
+        urgent: Urgency,
+        num_requests: int,
+        decoding: Rows,
+        partial: Rows,
+    ) -> Plan:
+        table = view.table
+        memory = view.free_blocks + int(table.num_blocks[decoding].sum()) - growth(view, partial)
+        chosen, wants_kv = self._stay(view, urgent, num_requests, decoding, memory)
+        if partial.size and not chosen.any():  # nothing else would run
+            packer = StepPacker(view, decoding)
+            packer.go_on(partial)
+            return packer.plan()
+        plan = decode_plan(view, decoding[chosen], decoding[~chosen])
+        rows = plan.rows[np.isin(plan.rows, decoding[wants_kv])]
+        return with_conversions(view, plan, rows, growth(view, partial)) if rows.size else plan
+
+    def _stay(
+        self,
+        view: SchedulerView,
+        urgent: Urgency,
+        num_requests: int,
+        decoding: Rows,
+        memory: int,
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """(n,) which of `decoding` go on: those that the knapsack chooses with the kind that they hold, and with `convert`
+        those that it moves from the hidden kind to keys and values; and (n,) which these are."""
+        held = view.table.kind[decoding]
+        needed = held_blocks_for(view, decoding, view.table.num_tokens[decoding])
+        keep = keeps_kind(view, self.keep_kind)
+        if keep and needed.sum() <= memory:
+            return np.ones(decoding.size, np.bool_), np.zeros(decoding.size, np.bool_)
+        value, cost = self._running_options(view, urgent, num_requests, decoding, keep)
+        kind = solve_greedy(KnapsackProblem(value, cost, max(memory, 0)), fill=False).kind
+        wants_kv = (held == HIDDEN) & (kind == KV) & (self.converts and view.can_convert)
+        return (kind == held) | wants_kv, wants_kv
+
+    def _running_options(
+        self,
+        view: SchedulerView,
+        urgent: Urgency,
+        num_requests: int,
+        decoding: Rows,
+        keep: bool,
+    ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """Values and blocks (n, num_kinds) of running requests; with the kind held, shared blocks cost nothing."""
+        table = view.table
+        held = table.kind[decoding]
+        value = option_values(
+            view, decoding, urgent, num_requests, self.violation_decay, held if keep else None
+        )
+        tokens = table.num_tokens[decoding]
+        cost = view.block_options(tokens)
+        cost[np.arange(decoding.size), held] -= table.num_shared[decoding]
+        return value, cost
+
+
+def keeps_kind(view: SchedulerView, keep_kind: bool | None) -> bool:
+    """Whether running requests keep their kinds, see `AptPolicy`; with one kind on offer they do anyway."""
+    offered = [kind for kind in view.kinds if kind.offered]
+    if keep_kind is not None and len(offered) > 1:
+        return keep_kind
+    return len(offered) == 1 or not view.kinds[HIDDEN].reprojected
+
+
+def can_begin(
+    view: SchedulerView,
+    rows: Rows,
+    value: NDArray[np.float64],
+    cost: NDArray[np.int32],
+    tokens: int,
+    slots: int,
+    *,
+    split: bool = False,
+) -> NDArray[np.intp]:
+    """Positions in waiting `rows` of those that can begin in a step of `tokens` and `slots`, by falling marginal gain.
+
+    The gain of a request is that of its best option, value a block (Apt-Serve §5). The first whose prompt does not fit what is left of the
+    step ends the list; one that no step holds is the last and takes what is left.
+
+    Args:
+        view: the state.
+        rows: (n,) waiting requests.
+        value: (n, num_kinds) of their options.
+        cost: (n, num_kinds) blocks.
+        tokens: that the step may still compute.
+        slots: requests that may still begin.
+        split: any prompt may take what is left of the step, not only one that no step holds.
+    """
+    gain = (value / np.maximum(cost, 1)).max(axis=1)
+    order = np.argsort(-gain, kind="stable")
+    order = order[gain[order] > 0]
+    table = view.table
+    lengths = table.num_tokens.take(rows[order])
+    if table.hit_tokens.any():
+        lengths = lengths - table.hit_tokens.take(rows[order], axis=0).min(axis=1)
+    ends = np.cumsum(lengths)
+    num = int(np.searchsorted(ends, tokens, side="right"))
+    used = int(ends[num - 1]) if num else 0
+    if num < order.size and used < tokens:
+        num += split or lengths[num] > view.max_num_batched_tokens
+    return order[: min(num, slots)]
+
+
+def growth(view: SchedulerView, rows: Rows) -> int:
+    """Blocks that running `rows` lack for all their tokens: the next position, or the rest of a prompt and one more."""
+    if not rows.size:
+        return 0
+    tokens = view.table.num_tokens.take(rows)
+    ahead = np.where(view.remaining(rows) > 1, target_tokens(view, rows, 1), tokens)
+    lacking = held_blocks_for(view, rows, ahead) - view.table.num_blocks.take(rows)
+    return int(np.maximum(lacking, 0).sum())

@@ -1,0 +1,344 @@
+"""apt-plus: Apt-Serve's knapsack for those who can still attain their objectives, and who pauses so that they do (docs/apt-plus.md)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.knapsack.greedy import solve_greedy
+from apt_jax.sched.knapsack.problem import KnapsackProblem
+from apt_jax.sched.policies.apt import growth
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.sched.step_packer import (
+    Rows,
+    StepPacker,
+    allowed_kinds,
+    held_blocks_for,
+    split_running,
+    start_blocks_for,
+    target_tokens,
+    unblock,
+)
+from apt_jax.sched.view import Plan, SchedulerView
+
+TBT_SHARE = 0.8
+"""Share of a TBT objective that a step may take up: the rest is for steps that turn out longer."""
+
+URGENT_S = 0.8
+"""A waiting request that would be late by waiting this much longer may pause another: before, somebody may end by itself."""
+
+RECOMPUTE_SHARE = 0.06
+"""Share of the time that pauses for others may cost in recomputation; pauses for want of room are charged too."""
+
+RECOMPUTE_START_S, RECOMPUTE_MOST_S = 4.0, 10.0
+"""Of that allowance at the beginning, and the most that is saved up for a burst."""
+
+LARGEST_SHARE = 0.05
+"""Of what is left of that allowance, for one waiting request: the less is left, the smaller those that it is spent on. Nobody's
+prompt that takes more than this share of `RECOMPUTE_MOST_S` to compute makes others pause."""
+
+RESERVE_TOKENS = 16
+"""Admission leaves room for this many more tokens of everyone who decodes."""
+
+LEFTOVER_TOKENS = 64
+"""The same before a request that cannot attain any more is admitted: it would be the first to go."""
+
+TYPICAL_TOKENS = 256
+"""Least length at which the price of memory is reckoned: requests grow."""
+
+
+class AptPlusPolicy:
+    """Everyone decodes in every step, prompts ride along; memory goes to those who can still attain their objectives.
+
+    1. *One step for both phases.* The weights are read once for decodes and prompts; there is no iteration type (Apt-Serve-S, §6.7). A step takes as many prompt
+       tokens as the cost model allows without a gap above `TBT_SHARE` of the objective of anyone who can still attain.
+    2. *Kind by the price of memory.* A request takes the hidden kind where the blocks that it saves, filled with more requests,
+       gain more than its slower reads cost (`kinds`): always with absorption, hardly ever with reprojection.
+    3. *Admission.* The knapsack of Apt-Serve Eq. 7 with values p_i over those waiting who would be on time if they began now. The others get
+       what is left beyond `LEFTOVER_TOKENS` of everybody's growth: those without a first token, then those that were paused, by arrival.
+    4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running ones whose attainment does not depend on
+       it: those that have missed an objective, and those with so many gaps behind them that one more late one is within their 99th percentile.
+       Nobody else is paused for another. The latest arrived go first: they have most left, so that their memory is of use for longest.
+       Their recomputation may take `RECOMPUTE_SHARE` of the time, so that pauses cost a few per cent of the throughput at most.
+       Where the next positions do not fit the pool, the same ones go first.
+
+    Args:
+        violation_decay: factor on the value of waiting requests that are late (Apt-Serve §6.6); 0: they get what is left.
+        spend_late_gaps: False: a late gap counts as a miss whoever has it. Then only those that have missed an objective are
+            paused.
+        urgent_s, recompute_share, largest_share, reserve_tokens, leftover_tokens: the constants above.
+    """
+
+    name = "apt-plus"
+
+    def __init__(
+        self,
+        violation_decay: float = 0.0,
+        *,
+        spend_late_gaps: bool = True,
+        urgent_s: float = URGENT_S,
+        recompute_share: float = RECOMPUTE_SHARE,
+        largest_share: float = LARGEST_SHARE,
+        reserve_tokens: int = RESERVE_TOKENS,
+        leftover_tokens: int = LEFTOVER_TOKENS,
+    ) -> None:
+        self.violation_decay = violation_decay
+        self.spend_late_gaps = spend_late_gaps
+        self.urgent_s = urgent_s
+        self.recompute_share = recompute_share
+        self.largest_share = largest_share
+        self.reserve_tokens = reserve_tokens
+        self.leftover_tokens = leftover_tokens
+        self._allowance_s = RECOMPUTE_START_S
+        self._last_s: float | None = None
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        table = view.table
+        decoding, partial = split_running(view)
+        if not (decoding.size or partial.size or view.waiting.size):
+            return Plan.idle()
+        ones = np.ones(decoding.size, np.int32)
+        decode_s = view.costs.step_s(ones, table.num_cached[decoding], table.kind[decoding])
+        waiting = _Waiting(self, view, partial, decode_s) if view.waiting.size else None
+        order, is_free = self._pause_order(view, decoding)
+        since_s = 0.0 if self._last_s is None else max(view.now_s - self._last_s, 0.0)
+        self._last_s = view.now_s
+        self._allowance_s = min(
+            self._allowance_s + self.recompute_share * since_s, RECOMPUTE_MOST_S
+        )
+        num_out = self._num_paused(view, decoding, partial, waiting, order, is_free)
+        lost = float(table.num_cached[decoding[order[:num_out]]].sum())
+        lost_s = view.costs.prefill_per_token_s * lost
+        self._allowance_s = max(self._allowance_s - lost_s, -RECOMPUTE_MOST_S)
+        stays = np.ones(decoding.size, np.bool_)
+        stays[order[:num_out]] = False
+        preempt, decoding = decoding[~stays], decoding[stays]
+        if partial.size:
+            partial, given_up = _keep_prompts(view, decoding, partial, preempt)
+            preempt = np.concatenate([preempt, given_up])
+        if decoding.size > view.max_num_batched_tokens:
+            oldest = np.argsort(table.last_token_s[decoding], kind="stable")
+            decoding = decoding[np.sort(oldest[: view.max_num_batched_tokens])]
+
+        packer = StepPacker(view, preempt)
+        packer.decode(decoding)
+        packer.tokens_left = _prompt_tokens(view, decoding, decode_s, packer.tokens_left)
+        if partial.size:
+            packer.go_on(partial)
+        if waiting is not None and packer.seats_left > 0 and packer.tokens_left > 0:
+            self._admit(view, waiting, packer, decoding, partial)
+        if packer.is_empty and partial.size and not preempt.size:
+            return unblock(view, partial)
+        return packer.plan()
+
+    # --- who pauses ------------------------------------------------------------------------------------------------
+
+    def _pause_order(
+        self, view: SchedulerView, decoding: Rows
+    ) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+        """Positions in `decoding` in the order in which they pause, and whether a pause costs each no attainment.
+
+        Those that it costs none go first, the latest arrived before others.
+        """
+        is_free = self.may_wait(view, decoding)
+        return np.lexsort((-np.arange(decoding.size), ~is_free)), is_free
+
+    def may_wait(self, view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
+        """(n,) of requests with tokens: whether a pause of any length costs no attainment, as in rule 4."""
+        table = view.table
+        free = has_missed(view, rows)
+        if self.spend_late_gaps:
+            late = table.num_late_gaps.take(rows) + 1
+            free |= late <= 0.01 * (table.num_outputs.take(rows) - 1)
+        return free
+
+    def _num_paused(
+        self,
+        view: SchedulerView,
+        decoding: Rows,
+        partial: Rows,
+        waiting: "_Waiting | None",
+        order: NDArray[np.intp],
+        is_free: NDArray[np.bool_],
+    ) -> int:
+        """How many of `order` pause: until the next positions fit, and for waiting requests that are urgent."""
+        table = view.table
+        if not decoding.size:
+            return 0
+        held = table.num_blocks[decoding][order]
+        grown = held_blocks_for(view, decoding, table.num_tokens[decoding])[order]
+        freed = np.cumsum(grown)
+        lacking = int(freed[-1] - held.sum()) - view.free_blocks
+        num_out = 0
+        if lacking > 0:
+            num_out = int(np.searchsorted(freed, lacking)) + 1
+            if num_out >= decoding.size and grown[-1] <= view.total_blocks:
+                num_out = decoding.size - 1  # it goes on in any case; prompts make room
+        if waiting is None or not waiting.urgent.size:
+            return num_out
+        # Room for m tokens is paid for with about as many that are computed again.
+        per_token_s, urgent = view.costs.prefill_per_token_s, waiting.urgent
+        if per_token_s <= 0:  # nothing is known of what it would cost
+            return num_out
+        about_s = per_token_s * table.num_tokens[view.waiting[urgent]]
+        urgent = urgent[about_s <= self.largest_share * self._allowance_s]
+        if not urgent.size:
+            return num_out
+        reserve = self._growth(view, decoding, self.reserve_tokens)
+        wanted = np.cumsum(waiting.blocks[urgent])
+        wanted += reserve - view.free_blocks + growth(view, partial)
+        # Pausing the first n of `order` frees what they hold and what they would have grown by.
+        enough = np.where(wanted > 0, np.searchsorted(freed, wanted) + 1, 0)
+        cost_s = np.cumsum(table.num_cached[decoding][order]) * per_token_s
+        num_free = int(np.count_nonzero(is_free))
+        num_free = min(num_free, int(np.searchsorted(cost_s, self._allowance_s, side="right")))
+        served = int(np.searchsorted(enough, num_free, side="right"))
+        return max(num_out, int(enough[served - 1])) if served else num_out
+
+    # --- who is admitted -------------------------------------------------------------------------------------------
+
+    def _admit(
+        self,
+        view: SchedulerView,
+        waiting: "_Waiting",
+        packer: StepPacker,
+        decoding: Rows,
+        partial: Rows,
+    ) -> None:
+        blocks, value = waiting.blocks, waiting.value
+        room = packer.blocks_left - growth(view, partial)
+        first = np.flatnonzero(value > 0)
+        capacity = room - self._growth(view, decoding, self.reserve_tokens)
+        if first.size and capacity > 0:
+            problem = KnapsackProblem(value[first, None], blocks[first, None], capacity)
+            first = first[solve_greedy(problem).kind >= 0]
+            first = first[np.argsort(-value[first] / blocks[first], kind="stable")]
+        else:
+            first = first[:0]
+        rest = np.flatnonzero(value <= 0)
+        has_token = view.table.num_delivered[view.waiting[rest]] > 0
+        rest = rest[np.argsort(has_token, kind="stable")]
+        room -= int(blocks[first].sum()) + self._growth(view, decoding, self.leftover_tokens)
+        rest = rest[: int(np.searchsorted(np.cumsum(blocks[rest]), room, side="right"))]
+        chosen = np.concatenate([first, rest])
+        packer.start(view.waiting[chosen], waiting.kind[chosen], in_order=False, split=True)
+
+    def _growth(self, view: SchedulerView, rows: Rows, ahead: int) -> int:
+        """Blocks that running `rows` lack for `ahead` more tokens than they have."""
+        if not rows.size:
+            return 0
+        needed = held_blocks_for(view, rows, view.table.num_tokens[rows] + np.int32(ahead))
+        return int(np.maximum(needed - view.table.num_blocks[rows], 0).sum())
+
+    def kinds(self, view: SchedulerView, rows: Rows) -> NDArray[np.int8]:
+        """The kind that each waiting row would take.
+
+        Say the pool is full of N typical requests with KV and a step takes T. A request of m tokens that takes the
+        hidden kind instead saves a share s of the pool. Filled, that brings s N more requests a step: the rate N / T
+        gains s, and loses the share by which the step grows, of its own slower reads and of the newcomers':
+
+            s T > t(m) + s N (per request + per token * typical length)
+        """
+        allowed = allowed_kinds(view, rows)
+        kind = np.where(allowed[:, KV], KV, HIDDEN).astype(np.int8)
+        both = allowed[:, KV] & allowed[:, HIDDEN]
+        if not both.any():
+            return kind
+        hidden = view.kinds[HIDDEN]
+        tokens = np.maximum(view.table.num_tokens[rows], TYPICAL_TOKENS)
+        saved = view.blocks_for(tokens, KV) - view.blocks_for(tokens, HIDDEN)
+        share = saved / view.total_blocks
+        extra_s = hidden.extra_base_s + hidden.extra_per_token_s * tokens
+        # T less the newcomers' part of it is what does not grow with the number of requests.
+        kind[both & (share * view.costs.decode_base_s > extra_s)] = HIDDEN
+        hits = view.table.hit_tokens[rows]
+        if hits.any():
+            # Half of the prompt is worth more than what either kind costs in reads or memory.
+            gain = hits[np.arange(rows.size), 1 - kind] - hits[np.arange(rows.size), kind]
+            other = both & (gain > view.table.num_tokens[rows] // 2)
+            kind[other] = 1 - kind[other]
+        return kind
+
+
+class _Waiting:
+    """What one decision needs to know of the waiting requests; arrays in the order of `view.waiting`."""
+
+    def __init__(
+        self, policy: AptPlusPolicy, view: SchedulerView, partial: Rows, decode_s: float
+    ) -> None:
+        table, rows = view.table, view.waiting
+        self.kind = policy.kinds(view, rows)
+        self.blocks = start_blocks_for(view, rows, target_tokens(view, rows, 1), self.kind)
+        pending_s = np.maximum(view.now_s - table.last_token_s[rows], 1e-6)
+        at_best_s = pending_s + prefill_s(view, rows, self.kind, partial, decode_s)
+        started = table.num_delivered[rows] > 0
+        objective_s = np.where(started, table.slo_tbt_s[rows], table.slo_ttft_s[rows])
+        on_time = (at_best_s <= objective_s) & ~(started & policy.may_wait(view, rows))
+        self.value = np.where(on_time, pending_s, policy.violation_decay * pending_s)
+        """p_i of those on time, less or nothing of the others."""
+        urgent = np.flatnonzero(on_time & (at_best_s > objective_s - policy.urgent_s))
+        density = self.value[urgent] / self.blocks[urgent]
+        urgent = urgent[np.argsort(-density, kind="stable")]
+        lengths = view.remaining(rows[urgent], self.kind[urgent])
+        num = int(np.searchsorted(np.cumsum(lengths), view.max_num_batched_tokens, side="right"))
+        self.urgent = urgent[: max(num, 1)]
+        """Positions of those that may pause others and begin in this step, by falling value a block."""
+
+
+def has_missed(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
+    """(n,) who cannot attain by waiting less: the first token was late, the 99th percentile of its gaps is (l late ones among
+    n: l > (n - 1) / 100; later gaps in time can dilute that again), or the gap that is open now already counts as late."""
+    table = view.table
+    late = table.num_late_gaps.take(rows)
+    open_late = view.now_s - table.last_token_s.take(rows) > table.slo_tbt_s.take(rows)
+    over = late > 0.01 * np.maximum(table.num_outputs.take(rows) - 1, 0)
+    return table.ttft_missed.take(rows) | over | open_late
+
+
+def prefill_s(
+    view: SchedulerView, rows: Rows, kind: NDArray[np.int8], partial: Rows, decode_s: float
+) -> NDArray[np.float64]:
+    """(n,) seconds until the first token of each of waiting `rows` if it began now, behind the prompts under way."""
+    costs = view.costs
+    tokens = view.remaining(rows, kind).astype(np.float64)
+    cached = view.table.hit_tokens[rows, kind]
+    ahead = float(view.remaining(partial).sum()) if partial.size else 0.0
+    steps = np.ceil((tokens + ahead) / view.max_num_batched_tokens)
+    bases = (decode_s, costs.prefill_base_s)
+    return (
+        costs.prefill_per_token_s * (tokens + ahead)
+        + costs.prefill_per_pair_s * tokens * (tokens + 2 * cached)
+        + steps * (max(bases) if costs.one_program else sum(bases))
+    )
+
+
+def _keep_prompts(
+    view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows
+) -> tuple[Rows, Rows]:
+    """Prompts under way that keep their cache, and those that give it up: the youngest, while not even what is left
+    of `decoding` fits beside them."""
+    have = view.free_blocks + int(view.table.num_blocks[preempt].sum())
+    lacking = growth(view, decoding) - have
+    num_kept = partial.size
+    while lacking > 0 and num_kept:
+        num_kept -= 1
+        lacking -= int(view.table.num_blocks[partial[num_kept]])
+    return partial[:num_kept], partial[num_kept:]
+
+
+def _prompt_tokens(view: SchedulerView, decoding: Rows, decode_s: float, limit: int) -> int:
+    """Prompt tokens that may ride along: no gap of anyone who can still attain may come near its objective.
+
+    At least one block of them: prompts must go on, whatever the objectives.
+    """
+    costs = view.costs
+    per_token_s = costs.prefill_per_token_s
+    attain = decoding[~has_missed(view, decoding)]
+    if per_token_s <= 0 or not attain.size:
+        return limit
+    table = view.table
+    until_s = table.last_token_s[attain] + TBT_SHARE * table.slo_tbt_s[attain]
+    slack_s = float(until_s.min()) - view.now_s - decode_s
+    if not costs.one_program:
+        slack_s -= costs.prefill_base_s
+    if slack_s >= limit * per_token_s:
+        return limit
+    return max(min(int(slack_s / per_token_s), limit), min(view.block_size, limit))

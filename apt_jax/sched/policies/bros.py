@@ -1,0 +1,551 @@
+"""BROS: real-time requests by remaining time, best-effort ones into what is left (BROS §4, Algorithm 1).
+
+The paper's bidirectional blocks, shared between a real-time and a best-effort request, are not part of this: here a
+request that must make room is preempted and recomputed.
+"""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.request_table import HIDDEN
+from apt_jax.sched.step_packer import (
+    Rows,
+    allowed_kinds,
+    held_blocks_for,
+    start_blocks_for,
+    target_tokens,
+)
+from apt_jax.sched.view import Plan, SchedulerView
+
+BASE_BATCH = 128
+"""B_base (BROS §4.2)."""
+
+AGING_TOKENS_PER_S = 100.0
+"""A best-effort request that waits gains this many recomputation tokens a second on those that come after it."""
+
+RESERVE_TOKENS = 8
+"""Best-effort requests are let in only if whoever decodes then has room for this many more tokens."""
+
+AVERAGE_WEIGHT = 0.1
+"""Of the newest step in T_avg."""
+
+Replacement = Literal["in-time", "any"]
+
+MOST_REPLACEMENTS = 4
+"""Real-time requests that make way for best-effort ones in one step."""
+
+
+def prefix_step_s(
+    costs: StepCosts,
+    num_tokens: NDArray[np.int32],
+    start: NDArray[np.int32],
+    kind: NDArray[np.int8],
+) -> NDArray[np.float64]:
+    """(n,) what `costs.step_s` says about the first 1, 2, .. n rows, in one pass."""
+    c, m = num_tokens.astype(np.float64), start.astype(np.float64)
+    decode = (num_tokens == 1) & (start > 0)
+    chunk = ~decode
+    hidden = kind == HIDDEN
+    read_s = np.where(
+        decode,
+        (m + 1) * np.where(hidden, costs.decode_per_hidden_token_s, costs.decode_per_token_s),
+        costs.prefill_per_pair_s * c * (c + 2 * m)
+        + m * np.where(hidden, costs.prefill_per_hidden_prefix_s, costs.prefill_per_kv_prefix_s),
+    )
+    request_s = np.where(hidden, costs.decode_per_hidden_request_s, costs.decode_per_request_s)
+    decode_s = np.where(decode, request_s, 0.0).cumsum()
+    decode_s += costs.decode_base_s * np.logical_or.accumulate(decode)
+    tokens = c if costs.one_program else np.where(chunk, c, 0.0)
+    prefill_s = (costs.prefill_per_token_s * tokens + costs.prefill_per_request_s * chunk).cumsum()
+    prefill_s += costs.prefill_base_s
+    both_s = np.maximum(decode_s, prefill_s) if costs.one_program else decode_s + prefill_s
+    return np.where(np.logical_or.accumulate(chunk), both_s, decode_s) + read_s.cumsum()
+
+
+@dataclasses.dataclass(eq=False)
+class _Candidates:
+    """Requests in the order of their priority, with what each would do in this step."""
+
+    rows: Rows
+    kind: NDArray[np.int8]
+    num_tokens: NDArray[np.int32]
+    start: NDArray[np.int32]
+    slack_s: NDArray[np.float64]
+    """Time that is left when this step begins, for it and nothing else; inf for best-effort requests."""
+
+    holds: NDArray[np.bool_]
+    """Whether it holds cache."""
+    need: NDArray[np.int32]
+    """Blocks that it must be given: for its next positions, or for the whole prompt if it waits."""
+
+    def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "_Candidates":
+        return _Candidates(
+            self.rows[index],
+            self.kind[index],
+            self.num_tokens[index],
+            self.start[index],
+            self.slack_s[index],
+            self.holds[index],
+            self.need[index],
+        )
+
+    def join(self, other: "_Candidates") -> "_Candidates":
+        return _Candidates(
+            np.concatenate([self.rows, other.rows]),
+            np.concatenate([self.kind, other.kind]),
+            np.concatenate([self.num_tokens, other.num_tokens]),
+            np.concatenate([self.start, other.start]),
+            np.concatenate([self.slack_s, other.slack_s]),
+            np.concatenate([self.holds, other.holds]),
+            np.concatenate([self.need, other.need]),
+        )
+
+    @property
+    def prompts(self) -> NDArray[np.bool_]:
+        return (self.num_tokens > 1) | (self.start == 0)
+
+
+class _Groups:
+    """When the last group of each request's tokens came to its end, seen from one decision to the next.
+
+    Args:
+        size: tokens of a group after the first token, which is a group of its own.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._rank = np.zeros(0, np.int64)
+        self._group = np.zeros(0, np.int32)
+        self._since_s = np.zeros(0)
+
+    def since_s(
+        self, view: SchedulerView, rows: Rows, delivered: NDArray[np.int32]
+    ) -> NDArray[np.float64]:
+        """(n,) end of the last whole group of `rows`; the arrival before the first token.
+
+        Args:
+            view: what the decision is made from.
+            rows: (n,) requests.
+            delivered: (n,) output tokens that each has had.
+        """
+        table = view.table
+        grown = table.capacity - self._rank.size
+        if grown:
+            self._rank = np.concatenate([self._rank, np.full(grown, -1)])
+            self._group = np.concatenate([self._group, np.zeros(grown, np.int32)])
+            self._since_s = np.concatenate([self._since_s, np.zeros(grown)])
+        group, rank = (delivered - 1) // self._size, table.rank[rows]
+        new = (self._rank[rows] != rank) | (self._group[rows] != group)
+        which = rows[new]
+        self._rank[which], self._group[which] = rank[new], group[new]
+        self._since_s[which] = table.last_token_s[which]
+        return self._since_s[rows]
+
+
+class BrosPolicy:
+    """Packs a step by urgency, up to the time that the most urgent request has left.
+
+    *Real-time requests* are ordered by remaining time `T_SLO - t_i - (k_i - 1) * T_avg`: the objective of the token
+    that comes next (TTFT before the first, TBT after it), the time since the last one, and the steps that this token
+    still needs (more than one for prompts longer than a step) at the average time of the steps so far. The least of
+    them is the time that a step may take. Requests that would be late in a step of their own do not count for it, or
+    one lost deadline would stop everything, and come after those that can still be in time.
+    Two more departures from Algorithm 1: what does not fit a step's time, tokens or blocks ends the admission of
+    prompts, while decodes behind it still go; and the first request goes in any case.
+
+    *Token groups.* BROS's conclusion speaks of latency metrics of token groups, and k_i of Eq. 6 counts "remaining tokens
+    in the current token". With `token_group` = G > 1 the deadline after the first token is that of each G-th one, at G
+    times the TBT objective after the G-th before it, and k_i counts the tokens up to it. G = 1 is a deadline a token.
+
+    *Best-effort requests* follow: those with cache, then waiting ones by the tokens that must be recomputed (which
+    stand for the paper's swapped blocks), less `aging_tokens_per_s` a second, so that none waits for ever. When the
+    step has no time or place for the next one, real-time requests of the most remaining time are replaced, if they can
+    wait for the next step and still be in time. Where no real-time request sets a deadline, time is no limit.
+
+    *Pulling* (§4.2). Only what holds cache is sorted. The waiting queue is in order of arrival, which is that of remaining
+    time while objectives are alike, so the two are merged, and no more is pulled than a step may have; the waiting queue is
+    sorted only where its order is another one.
+
+    *Blocks.* Real-time requests take those of best-effort ones, the latest arrived first. Where running ones outgrow
+    the pool even so, those with the most remaining time are preempted, but prompts under way last. A waiting request
+    takes no block from a real-time one: its recomputation would be late. A best-effort request takes free blocks only.
+
+    *Batch size.* Starts at `BASE_BATCH`, doubles after each step that time did not cut short, and goes back otherwise.
+    It stops doubling at `max_num_seqs`, which no step exceeds: with 256 there are two sizes, with 1,024 four.
+
+    Without calibrated costs every step takes no time: the order stays, and nothing is cut short.
+
+    Args:
+        token_group: G, tokens that share a deadline.
+        aging_tokens_per_s: see above; 0 is the paper's order, in which a preempted request may wait for ever.
+        replacement: "in-time" as above; "any" is Algorithm 1, lines 26 to 32, which does not ask whether the replaced
+            request will be late (its first request stays all the same).
+        most_replacements: in one step; None: no limit, as in the paper.
+    """
+
+    name = "bros"
+
+    def __init__(
+        self,
+        *,
+        token_group: int = 1,
+        aging_tokens_per_s: float = AGING_TOKENS_PER_S,
+        replacement: Replacement = "in-time",
+        most_replacements: int | None = MOST_REPLACEMENTS,
+    ) -> None:
+        if token_group < 1:
+            raise ValueError(f"{token_group=} must be at least 1")
+        self.token_group = token_group
+        self.aging_tokens_per_s = aging_tokens_per_s
+        self.replacement: Replacement = replacement
+        self.most_replacements = most_replacements
+        self._batch_size = BASE_BATCH
+        self._average_s = 0.0
+        self._groups = _Groups(token_group)
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        table = view.table
+        running, waiting = view.running, view.waiting
+        if not running.size and not waiting.size:
+            return Plan.idle()
+        pending = self._candidates(view, running, table.kind[running], holds=True)
+        kind = allowed_kinds(view, waiting).argmax(axis=1).astype(np.int8)
+        theirs, low = table.best_effort[running], table.best_effort[waiting]
+        queued = self._candidates(view, waiting[~low], kind[~low], holds=False)
+        real_time, limit_s = self._pull_real_time(view, pending.take(~theirs), queued)
+        index = np.flatnonzero(low)
+        if index.size:
+            index = index[self._pull_best_effort(view, waiting[index], kind[index])]
+        best_effort = pending.take(theirs).join(
+            self._candidates(view, waiting[index], kind[index], holds=False)
+        )
+        best_effort.slack_s[:] = np.inf
+
+        step, victims, cut = self._real_time(view, real_time, best_effort, limit_s)
+        step, more_victims, cut_too = self._best_effort(view, step, best_effort, victims, limit_s)
+        victims = np.concatenate([victims, more_victims])
+        early = cut or cut_too
+        if early:
+            self._batch_size = BASE_BATCH
+        else:
+            self._batch_size = min(2 * self._batch_size, max(BASE_BATCH, view.max_num_seqs))
+        if not step.rows.size:
+            return Plan.idle(victims)
+        step_s = view.costs.step_s(step.num_tokens, step.start, step.kind)
+        self._average_s += (step_s - self._average_s) * (AVERAGE_WEIGHT if self._average_s else 1.0)
+        prompts = step.prompts
+        return Plan(
+            rows=step.rows,
+            num_tokens=step.num_tokens,
+            kind=step.kind,
+            preempt=victims,
+            iteration="prefill" if prompts.all() else "mixed" if prompts.any() else "decode",
+        )
+
+    def _candidates(
+        self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool
+    ) -> _Candidates:
+        """What `rows` would do in this step, all of which hold cache or none."""
+        table = view.table
+        remaining = view.remaining(rows, kind)
+        budget = np.int32(view.max_num_batched_tokens)
+        num_tokens = np.minimum(remaining, budget)
+        start = table.num_cached.take(rows)
+        if holds:
+            tokens = start + num_tokens
+            need = held_blocks_for(view, rows, tokens) - table.num_blocks.take(rows)
+        else:
+            start = start + table.hit_tokens[rows, kind]
+            need = start_blocks_for(view, rows, target_tokens(view, rows, 1), kind)
+        return _Candidates(
+            rows,
+            kind,
+            num_tokens,
+            start,
+            self._slack_s(view, rows, -(-remaining // budget)),
+            np.full(rows.size, holds),
+            np.maximum(need, 0),
+        )
+
+    def _slack_s(
+        self, view: SchedulerView, rows: Rows, steps: NDArray[np.int32]
+    ) -> NDArray[np.float64]:
+        table = view.table
+        delivered = table.num_delivered.take(rows)
+        tbt_s, since_s = table.slo_tbt_s.take(rows), table.last_token_s.take(rows)
+        if self.token_group > 1:
+            since_s = self._groups.since_s(view, rows, delivered)
+            tbt_s = self.token_group * tbt_s
+            behind = (delivered - 1) % self.token_group
+            steps = steps + np.where(delivered > 0, self.token_group - 1 - behind, 0)
+        target_s = np.where(delivered == 0, table.slo_ttft_s.take(rows), tbt_s)
+        return target_s - (view.now_s - since_s) - (steps - 1) * self._average_s
+
+    def _pull_real_time(
+        self, view: SchedulerView, pending: _Candidates, queued: _Candidates
+    ) -> tuple[_Candidates, float]:
+        """Those in the order of their remaining time, late ones last, waiting ones as far as a step may have them.
+
+        Returns:
+            The candidates, and the time that a step may take.
+        """
+        late, late_too = (c.slack_s < _alone_s(view.costs, c) for c in (pending, queued))
+        limit_s = np.inf
+        order: list[NDArray[np.intp]] = []
+        most = self._batch_size
+        for of_late in (False, True):
+            own = np.flatnonzero(late == of_late)
+            waiting = np.flatnonzero(late_too == of_late)
+            polled = poll(pending.slack_s[own], queued.slack_s[waiting], most)
+            order.append(np.concatenate([own, pending.rows.size + waiting])[polled])
+            most -= polled.size - own.size
+            if not of_late:
+                limit_s = min(
+                    float(pending.slack_s[own].min(initial=np.inf)),
+                    float(queued.slack_s[waiting].min(initial=np.inf)),
+                )
+        return pending.join(queued).take(np.concatenate(order)), limit_s
+
+    def _pull_best_effort(
+        self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8]
+    ) -> NDArray[np.intp]:
+        """Positions in waiting best-effort `rows` by what starting costs, as many as a step may have."""
+        table = view.table
+        cost = self.aging_tokens_per_s * (table.last_token_s[rows] - view.now_s)
+        again = table.num_preemptions[rows] > 0
+        own = np.flatnonzero(again)
+        if not own.size:
+            return poll(cost[:0], cost, self._batch_size)
+        cost[own] += view.remaining(rows[own], kind[own])
+        new = np.flatnonzero(~again)
+        index = np.concatenate([own, new])
+        return index[poll(cost[own], cost[new], self._batch_size)][: self._batch_size]
+
+    def _real_time(
+        self, view: SchedulerView, asked: _Candidates, best_effort: _Candidates, limit_s: float
+    ) -> tuple[_Candidates, Rows, bool]:
+        """The real-time part of the step, who is preempted for it, and whether time cut it short."""
+        table = view.table
+        need, holds = asked.need, asked.holds
+        theirs = best_effort.rows[best_effort.holds]
+        room = view.free_blocks + int(table.num_blocks[theirs].sum())
+        victims = theirs[:0]
+        short = int(need[holds].sum()) - room
+        if short > 0:
+            kept, victims = _outgrown(view, asked.take(holds), room)
+            asked = asked.take(_among(view, asked.rows, kept))
+        else:
+            seats = view.max_num_seqs - (view.running.size - theirs.size)
+            fresh = np.flatnonzero(~holds)
+            fits = np.cumsum(need[fresh]) <= -short
+            fits &= np.arange(1, fresh.size + 1) <= seats
+            if not fits.all():
+                asked = asked.take(np.delete(np.arange(holds.size), fresh[~fits]))
+        step, cut, _ = _fit(view, asked, 0, self._batch_size, limit_s)
+        short = int(step.need.sum()) - view.free_blocks
+        short -= int(table.num_blocks[victims].sum())
+        new_seats = int(np.count_nonzero(~step.holds)) - (view.max_num_seqs - view.running.size)
+        new_seats = max(new_seats - victims.size, 0)
+        taken = theirs[::-1]  # the latest first
+        num_taken = 0
+        if short > 0:
+            num_taken = int(np.searchsorted(np.cumsum(table.num_blocks[taken]), short)) + 1
+        taken = taken[: max(num_taken, new_seats)]
+        return step, np.concatenate([victims, taken]), cut
+
+    def _best_effort(
+        self,
+        view: SchedulerView,
+        step: _Candidates,
+        asked: _Candidates,
+        victims: Rows,
+        limit_s: float,
+    ) -> tuple[_Candidates, Rows, bool]:
+        """The step with best-effort requests, who else is preempted, and whether time kept some out."""
+        table = view.table
+        preempted = victims
+        if victims.size:
+            asked = asked.take(~_among(view, asked.rows, victims))
+        no_victims = victims[:0]
+        if not asked.rows.size:
+            return step, no_victims, False
+        need, holds = asked.need, asked.holds
+        left = view.free_blocks + int(table.num_blocks[preempted].sum())
+        left -= int(step.need.sum())
+        more: Rows = no_victims
+        spare = left - int(need[holds].sum())
+        if spare < 0:
+            kept, more = _outgrown(view, asked.take(holds), left)
+            asked = asked.take(_among(view, asked.rows, kept))
+        else:
+            running = view.running
+            if preempted.size:
+                running = running[~_among(view, running, preempted)]
+            spare -= _reserve(view, running)
+            seats = view.max_num_seqs - running.size - int(np.count_nonzero(~step.holds))
+            fresh = np.flatnonzero(~holds)
+            fits = (np.cumsum(need[fresh]) <= spare) & (np.arange(1, fresh.size + 1) <= seats)
+            if preempted.size:
+                fits[:] = False  # what real-time requests have just taken is not given away
+            asked = asked.take(np.concatenate([np.flatnonzero(holds), fresh[fits]]))
+        if not asked.rows.size:
+            return step, more, False
+        num_real_time = step.rows.size
+        packed, cut, shrunk = _fit(view, step.join(asked), num_real_time, self._batch_size, limit_s)
+        if not shrunk and packed.rows.size < num_real_time + asked.rows.size:
+            out = asked.take(~_among(view, asked.rows, packed.rows))
+            packed = self._replace(view, packed, num_real_time, out, limit_s)
+        return packed, more, cut
+
+    def _replace(
+        self,
+        view: SchedulerView,
+        step: _Candidates,
+        num_real_time: int,
+        out: _Candidates,
+        limit_s: float,
+    ) -> _Candidates:
+        """Real-time requests that can wait for the next step make way for best-effort ones, the least urgent first."""
+        most = out.rows.size if self.most_replacements is None else self.most_replacements
+        for i in range(min(most, out.rows.size, num_real_time - 1)):
+            last = num_real_time - 1 - i
+            if self.replacement == "in-time":
+                one = step.take(np.array([last]))
+                step_s = view.costs.step_s(step.num_tokens, step.start, step.kind)
+                if one.slack_s[0] - step_s < _alone_s(view.costs, one)[0] + step_s:
+                    break
+            other = step.take(np.arange(step.rows.size) != last).join(out.take(np.array([i])))
+            if (
+                other.rows.size > self._batch_size
+                or int(other.num_tokens.sum()) > view.max_num_batched_tokens
+                or view.costs.step_s(other.num_tokens, other.start, other.kind) > limit_s
+            ):
+                break
+            step = other
+        return step
+
+
+def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) -> NDArray[np.intp]:
+    """Positions of `pending` and then `waiting` in order of their keys (BROS §4.2, Fig. 8).
+
+    Sorts the pending ones; the waiting queue is looked through and sorted only if it is not in order. Of equal keys pending
+    ones come first, then those that come first in their queue.
+
+    Args:
+        pending: (p,) keys of requests that hold cache.
+        waiting: (w,) keys of those that do not, in order of arrival.
+        most: of the waiting ones.
+
+    Returns:
+        (p + min(w, most),) positions in the two arrays one after the other.
+    """
+    first = pending.argsort(kind="stable")
+    in_order = (waiting[1:] >= waiting[:-1]).all()
+    second = np.arange(waiting.size) if in_order else waiting.argsort(kind="stable")
+    second = second[: max(most, 0)]
+    order = np.empty(first.size + second.size, np.intp)
+    at = np.searchsorted(waiting[second], pending[first]) + np.arange(first.size)
+    free = np.ones(order.size, np.bool_)
+    free[at] = False
+    order[at] = first
+    order[free] = second + first.size
+    return order
+
+
+def _alone_s(costs: StepCosts, asked: _Candidates) -> NDArray[np.float64]:
+    """(n,) time of a step of each request alone."""
+    c, m = asked.num_tokens.astype(np.float64), asked.start.astype(np.float64)
+    hidden = asked.kind == HIDDEN
+    decode_s = np.where(
+        hidden,
+        costs.decode_per_hidden_request_s + (m + 1) * costs.decode_per_hidden_token_s,
+        costs.decode_per_request_s + (m + 1) * costs.decode_per_token_s,
+    )
+    prefix_s = np.where(hidden, costs.prefill_per_hidden_prefix_s, costs.prefill_per_kv_prefix_s)
+    chunk_s = costs.prefill_per_request_s + costs.prefill_per_token_s * c + prefix_s * m
+    chunk_s += costs.prefill_per_pair_s * c * (c + 2 * m)
+    return np.where(asked.prompts, costs.prefill_base_s + chunk_s, costs.decode_base_s + decode_s)
+
+
+def _among(view: SchedulerView, rows: Rows, others: Rows) -> NDArray[np.bool_]:
+    """(n,) whether each of `rows` is one of `others`."""
+    chosen = np.zeros(view.table.capacity, np.bool_)
+    chosen[others] = True
+    return chosen[rows]
+
+
+def _reserve(view: SchedulerView, running: Rows) -> int:
+    """Blocks that `running` requests take before long: whole prompts, `RESERVE_TOKENS` of those that decode."""
+    if not running.size:
+        return 0
+    ahead = np.where(view.remaining(running) > 1, 1, RESERVE_TOKENS).astype(np.int32)
+    table = view.table
+    tokens = np.minimum(table.num_tokens[running] + ahead, table.max_tokens_total[running])
+    lacking = held_blocks_for(view, running, tokens) - table.num_blocks[running]
+    return int(np.maximum(lacking, 0).sum())
+
+
+def _outgrown(view: SchedulerView, asked: _Candidates, room: int) -> tuple[Rows, Rows]:
+    """Running requests that stay where not all can, and those that do not.
+
+    Prompts under way stay before the others, by rank, so that they come to an end; the others by their order.
+    """
+    table = view.table
+    under_way = view.remaining(asked.rows) > 1
+    order = np.lexsort(
+        (np.where(under_way, table.rank[asked.rows], np.arange(under_way.size)), ~under_way)
+    )
+    asked = asked.take(order)
+    held = table.num_blocks[asked.rows]
+    beyond = int(held.sum()) - np.cumsum(held)
+    fails = np.cumsum(asked.need) > room + beyond
+    num_kept = int(fails.argmax()) if fails.any() else fails.size
+    return asked.rows[:num_kept], asked.rows[num_kept:]
+
+
+def _fit(
+    view: SchedulerView, asked: _Candidates, num_sure: int, batch_size: int, limit_s: float
+) -> tuple[_Candidates, bool, bool]:
+    """What of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time last.
+
+    Where a prompt is the first that does not go, it may get the chunk that does; later prompts stay out, decodes not.
+
+    Returns:
+        The step, whether time was what kept some out, and whether a prompt was made shorter.
+    """
+    if not asked.rows.size:
+        return asked, False, False
+    num_sure = max(num_sure, 1)
+    if (
+        asked.rows.size <= batch_size
+        and int(asked.num_tokens.sum()) <= view.max_num_batched_tokens
+        and view.costs.step_s(asked.num_tokens, asked.start, asked.kind) <= limit_s
+    ):
+        return asked, False, False
+    cut = shrunk = False
+    for behind in (True, False):
+        step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
+        ends = np.cumsum(asked.num_tokens)
+        index = np.arange(asked.rows.size)
+        slow = step_s > limit_s
+        fails = slow | (ends > view.max_num_batched_tokens) | (index >= batch_size)
+        fails[:num_sure] = False
+        if not fails.any():
+            break
+        first = int(fails.argmax())
+        cut |= bool(slow[first])
+        if behind and first < batch_size and asked.num_tokens[first] > 1:
+            length = float(view.max_num_batched_tokens - ends[first - 1])
+            if slow[first]:
+                share = (limit_s - step_s[first - 1]) / (step_s[first] - step_s[first - 1])
+                length = min(length, share * asked.num_tokens[first])
+            if length >= min(view.block_size, asked.num_tokens[first]):
+                asked.num_tokens[first] = int(length)
+                first += 1
+                shrunk = True
+        asked = asked.take((index < first) | (behind & ~asked.prompts))
+    return asked, cut, shrunk

@@ -1,0 +1,385 @@
+"""Schedulers by deadlines of tokens: earliest deadline first, FairBatching, QoServe."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.policies.bros import prefix_step_s
+from apt_jax.sched.policies.vllm_v1 import BUDGET
+from apt_jax.sched.request_table import KV
+from apt_jax.sched.step_packer import (
+    RequestNotes,
+    Rows,
+    admissible,
+    blocks_after,
+    num_that_fit,
+    share_tokens,
+    split_running,
+    step_plan,
+)
+from apt_jax.sched.view import Plan, SchedulerView
+
+
+def next_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
+    """(n,) when the next token is due: TTFT after the arrival for the first one, TBT after the last one for others; never
+    for a best-effort request."""
+    table = view.table
+    last_s, arrival_s = table.last_token_s.take(rows), table.arrival_s.take(rows)
+    has_token = (table.num_delivered.take(rows) > 0) | (last_s > arrival_s)
+    due_s = np.where(
+        has_token, last_s + table.slo_tbt_s.take(rows), arrival_s + table.slo_ttft_s.take(rows)
+    )
+    due_s[table.best_effort.take(rows)] = np.inf
+    return due_s
+
+
+def line_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
+    """(n,) when the next token is due on a straight line: arrival + TTFT + (tokens so far) * TBT; never for a best-effort
+    request.
+
+    A request that is ahead of its line keeps what it has gained, where `next_deadline_s` forgets it.
+    """
+    table = view.table
+    num = table.num_outputs.take(rows)
+    later_s = np.zeros(rows.size)
+    np.multiply(num, table.slo_tbt_s.take(rows), out=later_s, where=num > 0)
+    due_s = table.arrival_s.take(rows) + table.slo_ttft_s.take(rows) + later_s
+    due_s[table.best_effort.take(rows)] = np.inf
+    return due_s
+
+
+def _in_order(view: SchedulerView, rows: Rows, key: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Positions of `rows` by `key`, equal ones by arrival."""
+    return np.lexsort((view.table.rank.take(rows), key))
+
+
+def _with_blocks(
+    view: SchedulerView,
+    rows: Rows,
+    num_tokens: NDArray[np.int32],
+    kind: NDArray[np.int8],
+    stay: Rows,
+) -> Plan:
+    """The step of `rows`, after running requests have made room where their blocks are not there.
+
+    Args:
+        view: the state.
+        rows, num_tokens, kind: the step; the blocks of waiting ones are known to be free beside all running ones.
+        stay: running requests, the first to be preempted last.
+    """
+    table = view.table
+    of_row = np.zeros(table.capacity, np.int32)
+    of_row[rows] = num_tokens
+    num = num_that_fit(view, stay, of_row[stay])
+    if num == stay.size:
+        return step_plan(view, rows, num_tokens, kind, stay[:0])
+    if not of_row[stay[:num]].any():  # those that stay were not in the step: now they are
+        of_row[stay] = share_tokens(view.remaining(stay), view.max_num_batched_tokens)
+        num = num_that_fit(view, stay, of_row[stay])
+    kept = stay[:num]
+    return step_plan(view, kept, of_row[kept], table.kind[kept], stay[num:])
+
+
+def _prompts(
+    view: SchedulerView, decoding: Rows, partial: Rows, waiting: Rows
+) -> tuple[Rows, NDArray[np.int32], NDArray[np.int8]]:
+    """Prompts under way, and the first of `waiting` whose blocks are free beside what `decoding` need in this step and
+    `partial` until they are computed. Rows, tokens that are left to compute, kinds."""
+    table = view.table
+    left = view.remaining(partial)
+    growth = blocks_after(view, decoding, np.ones(decoding.size, np.int32)).sum()
+    growth += blocks_after(view, partial, left).sum()
+    free = view.free_blocks + int(table.num_blocks[view.running].sum() - growth)
+    started, wanted, kind = admissible(view, waiting, free)
+    if not partial.size:
+        return started, wanted, kind
+    return (
+        np.concatenate([partial, started]),
+        np.concatenate([left, wanted]),
+        np.concatenate([table.kind[partial], kind]),
+    )
+
+
+class EdfPolicy:
+    """Earliest deadline first: one order of all requests by the time when their next token is due.
+
+    The next token is due TTFT after the arrival, or TBT after the last token. In this order requests take their tokens
+    from the budget of a step, decodes and prompts (in chunks) alike. Memory:
+
+    * A waiting request is admitted when the blocks of its whole prompt are free beside what running ones need in this
+      step. The first that does not fit ends the admission. Nobody is preempted for a waiting request: in an overload all
+      that wait are overdue, and they would throw out each other's work.
+    * When running requests do not fit, the ones due last lose their cache, of equals the one that came last, and nobody
+      is admitted.
+
+    Overdue requests are the first, as the rule says: in an overload everybody becomes late.
+
+    Args:
+        name: of the policy.
+        budget: tokens of a step; at most `max_num_batched_tokens`.
+    """
+
+    def __init__(self, name: str = "edf", budget: int = BUDGET) -> None:
+        self.name = name
+        self.budget = budget
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        table, running = view.table, view.running
+        budget = min(self.budget, view.max_num_batched_tokens)
+        due_s = next_deadline_s(view, running)
+        order = _in_order(view, running, due_s)
+        running, due_s = running[order], due_s[order]
+        wanted = view.remaining(running)
+        num_tokens = share_tokens(wanted, budget)
+        num = num_that_fit(view, running, num_tokens)
+        if num < running.size:
+            rows, preempt = running[:num], running[num:]
+            return step_plan(view, rows, num_tokens[:num], table.kind[rows], preempt)
+        kind = table.kind[running]
+        if view.waiting.size and running.size < view.max_num_seqs:
+            growth = blocks_after(view, running, num_tokens) - table.num_blocks[running]
+            free = view.free_blocks - int(growth.sum())
+            waiting_s = next_deadline_s(view, view.waiting)
+            first = _in_order(view, view.waiting, waiting_s)
+            started, their_tokens, their_kind = admissible(view, view.waiting[first], free)
+            running = np.concatenate([running, started])
+            kind = np.concatenate([kind, their_kind])
+            wanted = np.concatenate([wanted, their_tokens])
+            due_s = np.concatenate([due_s, waiting_s[first[: started.size]]])
+            order = _in_order(view, running, due_s)
+            running, kind = running[order], kind[order]
+            num_tokens = share_tokens(wanted[order], budget)
+        return step_plan(view, running, num_tokens, kind, view.running[:0])
+
+
+class FairBatchingPolicy:
+    """FairBatching: prompts take the time that decodes are ahead of their deadlines (Lyu et al., arXiv 2510.14392).
+
+    1. *Deadlines* lie on a line, arrival + TTFT + j * TBT for output token j: a request that got tokens early has slack.
+    2. *Time of a step*: max(least slack of the decodes, least TBT of the decodes), so that the most urgent decode is in
+       time, and steps stay long enough to be efficient. Predicted by the cost model, linear in new and in cached tokens.
+    3. *Batch*: urgent decodes (slack below that time plus the least TBT), then prompts, then the other decodes, each
+       group by slack, as long as the predicted time stays within the step's. The prompt at the limit gets a chunk.
+
+    Where the text is silent or the engine differs:
+
+    * Without decodes there is nothing to protect: the time of a step has no limit. C (`max_num_batched_tokens`) holds in
+      any case. Where no cost model is known (all zero) it is the only limit.
+    * The first of the step always runs; a prompt there gets at least `LEAST_CHUNK` tokens.
+    * Memory is vLLM's, on which the paper's prototype is built: a prompt is begun when its blocks are free, beside those
+      that all running requests still need for theirs; the last arrived is preempted, and nobody is admitted then.
+    * The Prefill Admission Budget, for routers of several engines, is not part of a policy.
+
+    Starvation: prompts wait while all time goes to urgent decodes; those end.
+
+    Args:
+        name: of the policy.
+    """
+
+    LEAST_CHUNK = 16
+
+    def __init__(self, name: str = "fairbatching") -> None:
+        self.name = name
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        table = view.table
+        decoding, partial = split_running(view)
+        slack_s = line_deadline_s(view, decoding) - view.now_s
+        least_tbt_s = float(table.slo_tbt_s.take(decoding).min(initial=np.inf))
+        time_s = max(float(slack_s.min(initial=np.inf)), least_tbt_s)
+        by_slack = _in_order(view, decoding, slack_s)
+        decoding, slack_s = decoding[by_slack], slack_s[by_slack]
+        urgent = slack_s < time_s + least_tbt_s
+
+        waiting = view.waiting
+        if waiting.size:
+            waiting = waiting[_in_order(view, waiting, line_deadline_s(view, waiting))]
+        prompts, wanted, kind = _prompts(view, decoding, partial, waiting)
+        if partial.size:
+            order = _in_order(view, prompts, line_deadline_s(view, prompts))
+            prompts, wanted, kind = prompts[order], wanted[order], kind[order]
+        rows = np.concatenate([decoding[urgent], prompts, decoding[~urgent]])
+        num_tokens = np.ones(rows.size, np.int32)
+        kinds = table.kind.take(rows)
+        first, last = (num_urgent := int(urgent.sum())), num_urgent + prompts.size
+        num_tokens[first:last], kinds[first:last] = wanted, kind
+        num_tokens = self._within(view, rows, num_tokens, kinds, slice(first, last), time_s)
+        return _with_blocks(view, rows, num_tokens, kinds, view.running)
+
+    def _within(
+        self,
+        view: SchedulerView,
+        rows: Rows,
+        num_tokens: NDArray[np.int32],
+        kind: NDArray[np.int8],
+        prompts: slice,
+        time_s: float,
+    ) -> NDArray[np.int32]:
+        """`num_tokens` cut to what the step has time and tokens for; 0: not in it."""
+        table, costs = view.table, view.costs
+        start = table.num_cached.take(rows)
+        waits = table.kind.take(rows) < 0
+        start[waits] = table.hit_tokens[rows[waits], kind[waits]]
+        num_tokens = share_tokens(num_tokens, view.max_num_batched_tokens)
+        if not np.isfinite(time_s) or not rows.size:
+            return num_tokens
+        # Urgent decodes and prompts, up to the first that takes too long.
+        head = slice(0, prompts.stop)
+        times_s = prefix_step_s(costs, num_tokens[head], start[head], kind[head])
+        num = int(np.searchsorted(np.maximum.accumulate(times_s), time_s, side="right"))
+        if num < prompts.stop:
+            cut = num_tokens[num]
+            num_tokens[max(num, 1) : prompts.stop] = 0
+            if num >= prompts.start:  # as much of that prompt as there is time for
+                low, high = (min(self.LEAST_CHUNK, int(cut)) if num == 0 else 0), int(cut)
+                through = slice(0, num + 1)
+                while low < high:
+                    num_tokens[num] = middle = (low + high + 1) // 2
+                    needed_s = costs.step_s(num_tokens[through], start[through], kind[through])
+                    low, high = (middle, high) if needed_s <= time_s else (low, middle - 1)
+                num_tokens[num] = low
+        # Other decodes, in what is left.
+        tail = np.arange(prompts.stop, rows.size)
+        if tail.size:
+            inside = np.concatenate([np.flatnonzero(num_tokens[head]), tail])
+            num_tokens[tail] = 1
+            tokens = share_tokens(num_tokens[inside], view.max_num_batched_tokens)
+            times_s = prefix_step_s(costs, tokens, start[inside], kind[inside])
+            num = int(np.searchsorted(np.maximum.accumulate(times_s), time_s, side="right"))
+            num_tokens[inside] = tokens
+            num_tokens[inside[max(num, inside.size - tail.size, 1) :]] = 0
+        return num_tokens
+
+
+class QoServePolicy:
+    """QoServe, first called Niyama: chunks as large as the slack allows (Goel et al., ASPLOS'26, arXiv 2503.22562).
+
+    * *Dynamic chunks*. All decodes run. Their least slack bounds the step: of the total sizes in `SIZES` the largest whose
+      predicted time, with a margin of `MARGIN`, is within it. What the decodes leave of that size goes to prompts. A
+      decode is due at arrival + max(TTFT objective, actual TTFT) + (tokens so far) * TBT.
+    * *Hybrid priority* of prompts: arrival + TTFT objective + alpha * (tokens left to compute), between earliest deadline
+      (alpha = 0) and shortest remaining prompt first. Prompts under way and waiting ones are in one order, so a prompt
+      can be interrupted by a more urgent one and keeps its cache; a decode never is (selective preemption).
+    * *Eager relegation*: a request that has not begun and can no longer be in time, at the prompt tokens a second that
+      the engine has computed of late (a moving average), goes behind all that can, for good.
+
+    The rules are those of the paper; sizes, margin, alpha = 8 ms a token and the weight of the average are those of the
+    authors' scheduler (microsoft/sarathi-serve, `niyama_asplos2026`). Where it is silent or the engine differs:
+
+    * Objectives are TTFT and TBT; their tiers with an objective for the last token, and relegation by hints of what is
+      important, are not there. A best-effort request has no deadline: it comes after all that can be in time.
+    * As there, the largest size is taken without decodes, the smallest where no slack is left, and with few free blocks
+      the sizes end at 512. Pools smaller than `FEW_TOKENS`, such as OPT-13B's on 40 GB, always have few.
+    * Their engine reserves memory for a prompt when it begins and preempts nobody. Here a waiting prompt is begun when its
+      blocks are free, beside those that running requests still need for theirs, and when decodes do not fit, running
+      requests lose their cache: relegated ones first, then the last arrived. A preempted one that has tokens is due TBT
+      after its last token and is not relegated.
+
+    Starvation: relegated requests wait as long as others fill the engine, by design.
+
+    Args:
+        name: of the policy.
+        alpha_s: seconds that a token which is left to compute puts a prompt back.
+    """
+
+    SIZES = (128, *range(256, 2049, 256), 2552)
+    SMALL_SIZES = (128, 256, 384, 512)
+    MARGIN = 1.2
+    FEW_TOKENS = 32_000
+    """Free token positions of the pool below which `SMALL_SIZES` are taken."""
+    OLD_WEIGHT = 0.995
+    """Of the moving average of prompt tokens a second, at each new one."""
+    TOKENS_PER_S = 8500.0
+    """Its first value where no cost model is known."""
+
+    def __init__(self, name: str = "qoserve", alpha_s: float = 0.008) -> None:
+        self.name = name
+        self.alpha_s = alpha_s
+        self._tokens_per_s = 0.0
+        self._last_s = 0.0
+        self._last_tokens = 0
+        self._relegated = RequestNotes(np.bool_)
+        self._first_s = RequestNotes(np.float64)
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        table = view.table
+        self._observe(view)
+        self._relegated.new(table, view.running)
+        self._relegate(view)
+        decoding, partial = split_running(view)
+        waiting = view.waiting
+        if waiting.size:
+            waiting = waiting[self._order(view, waiting)]
+        prompts, wanted, kind = _prompts(view, decoding, partial, waiting)
+        if partial.size:
+            order = self._order(view, prompts)
+            prompts, wanted, kind = prompts[order], wanted[order], kind[order]
+
+        decoding = decoding[: view.max_num_batched_tokens]
+        due_s = self._due_s(view, decoding)
+        chunk = self._chunk(view, decoding, due_s, prompts) if prompts.size else 0
+        rows = np.concatenate([decoding, prompts])
+        num_tokens = np.concatenate([np.ones(decoding.size, np.int32), share_tokens(wanted, chunk)])
+        kinds = np.concatenate([table.kind[decoding], kind])
+        relegated = self._relegated.values[view.running]
+        stay = np.concatenate([view.running[~relegated], view.running[relegated]])
+        plan = _with_blocks(view, rows, num_tokens, kinds, stay)
+        chunks = view.remaining(plan.rows) > 1
+        self._last_tokens, self._last_s = int(plan.num_tokens[chunks].sum()), view.now_s
+        return plan
+
+    def _observe(self, view: SchedulerView) -> None:
+        """The moving average of prompt tokens a second, after the step before."""
+        if not self._tokens_per_s:
+            per_token_s = view.costs.prefill_per_token_s
+            self._tokens_per_s = 1 / per_token_s if per_token_s > 0 else self.TOKENS_PER_S
+        took_s = view.now_s - self._last_s
+        if self._last_tokens and took_s > 0:
+            new = self._last_tokens / took_s
+            self._tokens_per_s += (1 - self.OLD_WEIGHT) * (new - self._tokens_per_s)
+
+    def _relegate(self, view: SchedulerView) -> None:
+        """Mark waiting requests that cannot be in time any more."""
+        table, waiting = view.table, view.waiting
+        self._relegated.new(table, waiting)
+        work_s = view.remaining(waiting) / self._tokens_per_s
+        due_s = table.arrival_s.take(waiting) + table.slo_ttft_s.take(waiting)
+        late = (table.num_outputs.take(waiting) == 0) & (view.now_s + work_s > due_s)
+        self._relegated.values[waiting[late]] = True
+
+    def _order(self, view: SchedulerView, rows: Rows) -> NDArray[np.intp]:
+        table = view.table
+        key = next_deadline_s(view, rows) + self.alpha_s * view.remaining(rows)
+        return np.lexsort((table.rank.take(rows), key, self._relegated.values.take(rows)))
+
+    def _chunk(
+        self, view: SchedulerView, decoding: Rows, due_s: NDArray[np.float64], prompts: Rows
+    ) -> int:
+        """Prompt tokens of this step: what `decoding` leave of the largest size with which they are not late."""
+        table = view.table
+        per_group, size = int(view.blocks_per_group[KV]), int(view.block_sizes[KV])
+        sizes = self.SIZES
+        if view.free_blocks // per_group * size < self.FEW_TOKENS:
+            sizes = self.SMALL_SIZES
+        chosen = sizes[-1]
+        if decoding.size:
+            slack_s = float((due_s - view.now_s).min())
+            start = np.append(table.num_cached.take(decoding), table.num_cached[prompts[0]])
+            kind = np.append(table.kind.take(decoding), max(table.kind[prompts[0]], 0))
+            num_tokens = np.ones(start.size, np.int32)
+            low, high = 0, len(sizes) - 1 if slack_s > 0 else 0
+            while low < high:
+                middle = (low + high + 1) // 2
+                num_tokens[-1] = max(sizes[middle] - decoding.size, 1)
+                fits = self.MARGIN * view.costs.step_s(num_tokens, start, kind) <= slack_s
+                low, high = (middle, high) if fits else (low, middle - 1)
+            chosen = sizes[low]
+        return max(min(chosen, view.max_num_batched_tokens) - decoding.size, 0)
+
+    def _due_s(self, view: SchedulerView, decoding: Rows) -> NDArray[np.float64]:
+        """(n,) when the next tokens of decodes are due: on their line, which begins with a late first token."""
+        table = view.table
+        new = self._first_s.new(table, decoding)
+        self._first_s.values[decoding[new]] = view.now_s
+        promised_s = table.arrival_s.take(decoding) + table.slo_ttft_s.take(decoding)
+        late_s = np.maximum(self._first_s.values.take(decoding) - promised_s, 0.0)
+        return line_deadline_s(view, decoding) + late_s

@@ -1,0 +1,141 @@
+"""DeepSpeed-FastGen's Dynamic SplitFuse: a fixed token budget that every step fills (a baseline of Apt-Serve §6.2)."""
+
+import numpy as np
+
+from apt_jax.sched.step_packer import (
+    Rows,
+    allowed_kinds,
+    held_blocks_for,
+    split_running,
+    start_blocks_for,
+)
+from apt_jax.sched.view import Plan, SchedulerView
+
+
+class FastGenPolicy:
+    """Decodes first, then prompts in order of arrival until the budget is used up to the last token.
+
+    Long prompts are split over steps, and short ones are composed, the last of them split too, so that each step has
+    exactly `budget` tokens as long as there is work ("even short prompts may be decomposed to ensure the budget is
+    precisely met").
+
+    How it differs from `sarathi` (`UnifiedPolicy`), after the published scheduler of DeepSpeed-MII:
+
+    * *Memory is taken as it is used.* A prompt is begun or continued when all that is left of it fits the free blocks
+      now; nothing is set aside while the rest of it waits for later steps.
+    * *Nobody is evicted for a decode.* A decode whose next position does not fit sits the step out with its cache, and
+      those behind it go on.
+    * Only where nothing at all can run, caches are dropped. DeepSpeed-MII then drops every one ("deadlock detected");
+      here only the latest arrivals lose theirs, until someone can run.
+
+    Args:
+        budget: tokens of a step, decodes among them; at most `max_num_batched_tokens`.
+    """
+
+    name = "fastgen"
+
+    def __init__(self, budget: int = 512) -> None:
+        if budget < 1:
+            raise ValueError(f"{budget=} must be at least 1")
+        self.budget = budget
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        decoding, partial = split_running(view)
+        plan = self._compose(view, decoding, partial, view.running[:0])
+        if plan.rows.size or not view.running.size:
+            return plan
+        running = view.running
+        for num_kept in range(running.size - 1, 0, -1):
+            kept = running[:num_kept]
+            is_decode = view.remaining(kept) == 1
+            plan = self._compose(view, kept[is_decode], kept[~is_decode], running[num_kept:])
+            if plan.rows.size:
+                return plan
+        return Plan.idle(running)
+
+    def _compose(self, view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows) -> Plan:
+        """The step of those that are left after `preempt` gave their caches up."""
+        table = view.table
+        free = view.free_blocks + int(table.num_blocks[preempt].sum())
+        budget = min(self.budget, view.max_num_batched_tokens)
+        growth = held_blocks_for(view, decoding, table.num_tokens[decoding])
+        growth -= table.num_blocks[decoding]
+        if int(growth.sum()) > free:
+            # Kinds grow by different numbers of blocks: a later one may fit where an earlier one does not.
+            fits = np.ones(decoding.size, np.bool_)
+            left = free
+            for i in np.flatnonzero(growth).tolist():
+                fits[i] = growth[i] <= left
+                left -= int(growth[i]) if fits[i] else 0
+            decoding, growth = decoding[fits], growth[fits]
+        decoding, growth = decoding[:budget], growth[:budget]
+        free -= int(growth.sum())
+        budget -= decoding.size
+
+        rows: list[int] = []
+        num_tokens: list[int] = []
+        kinds: list[int] = []
+        sizes, per_groups = view.block_sizes.tolist(), view.blocks_per_group.tolist()
+        for row in partial.tolist():
+            if budget < 1:
+                break
+            kind = int(table.kind[row])
+            cached, total = int(table.num_cached[row]), int(table.num_tokens[row])
+            per_group, size = per_groups[kind], sizes[kind]
+            held = int(table.num_blocks[row]) + int(table.num_shared[row])
+            if -(-total // size) * per_group - held > free:
+                break
+            length = min(total - cached, budget)
+            free -= -(-(cached + length) // size) * per_group - held
+            budget -= length
+            rows.append(row)
+            num_tokens.append(length)
+            kinds.append(kind)
+        else:
+            # After a preemption nobody new is let in: the caches were dropped for those that run.
+            seats = 0 if preempt.size else view.max_num_seqs - view.running.size
+            if budget > 0 and seats > 0 and view.waiting.size:
+                self._start(view, view.waiting[:seats], budget, free, rows, num_tokens, kinds)
+        if not rows:
+            if not decoding.size:
+                return Plan.idle(preempt)
+            iteration = "decode"
+        else:
+            iteration = "mixed" if decoding.size else "prefill"
+        return Plan(
+            rows=np.concatenate([decoding, np.array(rows, np.int32)]),
+            num_tokens=np.concatenate(
+                [np.ones(decoding.size, np.int32), np.array(num_tokens, np.int32)]
+            ),
+            kind=np.concatenate([table.kind[decoding], np.array(kinds, np.int8)]),
+            preempt=preempt,
+            iteration=iteration,
+        )
+
+    def _start(
+        self,
+        view: SchedulerView,
+        waiting: Rows,
+        budget: int,
+        free: int,
+        rows: list[int],
+        num_tokens: list[int],
+        kinds: list[int],
+    ) -> None:
+        """Begin waiting prompts in order; the last one gets what is left of the budget."""
+        kind = allowed_kinds(view, waiting).argmax(axis=1)
+        per_group, size = view.blocks_per_group[kind], view.block_sizes[kind]
+        table = view.table
+        total = view.remaining(waiting, kind)
+        found, shared = table.hit_tokens[waiting, kind], table.hit_blocks[waiting, kind]
+        blocks = start_blocks_for(view, waiting, table.num_tokens[waiting], kind)
+        for i in range(waiting.size):
+            if budget < 1 or blocks[i] > free:
+                return
+            length = min(int(total[i]), budget)
+            free -= -(-(int(found[i]) + length) // int(size[i])) * int(per_group[i])
+            free += int(shared[i])
+            budget -= length
+            rows.append(int(waiting[i]))
+            num_tokens.append(length)
+            kinds.append(int(kind[i]))

@@ -1,0 +1,104 @@
+"""First come, first served: vLLM's first scheduler (V0), the paper's baseline (Apt-Serve §2.2, §6.1)."""
+
+import numpy as np
+
+from apt_jax.sched.step_packer import (
+    StepPacker,
+    allowed_kinds,
+    decode_plan,
+    held_blocks_for,
+    split_running,
+    start_blocks_for,
+    target_tokens,
+    unblock,
+)
+from apt_jax.sched.view import Plan, SchedulerView
+
+WATERMARK = 0.01
+"""Share of the pool that admission leaves free, so that what runs can grow a little before anyone is evicted."""
+
+
+class FcfsPolicy:
+    """Prefill while the head of the waiting queue fits, else decode everything; evict the latest arrival.
+
+    * Admission is strictly by arrival rank, which preempted requests keep: the first that does not fit (blocks of its
+      prompt and one position, watermark, seats, tokens of the step) ends it.
+    * A prompt longer than a step is computed in chunks, before anything else.
+    * When the next positions do not fit the pool, running requests lose their cache, the latest arrived first, and are
+      recomputed.
+    * Every request takes KV, or the hidden kind where KV is not on offer or can never hold it.
+
+    `--scheduling-policy` takes it as `vllm-v0`, and by its old name `fcfs`. vLLM's current scheduler is `vllm-v1`.
+
+    Args:
+        name: of the policy.
+        mixed: all decodes go into the same step, before its prefills, as in an engine that batches both phases
+            (BROS §6). While their next positions do not fit, nobody is admitted.
+    """
+
+    def __init__(self, name: str = "fcfs", *, mixed: bool = False) -> None:
+        self.name = name
+        self._mixed = mixed
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        decoding, partial = split_running(view)
+        beside = decoding[: view.max_num_batched_tokens] if self._mixed else decoding[:0]
+        next_blocks = self._next_blocks(view, beside)
+        if next_blocks > view.free_blocks:
+            return self.decode(view)
+        plan = self._prefill(view, decoding.size + partial.size > 0, partial, beside, next_blocks)
+        if plan.rows.size:
+            return plan
+        if decoding.size:
+            return self.decode(view)
+        return unblock(view, partial) if partial.size else Plan.idle()
+
+    @staticmethod
+    def _next_blocks(view: SchedulerView, decoding: np.ndarray) -> int:
+        """Free blocks that the next positions of `decoding` take."""
+        if not decoding.size:
+            return 0
+        table = view.table
+        needed = held_blocks_for(view, decoding, table.num_tokens[decoding])
+        return int((needed - table.num_blocks[decoding]).sum())
+
+    def _prefill(
+        self,
+        view: SchedulerView,
+        anything_runs: bool,
+        partial: np.ndarray,
+        beside: np.ndarray,
+        next_blocks: int,
+    ) -> Plan:
+        packer = StepPacker(view)
+        if beside.size:
+            packer.decode(beside)
+        if partial.size:
+            packer.go_on(partial)
+        waiting = view.waiting[: max(packer.seats_left, 0)]
+        if not waiting.size or packer.tokens_left < 1:
+            return packer.plan()
+        kind = allowed_kinds(view, waiting).argmax(axis=1)
+        blocks = start_blocks_for(view, waiting, target_tokens(view, waiting, 1), kind)
+        watermark = int(np.ceil(WATERMARK * view.total_blocks)) if anything_runs else 0
+        room = view.free_blocks - next_blocks - watermark
+        if partial.size:
+            needed = held_blocks_for(view, partial, target_tokens(view, partial, 1))
+            room -= int((needed - view.table.num_blocks[partial]).sum())
+        num_fitting = int(np.searchsorted(np.cumsum(blocks), room, side="right"))
+        packer.start(waiting[:num_fitting], kind[:num_fitting].astype(np.int8), in_order=True)
+        return packer.plan()
+
+    def decode(self, view: SchedulerView) -> Plan:
+        """The longest prefix of the running queue by rank whose next positions fit."""
+        rows, table = view.running, view.table
+        remaining = view.remaining(rows)
+        held = table.num_blocks[rows]
+        needed = held_blocks_for(view, rows, table.num_tokens.take(rows))
+        decodes = remaining == 1
+        # Prompts that are partly computed (and blocked, or there would have been a prefill) only keep what they hold.
+        needed = np.where(decodes, needed, held)
+        have = view.free_blocks + int(held.sum())
+        num_kept = int(np.searchsorted(np.cumsum(needed), have, side="right"))
+        kept, preempt = rows[:num_kept], rows[num_kept:]
+        return decode_plan(view, kept[decodes[:num_kept]], preempt)

@@ -1,0 +1,330 @@
+"""What policies share: which kinds a request may take, blocks, and how rows are packed into one step.
+
+Speed: options are computed as (num_kinds, n), along memory, and handed out transposed; a gather is `take`, which is two
+to ten times faster than an index array.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.request_table import NO_KIND, RequestTable
+from apt_jax.sched.view import Plan, SchedulerView
+
+Rows = NDArray[np.int32]
+
+
+def held_blocks_for(
+    view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Blocks that `tokens` positions of running `rows` take with the kind that they hold, shared ones left out.
+
+    Shared ones are full, so at least one is left wherever a token is still to be computed.
+    """
+    table = view.table
+    return view.blocks_for(tokens, table.kind.take(rows)) - table.num_shared.take(rows)
+
+
+def start_blocks_for(
+    view: SchedulerView, rows: Rows, tokens: NDArray[np.int32], kind: NDArray[np.integer]
+) -> NDArray[np.int32]:
+    """Blocks that must be free for waiting `rows` to have `tokens` positions with `kind`: those that others hold cost
+    nothing, those of cached prefixes that nobody holds do, for they count as free. At least one group."""
+    return view.blocks_for(tokens, kind) - view.table.hit_blocks[rows, kind]
+
+
+def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """(n, num_kinds): `start_blocks_for` with each kind."""
+    blocks = view.block_options(tokens)
+    hits = view.table.hit_blocks
+    if hits.any():
+        blocks -= hits.take(rows, axis=0)
+    return blocks
+
+
+def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
+    """(n, num_kinds): kinds on offer with which the whole pool holds the request at its greatest length.
+
+    With any other it would grow until the pool is full and could never end. Where no kind does, the smallest one on
+    offer is allowed.
+    """
+    offered = view.offered
+    tokens = view.table.max_tokens_total.take(rows)
+    longest = view.block_options(tokens.max(initial=0, keepdims=True))[0]
+    if offered.any() and (longest[offered] <= view.total_blocks).all():  # the ordinary case
+        allowed = np.empty((offered.size, rows.size), np.bool_)
+        allowed[:] = offered[:, None]
+        return allowed.T
+    blocks = view.block_options(tokens).T
+    allowed = offered[:, None] & (blocks <= view.total_blocks)
+    hopeless = ~allowed.any(axis=0)
+    if hopeless.any():
+        of_offered = np.where(offered[:, None], blocks[:, hopeless], np.iinfo(np.int32).max)
+        allowed[of_offered.argmin(axis=0), np.flatnonzero(hopeless)] = True
+    return allowed.T
+
+
+def target_tokens(view: SchedulerView, rows: Rows, ahead: int) -> NDArray[np.int32]:
+    """Positions of `rows` after `ahead` more tokens, at most their greatest length."""
+    table = view.table
+    return np.minimum(
+        table.num_tokens.take(rows) + np.int32(ahead), table.max_tokens_total.take(rows)
+    )
+
+
+def share_tokens(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
+    """(n,) tokens of `budget` in order: each row gets what it wants until nothing is left."""
+    before = np.cumsum(wanted) - wanted
+    return np.clip(budget - before, 0, wanted).astype(np.int32)
+
+
+def blocks_after(
+    view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """(n,) blocks that running `rows` hold after `num_tokens` more positions, those shared with others left out."""
+    table = view.table
+    needed = held_blocks_for(view, rows, table.num_cached.take(rows) + num_tokens)
+    return np.maximum(needed, table.num_blocks.take(rows))
+
+
+def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> int:
+    """How many of all running `rows`, the last to be preempted first, keep their cache and still get their blocks.
+
+    The rows behind them must be preempted. That is what a loop does which takes the rows one by one and preempts the
+    last of them while the next one does not fit.
+    """
+    need = blocks_after(view, rows, num_tokens)
+    capacity = view.free_blocks + int(view.table.num_blocks.take(rows).sum())
+    return int(np.searchsorted(np.cumsum(need), capacity, side="right"))
+
+
+def admissible(
+    view: SchedulerView, waiting: Rows, free_blocks: int
+) -> tuple[Rows, NDArray[np.int32], NDArray[np.int8]]:
+    """The first of `waiting`, in their order, for whose whole prompts there are blocks and seats.
+
+    The first one that does not fit ends it.
+
+    Returns:
+        Rows, the tokens that are left to compute of each, and the kinds that they take.
+    """
+    waiting = waiting[: max(view.max_num_seqs - view.running.size, 0)]
+    if not waiting.size or free_blocks < 1:
+        none = waiting[:0]
+        return none, none, none.astype(np.int8)
+    kind = allowed_kinds(view, waiting).argmax(axis=1)
+    blocks = start_blocks_for(view, waiting, view.table.num_tokens.take(waiting), kind)
+    num = int(np.searchsorted(np.cumsum(blocks), free_blocks, side="right"))
+    waiting, kind = waiting[:num], kind[:num]
+    return waiting, view.remaining(waiting, kind), kind.astype(np.int8)
+
+
+def step_plan(
+    view: SchedulerView,
+    rows: Rows,
+    num_tokens: NDArray[np.int32],
+    kind: NDArray[np.int8],
+    preempt: Rows,
+) -> Plan:
+    """The step of `rows`, those of no tokens left out; its name says what is in it."""
+    runs = num_tokens > 0
+    if not runs.all():
+        rows, num_tokens, kind = rows[runs], num_tokens[runs], kind[runs]
+    if not rows.size:
+        return Plan.idle(preempt)
+    holds = view.table.kind.take(rows) != NO_KIND
+    decodes = int(np.count_nonzero(holds & (view.remaining(rows) == 1)))
+    iteration = "mixed" if 0 < decodes < rows.size else "decode" if decodes else "prefill"
+    return Plan(rows=rows, num_tokens=num_tokens, kind=kind, preempt=preempt, iteration=iteration)
+
+
+class RequestNotes:
+    """A number for each request that a policy remembers between calls, by row.
+
+    Rows are used again by later requests; a rank is not. So a row is new where its rank is not the one noted.
+
+    Args:
+        dtype: of the numbers.
+    """
+
+    def __init__(self, dtype: type) -> None:
+        self._rank = np.full(0, -1, np.int64)
+        self.values = np.zeros(0, dtype)
+        """(capacity,) by row; valid for rows that `new` has been asked about."""
+
+    def new(self, table: RequestTable, rows: Rows) -> NDArray[np.bool_]:
+        """(n,) which of `rows` are asked about for the first time; their numbers are set to 0."""
+        if self._rank.size < table.capacity:
+            more = table.capacity - self._rank.size
+            self._rank = np.concatenate([self._rank, np.full(more, -1, np.int64)])
+            self.values = np.concatenate([self.values, np.zeros(more, self.values.dtype)])
+        rank = table.rank.take(rows)
+        new = self._rank.take(rows) != rank
+        if new.any():
+            self._rank[rows[new]] = rank[new]
+            self.values[rows[new]] = 0
+        return new
+
+
+def split_running(view: SchedulerView) -> tuple[Rows, Rows]:
+    """Running rows that decode (one token to compute), and those whose prompt is only partly computed."""
+    remaining = view.remaining(view.running)
+    if (remaining == 1).all():
+        return view.running, view.running[:0]
+    return view.running[remaining == 1], view.running[remaining > 1]
+
+
+class StepPacker:
+    """Collects the rows of one step within token budget, seats and blocks.
+
+    Attributes:
+        tokens_left: of `max_num_batched_tokens`.
+        seats_left: of `max_num_seqs`.
+        blocks_left: free blocks that no row of the step has taken.
+    """
+
+    def __init__(self, view: SchedulerView, preempt: Rows | None = None) -> None:
+        self.view = view
+        self.preempt = view.running[:0] if preempt is None else preempt
+        self.tokens_left = view.max_num_batched_tokens
+        self.seats_left = view.max_num_seqs - (view.running.size - self.preempt.size)
+        self.blocks_left = view.free_blocks
+        if self.preempt.size:
+            self.blocks_left += int(view.table.num_blocks[self.preempt].sum())
+        self._sizes, self._per_group = view.block_sizes.tolist(), view.blocks_per_group.tolist()
+        self._decoding = view.running[:0]
+        self._rows: list[int] = []
+        self._num_tokens: list[int] = []
+        self._kind: list[int] = []
+
+    def decode(self, rows: Rows) -> None:
+        """One token of each of `rows`, before anything else; the caller has seen to it that their blocks are there."""
+        table = self.view.table
+        self._decoding = rows
+        self.tokens_left -= rows.size
+        needed = held_blocks_for(self.view, rows, table.num_tokens[rows])
+        self.blocks_left -= int((needed - table.num_blocks[rows]).sum())
+
+    def _add(self, row: int, num_tokens: int, kind: int, blocks: int) -> None:
+        self._rows.append(row)
+        self._num_tokens.append(num_tokens)
+        self._kind.append(kind)
+        self.tokens_left -= num_tokens
+        self.blocks_left -= blocks
+
+    def go_on(self, partial: Rows) -> bool:
+        """Next chunks of partly computed prompts, in order; True if any of them got one."""
+        table = self.view.table
+        added = False
+        for row in partial.tolist():
+            kind, held, cached = (
+                int(table.kind[row]),
+                int(table.num_blocks[row]) + int(table.num_shared[row]),
+                int(table.num_cached[row]),
+            )
+            per_group, size = self._per_group[kind], self._sizes[kind]
+            room = (held + self.blocks_left) // per_group * size - cached
+            length = min(int(table.num_tokens[row]) - cached, self.tokens_left, room)
+            if length < 1:
+                continue
+            self._add(row, length, kind, -(-(cached + length) // size) * per_group - held)
+            added = True
+        return added
+
+    def start(
+        self, rows: Rows, kind: NDArray[np.int8], *, in_order: bool, split: bool = False
+    ) -> None:
+        """Begin waiting `rows`, as far as they go; the caller has seen to it that their blocks are there.
+
+        A prompt of which more than a whole step is to be computed takes what is left of this one; any other is computed
+        in one piece or not begun, unless prompts may be `split`. With `in_order` the first that does not go ends it, else later ones may
+        still go.
+        """
+        if not rows.size:
+            return
+        view, table = self.view, self.view.table
+        found = table.hit_tokens[rows, kind]
+        lengths = table.num_tokens.take(rows) - found
+        shared = table.hit_blocks[rows, kind]
+        whole = view.blocks_for(lengths + found, kind) - shared
+        # As many as go one after another, at once.
+        num = int(np.searchsorted(np.cumsum(lengths), self.tokens_left, side="right"))
+        num = max(min(num, self.seats_left), 0)
+        self._rows += rows[:num].tolist()
+        self._num_tokens += lengths[:num].tolist()
+        self._kind += kind[:num].tolist()
+        self.tokens_left -= int(lengths[:num].sum())
+        self.blocks_left -= int(whole[:num].sum())
+        self.seats_left -= num
+        if in_order or split:
+            rest = np.arange(num, rows.size)
+        else:  # those that can go at all
+            left = lengths[num:]
+            goes = (left <= self.tokens_left) | (left > view.max_num_batched_tokens)
+            rest = num + np.flatnonzero(goes)
+        for i in rest.tolist():
+            if self.seats_left < 1 or self.tokens_left < 1:
+                return
+            length, blocks = int(lengths[i]), int(whole[i])
+            if length > self.tokens_left:
+                if length <= view.max_num_batched_tokens and not split:
+                    if in_order:
+                        return
+                    continue
+                length = self.tokens_left
+                groups = -(-(int(found[i]) + length) // self._sizes[kind[i]])
+                blocks = groups * self._per_group[kind[i]] - int(shared[i])
+            self._add(int(rows[i]), length, int(kind[i]), blocks)
+            self.seats_left -= 1
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._rows and not self._decoding.size
+
+    def plan(self) -> Plan:
+        """The step, an iteration of whatever is in it; idle if nothing was added."""
+        if self.is_empty:
+            return Plan.idle(self.preempt)
+        decoding = self._decoding
+        if not self._rows:
+            return decode_plan(self.view, decoding, self.preempt)
+        rows = np.array(self._rows, np.int32)
+        num_tokens = np.array(self._num_tokens, np.int32)
+        kind = np.array(self._kind, np.int8)
+        if decoding.size:
+            rows = np.concatenate([decoding, rows])
+            num_tokens = np.concatenate([np.ones(decoding.size, np.int32), num_tokens])
+            kind = np.concatenate([self.view.table.kind[decoding], kind])
+        return Plan(
+            rows=rows,
+            num_tokens=num_tokens,
+            kind=kind,
+            preempt=self.preempt,
+            iteration="mixed" if decoding.size else "prefill",
+        )
+
+
+def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
+    """One token of each of `rows`, as many as a step may hold, after `preempt` gave their cache up."""
+    rows = rows[: view.max_num_batched_tokens]
+    if not rows.size:
+        return Plan.idle(preempt)
+    return Plan(
+        rows=rows,
+        num_tokens=np.ones(rows.size, np.int32),
+        kind=view.table.kind[rows],
+        preempt=preempt,
+        iteration="decode",
+    )
+
+
+def unblock(view: SchedulerView, partial: Rows) -> Plan:
+    """Only partly computed prompts hold cache, and none can go on: the youngest give theirs up until the oldest can.
+
+    Policies reserve the blocks of a prompt before they begin it, so that this happens only after something outside
+    their plans (a failed allocation, another policy).
+    """
+    for num_kept in range(partial.size - 1, 0, -1):
+        packer = StepPacker(view, partial[num_kept:])
+        if packer.go_on(partial[:1]):
+            return packer.plan()
+    return Plan.idle(partial)

@@ -1,0 +1,692 @@
+"""Optimal schedules of small workloads: InferMax's constraint program (§5), with arrivals and cache kinds.
+
+Knows every output length beforehand, so it is no policy but what policies are measured against.
+
+1. `OptimalProblem` says what is to be scheduled, under which limits, at which costs, and what counts as good.
+2. `solve_optimal` states it as a mixed-integer linear program, has HiGHS solve it, and reads the schedule off.
+3. `check_schedule` replays any schedule by the rules of the paper and prices it with `StepCosts.step_s`. It shares no
+   code with 2; every number that is reported comes from it.
+
+**The program.** InferMax has integers S, m, c, g, e a request and batch, and writes Eqs. 1 to 3 with big-M terms (Eq. 5).
+Here a request is a path through the graph of its states (tokens generated, tokens cached, kind): one step a batch, each
+arc one legal (c, g, e). Then S, m, c, g, e are sums over the arcs taken, Eqs. 1 to 3 hold by construction, products such
+as c^2 + 2mc are constants of the arcs, so they are exact, and the size depends on how many states there are, not on how
+long prompts are: without chunks a request of O tokens has 2 O states, whatever I is. Equal requests share one graph
+with an integer flow in place of a path, which leaves the solver none of their symmetry. Constraints over requests are
+left: Eq. 4 with C and M (in blocks), P, hybrid batching, and the time of each batch, whose maximum over the two
+phases (`StepCosts`) is two inequalities, as every objective here only gains from shorter batches.
+
+**Number of batches.** The program needs it beforehand. It is bounded so that the optimum is not lost: without chunks every
+batch generates a token, and no schedule may take longer than the best of a few simple ones that are tried first.
+
+**Starts.** The paper initialises the program with the output of other schedulers. SciPy hands HiGHS no first solution, so schedules
+that are given (`starts`, made by `policy_schedule`) do what can be done without: the best of them bounds the number of batches and
+cuts off all that is worse, and is the answer where the time is up before a better one is found. `find_better` asks the paper's
+other question, whether a schedule exists that is, say, 10 % better than a given one: the first such schedule is the answer, or the
+proof that there is none, which is often quicker than the optimum.
+
+**Where we differ from the paper.** A request's memory is free after its last batch (the paper leaves it to an eviction).
+An evicted request may run again from the next batch on, with either kind. In-between arrivals a batch may wait.
+
+**Solver.** HiGHS through SciPy, already a dependency: with 4 equal requests of 4 tokens, whose optimum takes 11 to 16
+batches, it proves the optimum in 0.1 to 8 s on one core with the linear costs of InferMax §5.1, whatever the prompt. OR-Tools
+CP-SAT (9.15, one worker, Eqs. 1 to 4 as written) finds the same optima, but proves one with prompts of 1 token in 9 s,
+and none in 100 s with prompts of 32 and 128. It could not be installed beside this package either: it needs
+protobuf < 6.34, the gRPC service needs protobuf >= 7.35.
+"""
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from apt_jax.errors import ConfigError
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.request_table import HIDDEN, NO_KIND
+from apt_jax.sim.optimal.baselines import best_simple_schedule, schedule_of
+from apt_jax.sim.optimal.check import check_schedule
+from apt_jax.sim.optimal.problem import BatchRow, OptimalProblem, OptimalRequest, OptimalSchedule
+
+_MAX_VARIABLES = 200_000
+_State = tuple[int, int, int]  # tokens generated, m, kind
+
+
+class _Arc(NamedTuple):
+    """What a request may do in a batch, from a state to a state."""
+
+    source: _State
+    target: _State
+    c: int
+    blocks: int
+    """Held after the batch."""
+    phase: int
+    """0: does not run; 1: prefill; 2: decode (as `StepCosts` tells them apart)."""
+    generates: bool
+    evicts: bool
+    kind: int
+    """Of the cache during the batch."""
+
+
+def _arcs(problem: OptimalProblem, request: OptimalRequest) -> list[_Arc]:
+    """The graph of a request's states (Eqs. 1 to 3)."""
+    offered = [k for k, s in enumerate(problem.kinds) if s.offered]
+    start, done = (0, 0, NO_KIND), (request.output_tokens, 0, NO_KIND)
+    arcs = [_Arc(done, done, 0, 0, 0, False, False, NO_KIND)]
+    seen, todo = {start, done}, [start]
+    while todo:
+        state = todo.pop()
+        generated, m, kind = state
+        length = request.prompt_tokens + generated
+        held = problem.blocks(m, kind) if m else 0
+        out = [_Arc(state, state, 0, held, 0, False, False, kind)]
+        if m and problem.eviction and m >= request.prompt_tokens + max(generated - 1, 0):
+            # Evicting a request before it has made use of its prefill never helps: that prefill could be left out.
+            out.append(_Arc(state, (generated, 0, NO_KIND), 0, 0, 0, False, True, NO_KIND))
+        for k in [kind] if m else offered:
+            for c in _pieces(problem, m, length):
+                blocks = problem.blocks(m + c, k)
+                if blocks > problem.capacity_blocks or c > problem.max_num_batched_tokens:
+                    continue
+                phase = 2 if c == 1 and m else 1
+                if phase == 1 and problem.chunk is not None and c > problem.chunk:
+                    continue
+                generates = m + c == length
+                after: _State = (generated + generates, m + c, k)
+                if after[0] == request.output_tokens:
+                    after = done
+                out.append(_Arc(state, after, c, blocks, phase, generates, False, k))
+        arcs += out
+        for arc in out:
+            if arc.target not in seen:
+                seen.add(arc.target)
+                todo.append(arc.target)
+        if len(arcs) > _MAX_VARIABLES:
+            break
+    return arcs
+
+
+def _pieces(problem: OptimalProblem, m: int, length: int) -> list[int]:
+    if problem.chunk is None or length - m == 1:
+        return [length - m]
+    step = problem.chunk_step
+    ends = range((m // step + 1) * step, min(length - 1, m + problem.chunk) + 1, step)
+    return [*(end - m for end in ends), *([length - m] if length - m <= problem.chunk else [])]
+
+
+def _distances(arcs: list[_Arc], root: _State, *, backwards: bool) -> dict[_State, int]:
+    """Fewest batches from `root` to each state, or from each state to it."""
+    near = collections.defaultdict(list)
+    for arc in arcs:
+        a, b = (arc.target, arc.source) if backwards else (arc.source, arc.target)
+        near[a].append(b)
+    distance, queue = {root: 0}, collections.deque([root])
+    while queue:
+        a = queue.popleft()
+        for b in near[a]:
+            if b not in distance:
+                distance[b] = distance[a] + 1
+                queue.append(b)
+    return distance
+
+
+def _num_batches(problem: OptimalProblem, simple: OptimalSchedule) -> int:
+    """A number of non-empty batches that some optimal schedule keeps to."""
+    costs, requests = problem.costs, problem.requests
+    outputs = sum(r.output_tokens for r in requests)
+    limits = []
+    if problem.chunk is None:
+        limits.append(outputs)  # each batch generates a token
+    elif problem.eviction:  # each residency generates one, and takes at most its length in batches
+        limits.append(sum(r.prompt_tokens + s for r in requests for s in range(r.output_tokens)))
+    else:
+        limits.append(sum(r.prompt_tokens + r.output_tokens - 1 for r in requests))
+    base_s = _least_batch_s(problem)
+    if base_s > 0:
+        prompts_s = 0.0
+        if problem.chunk is None:  # in pieces of one token a prompt costs what decodes cost
+            prompts_s = sum(
+                costs.prefill_per_token_s * r.prompt_tokens
+                + costs.prefill_per_pair_s * r.prompt_tokens**2
+                for r in requests
+            )
+        last_s = max(r.arrival_s for r in requests)
+        # Time by which the objective is settled in any schedule at least as good as the simple one ...
+        if problem.objective == "latency":
+            settled_s = simple.latency_s
+        elif problem.objective == "slo":
+            settled_s = max(
+                (r.arrival_s + r.slo_ttft_s for r in requests if r.slo_ttft_s < math.inf), default=0
+            )
+        else:
+            settled_s = simple.objective + last_s
+        # ... and what may come after it: no more than each request once more from the start.
+        tail = 0
+        if problem.objective in ("slo", "ttft"):
+            prompts_s = 0.0
+            tail = outputs
+            if problem.chunk is not None:
+                tail = sum(r.prompt_tokens + r.output_tokens for r in requests)
+        limits.append(math.floor((settled_s - prompts_s) / base_s * (1 + 1e-9)) + tail)
+    return max(1, min(limits))
+
+
+def _least_batch_s(problem: OptimalProblem) -> float:
+    """No batch takes less."""
+    costs = problem.costs
+    return min(
+        costs.prefill_base_s + costs.prefill_per_request_s,
+        costs.decode_base_s
+        + min(costs.decode_per_request_s, costs.decode_per_hidden_request_s)
+        + 2 * min(costs.decode_per_token_s, costs.decode_per_hidden_token_s),
+    )
+
+
+def _simple_bound(problem: OptimalProblem) -> float:
+    """A bound that needs no solver: each token of a request takes a batch."""
+    least_s, requests = _least_batch_s(problem), problem.requests
+    if problem.objective == "slo":
+        return float(len(requests))
+    if problem.objective == "latency":
+        return max(r.arrival_s + r.output_tokens * least_s for r in requests)
+    if problem.objective == "ttft":
+        return len(requests) * least_s
+    return sum(r.output_tokens for r in requests) * least_s
+
+
+def _longest_batch_s(problem: OptimalProblem) -> float:
+    """No batch takes more."""
+    costs, c = problem.costs, problem.max_num_batched_tokens
+    rows = len(problem.requests)
+    cached = sum(r.prompt_tokens + r.output_tokens for r in problem.requests)
+    tokens = min(c, cached)
+    return (
+        costs.prefill_base_s
+        + costs.decode_base_s
+        + rows * (costs.prefill_per_request_s + costs.decode_per_request_s)
+        + rows * costs.decode_per_hidden_request_s
+        + tokens * costs.prefill_per_token_s
+        + costs.prefill_per_pair_s * tokens * (tokens + 2 * cached)
+        + cached * (costs.prefill_per_kv_prefix_s + costs.prefill_per_hidden_prefix_s)
+        + cached * (costs.decode_per_token_s + costs.decode_per_hidden_token_s)
+    )
+
+
+class _Program:
+    """Columns and rows of a mixed-integer linear program, collected one by one."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.integer: list[bool] = []
+        self.rows: list[dict[int, float]] = []
+        self.row_lower: list[float] = []
+        self.row_upper: list[float] = []
+
+    def column(self, upper: float, *, integer: bool, cost: float = 0.0) -> int:
+        self.cost.append(cost)
+        self.lower.append(0.0)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def at_most(self, terms: dict[int, float], upper: float) -> None:
+        self._row(terms, -np.inf, upper)
+
+    def equal(self, terms: dict[int, float], value: float) -> None:
+        self._row(terms, value, value)
+
+    def _row(self, terms: dict[int, float], lower: float, upper: float) -> None:
+        if terms:
+            self.rows.append(terms)
+            self.row_lower.append(lower)
+            self.row_upper.append(upper)
+
+    def solve(self, time_limit_s: float | None):
+        try:
+            import scipy.optimize
+            import scipy.sparse
+        except ImportError as error:
+            raise ImportError("solve_optimal needs SciPy: pip install scipy") from error
+
+        data = [v for row in self.rows for v in row.values()]
+        columns = [c for row in self.rows for c in row]
+        starts = np.concatenate([[0], np.cumsum([len(row) for row in self.rows])])
+        matrix = scipy.sparse.csr_array(
+            (data, columns, starts), shape=(len(self.rows), len(self.cost))
+        )
+        options: dict[str, float] = {"mip_rel_gap": 0.0}
+        if time_limit_s is not None:
+            options["time_limit"] = time_limit_s
+        return scipy.optimize.milp(
+            np.array(self.cost),
+            integrality=np.array(self.integer, int),
+            bounds=scipy.optimize.Bounds(np.array(self.lower), np.array(self.upper)),  # pyright: ignore[reportArgumentType] - stub: float only
+            constraints=scipy.optimize.LinearConstraint(
+                matrix,
+                np.array(self.row_lower),  # pyright: ignore[reportArgumentType] - stub: float only
+                np.array(self.row_upper),  # pyright: ignore[reportArgumentType] - stub: float only
+            ),
+            options=options,
+        )
+
+
+def solve_optimal(
+    problem: OptimalProblem,
+    *,
+    time_limit_s: float | None = None,
+    starts: Sequence[OptimalSchedule] = (),
+) -> OptimalSchedule:
+    """An optimal schedule, or the best found within the time limit with a bound on what is possible.
+
+    Args:
+        problem: the problem.
+        time_limit_s: give up the proof after this time; None: never.
+        starts: schedules of the problem to begin from, made by other schedulers.
+
+    Raises:
+        ConfigError: a request can never run, or the program would be too large.
+        ValueError: a start breaks a rule of the problem.
+        ImportError: SciPy is not installed.
+    """
+    made = _make_program(problem, starts)
+    simple, sign = made.simple, made.sign
+    answer = made.program.solve(time_limit_s)
+    if answer.status not in (0, 1):
+        raise RuntimeError(f"HiGHS failed: {answer.message}")
+    bound = -math.inf if answer.mip_dual_bound is None else float(answer.mip_dual_bound)
+    bound = sign * bound / made.unit - made.offset
+    bound = sign * max(sign * bound, sign * _simple_bound(problem))
+    found = simple
+    if answer.x is not None:
+        solved = made.read(answer.x)
+        if sign * solved.objective <= sign * simple.objective:
+            found = solved
+    gap = sign * (found.objective - bound)
+    proven = answer.status == 0 or gap <= 1e-6 * abs(found.objective)
+    if proven:
+        assert abs(gap) <= 1e-5 * max(abs(found.objective), 1e-12), (
+            f"the program's optimum is {bound}, its schedule has {found.objective}"
+        )
+    return dataclasses.replace(
+        found,
+        bound=found.objective if proven else bound,
+        status="optimal" if proven else "feasible",
+    )
+
+
+def find_better(
+    problem: OptimalProblem,
+    than: OptimalSchedule,
+    *,
+    by: float = 0.1,
+    time_limit_s: float | None = None,
+) -> tuple[Literal["yes", "no", "unknown"], OptimalSchedule | None]:
+    """Whether a schedule exists whose objective is at least a share `by` better than a given one's (InferMax §5).
+
+    Args:
+        problem: the problem.
+        than: a schedule of it.
+        by: 0.1: at most 0.9 times its latency (or sum), at least 1.1 times as many first tokens in time for "slo".
+        time_limit_s: give up after this time; None: never.
+
+    Returns:
+        "yes" and such a schedule, "no" and None if there is none, "unknown" and None when the time is up.
+
+    Raises:
+        ConfigError, ValueError, ImportError: as `solve_optimal`.
+    """
+    if not 0 <= by < 1:
+        raise ValueError(f"{by=} must lie in [0, 1)")
+    least = check_schedule(problem, than).objective
+    made = _make_program(problem, (than,))
+    wanted = least * (1 + by) if problem.objective == "slo" else least * (1 - by)
+    if made.sign * made.simple.objective <= made.sign * wanted:
+        return "yes", made.simple
+    program = made.program
+    terms = {i: cost for i, cost in enumerate(program.cost) if cost}
+    program.at_most(terms, made.sign * (wanted + made.offset) * made.unit * (1 + 1e-9))
+    program.cost = [0.0] * len(program.cost)
+    answer = program.solve(time_limit_s)
+    if answer.status not in (0, 1, 2):
+        raise RuntimeError(f"HiGHS failed: {answer.message}")
+    if answer.x is not None:
+        return "yes", made.read(answer.x)
+    return ("no" if answer.status == 2 else "unknown"), None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Made:
+    """The program of a problem and what its numbers mean."""
+
+    problem: OptimalProblem
+    program: _Program
+    classes: dict[OptimalRequest, list[int]]
+    flows: list[list[tuple[OptimalRequest, _Arc, int]]]
+    simple: OptimalSchedule
+    """The best schedule known beforehand."""
+    sign: float
+    """-1 where more is better."""
+    unit: float
+    """The program's objective is `sign * unit` times the problem's plus `offset`."""
+    offset: float
+
+    def read(self, x: np.ndarray) -> OptimalSchedule:
+        return schedule_of(self.problem, _read(self.classes, self.flows, x))
+
+
+def _make_program(problem: OptimalProblem, starts: Sequence[OptimalSchedule]) -> _Made:
+    if (misfit := problem.misfit()) is not None:
+        raise ConfigError(f"request {misfit[0]} {misfit[1]}")
+    classes: dict[OptimalRequest, list[int]] = {}
+    for i, request in enumerate(problem.requests):
+        classes.setdefault(request, []).append(i)
+    graphs: dict[OptimalRequest, list[_Arc]] = {}
+    num_batches = max(r.output_tokens for r in classes)  # at least
+    for request in classes:
+        graphs[request] = _arcs(problem, request)
+        _check_size(graphs, num_batches)
+    sign, unit = (-1.0, 1.0) if problem.objective == "slo" else (1.0, 0.0)
+    simple = best_simple_schedule(problem)
+    for start in starts:
+        replay = check_schedule(problem, start)
+        if sign * replay.objective < sign * simple.objective:
+            simple = dataclasses.replace(
+                start,
+                latency_s=replay.latency_s,
+                objective=replay.objective,
+                bound=math.nan,
+                status="feasible",
+            )
+    num_batches = _num_batches(problem, simple)
+    _check_size(graphs, num_batches)
+
+    program = _Program()
+    # Times are scaled to around 100 in all: HiGHS works with absolute tolerances.
+    span_s = max(simple.latency_s, 1e-12)
+    scale = 100.0 / span_s
+    costs = dataclasses.replace(
+        problem.costs,
+        **{
+            f.name: scale * getattr(problem.costs, f.name)
+            for f in dataclasses.fields(problem.costs)
+            if f.name != "one_program"
+        },
+    )
+    flows: list[list[tuple[OptimalRequest, _Arc, int]]] = [[] for _ in range(num_batches)]
+    for request, members in classes.items():
+        _add_flow(program, problem, request, len(members), graphs[request], flows)
+    times = [_add_batch(program, problem, costs, flow, len(problem.requests)) for flow in flows]
+    _add_objective(program, problem, classes, flows, times, simple, scale)
+    offset = 0.0
+    if problem.objective in ("ttft", "completion"):
+        offset = sum(r.arrival_s for r in problem.requests)
+    return _Made(
+        problem=problem,
+        program=program,
+        classes=classes,
+        flows=flows,
+        simple=simple,
+        sign=sign,
+        unit=unit or scale,
+        offset=offset,
+    )
+
+
+def _check_size(graphs: dict[OptimalRequest, list[_Arc]], num_batches: int) -> None:
+    size = num_batches * sum(map(len, graphs.values()))
+    if size > _MAX_VARIABLES:
+        raise ConfigError(
+            f"the program needs {size:,} variables or more (over {num_batches} batches), the limit is "
+            f"{_MAX_VARIABLES:,}: fewer or shorter requests, or larger chunks or none"
+        )
+
+
+def _add_flow(
+    program: _Program,
+    problem: OptimalProblem,
+    request: OptimalRequest,
+    count: int,
+    arcs: list[_Arc],
+    flows: list[list[tuple[OptimalRequest, _Arc, int]]],
+) -> None:
+    """`count` equal requests from their start to their end, one arc a batch."""
+    start, done = (0, 0, NO_KIND), (request.output_tokens, 0, NO_KIND)
+    ahead = _distances(arcs, start, backwards=False)
+    behind = _distances(arcs, done, backwards=True)
+    last = len(flows) - 1
+    incoming: dict[_State, dict[int, float]] = {}
+    for j, flow in enumerate(flows):
+        balance: dict[_State, dict[int, float]] = collections.defaultdict(dict)
+        arriving: dict[_State, dict[int, float]] = collections.defaultdict(dict)
+        for arc in arcs:
+            if ahead.get(arc.source, math.inf) > j or behind.get(arc.target, math.inf) > last - j:
+                continue
+            column = program.column(count, integer=True)
+            flow.append((request, arc, column))
+            balance[arc.source][column] = 1.0
+            arriving[arc.target][column] = 1.0
+        for state in balance.keys() | incoming.keys():
+            terms = dict(balance.get(state, {}))
+            if j == 0 and state == start:
+                program.equal(terms, count)
+                continue
+            for column in incoming.get(state, {}):
+                terms[column] = -1.0
+            program.equal(terms, 0)
+        incoming = arriving
+
+
+def _add_batch(
+    program: _Program,
+    problem: OptimalProblem,
+    costs: StepCosts,
+    flow: list[tuple[OptimalRequest, _Arc, int]],
+    num_requests: int,
+) -> tuple[int, int, int]:
+    """One batch: Eq. 4, P, its phases and its time.
+
+    Returns:
+        Columns of its time, of whether it has prefills, of whether it has decodes.
+    """
+    time = program.column(np.inf, integer=False)
+    has_prefill = program.column(1, integer=True)
+    has_decode = program.column(1, integer=True)
+    tokens: dict[int, float] = {}
+    blocks: dict[int, float] = {}
+    read: dict[int, float] = {}
+    prefill: dict[int, float] = {}
+    decode: dict[int, float] = {}
+    prefills: dict[int, float] = {}
+    decodes: dict[int, float] = {}
+    shares: dict[tuple[OptimalRequest, int], dict[int, float]] = collections.defaultdict(dict)
+    for request, arc, column in flow:
+        m = arc.source[1]
+        if arc.blocks:
+            blocks[column] = arc.blocks
+        if arc.phase == 0:
+            continue
+        tokens[column] = arc.c
+        shares[request, arc.phase][column] = 1.0
+        hidden = arc.kind == HIDDEN
+        if arc.phase == 1:
+            prefills[column] = arc.c
+            read[column] = costs.prefill_per_pair_s * arc.c * (arc.c + 2 * m) + m * (
+                costs.prefill_per_hidden_prefix_s if hidden else costs.prefill_per_kv_prefix_s
+            )
+            prefill[column] = costs.prefill_per_request_s + costs.prefill_per_token_s * arc.c
+        else:
+            decodes[column] = 1.0
+            read[column] = (m + 1) * (
+                costs.decode_per_hidden_token_s if hidden else costs.decode_per_token_s
+            )
+            decode[column] = (
+                costs.decode_per_hidden_request_s if hidden else costs.decode_per_request_s
+            )
+    program.at_most(tokens, problem.max_num_batched_tokens)
+    program.at_most(blocks, problem.capacity_blocks)
+    if problem.chunk is not None:
+        program.at_most(prefills, problem.chunk)
+    if not problem.hybrid_batching:
+        program.at_most({has_prefill: 1.0, has_decode: 1.0}, 1)
+    for (request, phase), columns in shares.items():
+        count = sum(1 for r in problem.requests if r == request)
+        program.at_most({**columns, (has_prefill if phase == 1 else has_decode): -count}, 0)
+    for has, active in ((has_prefill, prefills), (has_decode, decodes)):
+        program.at_most({has: 1.0, **dict.fromkeys(active, -1.0)}, 0)
+    bases = {has_decode: costs.decode_base_s, has_prefill: costs.prefill_base_s}
+    if not costs.one_program:
+        program.at_most({time: -1.0, **bases, **_sum(_sum(decode, prefill), read)}, 0)
+        return time, has_prefill, has_decode
+    # The decode side of StepCosts' maximum, then the prefill side with all tokens counted to it.
+    program.at_most({time: -1.0, has_decode: bases[has_decode], **_sum(decode, read)}, 0)
+    side = {time: -1.0, has_prefill: bases[has_prefill], **_sum(prefill, read)}
+    if problem.hybrid_batching and costs.prefill_per_token_s and decodes:
+        beside = program.column(num_requests, integer=False)  # decodes, if there are prefills
+        program.at_most({**decodes, beside: -1.0, has_prefill: num_requests}, num_requests)
+        side[beside] = costs.prefill_per_token_s
+    program.at_most(side, 0)
+    return time, has_prefill, has_decode
+
+
+def _sum(a: dict[int, float], b: dict[int, float]) -> dict[int, float]:
+    return {k: a.get(k, 0.0) + b.get(k, 0.0) for k in a.keys() | b.keys()}
+
+
+def _add_objective(
+    program: _Program,
+    problem: OptimalProblem,
+    classes: dict[OptimalRequest, list[int]],
+    flows: list[list[tuple[OptimalRequest, _Arc, int]]],
+    times: list[tuple[int, int, int]],
+    simple: OptimalSchedule,
+    scale: float,
+) -> None:
+    """Order and start times of the batches, and what is minimised. Times are in the program's unit."""
+    # Empty batches come last.
+    for (_, prefill, decode), (_, later_prefill, later_decode) in itertools.pairwise(times):
+        for later in (later_prefill, later_decode):
+            program.at_most({later: 1.0, prefill: -1.0, decode: -1.0}, 0)
+    if problem.objective == "latency":
+        # Nothing worse than the simple schedule.
+        program.at_most({t: 1.0 for t, *_ in times}, 100.0 * (1 + 1e-6))
+    offline = all(r.arrival_s == 0 for r in classes)
+    if problem.objective == "latency" and offline:
+        for time, *_ in times:
+            program.cost[time] = 1.0
+        return
+    # end_j: Acc_j of the paper with the waiting before the batch in it.
+    ends = [program.column(np.inf, integer=False) for _ in times]
+    for j, (time, *_) in enumerate(times):
+        program.at_most({ends[j]: -1.0, time: 1.0} | ({ends[j - 1]: 1.0} if j else {}), 0)
+        for request, members in classes.items():
+            if not request.arrival_s:
+                continue
+            waiting = {
+                column: 1.0
+                for r, arc, column in flows[j]
+                if r == request and arc.source == (0, 0, NO_KIND) == arc.target
+            }
+            arrived = program.column(1, integer=True)
+            program.at_most({arrived: -len(members), **{c: -1.0 for c in waiting}}, -len(members))
+            # Empty batches after the last request's end have started too, which changes nothing.
+            program.at_most({ends[j]: -1.0, time: 1.0, arrived: scale * request.arrival_s}, 0)
+    if problem.objective == "latency":
+        program.cost[ends[-1]] = 1.0
+        program.at_most({ends[-1]: 1.0}, 100.0 * (1 + 1e-6))
+        return
+    # The k-th of a class's equal requests has passed batch j if k of them had their first (or last) token before it. It
+    # waits through all batches that it has not passed.
+    total: dict[int, float] = {}
+    late_s = _latest_end_s(problem, simple, len(flows)) * scale
+    longest_s = min(late_s, scale * (_longest_batch_s(problem) + max(r.arrival_s for r in classes)))
+    least_s = scale * _least_batch_s(problem)
+    for request, members in classes.items():
+        columns = []
+        for _ in members:
+            if problem.objective == "slo":
+                columns.append(program.column(1, integer=True, cost=-1.0))
+            else:
+                columns.append(-1)
+        if problem.objective == "slo" and request.slo_ttft_s == math.inf:
+            continue
+        over: dict[int, float] = {}
+        for j, flow in enumerate(flows):
+            passed = [program.column(1, integer=True) for _ in members]
+            program.at_most({**dict.fromkeys(passed, 1.0), **over}, 0)
+            for k, column in enumerate(columns):
+                if k:
+                    program.at_most({passed[k]: 1.0, passed[k - 1]: -1.0}, 0)
+                if problem.objective == "slo":
+                    limit = scale * (request.arrival_s + request.slo_ttft_s)
+                    program.at_most(
+                        {ends[j]: 1.0, column: late_s, passed[k]: -late_s},
+                        limit * (1 + 1e-12) + late_s,
+                    )
+                else:
+                    wait = program.column(np.inf, integer=False, cost=1.0)
+                    total[wait] = 1.0
+                    since = {ends[j - 1]: -1.0} if j else {}
+                    program.at_most({ends[j]: 1.0, wait: -1.0, passed[k]: -longest_s} | since, 0)
+                    program.at_most({wait: -1.0, passed[k]: -least_s}, -least_s)
+            over = dict(over)
+            for r, arc, column in flow:
+                event = (
+                    arc.target == (request.output_tokens, 0, NO_KIND) != arc.source
+                    if problem.objective == "completion"
+                    else arc.generates and arc.source[0] == 0
+                )
+                if r == request and event:
+                    over[column] = -1.0
+    if total:
+        offset_s = sum(r.arrival_s for r in problem.requests)
+        program.at_most(total, scale * (simple.objective + offset_s) * (1 + 1e-6))
+
+
+def _latest_end_s(problem: OptimalProblem, simple: OptimalSchedule, num_batches: int) -> float:
+    """No batch of a sensible schedule ends later."""
+    last_s = max(r.arrival_s for r in problem.requests)
+    if problem.objective == "completion":
+        return simple.objective + last_s
+    return last_s + num_batches * _longest_batch_s(problem)
+
+
+def _read(
+    classes: dict[OptimalRequest, list[int]],
+    flows: list[list[tuple[OptimalRequest, _Arc, int]]],
+    x: np.ndarray,
+) -> list[tuple[list[BatchRow], list[int]]]:
+    """Batches from flows: units of a flow become requests, in their order."""
+    at = {i: (0, 0, NO_KIND) for members in classes.values() for i in members}
+    steps: list[tuple[list[BatchRow], list[int]]] = []
+    for flow in flows:
+        rows: list[BatchRow] = []
+        preempt: list[int] = []
+        moved: set[int] = set()
+        for request, arc, column in flow:
+            for _ in range(round(x[column])):
+                i = next(i for i in classes[request] if i not in moved and at[i] == arc.source)
+                moved.add(i)
+                if arc.phase:
+                    rows.append((i, arc.c, arc.source[1], arc.kind))
+                elif arc.evicts:
+                    preempt.append(i)
+                at[i] = arc.target
+        if rows:
+            steps.append((rows, preempt))
+    # Equal requests are numbered as they start.
+    starts = dict.fromkeys(at, -1)
+    for j, (rows, _) in enumerate(steps):
+        for i, *_ in rows:
+            if starts[i] < 0:
+                starts[i] = j
+    new = {}
+    for members in classes.values():
+        new.update(zip(sorted(members, key=lambda i: (starts[i], i)), members, strict=True))
+    return [
+        ([(new[i], c, m, kind) for i, c, m, kind in rows], [new[i] for i in gone])
+        for rows, gone in steps
+    ]

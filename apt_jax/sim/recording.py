@@ -1,0 +1,250 @@
+"""Durations of real steps, taken once and given back: the engine decides the same over the model and in the simulator.
+
+    JaxExecutor ──► RecordingExecutor ──► VirtualClock                     run 1: the model computes, its time moves the clock
+                        │ durations_s
+                        ▼
+    SimulatedExecutor(step_s=Replay(durations_s)) ──► VirtualClock         run 2: no model
+
+A policy decides by time, table and pool. With the same arrivals, times of steps and lengths of outputs (no end of sequence,
+exact `max_tokens`) both runs must make the same decisions, one by one. `difference` says where two runs part.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from apt_jax.config import SchedulerConfig
+from apt_jax.executor import Executor, StepBatch, StepHandle, StepResult
+from apt_jax.sched import Plan, Policy, SchedulerView, make_policy
+from apt_jax.sched.costs.hardware import Hardware
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.simulator import SimulationResult, simulate
+from apt_jax.sim.workload import Workload
+from apt_jax.utils.clock import VirtualClock
+
+__all__ = [
+    "Decision",
+    "RecordingExecutor",
+    "Replay",
+    "Run",
+    "difference",
+    "run_recorded",
+    "run_replayed",
+]
+
+
+@dataclasses.dataclass(slots=True)
+class _Done:
+    recorder: "RecordingExecutor"
+    ready_s: float
+    step: StepResult
+
+    def result(self) -> StepResult:
+        self.recorder.clock.advance_to(self.ready_s)
+        return self.step
+
+
+class RecordingExecutor:
+    """Runs each step of another executor to its end, notes how long it took, and lets a clock go on by that.
+
+    Args:
+        inner: the executor that computes.
+        clock: the engine's clock; `result` moves it to the end of its step.
+        timer: seconds, of the machine.
+
+    Attributes:
+        durations_s: seconds of all steps, in order, from the call of `execute` to the sampled tokens.
+    """
+
+    def __init__(
+        self,
+        inner: Executor,
+        clock: VirtualClock,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.inner, self.clock = inner, clock
+        self.num_blocks, self.block_size = inner.num_blocks, inner.block_size
+        self.hidden_block_size = inner.hidden_block_size
+        self.max_num_seqs, self.can_convert = inner.max_num_seqs, inner.can_convert
+        self.durations_s: list[float] = []
+        self._timer = timer
+        self._busy_until_s = 0.0
+
+    def execute(self, batch: StepBatch) -> StepHandle:
+        started = self._timer()
+        step = self.inner.execute(batch).result()
+        duration_s = self._timer() - started
+        self.durations_s.append(duration_s)
+        self._busy_until_s = max(self._busy_until_s, self.clock.now_s()) + duration_s
+        return _Done(self, self._busy_until_s, step)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps executed."""
+        return len(self.durations_s)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that they took together."""
+        return sum(self.durations_s)
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        self.inner.warm_up(progress)
+
+    @property
+    def compilations(self) -> int:
+        return self.inner.compilations
+
+
+class Replay:
+    """Gives recorded durations back in order: a `step_s` for `SimulatedExecutor` or `simulate`.
+
+    Args:
+        durations_s: from `RecordingExecutor`.
+    """
+
+    def __init__(self, durations_s: Sequence[float]) -> None:
+        self.durations_s = tuple(durations_s)
+        self.num_used = 0
+
+    def __call__(self, batch: StepBatch) -> float:
+        """Seconds of the next step. Raises AssertionError when there are more steps than were recorded."""
+        if self.num_used >= len(self.durations_s):
+            raise AssertionError(f"more steps than the {len(self.durations_s)} that were recorded")
+        self.num_used += 1
+        return self.durations_s[self.num_used - 1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What one iteration did, in terms that do not depend on the run: requests are called by their number."""
+
+    now_s: float
+    """When it was made."""
+    iteration: str
+    """`Plan.iteration`."""
+    rows: tuple[tuple[int, int, int], ...]
+    """(request, tokens, kind) in the order of the plan."""
+    preempt: tuple[int, ...]
+    convert: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What a run decided and what came of it."""
+
+    decisions: list[Decision]
+    durations_s: list[float]
+    """Of its steps."""
+    can_convert: bool
+    """Of its executor."""
+    result: SimulationResult
+
+
+class _Witness:
+    """A policy that writes down what another one decides."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.inner, self.name = inner, inner.name
+        self.decisions: list[Decision] = []
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        plan = self.inner.schedule(view)
+        rank = view.table.rank  # requests are numbered as they arrive
+        rows = zip(
+            rank[plan.rows].tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True
+        )
+        decision = Decision(
+            now_s=view.now_s,
+            iteration=plan.iteration,
+            rows=tuple(rows),
+            preempt=tuple(rank[plan.preempt].tolist()),
+            convert=tuple(rank[plan.convert].tolist()),
+        )
+        self.decisions.append(decision)
+        return plan
+
+
+def _witness(config: SimulationConfig) -> _Witness:
+    scheduler = SchedulerConfig(policy=config.policy, violation_decay=config.violation_decay)
+    return _Witness(make_policy(config=scheduler, seed=config.seed))
+
+
+def run_recorded(
+    config: SimulationConfig, hardware: Hardware, workload: Workload, executor: Executor
+) -> Run:
+    """Serve a workload with a real executor in virtual time: each step lasts as long as it really took.
+
+    Args:
+        config: policy, kinds, limits, objectives and seed; its bounds must be within the executor's.
+        hardware: costs that the policy weighs. Block sizes and pool are the executor's.
+        workload: requests that the executor's pool and model can hold.
+        executor: computes; prompts are token 0 throughout, outputs are ignored but for their number.
+    """
+    policy, recorders = _witness(config), list[RecordingExecutor]()
+
+    def record(clock: VirtualClock) -> RecordingExecutor:
+        recorders.append(RecordingExecutor(executor, clock))
+        return recorders[0]
+
+    hardware = dataclasses.replace(
+        hardware,
+        num_blocks=executor.num_blocks,
+        block_size=executor.block_size,
+        hidden_block_size=executor.hidden_block_size,
+    )
+    result = simulate(
+        config, hardware=hardware, workload=workload, policy=policy, executor=record, debug=True
+    )
+    return Run(
+        decisions=policy.decisions,
+        durations_s=recorders[0].durations_s,
+        can_convert=executor.can_convert,
+        result=result,
+    )
+
+
+def run_replayed(
+    config: SimulationConfig, hardware: Hardware, workload: Workload, recorded: Run
+) -> Run:
+    """Simulate the workload of `run_recorded` with its durations; `hardware` has the same pool.
+
+    Raises:
+        AssertionError, RuntimeError: more steps than were recorded, or fewer: the runs have parted.
+    """
+    policy, replay = _witness(config), Replay(recorded.durations_s)
+    result = simulate(
+        config,
+        hardware=hardware,
+        workload=workload,
+        policy=policy,
+        step_s=replay,
+        can_convert=recorded.can_convert,
+        debug=True,
+    )
+    if replay.num_used != len(recorded.durations_s):
+        raise RuntimeError(
+            f"{replay.num_used} steps where {len(recorded.durations_s)} were recorded"
+        )
+    return Run(
+        decisions=policy.decisions,
+        durations_s=recorded.durations_s,
+        can_convert=recorded.can_convert,
+        result=result,
+    )
+
+
+def difference(first: Run, second: Run) -> str | None:
+    """Where two runs part, in words; None where every decision, its time and every token's time are the same."""
+    for i, (a, b) in enumerate(zip(first.decisions, second.decisions, strict=False)):
+        if a != b:
+            return f"iteration {i}: {a} and {b}"
+    if len(first.decisions) != len(second.decisions):
+        return f"{len(first.decisions)} and {len(second.decisions)} iterations"
+    for i, (a, b) in enumerate(zip(first.result.requests, second.result.requests, strict=True)):
+        if a != b:
+            return f"request {i}: {a} and {b}"
+    return None

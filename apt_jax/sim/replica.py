@@ -1,0 +1,135 @@
+"""One simulated replica: an engine on a clock of its own."""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import numpy as np
+
+from apt_jax.engine import Engine, StepOutput
+from apt_jax.engine.admission import Coming
+from apt_jax.errors import InvalidRequestError
+from apt_jax.executor import Executor, StepBatch
+from apt_jax.metrics import TokenRate
+from apt_jax.request import EngineRequest
+from apt_jax.sched import HIDDEN
+from apt_jax.sim.routing import ReplicaState
+from apt_jax.utils.clock import VirtualClock
+
+IDLE_S = 0.01
+"""Where a policy lets requests wait with nothing running, time goes on by this much, or to the next arrival."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaCounts:
+    """One replica's part of a run."""
+
+    num_sent: int
+    """Requests that were routed to it."""
+    iterations: int
+    preemptions: int
+    device_busy_fraction: float
+
+
+class TimedExecutor(Executor, Protocol):
+    """An executor that says how long it has worked."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def busy_s(self) -> float: ...
+
+
+class Replica:
+    """An engine with its clock, the requests sent to it, and what a router may know of it."""
+
+    def __init__(
+        self, engine: Engine, executor: TimedExecutor, clock: VirtualClock, overlap: bool
+    ) -> None:
+        self.engine, self.executor, self._clock = engine, executor, clock
+        self._overlap = overlap
+        self.next_s = math.inf
+        """When its next iteration begins; infinite: there is nothing to do."""
+        self.num_sent = self.hidden_tokens = 0
+        self._inbox: list[EngineRequest] = []
+        self._coming = Coming()
+        self._rate = TokenRate()
+        self._in_step: ReplicaState | None = None
+        """How things stood when the last step was put together, with the time that it should end at as `busy_s`."""
+
+    def watch(self) -> None:
+        """From now on `state` can be asked."""
+        self.engine.on_plan = self._look_at_step
+
+    def _look_at_step(self, batch: StepBatch) -> None:
+        self._coming = Coming()
+        step_s = self.engine.costs.step_s(batch.num_tokens, batch.start, batch.kind)
+        begin_s = self._clock.now_s()
+        if self._overlap and self._in_step is not None:  # the step before still runs
+            begin_s = max(begin_s, self._in_step.busy_s)
+        self._in_step = self._look(begin_s + step_s)
+
+    def _look(self, busy_s: float) -> ReplicaState:
+        engine, view = self.engine, self.engine.view()
+        return ReplicaState(
+            admission=engine.admission,
+            outlook=engine.outlook(),
+            coming=self._coming,
+            busy_s=busy_s,
+            num_running=int(view.running.size),
+            num_blocks=view.total_blocks,
+            free_blocks=view.free_blocks,
+            queued_tokens=int(view.table.num_tokens[view.waiting].sum()),
+            tokens_per_s=self._rate.update(
+                self._clock.now_s(), self.engine.num_generated, self.executor.busy_s
+            ),
+            least_blocks=engine.least_blocks,
+        )
+
+    def state(self, now_s: float) -> ReplicaState:
+        """What is known at `now_s`, which lies between the beginnings of two iterations."""
+        if self._in_step is not None and self._clock.now_s() > now_s:  # it ends after this
+            left_s = max(self._in_step.busy_s - now_s, 0.0)
+            return dataclasses.replace(self._in_step, busy_s=left_s, coming=self._coming)
+        self._clock.advance_to(now_s)
+        left_s = 0.0
+        if self._overlap and self._in_step is not None:
+            left_s = max(self._in_step.busy_s - now_s, 0.0)
+        return self._look(left_s)
+
+    def send(self, request: EngineRequest) -> None:
+        """A request comes, now."""
+        self._inbox.append(request)
+        self.num_sent += 1
+        num_tokens = int(request.prompt_token_ids.size)
+        self._coming.add(
+            prompt_len=num_tokens,
+            own_tokens=num_tokens,
+            blocks=self.engine.least_blocks(num_tokens),
+            best_effort=request.slo_class == "be",
+            tenant=request.tenant,
+        )
+        self.next_s = max(self._clock.now_s(), request.arrival_s)
+
+    def turn(self) -> tuple[list[StepOutput], int]:
+        """One iteration of the engine; returns what it delivered, and how many of the requests that had come were refused."""
+        self._clock.advance_to(self.next_s)
+        num_refused = 0
+        for request in self._inbox:
+            try:
+                self.engine.add_request(request)
+            except InvalidRequestError:
+                num_refused += 1
+        self._inbox.clear()
+        self._coming = Coming()
+        before, began_s = self.executor.num_steps, self._clock.now_s()
+        outputs = self.engine.step()
+        self.next_s = self._clock.now_s() if self.engine.has_work else math.inf
+        if self.executor.num_steps > before:
+            plan = self.engine.last_plan
+            if plan is not None and plan.kind.any():
+                self.hidden_tokens += int(np.count_nonzero(plan.kind == HIDDEN))
+        elif not outputs and self._clock.now_s() == began_s:  # and no step has ended either
+            self.next_s += IDLE_S
+        return outputs, num_refused

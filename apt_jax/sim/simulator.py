@@ -1,0 +1,404 @@
+"""One simulated run: a workload through the engine that serves, on a cost model and a virtual clock; or through several engines.
+
+    trace, arrivals ──► router ──► Engine (policy, cache accounting, metrics) ──► SimulatedExecutor (step_s) ──► VirtualClock
+                          └──────► Engine ...
+
+Each replica has a clock of its own. What comes next of all goes first: an iteration of the replica that is furthest behind (of
+several the one of lowest index), or the next request, which is routed when every replica's next iteration begins at its arrival or
+later. It joins that iteration. A replica's engine is not told of requests that went elsewhere, so it does what it would do alone.
+
+Everything above the executor is the code that serves. A run depends on its configuration alone: the same seed draws the
+same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
+
+Prefix caching is on where the trace says which prompts begin alike (its column `hash_ids`): prompts are then made of such tokens
+that the engine finds what is common. Most traces tell lengths and no contents. Outputs are never found in a later prompt, since
+nothing is known of them, and a request that is drawn twice is found whole.
+"""
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.config import CacheConfig, SchedulerConfig
+from apt_jax.engine import Engine
+from apt_jax.errors import ConfigError
+from apt_jax.executor import StepBatch
+from apt_jax.metrics import RequestRecord, Summary, summarize
+from apt_jax.request import EngineRequest, RequestMetrics
+from apt_jax.sched import Policy, make_policy
+from apt_jax.sched.costs.hardware import Hardware
+from apt_jax.sim.attainable import attainable_share
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.executor import SimulatedExecutor
+from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.replica import Replica, ReplicaCounts, TimedExecutor
+from apt_jax.sim.routing import ROUTING_POLICIES, Router
+from apt_jax.sim.trace import load_trace
+from apt_jax.sim.workload import Workload, draw_workload, engine_requests, fitting
+from apt_jax.utils.clock import VirtualClock
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TenantCounts:
+    """One tenant's part of a run."""
+
+    num_sent: int
+    slo_attainment: float
+    output_tokens: int
+    ttft_p50_s: float | None
+    """None: no request of it came to a first token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SimulationResult:
+    """What a run showed."""
+
+    config: SimulationConfig
+    summary: Summary
+    preemptions: int
+    recomputed_tokens: int
+    fallback_iterations: int
+    """Iterations that `fcfs` scheduled, because the policy failed: the run is not the policy's where there are any."""
+    num_left_out: int
+    """Requests of the trace that can never fit this model and pool: none of them was drawn."""
+    slo_attainment_bound: float | None
+    """Share of the requests that no policy can exceed (`apt_jax.sim.attainable`). None: with prefix caching, classes, objectives
+    of single requests, and step times that are not `StepCosts` of a description."""
+    kind_switches: int
+    prefix_hit_fraction: float
+    """Share of the prompt tokens of scheduled requests that were found cached; 0 without prefix caching."""
+    conversions: int
+    """Times that a running request went from layer inputs to keys and values."""
+    hidden_token_fraction: float
+    """Share of decoded tokens whose request held the hidden kind."""
+    iterations: int
+    iterations_by_type: dict[str, int]
+    device_busy_fraction: float
+    """Share of the run that the simulated devices worked."""
+    schedule_ms: tuple[float, float]
+    """p50 and p99 of a scheduling call on this host, ms, of several replicas the longest; the only numbers that are not deterministic with the next."""
+    sim_wall_s: float
+    requests: list[RequestMetrics | None]
+    """In order of arrival; None: refused."""
+    replicas: tuple[ReplicaCounts, ...]
+    routed_to: NDArray[np.int32]
+    """(requests,) index of the replica of each."""
+    tenants: tuple[TenantCounts, ...] = ()
+    """By tenant; empty where there is one."""
+
+    @property
+    def slo_attainment(self) -> float:
+        """Share of the requests that attained their objectives."""
+        return self.summary.slo_attainment
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second, from the first arrival to the last token."""
+        return self.summary.tokens_per_s
+
+    @property
+    def ttft_p99_s(self) -> float | None:
+        """P99 of TTFT over completed requests, seconds: how long the last ones wait."""
+        return self.summary.ttft_s.p99
+
+    @property
+    def duration_s(self) -> float:
+        """First arrival to last token, seconds (makespan)."""
+        return self.summary.duration_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result keys of `apt-jax simulate --json`."""
+        s = self.summary
+        config = dataclasses.asdict(self.config)
+        return {
+            "config": config,
+            "slo_attainment": s.slo_attainment,
+            "ttft_attainment": s.ttft_attainment,
+            "tbt_attainment": s.tbt_attainment,
+            "ttft_s": dataclasses.asdict(s.ttft_s),
+            "tbt_s": dataclasses.asdict(s.tbt_s),
+            "p99_tbt_drop_first_s": dataclasses.asdict(s.p99_tbt_drop_first_s),
+            "tokens_per_s": s.tokens_per_s,
+            "goodput": s.goodput,
+            "duration_s": s.duration_s,
+            "num_sent": s.num_sent,
+            "num_completed": s.num_completed,
+            "preemptions": self.preemptions,
+            "recomputed_tokens": self.recomputed_tokens,
+            "fallback_iterations": self.fallback_iterations,
+            "num_left_out": self.num_left_out,
+            "slo_attainment_bound": self.slo_attainment_bound,
+            "kind_switches": self.kind_switches,
+            "prefix_hit_fraction": self.prefix_hit_fraction,
+            "conversions": self.conversions,
+            "hidden_token_fraction": self.hidden_token_fraction,
+            "iterations": self.iterations,
+            "iterations_by_type": self.iterations_by_type,
+            "device_busy_fraction": self.device_busy_fraction,
+            "schedule_ms": {"p50": self.schedule_ms[0], "p99": self.schedule_ms[1]},
+            "sim_wall_s": self.sim_wall_s,
+            "replicas": [dataclasses.asdict(replica) for replica in self.replicas],
+            "tenants": [dataclasses.asdict(tenant) for tenant in self.tenants],
+        }
+
+
+def simulate(
+    config: SimulationConfig,
+    *,
+    hardware: Hardware | None = None,
+    workload: Workload | None = None,
+    policy: Policy | None = None,
+    step_s: Callable[[StepBatch], float] | None = None,
+    executor: Callable[[VirtualClock], TimedExecutor] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    on_step: Callable[[Engine], None] | None = None,
+    can_convert: bool = True,
+    debug: bool = False,
+) -> SimulationResult:
+    """Run one simulation.
+
+    Args:
+        config: what to run.
+        hardware: None: the one that `config` names.
+        workload: None: drawn from the trace that `config` names.
+        policy: None: the one that `config` names. An object serves one replica.
+        step_s: durations of steps; None: the hardware's cost model.
+        executor: makes another one than `SimulatedExecutor` for the run's clock, which it must advance
+            (`apt_jax.sim.recording`); its pool and block size must be the hardware's. `host_s` is then only predicted.
+        progress: told (ended requests, all) now and then.
+        on_step: called with the engine that has run it after every iteration, for pictures.
+        can_convert: whether policies may convert layer inputs to keys and values, at
+            `StepCosts.convert_per_hidden_token_s` a token.
+        debug: the engine checks its accounting after every step.
+
+    Raises:
+        ConfigError: unknown names, impossible settings, a trace that cannot be served.
+    """
+    started = time.perf_counter()
+    hardware = hardware or load_hardware(config.model, config.hardware, config.num_devices)
+    num_left_out = 0
+    if workload is None:
+        trace = load_trace(config.trace)
+        kept = fitting(trace, hardware, config)
+        num_left_out = trace.num_requests - kept.num_requests
+        workload = draw_workload(kept, config)
+    costs = hardware.step_costs(config.hidden_attention)
+    timing = hardware.programs or costs
+    overlap = hardware.programs is not None if config.overlap is None else config.overlap
+    # A cost model that is fitted to whole steps has the host's time in them.
+    if config.host_s and not overlap and hardware.programs is None:
+        costs = dataclasses.replace(
+            costs,
+            prefill_base_s=costs.prefill_base_s + config.host_s,
+            decode_base_s=costs.decode_base_s + config.host_s,
+        )
+    max_num_seqs, budget = _bounds(config, hardware)
+    scheduler = SchedulerConfig(
+        policy=config.policy,
+        violation_decay=config.violation_decay,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        # Room for all, and more than any tenant's share of it: nobody is refused for the length of the queue.
+        max_num_queued_reqs=max(2 * workload.arrival_s.size, 1),
+        overlap=overlap,
+    )
+    prefixes = config.enable_prefix_caching
+    if prefixes is None:
+        prefixes = workload.prompts is not None
+    if prefixes and workload.prompts is None:
+        raise ConfigError(
+            f"trace {config.trace} has no column hash_ids: nothing is known of common beginnings (--enable-prefix-caching)"
+        )
+    if policy is not None and config.replicas > 1:
+        raise ConfigError(
+            "a policy object serves one replica: name the policy in the configuration"
+        )
+    bound = None
+    of_cost_model = executor is None and step_s is None and hardware.programs is None
+    alike = workload.slos is None and not workload.best_effort.any() and not prefixes
+    if of_cost_model and alike:
+        bound = attainable_share(
+            workload.arrival_s,
+            workload.prompt_tokens,
+            costs,
+            ttft_s=config.slo.ttft_s,
+            step_tokens=budget,
+            replicas=config.replicas,
+        )
+
+    def predicted_s(batch: StepBatch) -> float:
+        step_s = timing.step_s(batch.num_tokens, batch.start, batch.kind)
+        return step_s + costs.conversion_s(batch.num_converted_tokens)
+
+    def replica() -> "Replica":
+        clock = VirtualClock()
+        timed: TimedExecutor = (
+            executor(clock)
+            if executor is not None
+            else SimulatedExecutor(
+                clock,
+                step_s or predicted_s,
+                num_blocks=config.num_blocks or hardware.num_blocks,
+                block_size=hardware.block_size,
+                hidden_block_size=hardware.hidden_block_size,
+                max_num_seqs=max_num_seqs,
+                host_s=config.host_s,
+                can_convert=can_convert,
+            )
+        )
+        engine = Engine(
+            timed,
+            make_policy(config=scheduler, seed=config.seed) if policy is None else policy,
+            clock,
+            hardware.kinds(config.cache, config.hidden_attention, rho_us=config.rho_us),
+            scheduler,
+            # Prompts of which only lengths are known are all alike, and would be found in the cache.
+            CacheConfig(
+                block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=prefixes
+            ),
+            costs=costs,
+            debug=debug,
+            lengths_only=executor is None and step_s is None,
+        )
+        return Replica(engine, timed, clock, overlap)
+
+    replicas = [replica() for _ in range(config.replicas)]
+    sent = engine_requests(workload, config)
+    requests, routed_to = _run(
+        replicas, sent, ROUTING_POLICIES[config.routing_policy](), progress, on_step
+    )
+    records = [
+        RequestRecord(arrival_s=request.arrival_s, ok=False, slo=request.slo)
+        if metrics is None
+        else RequestRecord.from_metrics(metrics, ok=metrics.finished_s is not None)
+        for request, metrics in zip(sent, requests, strict=True)
+    ]
+    summary = summarize(records)
+    stats = [replica.engine.stats() for replica in replicas]
+    by_type = collections.Counter[str]()
+    for one in stats:
+        by_type.update(one.iterations)
+
+    def busy_fraction(busy_s: float) -> float:
+        return busy_s / summary.duration_s if summary.duration_s > 0 else 0.0
+
+    return SimulationResult(
+        config=config,
+        summary=summary,
+        preemptions=sum(one.num_preemptions for one in stats),
+        recomputed_tokens=sum(one.recomputed_tokens for one in stats),
+        fallback_iterations=sum(one.fallback_iterations for one in stats),
+        num_left_out=num_left_out,
+        slo_attainment_bound=bound,
+        kind_switches=sum(sum(one.kind_switches.values()) for one in stats),
+        prefix_hit_fraction=sum(one.prefix_cache_hits for one in stats)
+        / max(sum(one.prefix_cache_queries for one in stats), 1),
+        conversions=sum(one.num_conversions for one in stats),
+        hidden_token_fraction=sum(replica.hidden_tokens for replica in replicas)
+        / max(sum(one.generation_tokens for one in stats), 1),
+        iterations=sum(replica.executor.num_steps for replica in replicas),
+        iterations_by_type=dict(by_type),
+        device_busy_fraction=busy_fraction(
+            sum(replica.executor.busy_s for replica in replicas) / len(replicas)
+        ),
+        schedule_ms=(
+            max(one.schedule_p50_ms for one in stats),
+            max(one.schedule_p99_ms for one in stats),
+        ),
+        sim_wall_s=time.perf_counter() - started,
+        requests=requests,
+        replicas=tuple(
+            ReplicaCounts(
+                num_sent=replica.num_sent,
+                iterations=replica.executor.num_steps,
+                preemptions=one.num_preemptions,
+                device_busy_fraction=busy_fraction(replica.executor.busy_s),
+            )
+            for replica, one in zip(replicas, stats, strict=True)
+        ),
+        routed_to=routed_to,
+        tenants=_by_tenant(workload.tenant, records),
+    )
+
+
+def _by_tenant(
+    tenant: NDArray[np.int32] | None, records: Sequence[RequestRecord]
+) -> tuple[TenantCounts, ...]:
+    if tenant is None:
+        return ()
+    counts = []
+    for number in range(int(tenant.max(initial=0)) + 1):
+        mine = [records[i] for i in np.flatnonzero(tenant == number).tolist()]
+        summary = summarize(mine)
+        counts.append(
+            TenantCounts(
+                num_sent=len(mine),
+                slo_attainment=summary.slo_attainment,
+                output_tokens=sum(len(record.token_times_s) for record in mine),
+                ttft_p50_s=summary.ttft_s.p50,
+            )
+        )
+    return tuple(counts)
+
+
+def _bounds(config: SimulationConfig, hardware: Hardware) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens) of a run."""
+    programs = hardware.programs
+    if programs is None:
+        budget = min(max(2048, hardware.max_model_len), 16384)
+        return config.max_num_seqs or 256, config.max_num_batched_tokens or budget
+    bounds = []
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        wanted, measured = getattr(config, name), getattr(programs, name)
+        if wanted is not None and wanted > measured:
+            raise ConfigError(
+                f"{name}={wanted} is more than {hardware.name} was calibrated for, {measured} (--{name.replace('_', '-')}, or calibrate with more)"
+            )
+        bounds.append(wanted or measured)
+    return bounds[0], bounds[1]
+
+
+def _run(
+    replicas: Sequence[Replica],
+    requests: Sequence[EngineRequest],
+    route: Router,
+    progress: Callable[[int, int], None] | None,
+    on_step: Callable[[Engine], None] | None,
+) -> tuple[list[RequestMetrics | None], NDArray[np.int32]]:
+    """Serve all requests; returns their metrics, and which replica each went to."""
+    n = len(requests)
+    metrics: list[RequestMetrics | None] = [None] * n
+    routed_to = np.zeros(n, np.int32)
+    if len(replicas) > 1:
+        for replica in replicas:
+            replica.watch()
+    sent = ended = turns = 0
+    while ended < n:
+        replica = min(replicas, key=lambda replica: replica.next_s)
+        if sent < n and requests[sent].arrival_s <= replica.next_s:
+            request = requests[sent]
+            if len(replicas) > 1:
+                states = [replica.state(request.arrival_s) for replica in replicas]
+                routed_to[sent] = route(request, states)
+            replicas[routed_to[sent]].send(request)
+            sent += 1
+            continue
+        before = replica.executor.num_steps
+        outputs, num_refused = replica.turn()
+        ended += num_refused
+        for output in outputs:
+            if output.finish_reason is not None:
+                metrics[int(output.request.request_id)] = output.metrics
+                ended += 1
+        if on_step is not None and replica.executor.num_steps > before:
+            on_step(replica.engine)
+        turns += 1
+        if progress is not None and not turns % 512:
+            progress(ended, n)
+    if progress is not None:
+        progress(n, n)
+    return metrics, routed_to

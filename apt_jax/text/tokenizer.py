@@ -1,0 +1,347 @@
+"""Text to tokens and back: a thin wrapper of the `tokenizers` library, and what streaming needs beyond it.
+
+* `load_tokenizer` reads the tokenizer of a model directory or GGUF file into a `Tokenizer`. Text that looks like a special token is encoded as the plain
+  text that it is: only the tokenizer's own template adds special tokens.
+* `IncrementalDetokenizer` turns tokens into text one by one. A character whose bytes are spread over several tokens
+  comes out whole, with its last byte; the pieces together are exactly the decoded text of all tokens.
+* `StopChecker` finds stop strings wherever token borders fall, and keeps back text that may still become one, so that
+  nothing that was streamed has to be taken back.
+* `OutputText` joins both for one request.
+"""
+import contextlib
+import functools
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.processors
+
+from apt_jax.errors import ModelLoadError, one_line
+
+_logger = logging.getLogger(__name__)
+_MAX_FILE_BYTES = 256 << 20
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies (GPT-2): printable Latin-1 as itself, the rest
+    from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    alphabet = {chr(b): b for b in printable}
+    alphabet.update({chr(0x100 + n): b for n, b in enumerate(rest)})
+    return alphabet
+
+
+_BYTES = _byte_alphabet()
+
+
+def _token_bytes(token: str) -> bytes:
+    """What a token of a byte-level vocabulary stands for."""
+    try:
+        return bytes(_BYTES[c] for c in token)
+    except KeyError:  # an added token with other characters
+        return token.encode("utf-8", "replace")
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library with what the engine asks of it.
+
+    Args:
+        backend: the library's tokenizer; its handling of special tokens is changed (see the module docstring).
+
+    Attributes:
+        vocab_size: ids are in [0, vocab_size).
+        path: the directory or GGUF file that it was read from, if any.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, path: Path | None = None) -> None:
+        backend.encode_special_tokens = True
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self.path = path
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        self.is_byte_level = decoder.get("type") == "ByteLevel"
+        self._longest_token = max(
+            (len(_token_bytes(t)) if self.is_byte_level else len(t) for t in vocab), default=1
+        )
+        # A normaliser may shorten text (strip, compose characters), and an added token may swallow the spaces around
+        # it: then lengths bound nothing.
+        self._bounded = (
+            self.is_byte_level
+            and backend.normalizer is None
+            and not any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
+        )
+        self._pieces: dict[int, bytes] = {}
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The library's object."""
+        return self._backend
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (OPT: `</s>` first)."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @functools.cached_property
+    def _special_tokens(self) -> dict[str, tokenizers.AddedToken]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return {token.content: token for token in added if token.special and token.content}
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """Matches the text of any special token, of several at one place the longest; None: there are none."""
+        texts = sorted(self._special_tokens, key=lambda text: -len(text))
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+    @functools.cached_property
+    def _trusting(self) -> tokenizers.Tokenizer:
+        """A copy that takes the text of special tokens for special tokens."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = False
+        return backend
+
+    @functools.cached_property
+    def _continuing(self) -> tokenizers.Tokenizer:
+        """A copy for text that does not begin the prompt: no space is put before it where only the first text gets one."""
+        fields = json.loads(self._backend.to_str())
+
+        def change(step: Any) -> None:
+            if isinstance(step, dict):
+                if step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first":
+                    step["prepend_scheme"] = "never"
+                for inner in step.get("pretokenizers", []):
+                    change(inner)
+
+        change(fields.get("pre_tokenizer"))
+        backend = tokenizers.Tokenizer.from_str(json.dumps(fields))
+        backend.encode_special_tokens = True
+        return backend
+
+    def encode_template(self, text: str, plain: Mapping[str, str]) -> list[int]:
+        """Token ids of a prompt whose special tokens are written out; none is added.
+
+        Args:
+            text: of a source that is trusted to name special tokens.
+            plain: marks in the text, and the text that each stands for, which is encoded without special tokens. A special
+                token ends the text before it, so that the parts between them can be encoded one by one.
+        """
+        if not plain:
+            return self._trusting.encode(text, add_special_tokens=False).ids
+        pattern = self.special_pattern
+        assert pattern is not None
+        ids: list[int] = []
+        end = 0
+        marks = re.compile("|".join(map(re.escape, plain)))
+
+        def add(part: str) -> None:
+            backend = self._continuing if ids else self._backend
+            whole = marks.sub(lambda mark: plain[mark[0]], part)
+            ids.extend(backend.encode(whole, add_special_tokens=False).ids if whole else [])
+
+        for match in pattern.finditer(text):
+            token, start, stop = self._special_tokens[match[0]], match.start(), match.end()
+            # A token may swallow the spaces beside it.
+            if token.lstrip:
+                start = max(end, len(text[:start].rstrip()))
+            if token.rstrip:
+                stop = len(text) - len(text[stop:].lstrip())
+            add(text[end:start])
+            ids.extend(self._trusting.encode(text[start:stop], add_special_tokens=False).ids)
+            end = stop
+        add(text[end:])
+        return ids
+
+    def min_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of `text`, from its length alone."""
+        if not self._bounded:
+            return 1
+        return -(-len(text.encode("utf-8")) // self._longest_token)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids without a token are left out, bytes that are not UTF-8 become U+FFFD."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str | None:
+        """Text of one token alone, special tokens shown; None for an id without a token."""
+        if self._backend.id_to_token(token_id) is None:
+            return None
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def piece(self, token_id: int) -> bytes:
+        """Bytes of one token of a byte-level tokenizer; none for an id without a token."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = self._backend.id_to_token(token_id)
+            piece = self._pieces[token_id] = b"" if token is None else _token_bytes(token)
+        return piece
+
+
+def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> Tokenizer:
+    """Read the tokenizer of a model: tokenizer.json, else vocab.json with merges.txt (GPT-2's kind), or a GGUF file.
+
+    Args:
+        path: a directory, or a ``.gguf`` file.
+        model_vocab_size: V of the model that it will feed; None: not checked.
+
+    Raises:
+        ModelLoadError: the file is missing or damaged, or it has ids that the model does not.
+    """
+    source = Path(path)
+    if source.suffix.lower() == ".gguf" and not source.is_dir():
+        file, backend = source, _from_gguf(source)
+    else:
+        file, backend = _from_directory(source)
+    tokenizer = Tokenizer(backend, source)
+    if tokenizer.vocab_size == 0:
+        raise ModelLoadError(f"{file}: the vocabulary is empty")
+    if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
+        raise ModelLoadError(
+            f"{file}: token ids up to {tokenizer.vocab_size - 1}, but the model has {model_vocab_size}; "
+            "tokenizer and model do not belong together (--tokenizer)"
+        )
+    return tokenizer
+
+
+def _from_gguf(path: Path) -> tokenizers.Tokenizer:
+    # Imported here: the package of the models imports JAX.
+    from apt_jax.models.loading.gguf.file import GgufFile
+    from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer
+
+    with contextlib.closing(GgufFile(path)) as file:
+        return gguf_tokenizer(file)
+
+
+def _from_directory(directory: Path) -> tuple[Path, tokenizers.Tokenizer]:
+    """The file that the tokenizer is in, and the tokenizer."""
+    file = directory / "tokenizer.json"
+    vocab, merges = directory / "vocab.json", directory / "merges.txt"
+    if not file.exists() and vocab.is_file() and merges.is_file():
+        return vocab, _gpt2_files(directory, vocab, merges)
+    if not file.exists() and (directory / "tokenizer.model").is_file():
+        raise ModelLoadError(
+            f"{directory / 'tokenizer.model'}: is the only tokenizer file, and SentencePiece files are not read; a tokenizer.json is "
+            "needed, as transformers' save_pretrained writes it (--tokenizer)"
+        )
+    text = _read_text(file)
+    _check_config(directory)
+    try:
+        return file, tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        reason = one_line(str(error))[:120]
+        raise ModelLoadError(f"{file}: damaged or not a tokenizer ({reason})") from None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise ModelLoadError(f"{file}: larger than {_MAX_FILE_BYTES >> 20} MiB")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelLoadError(
+            f"{file}: cannot be read ({error.strerror}); a directory with a tokenizer.json is needed (--tokenizer)"
+        ) from None
+    except UnicodeDecodeError:
+        raise ModelLoadError(f"{file}: damaged, not UTF-8") from None
+
+
+def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokenizers.Tokenizer:
+    """Byte-level BPE as GPT-2 and OPT were first published: a vocabulary, merges, and the names of special tokens."""
+    try:
+        vocab = json.loads(_read_text(vocab_file))
+    except (ValueError, RecursionError):
+        raise ModelLoadError(f"{vocab_file}: damaged, not JSON") from None
+    if not isinstance(vocab, dict) or not all(
+        type(i) is int and 0 <= i < 2**31 for i in vocab.values()
+    ):
+        raise ModelLoadError(f"{vocab_file}: damaged, must map tokens to ids")
+    if not _BYTES.keys() <= vocab.keys():
+        raise ModelLoadError(
+            f"{vocab_file}: is not a byte-level vocabulary; a tokenizer.json is needed (--tokenizer)"
+        )
+    lines = [
+        line for line in _read_text(merges_file).split("\n") if not line.startswith("#version")
+    ]
+    parts = [line.rstrip("\r").split(" ") for line in lines if line.strip()]
+    if not all(len(pair) == 2 for pair in parts):
+        raise ModelLoadError(f"{merges_file}: damaged, a line is not two tokens")
+    pairs = [(left, right) for left, right in parts]
+    _check_config(directory)
+    config = tokenizer_config(directory)
+    try:
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
+    except Exception as error:  # the library raises plain Exception
+        reason = one_line(str(error))[:120]
+        raise ModelLoadError(f"{merges_file}: does not fit vocab.json ({reason})") from None
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: special_token(config, name) for name in names}
+    known = [token for token in special.values() if token in vocab]
+    backend.add_special_tokens(list(dict.fromkeys([*known, *({"<|endoftext|>"} & vocab.keys())])))
+    bos = special["bos_token"]
+    if config.get("add_bos_token") is True and bos in vocab:
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, vocab[bos])]
+        )
+    return backend
+
+
+def tokenizer_config(directory: Path) -> dict[str, Any]:
+    """Contents of special_tokens_map.json and tokenizer_config.json, whose word counts where both speak.
+
+    Raises:
+        ModelLoadError: a file is damaged.
+    """
+    fields: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (directory / name).is_file():
+            fields |= _json_object(directory / name)
+    return fields
+
+
+def special_token(config: Mapping[str, Any], name: str) -> str | None:
+    """The text of a special token such as ``bos_token``, which may be a string or a described token."""
+    value = config.get(name)
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _check_config(directory: Path) -> None:
+    """tokenizer_config.json may be missing. Nothing in it changes the tokenizer; one that asks for code is not obeyed."""
+    file = directory / "tokenizer_config.json"
+    if not file.is_file():
+        return
+    if _json_object(file).get("auto_map"):
+        _logger.warning("%s: auto_map is ignored: code from model directories is never run", file)
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(_MAX_FILE_BYTES + 1)
+        if len(text) > _MAX_FILE_BYTES:
+            raise ModelLoadError(f"{file}: larger than {_MAX_FILE_BYTES >> 20} MiB")
+        fields = json.loads(text.decode("utf-8"))
+    except ModelLoadError:
+        raise
+    except (OSError, ValueError, RecursionError):
+        raise ModelLoadError(f"{file}: damaged, not JSON") from None
+    if not isinstance(fields, dict):
+        raise ModelLoadError(f"{file}: damaged, not a JSON object")
+    return fields

@@ -1,0 +1,195 @@
+"""Ten times the requests that the server can serve: it refuses at once, keeps its word to those it took, and stays healthy.
+
+1. Capacity: requests a second of a closed loop that always has enough.
+2. Open loop: Poisson arrivals at ten times that, over all doors, each with objectives. The time to a refusal is taken at the client, from
+   before it sends to the status; attainment both by the server's verdict and by the client's clock, of all requests that were not refused.
+3. `/health` is asked every half second all the while; afterwards requests must be answered as offline.
+"""
+
+import argparse
+import collections
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.server.clients import Clients, Load, Record, add_ask_arguments, asks_of
+from benchmarks.server.offline import Offline
+from benchmarks.server.protocols import Ask
+from benchmarks.server.report import Run, progress
+from benchmarks.server.server_process import Server
+
+REFUSALS = ("429", "RESOURCE_EXHAUSTED")
+_HEALTH_PERIOD_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--duration", type=float, default=120.0, metavar="S", help="of the overload, seconds (default: 120)")  # fmt: skip
+    parser.add_argument("--capacity-duration", type=float, default=20.0, metavar="S", help="of the closed loop, seconds (default: 20)")  # fmt: skip
+    parser.add_argument("--requests", type=int, default=100, help="different ones (default: 100)")
+    parser.add_argument("--capacity-streams", type=int, help="of the closed loop (default: --max-num-seqs's default and half of --queued)")  # fmt: skip
+    parser.add_argument("--times", type=float, default=10.0, help="the capacity (default: 10)")
+    parser.add_argument(
+        "--slo-ttft-ms", type=float, default=1000.0, help="objective (default: 1000)"
+    )
+    parser.add_argument("--slo-tbt-ms", type=float, default=200.0, help="objective (default: 200)")
+    parser.add_argument(
+        "--queued", type=int, default=64, help="--max-num-queued-reqs (default: 64)"
+    )
+    parser.add_argument("--refusal-ms", type=float, default=50.0, help="within which 99 of 100 refusals must come (default: 50)")  # fmt: skip
+    parser.add_argument("--attainment", type=float, default=0.8, help="of accepted requests (default: 0.8)")  # fmt: skip
+    add_ask_arguments(parser, prompt_len=(16, 160), output_len=(96, 160))
+
+
+def run(args: argparse.Namespace) -> Run:
+    found = Run("overload", args)
+    asks = asks_of(args, args.requests)
+    with Offline(args.model, args.engine_flags) as offline:
+        asks, answers = offline.answers(asks)
+    found.say(f"{len(asks)} of {args.requests} offline answers do not hang on rounding")
+    hurried = [
+        Ask(prompt_ids=a.prompt_ids, params=a.params, slo_ttft_ms=args.slo_ttft_ms, slo_tbt_ms=args.slo_tbt_ms)
+        for a in asks
+    ]  # fmt: skip
+    flags = [
+        *args.engine_flags,
+        *args.server_flags,
+        "--slo-admission",
+        "on",
+        "--max-num-queued-reqs",
+        str(args.queued),
+    ]
+    with Server(args.model, flags) as server:
+        where = {"http": server.http, "grpc": server.grpc, "answers": answers}
+        capacity = _capacity(args, server, Load(asks=asks, **where))
+        rate = args.times * capacity
+        found.say(f"capacity {capacity:.1f} requests/s, offered {rate:.1f}")
+        loads = [
+            Load(asks=hurried, rate=rate / args.processes, duration_s=args.duration, seed=args.seed + number, **where)
+            for number in range(args.processes)
+        ]  # fmt: skip
+        cpu_s, begun_s = server.cpu_s(), time.monotonic()
+        with Clients(loads) as clients, _Health(server) as health, progress("overload", args.duration) as bar:  # fmt: skip
+            for _ in clients.running():
+                bar(time.monotonic() - begun_s)
+            reports = clients.reports()
+        wall_s, cpu_s = time.monotonic() - begun_s, server.cpu_s() - cpu_s
+        after = server.until_idle()
+        states = server.get("/health"), server.get("/ready"), server.grpc_serving()
+        again = Load(asks=asks[:12], streams=2, in_order=True, **where)
+        with Clients([again]) as clients:
+            last = clients.reports()[0].records
+    records = [record for report in reports for record in report.records]
+    refused = [record for record in records if record.status in REFUSALS]
+    accepted = [record for record in records if record.status not in REFUSALS]
+    refusal_ms = _percentiles_ms(record.ended_s - record.started_s for record in refused)
+    by_door = {door: _percentiles_ms(r.ended_s - r.started_s for r in refused if r.door == door) for door in sorted({r.door for r in refused})}  # fmt: skip
+    judged = [record for record in accepted if record.door != "vllm"]  # which does not say
+    client_view = _share(_attained(record, args) for record in accepted)
+    server_view = _share(record.attained is True for record in judged)
+    problems = collections.Counter(record.problem for record in (*records, *last) if record.problem)
+    lag_ms = _percentiles_ms(lag for report in reports for lag in report.lag_s)
+    health_ms = _percentiles_ms(health.times_s)
+    left = after.num_waiting + after.num_running + after.num_ending
+    found.values |= {
+        "capacity_per_s": capacity,
+        "offered_per_s": len(records) / args.duration,
+        "requests": len(records),
+        "accepted": len(accepted),
+        "accepted_per_s": len(accepted) / wall_s,
+        "statuses": dict(collections.Counter(record.status for record in records)),
+        "refusal_ms": refusal_ms,
+        "refusal_ms_by_door": by_door,
+        "refusals_later": sum(1e3 * (r.ended_s - r.started_s) > args.refusal_ms for r in refused),
+        "attainment_client": client_view,
+        "attainment_server": server_view,
+        "ttft_ms": _percentiles_ms(r.first_s - r.started_s for r in accepted if r.first_s is not None),
+        "p99_tbt_ms": _percentiles_ms(r.p99_gap_s for r in accepted),
+        "client_lag_ms": lag_ms,
+        "client_late_ms": 1e3 * max(report.late_s for report in reports),
+        "health_ms": health_ms,
+        "health_failures": health.failures,
+        "server_cpu_s": cpu_s,
+        "server_cores": cpu_s / wall_s,
+        "client_cores": sum(report.cpu_s for report in reports) / wall_s,
+        "problems": dict(problems),
+    }  # fmt: skip
+    found.promise(f"99 of 100 refusals within {args.refusal_ms:g} ms", bool(refused) and refusal_ms["p99"] <= args.refusal_ms, f"{len(refused)} refused: {_shown(refusal_ms)}")  # fmt: skip
+    found.promise(f"attainment of accepted requests above {args.attainment:.0%}", min(client_view, server_view) > args.attainment, f"{client_view:.1%} by the clients, {server_view:.1%} by the server, of {len(accepted)}")  # fmt: skip
+    found.promise("accepted requests complete", all(r.status == "complete" for r in accepted), found.values["statuses"])  # fmt: skip
+    found.promise(
+        "what they say equals the offline answers", not problems, dict(problems) or "it does"
+    )
+    found.promise("/health is 200 all the while", not health.failures, f"asked {len(health.times_s)} times: {_shown(health_ms)}")  # fmt: skip
+    well = states == (200, 200, True) and all(r.status == "complete" for r in last)
+    found.promise("healthy afterwards, all blocks free", well and not left and after.free_blocks == after.total_blocks, f"{after.free_blocks} of {after.total_blocks} blocks")  # fmt: skip
+    found.say(f"clients' event loops lagged {_shown(lag_ms)}; server {found.values['server_cores']:.2f} cores, clients {found.values['client_cores']:.2f}")  # fmt: skip
+    found.say(f"accepted {found.values['accepted_per_s']:.1f} requests/s: TTFT {_shown(found.values['ttft_ms'])}")  # fmt: skip
+    return found
+
+
+def _capacity(args: argparse.Namespace, server: Server, load: Load) -> float:
+    """Requests a second that end while enough of them are there."""
+    # Not more than may wait, so that none is refused.
+    streams, duration_s = args.capacity_streams or 64 + args.queued // 2, args.capacity_duration
+    whole = Load(**{**vars(load), "streams": streams, "duration_s": duration_s})
+    begun_s = time.monotonic()
+    with Clients([whole]) as clients, progress("capacity", duration_s) as bar:
+        for _ in clients.running():
+            bar(time.monotonic() - begun_s)
+        records = clients.reports()[0].records
+    first_s = min(record.started_s for record in records)
+    # From when the first ones have made room until no more come.
+    since_s, until_s = first_s + duration_s / 4, first_s + duration_s
+    ended = sum(since_s <= r.ended_s < until_s and r.status == "complete" for r in records)
+    server.until_idle()
+    return max(ended, 1) / (until_s - since_s)
+
+
+def _attained(record: Record, args: argparse.Namespace) -> bool:
+    """By the client's clock; the gap that 99 of 100 do not exceed counts."""
+    if record.status != "complete" or record.first_s is None:
+        return False
+    ttft_ms = 1e3 * (record.first_s - record.started_s)
+    return ttft_ms <= args.slo_ttft_ms and 1e3 * record.p99_gap_s <= args.slo_tbt_ms
+
+
+def _share(verdicts: Any) -> float:
+    verdicts = list(verdicts)
+    return sum(verdicts) / len(verdicts) if verdicts else 0.0
+
+
+def _percentiles_ms(seconds: Any) -> dict[str, float]:
+    values = 1e3 * np.array([*seconds] or [0.0])
+    p50, p99 = np.percentile(values, (50, 99)).tolist()
+    return {"p50": p50, "p99": p99, "max": float(values.max())}
+
+
+def _shown(ms: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in ms.items()) + " ms"
+
+
+class _Health:
+    """Asks for `/health` every half second, over a connection of its own each time."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self.times_s: list[float] = []
+        self.failures = 0
+
+    def _ask(self) -> None:
+        while not self._end.wait(_HEALTH_PERIOD_S):
+            begun_s = time.monotonic()
+            self.failures += self._server.get("/health") != 200
+            self.times_s.append(time.monotonic() - begun_s)
+
+    def __enter__(self) -> "_Health":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()

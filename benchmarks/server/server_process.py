@@ -1,0 +1,155 @@
+"""The server as a process of its own: `apt-jax serve` on free ports, what it uses, and what it says about itself."""
+
+import contextlib
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import psutil
+
+from serve.client import AptClient
+from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+
+ROOT = Path(__file__).resolve().parents[2]
+_START_TIMEOUT_S = 600.0
+_TAIL_CHARS = 4000
+
+
+class Server:
+    """A running `apt-jax serve`, from the moment that it is ready.
+
+    Args:
+        model: see `apt-jax serve`.
+        flags: further ones.
+        mortal: SIGUSR1 ends the thread of its engine (`benchmarks.server.crash_on_signal`).
+        cores: it may run on these alone; None: on all.
+
+    Raises:
+        RuntimeError: it did not start; with the end of its log.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        flags: Sequence[str] = (),
+        *,
+        mortal: bool = False,
+        cores: Sequence[int] | None = None,
+    ) -> None:
+        module = "benchmarks.server.crash_on_signal" if mortal else "serve.cli"
+        self.flags = tuple(flags)
+        command = [sys.executable, "-m", module, "serve", model, "--port", "0", "--grpc-port", "0", "--log-level", "warning", *flags]  # fmt: skip
+        if cores is not None:
+            command = ["taskset", "-c", ",".join(map(str, cores)), *command]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._log, cwd=ROOT, text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        try:
+            self.http, self.grpc = self._addresses()
+            self.usage = psutil.Process(self._process.pid)
+        except BaseException:
+            self.close()
+            raise
+
+    def _addresses(self) -> tuple[str, str]:
+        assert self._process.stdout is not None
+        started_s = time.monotonic()
+        for line in self._process.stdout:
+            if line.startswith("serving "):
+                words = line.split(" on ", 1)[1].split()
+                return words[3], words[0]
+            if time.monotonic() - started_s > _START_TIMEOUT_S:
+                break
+        raise RuntimeError(f"the server did not start: {self.log()}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def log(self) -> str:
+        """The end of what it wrote to stderr."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-_TAIL_CHARS:]
+
+    def rss_mib(self) -> float:
+        """Resident memory."""
+        return self.usage.memory_info().rss / 2**20
+
+    def cpu_s(self) -> float:
+        """CPU time so far, of all its threads."""
+        times = self.usage.cpu_times()
+        return times.user + times.system
+
+    def loop_cpu_s(self) -> float:
+        """That of the thread of its event loop: what the doors take, and nothing of the engine."""
+        main = next(thread for thread in self.usage.threads() if thread.id == self.pid)
+        return main.user_time + main.system_time
+
+    def stats(self) -> pb.GetStatsResponse:
+        """The engine's counters and gauges."""
+        with AptClient(self.grpc) as client:
+            return client.stats(30.0)
+
+    def get(self, path: str, timeout_s: float = 5.0) -> int:
+        """The HTTP status of a path, over a connection of its own; 0: no answer."""
+        connection = http.client.HTTPConnection(self.http, timeout=timeout_s)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return 0
+        finally:
+            connection.close()
+
+    def grpc_serving(self, timeout_s: float = 5.0) -> bool:
+        """What gRPC's health says; False: no answer."""
+        try:
+            with AptClient(self.grpc) as client:
+                return client.is_serving(timeout_s=timeout_s)
+        except grpc.RpcError:
+            return False
+
+    def until_idle(self, timeout_s: float = 60.0) -> pb.GetStatsResponse:
+        """Wait until no request is left, as long as it may take; returns the numbers then, or the last ones."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            stats = self.stats()
+            left = stats.num_waiting + stats.num_running + stats.num_ending
+            if not left or time.monotonic() > deadline_s:
+                return stats
+            time.sleep(0.1)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit code; None: it has not ended in time."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """End it, if it has not ended, and forget its log."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        with contextlib.suppress(OSError):
+            self._log.close()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,120 @@
+"""The long runs of `benchmarks.edge`, short: a real server and real clients, a few seconds each."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.server import clients, overload, report
+from benchmarks.server.__main__ import main
+from benchmarks.server.clients import Record
+from benchmarks.server.offline import Answer
+
+ENGINE = "--max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 64 --num-blocks-override 64"
+SHAPES = ["--prompt-len", "4", "24", "--output-len", "4", "24"]
+
+
+def run(tmp_path: Path, name: str, *arguments: str, expected: int = 0) -> dict:
+    file = tmp_path / "run.json"
+    common = [
+        "--engine-flags",
+        ENGINE,
+        "--server-flags",
+        "--calibration-time 0",
+        "--json",
+        str(file),
+    ]
+    assert main([name, *common, *arguments]) == expected, file.read_text()
+    found = json.loads(file.read_text())
+    assert found["run"] == name
+    assert found["versions"]["jax"]
+    return found
+
+
+def test_soak(tmp_path, capsys):
+    found = run(tmp_path, "soak", "--prompt-len", "4", "24", "--output-len", "16", "32", "--streams", "12", "--duration", "3",
+                "--warm-up", "0", "--requests", "20", "--num-blocks", "5", "--memory-share", "0.5")  # fmt: skip
+    assert found["statuses"]["complete"] > 0
+    assert set(found["by_door"]) == {"http", "grpc", "vllm"}
+    assert found["preemptions"] > 0  # the pool is small enough
+    assert found["memory_mib_every_10_s"]
+    assert "all blocks free" in capsys.readouterr().out
+
+
+def test_overload(tmp_path):
+    # How fast a busy machine is, and so what it attains, is not this test's business.
+    found = run(tmp_path, "overload", *SHAPES, "--duration", "3", "--capacity-duration", "2", "--queued", "8",
+                "--refusal-ms", "60000", "--attainment", "-1", "--slo-ttft-ms", "60000", "--slo-tbt-ms", "60000",
+                "--capacity-streams", "8")  # fmt: skip
+    assert found["statuses"]["complete"] == found["accepted"]
+    assert found["requests"] > found["accepted"] > 0
+    assert found["refusal_ms"]["p99"] > 0
+    assert found["health_failures"] == 0
+
+
+def test_stop(tmp_path):
+    found = run(tmp_path, "stop", *SHAPES, "--streams", "8", "--repeats", "1", "--load-time", "0.5")
+    codes = {end["end"]: end["exit_code"] for end in found["ends"]}
+    assert codes == {"SIGTERM, 30 s": 0, "SIGTERM, 0.5 s": 0, "kill -9": -9, "engine thread": 1}
+
+
+def test_overhead(tmp_path):
+    found = run(tmp_path, "overhead", "--streams", "2", "--batches", "2", "--repeats", "1", "--prompt-len", "8",
+                "--output-len", "8", "--ways", "shared", "--limit", "1000")  # fmt: skip
+    assert [row["what"] for row in found["rows"]] == ["LLM", "AsyncEngine", "http", "grpc", "vllm"]
+    assert all(row["tokens"] == 32 and row["cpu_us_per_token"] > 0 for row in found["rows"])
+
+
+# --- what must be noticed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "text", "reason", "problem"),
+    [
+        ([1, 2, 3], "abc", "length", ""),
+        ([1, 2], "ab", None, ""),
+        ([1, 2], None, None, ""),
+        ([1, 2], "ab", "length", "2 tokens, not 3"),
+        ([1, 2, 2, 3], "abbc", "length", "token 2 of 3 differs"),
+        ([1, 2, 3, 3], "abc", "length", "4 tokens, not 3"),
+        ([1, 3], "ac", None, "token 1 of 2 differs"),
+        ([1, 2, 3], "abd", "length", "the text differs"),
+        ([1, 2, 3], "abc", "stop", "ended with stop, not length"),
+    ],
+)
+def test_what_differs_from_the_offline_answer_is_noticed(ids, text, reason, problem):
+    answer = Answer(token_ids=(1, 2, 3), text="abc", finish_reason="length")
+    assert clients._difference(answer, ids, text, reason) == problem
+
+
+def test_a_broken_promise_is_exit_code_1(tmp_path, capsys, monkeypatch):
+    def broken(args):
+        found = report.Run("overload", args)
+        found.promise("something", False, "not so")
+        return found
+
+    monkeypatch.setattr(overload, "run", broken)
+    found = run(tmp_path, "overload", expected=1)
+    assert found["promises"] == [{"what": "something", "kept": False, "found": "not so"}]
+    assert "BROKEN" in capsys.readouterr().out
+
+
+def test_attainment_by_the_clients_clock():
+    class Limits:
+        slo_ttft_ms, slo_tbt_ms = 100.0, 50.0
+
+    def attained(**fields) -> bool:
+        given = {
+            "door": "http",
+            "started_s": 1.0,
+            "first_s": 1.09,
+            "status": "complete",
+            "p99_gap_s": 0.04,
+        }
+        return overload._attained(Record(**{**given, **fields}), Limits)  # type: ignore[arg-type]
+
+    assert attained()
+    assert not attained(first_s=1.11)
+    assert not attained(first_s=None)
+    assert not attained(p99_gap_s=0.06)
+    assert not attained(status="cut off")

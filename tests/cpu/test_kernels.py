@@ -1,0 +1,295 @@
+"""Products of the C++ kernels against float64, and what happens where they cannot be had. Attention: tests/pallas."""
+
+import dataclasses
+import logging
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from apt_jax import backends as registry
+from apt_jax.backends import attention_ops
+from apt_jax.cpu import build, ops
+from apt_jax.errors import ConfigError
+from apt_jax.executor.attention_choice import choose_attention
+from apt_jax.models import weight_layout as tiles
+from apt_jax.ops import linear, reference, sampling
+from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_of
+from tests.support.paged_driver import CONFIG
+
+# Rows, width, outputs: whole tiles; one row; all that is odd; outputs that end in a tile, in a task; rows of two tasks.
+SHAPES = [(16, 64, 128), (1, 576, 960), (3, 37, 50), (33, 96, 130), (70, 32, 17), (300, 64, 272), (5, 64, 7), (256, 11008, 34), (0, 32, 32)]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> None:
+    build.load()
+
+
+def _arrays(rows: int, width: int, outputs: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(rows + width + outputs)
+    x = rng.standard_normal((rows, width)) / np.sqrt(width)
+    return jnp.asarray(x, dtype), jnp.asarray(rng.standard_normal((outputs, width)), dtype)
+
+
+needs_tiles = pytest.mark.skipif("not build.has_tiles()", reason="this CPU has no matrix tiles")
+LAYOUTS = ["float32", "bfloat16", pytest.param("tiles", marks=needs_tiles)]
+
+
+def _laid_out(
+    rows: int, width: int, outputs: int, layout: str
+) -> tuple[jax.Array, jax.Array, jax.Array | TiledMatrix]:
+    """Rows, a matrix, and the matrix as it is given to the kernels."""
+    x, w = _arrays(rows, width, outputs, "float32" if layout == "float32" else "bfloat16")
+    return x, w, tiles.tile_matrix(w) if layout == "tiles" else w
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dense_equals_float64(
+    shape: tuple[int, int, int], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_MAX_ROWS", 1 << 30)
+    x, w, given = _laid_out(*shape, layout)
+    actual = jax.jit(ops.dense)(x, given)
+    assert actual.dtype == jnp.float32
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    np.testing.assert_allclose(np.asarray(actual), expected, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 64, 40_000)])
+def test_argmax_of_products_equals_that_of_written_ones(
+    shape: tuple[int, int, int], layout: str
+) -> None:
+    x, _, given = _laid_out(*shape, layout)
+    x = x.at[1:2].multiply(0)  # all equal: the first one
+    tokens, trusted = jax.jit(ops.dense_argmax)(x, given)
+    scores = np.asarray(jax.jit(ops.dense)(x, given))
+    np.testing.assert_array_equal(tokens, scores.argmax(axis=1))
+    assert tokens.dtype == jnp.int32
+    assert np.asarray(trusted).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_argmax_says_which_rows_have_no_best(layout: str) -> None:
+    x, w, given = _laid_out(6, 64, 70, layout)
+    x = x.at[1, 3].set(jnp.nan).at[4, 0].set(jnp.inf)
+    tokens, trusted = jax.jit(ops.dense_argmax)(x, given)
+    np.testing.assert_array_equal(trusted, [True, False, True, True, False, True])
+    expected, _ = sampling.greedy(linear.dense(x, w))
+    np.testing.assert_array_equal(np.asarray(tokens)[trusted], np.asarray(expected)[trusted])
+    assert ((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 70)).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dense_of_int8_equals_its_integers_times_scales(
+    shape: tuple[int, int, int], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_MAX_ROWS", 1 << 30)
+    x, w = _arrays(*shape, "float32" if layout == "float32" else "bfloat16")
+    rng = np.random.default_rng(1)
+    values = jnp.asarray(rng.integers(-127, 128, w.shape), jnp.int8)
+    scale = jnp.asarray(rng.random(w.shape[0]) / 40, jnp.float32)
+    matrix = np.asarray(values, np.float64) * np.asarray(scale, np.float64)[:, None]
+    expected = np.asarray(x, np.float64) @ matrix.T
+    given = (values, scale)
+    if layout == "tiles":
+        given = (tiles.tile_matrix(QuantizedMatrix(values=values, scale=scale)),)
+    for actual in (jax.jit(ops.dense)(x, *given), jax.jit(linear.dense)(x, values, scale)):
+        np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-5, rtol=0)
+
+
+@needs_tiles
+def test_gated_of_int8_scales_both_halves() -> None:
+    x, w = _arrays(20, 64, 96, "bfloat16")
+    values = jnp.asarray(np.random.default_rng(1).integers(-127, 128, w.shape), jnp.int8)
+    scale = jnp.linspace(0.01, 0.02, 96, dtype=jnp.float32)
+    gate, up = np.split(np.asarray(linear.dense(x.astype(jnp.float32), values, scale)), 2, axis=1)
+    expected = np.asarray(jax.nn.silu(gate)) * up
+    given = tiles.tile_matrix(QuantizedMatrix(values=values, scale=scale))
+    actual = np.asarray(ops.gated(x, given, "silu"), np.float32)
+    np.testing.assert_allclose(actual, expected, rtol=2**-7, atol=1e-4 * np.abs(expected).max())
+
+
+@needs_tiles
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("shape", SHAPES[:-1])
+def test_gated_equals_its_parts(shape: tuple[int, int, int], activation: str) -> None:
+    rows, width, outputs = shape
+    x, w = _arrays(rows, width, 2 * outputs, "bfloat16")
+    gate, up = np.split(np.asarray(x, np.float64) @ np.asarray(w, np.float64).T, 2, axis=1)
+    expected = np.asarray(linear.activate(jnp.asarray(gate, jnp.float32), activation)) * up
+    actual = jax.jit(ops.gated, static_argnums=2)(x, tiles.tile_matrix(w), activation)
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float64), expected, rtol=2**-8, atol=1e-5 * np.abs(expected).max()
+    )
+
+
+@needs_tiles
+def test_gates_of_any_size_saturate() -> None:
+    x = jnp.asarray([[-3e38] + [0] * 31, [-200] + [0] * 31, [200] + [0] * 31, [3e30] + [0] * 31], jnp.bfloat16)  # fmt: skip
+    w = jnp.zeros((64, 32), jnp.bfloat16).at[:, 0].set(1)
+    out = np.asarray(ops.gated(x, tiles.tile_matrix(w), "silu"), np.float64)
+    expected = np.array([0.0, 0.0, 200.0**2, np.inf])
+    np.testing.assert_allclose(out, np.broadcast_to(expected[:, None], out.shape), rtol=2**-8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_gives_the_same_bits_in_any_company(layout: str) -> None:
+    rows = 40 if layout == "tiles" else 16
+    x, _, given = _laid_out(rows, 96, 200, layout)
+    together = np.asarray(jax.jit(ops.dense)(x, given))
+    for row in range(rows):
+        alone = np.asarray(jax.jit(ops.dense)(x[row : row + 1], given))
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
+@needs_tiles
+def test_nan_and_infinity_stay_in_their_row() -> None:
+    x, _, w = _laid_out(40, 64, 64, "tiles")
+    clean = np.asarray(ops.dense(x, w))
+    dirty = np.asarray(ops.dense(x.at[7, 3].set(jnp.nan).at[21, 0].set(jnp.inf), w))
+    assert np.isnan(dirty[7]).all()
+    assert not np.isfinite(dirty[21]).any()
+    others = [r for r in range(40) if r not in (7, 21)]
+    np.testing.assert_array_equal(dirty[others], clean[others])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layer", [True, False])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (19, 50), (64, 576), (0, 16), (3, 7)])
+def test_add_norm_equals_its_parts(rows: int, width: int, layer: bool, dtype: str) -> None:
+    rng = np.random.default_rng(rows)
+    h, delta = (jnp.asarray(rng.standard_normal((rows, width)) * 3 + 1, jnp.float32) for _ in "ab")
+    scale, bias = (jnp.asarray(rng.standard_normal(width), dtype) for _ in "ab")
+    wide = np.asarray(h, np.float64) + np.asarray(delta, np.float64)
+    for added, offset, given in ((delta, 0.0, bias), (None, 1.0, None)):
+        norm = NormParams(scale=scale, bias=given)
+        call = jax.jit(ops.add_norm, static_argnames=("dtype", "eps", "offset", "layer"))
+        total, out = call(h, added, norm, jnp.dtype(dtype), eps=1e-5, offset=offset, layer=layer)
+        x = wide if added is not None else np.asarray(h, np.float64)
+        np.testing.assert_allclose(total, x, rtol=1e-6)
+        centred = x - x.mean(axis=1, keepdims=True) if layer else x
+        scaled = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5)
+        expected = scaled * (np.asarray(scale, np.float64) + offset)
+        expected += 0 if given is None else np.asarray(given, np.float64)
+        assert out.dtype == jnp.dtype(dtype)
+        tolerance = 2e-5 if dtype == "float32" else 2**-8
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("half", [None, 8, 3])
+def test_split_qkv_equals_its_parts(half: int | None, dtype: str) -> None:
+    config = dataclasses.replace(CONFIG, num_heads=4, num_kv_heads=2, head_dim=16)
+    rng = np.random.default_rng(0)
+    sums = jnp.asarray(rng.standard_normal((21, 8 * 16)), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal(8 * 16), dtype)
+    turns = None
+    if half is not None:
+        angles = jnp.asarray(rng.random((21, half)) * 6, jnp.float32)
+        turns = (jnp.cos(angles), jnp.sin(angles))
+    call = jax.jit(ops.split_qkv, static_argnums=(3, 4, 5))
+    q, k, v = call(sums, bias, turns, config.head_dim, config.num_heads, jnp.dtype(dtype))
+    whole = (sums + bias.astype(jnp.float32)[None]).reshape(21, 8, 16)
+    turned = whole if turns is None else reference.apply_rope(whole, *turns)
+    expected = (turned[:, :4], turned[:, 4:6], whole[:, 6:])
+    for actual, wanted in zip((q, k, v), expected, strict=True):
+        assert actual.dtype == jnp.dtype(dtype)
+        flat = np.asarray(wanted.reshape(21, -1), np.float64)
+        np.testing.assert_allclose(np.asarray(actual, np.float64), flat, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_split_qkv_leaves_no_key_or_value_that_is_not_finite(dtype: str) -> None:
+    config = dataclasses.replace(CONFIG, num_heads=1, num_kv_heads=1, head_dim=8)
+    bad = jnp.asarray([jnp.nan, jnp.inf, -jnp.inf, 3.4e38, 1.0, -0.0, 2.0, 3.0], jnp.float32)
+    q, k, v = ops.split_qkv(jnp.tile(bad, (1, 3)), None, None, config.head_dim, config.num_heads, jnp.dtype(dtype))
+    assert np.isnan(np.asarray(q, np.float32)[0, 0])
+    for part in (k, v):
+        found = np.asarray(part, np.float32)[0]
+        assert np.isfinite(found).all()
+        np.testing.assert_array_equal(found[[0, 1, 2, 4, 6, 7]], [0, 0, 0, 1, 2, 3])
+
+
+@needs_tiles
+@pytest.mark.parametrize("shape", [(40, 50), (16, 32), (7, 33)])
+def test_rows_of_a_tiled_matrix_are_its_rows(shape: tuple[int, int]) -> None:
+    w = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
+    rows = jnp.asarray([0, shape[0] - 1, 3, 3], jnp.int32)
+    np.testing.assert_array_equal(rows_of(tiles.tile_matrix(w), rows), w[rows])
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A cache directory of its own, and nothing loaded yet; the kernels of this process stay registered."""
+    monkeypatch.setenv("APT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    for function in (build._library, build.load, registry.attention_ops):
+        function.cache_clear()
+    yield tmp_path
+    for function in (build._library, build.load, registry.attention_ops):
+        function.cache_clear()
+
+
+def _compiler(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_without_a_compiler_xla_serves_and_says_so(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    with caplog.at_level(logging.WARNING):
+        assert attention_ops("cpu").name == "xla"
+    assert "no C++ compiler found" in caplog.text
+    with pytest.raises(ConfigError, match=r"'cpu' cannot be had: no C\+\+ compiler"):
+        choose_attention("cpu", "cpu", None, frozenset())
+
+
+def test_a_compiler_that_fails_is_named_with_its_error(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = _compiler(fresh / "cc", "echo 'kernels.cc:1: error: no such instruction' >&2; exit 1")
+    monkeypatch.setenv("CXX", broken)
+    with pytest.raises(build.KernelBuildError, match=r"cc failed: .*no such instruction"):
+        build.load()
+    monkeypatch.setenv("CXX", str(fresh / "nothing"))
+    with pytest.raises(build.KernelBuildError, match="nothing: No such file"):
+        build.load()
+    assert not list((fresh / "cache" / "kernels").iterdir())
+
+
+def test_what_the_compiler_made_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = fresh / "count"
+    real = build.find_compiler()
+    assert real is not None
+    monkeypatch.setenv("CXX", _compiler(fresh / "cc", f'echo x >> {count}; exec {" ".join(real)} "$@"'))  # fmt: skip
+    build._library()
+    (made,) = (fresh / "cache" / "kernels").iterdir()
+    assert made.suffix == ".so"
+    build._library.cache_clear()
+    build._library()
+    assert count.read_text().split() == ["x"]
+
+
+def test_kernels_of_a_directory_that_others_write_are_not_loaded(
+    fresh: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = fresh / "cache" / "kernels"
+    directory.mkdir(parents=True)
+    directory.chmod(0o777)
+    (directory / "kernels-planted.so").write_bytes(b"planted")
+    with caplog.at_level(logging.WARNING):
+        build._library()
+    assert "must belong to this user" in caplog.text
+    assert [path.name for path in directory.iterdir()] == ["kernels-planted.so"]
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o777

@@ -1,0 +1,81 @@
+"""Tensor parallelism on simulated devices: the tokens of one device, each with its share of the pool and no more."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from apt_jax.config import ParallelConfig
+from apt_jax.errors import ConfigError
+from apt_jax.models import sharding as parallel
+from apt_jax.models.config import ModelConfig
+from tests.support.parallel_cases import CASES, MODELS
+
+WORKER = Path(__file__).parent / "support" / "parallel_cases.py"
+REDUCE, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+
+
+def results(case: str, sizes: list[int]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, WORKER, case, *map(str, sizes)], capture_output=True, text=True, timeout=280, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("several", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_one_device_and_the_pool_is_cut(case, several):
+    found = results(case, [1, several])
+    one, cut = found["1"], found[str(several)]
+    assert all(len(tokens) == 12 for tokens in one["tokens"])
+    assert cut["tokens"] == one["tokens"]
+    assert cut["converted"] == one["converted"] == case.endswith("converted")
+    model, kind, attention = CASES[case]
+    repeats = max(1, several // MODELS[model].num_kv_heads)
+    assert cut["pool bytes"] == [one["pool bytes"][0] * repeats // several] * several
+    assert one["collectives"] == {}
+    # After attention and after the feed-forward layer, which a parallel layer has as one; norms of all keys and queries;
+    # absorbed scores, new queries, and what was absorbed, to its heads; features of layer inputs.
+    sums = (1 if MODELS[model].parallel else 2) + (MODELS[model].qk_norm == "lane")
+    if kind == "kv":
+        assert cut["collectives"] == {REDUCE: sums}
+    elif attention == "absorb" and MODELS[model].hidden_mode == "absorb":
+        assert cut["collectives"] == {REDUCE: sums + 1, GATHER: 1, SCATTER: 1}
+    else:
+        assert cut["collectives"] == {REDUCE: sums, GATHER: 1}
+
+
+def test_numbers_of_devices_that_do_not_fit_are_refused_with_those_that_do():
+    config = MODELS["llama grouped"]
+    assert parallel.sizes_that_fit(config) == [1, 2, 4, 8]
+    with pytest.raises(ConfigError) as caught:
+        parallel.check_size(config, 3)
+    assert str(caught.value) == (
+        "tensor_parallel_size=3 does not divide this model (8 query heads, 2 key heads, feed-forward width 96); "
+        "1, 2, 4, 8 do (-tp)"
+    )
+    with pytest.raises(ConfigError, match=r"must lie in \[1, 1024\] \(-tp\)"):
+        ParallelConfig(tensor_parallel_size=0)
+
+
+def test_too_few_devices_are_named():
+    count = len(jax.devices())
+    with pytest.raises(ConfigError) as caught:
+        parallel.tensor_mesh(count + 1)
+    assert str(caught.value) == (
+        f"tensor_parallel_size={count + 1} needs {count + 1} devices and there are {count} (cpu); "
+        f"JAX_NUM_CPU_DEVICES={count + 1} simulates them (-tp)"
+    )
+
+
+def test_where_layer_inputs_cannot_be_cut_the_kind_is_not_offered():
+    assert parallel.hidden_refusal(MODELS["olmo2"], 1) is None
+    assert "norm of keys" in str(parallel.hidden_refusal(MODELS["olmo2"], 2))
+    narrow: ModelConfig = MODELS["opt"]
+    assert parallel.hidden_refusal(narrow, 8) is None
+    assert "width of 64" in str(parallel.hidden_refusal(narrow, 6))

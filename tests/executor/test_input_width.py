@@ -1,0 +1,331 @@
+"""Layer inputs narrower or wider than the keys of a token: how many a block holds, and that the tokens are the same."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apt_jax.cache import HybridCache
+from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SchedulerConfig
+from apt_jax.engine import Engine
+from apt_jax.errors import ConfigError
+from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.models.config import ModelConfig, RopeConfig
+from apt_jax.models.families import PRESETS
+from apt_jax.models.loading.resolve import read_model_config
+from apt_jax.models.params import dummy_params
+from apt_jax.models.reference import forward
+from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.sched import HIDDEN, KV, KindSpec, Policy, make_policy
+from apt_jax.sched.request_table import RequestTable
+from apt_jax.sched.view import SchedulerView
+from apt_jax.utils.clock import WallClock
+from tests.support.paged_driver import Driver
+from tests.support.random_plan_policy import Chaos, RandomPolicy
+
+KINDS = (KindSpec(name="kv", blocks_per_group=2), KindSpec(name="hidden", blocks_per_group=1))
+
+
+def model(hidden_size: int, num_kv_heads: int, head_dim: int, rotary: bool) -> ModelConfig:
+    return ModelConfig(
+        family="test", vocab_size=97, hidden_size=hidden_size, num_layers=2, num_heads=4, num_kv_heads=num_kv_heads,
+        head_dim=head_dim, ffn_size=48, max_position=256, norm="rms", norm_bias=False, gated=True, activation="silu",
+        position="rope" if rotary else "learned", rope=RopeConfig(inv_freq=(1.0, 0.1, 0.01)) if rotary else None,
+        qkv_bias=False, out_bias=False, ffn_bias=False,
+    )  # fmt: skip
+
+
+MODELS = {
+    "narrow": model(48, 4, 16, rotary=True),  # D / 2E = 0.375, as Gemma-7B
+    "narrow, absorbed": model(40, 4, 16, rotary=False),
+    "wide": model(56, 2, 16, rotary=True),  # 0.875, as Gemma-2-9B
+    "wide, absorbed": model(40, 2, 16, rotary=False),
+}
+
+
+@functools.cache
+def parameters(name: str):
+    params = dummy_params(MODELS[name], "float32", 5)
+    return dataclasses.replace(params, embed=params.embed * 20)
+
+
+def executor_of(
+    name: str,
+    block_size: int = 16,
+    num_blocks: int = 400,
+    mode: CacheMode = "hybrid",
+    attention: HiddenAttention = "auto",
+    max_model_len: int = 128,
+    ops: str | None = None,
+    config: ModelConfig | None = None,
+) -> JaxExecutor:
+    return JaxExecutor(
+        parameters(name), config or MODELS[name],
+        cache=CacheConfig(block_size=block_size, num_blocks_override=num_blocks, mode=mode, hidden_attention=attention),
+        max_num_seqs=4, max_num_batched_tokens=32, max_model_len=max_model_len, attention=ops,
+    )  # fmt: skip
+
+
+def mode_of(name: str) -> CacheMode:
+    """Both kinds, or the hidden one where a choice is not offered."""
+    return "hybrid" if MODELS[name].offers_hybrid else "hidden"
+
+
+# --- how many, and how many blocks -----------------------------------------------------------------------------------
+
+
+@st.composite
+def widths(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(C, E, D) with D < 2 E."""
+    lane = draw(st.integers(1, 24))
+    return draw(st.integers(1, 40)), lane, draw(st.integers(1, 2 * lane - 1))
+
+
+@settings(max_examples=300, deadline=None)
+@given(widths=widths(), tokens=st.integers(1, 200))
+def test_blocks_of_a_request_are_those_of_laying_its_vectors_down_one_by_one(widths, tokens):
+    block_size, lane, width = widths
+    inputs = model(width, 1, lane, rotary=False).hidden_block_size(block_size)
+    if not inputs:
+        assert width > block_size * lane
+        return
+
+    def laid_down(size: int) -> tuple[int, int]:
+        """Blocks that `tokens` vectors of `size` values take, and vectors of the first one; none is cut."""
+        blocks, at, first = 1, 0, 0
+        for _ in range(tokens):
+            if at + size > block_size * lane:
+                blocks, at = blocks + 1, 0
+            at += size
+            first += blocks == 1
+        return blocks, first
+
+    keys, hidden = laid_down(lane), laid_down(width)
+    assert (min(tokens, block_size), min(tokens, inputs)) == (keys[1], hidden[1])
+    cache = HybridCache(
+        num_blocks=500, block_size=block_size, hidden_block_size=inputs, max_num_seqs=2
+    )
+    view = SchedulerView(
+        now_s=0.0, table=RequestTable(1), waiting=np.zeros(0, np.int32), running=np.zeros(0, np.int32), free_blocks=500,
+        total_blocks=500, block_size=block_size, hidden_block_size=inputs, kinds=KINDS, max_num_seqs=1,
+        max_num_batched_tokens=1,
+    )  # fmt: skip
+    counts = np.array([tokens], np.int32)
+    options = view.block_options(counts)[0].tolist()
+    assert options == [2 * keys[0], hidden[0]]
+    for kind in (KV, HIDDEN):
+        assert cache.blocks_needed(tokens, kind) == options[kind]
+        assert view.blocks_for(counts, kind).tolist() == [options[kind]]
+    if width <= lane:
+        assert options[HIDDEN] <= -(-tokens // block_size)  # what it takes with as many as keys
+    if 2 * inputs > block_size:
+        assert options[HIDDEN] <= options[KV]
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "inputs"),
+    [
+        ("gemma-7b", 16, 21), ("gemma-7b", 24, 32), ("gemma-2-9b", 16, 9), ("gemma-2-9b", 14, 8),
+        ("opt-13b", 16, 16), ("llama-2-7b", 16, 16), ("qwen3-0.6b", 16, 16),
+    ],
+)  # fmt: skip
+def test_published_models(name, block_size, inputs):
+    config = read_model_config(PRESETS[name])[1]
+    assert config.hidden_block_size(block_size) == inputs
+    in_pool = block_size / (2 * inputs)
+    assert config.hidden_ratio <= in_pool <= 1.02 * config.hidden_ratio
+    assert (in_pool == config.hidden_ratio) == (block_size * config.lane % config.hidden_size == 0)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_block_size_that_saves_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"block_size=4: such a block holds 2 .*--block-size"):
+        executor_of("wide", block_size=4, mode="hidden")
+    assert executor_of("wide", block_size=7, mode="hidden").hidden_block_size == 4  # 0.875
+
+
+def test_hybrid_means_kv_where_less_than_half_is_saved():
+    for name in MODELS:
+        executor = executor_of(name)
+        is_wide = name.startswith("wide")
+        assert executor.kinds_offered == (True, not is_wide)
+        assert (executor.hidden_block_size == 16) == is_wide
+
+
+@pytest.mark.parametrize("name", ["narrow", "wide"])
+def test_other_attention_is_refused(name):
+    with pytest.raises(ConfigError, match=r"input width.*xla"):
+        executor_of(name, mode="hidden", ops="triton-interpret")
+
+
+# --- the executor ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["absorb", "reproject"])
+@pytest.mark.parametrize(("name", "block_size"), [*zip(MODELS, (7, 16, 16, 7), strict=True)])
+def test_tokens_equal_a_plain_forward_pass(name, block_size, attention):
+    """Prompts in chunks over a cached prefix, both kinds side by side where the model offers both."""
+    config, params = MODELS[name], parameters(name)
+    executor = executor_of(name, block_size, mode=mode_of(name), attention=attention)
+    executor.buckets.decode, executor.buckets.prefill = [4], [32]  # fewer programs to compile
+    first = KV if executor.kinds_offered[KV] else HIDDEN
+    assert executor.hidden_block_size == block_size * config.lane // config.hidden_size
+    driver = Driver(executor)
+    prompts = {0: list(range(5, 43)), 1: list(range(50, 88)), 2: [3, 4], 3: list(range(9, 30))}
+    for seat, prompt in prompts.items():
+        driver.add(seat, prompt, (first, HIDDEN, HIDDEN, HIDDEN)[seat])
+        driver.table[seat] = driver.table[seat][:, : executor.form.table_len]
+    driver.step({0: 10, 1: 11, 2: 1})
+    driver.step({1: 10, 3: 21})
+    driver.step({0: 12, 1: 16, 2: 1, 3: 1})
+    driver.step({0: 15, 1: 1, 2: 1, 3: 1})
+    driver.step({0: 1, 1: 1, 2: 1, 3: 1})
+    for _ in range(20):
+        driver.step({0: 1, 1: 1, 2: 1, 3: 1}, on_device=True)
+    for seat, prompt in prompts.items():
+        tokens = driver.tokens[seat]
+        scores = np.asarray(forward(params, jnp.asarray(tokens, jnp.int32), config))
+        top = np.sort(scores, axis=1)
+        clear = top[:, -1] - top[:, -2] > 1e-3  # no tie that rounding decides
+        said = np.arange(len(prompt) - 1, len(tokens) - 1)
+        assert clear[said].all()
+        assert tokens[len(prompt) :] == scores.argmax(axis=1)[said].tolist()
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+class Served:
+    """Requests through the engine, and what the pool looked like."""
+
+    def __init__(
+        self,
+        executor: JaxExecutor,
+        kind: str,
+        policy: Policy | str,
+        prefix_caching: bool = True,
+        p_preempt: float = 0.0,
+    ) -> None:
+        executor.reset()
+        if isinstance(policy, str):
+            policy = make_policy(policy)
+        kinds = tuple(
+            KindSpec(name=k.name, blocks_per_group=k.blocks_per_group, offered=kind in (k.name, "hybrid"))
+            for k in KINDS
+        )  # fmt: skip
+        scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32)
+        cache = dataclasses.replace(executor.cache_config, enable_prefix_caching=prefix_caching)
+        self.engine = Engine(
+            executor, policy, WallClock(), kinds, scheduler, cache, vocab_size=97, debug=True
+        )
+        self.rng, self.p_preempt = np.random.default_rng(0), p_preempt
+        self.tokens: dict[str, list[int]] = {}
+        self.kinds: set[int] = set()
+
+    def serve(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        names = [f"{len(self.tokens)}-{i}" for i in range(len(prompts))]
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        for name, prompt in zip(names, prompts, strict=True):
+            self.tokens[name] = []
+            self.engine.add_request(
+                EngineRequest(
+                    request_id=name,
+                    prompt=None,
+                    prompt_token_ids=np.array(prompt, np.int32),
+                    params=params,
+                    slo=SLO(),
+                    arrival_s=self.engine.clock.now_s(),
+                )
+            )
+        while self.engine.has_work:
+            for out in self.engine.step():
+                assert out.finish_reason in (None, "length"), out.error
+                self.tokens[out.request_id] += out.new_token_ids
+            self.kinds.update(self.engine.table.kind[self.engine.table.live].tolist())
+            if self.rng.random() < self.p_preempt:
+                self.engine.preempt(names[int(self.rng.integers(len(names)))])
+        self.engine.check_integrity()
+        return [self.tokens[name] for name in names]
+
+
+def conversations(served: Served) -> list[list[list[int]]]:
+    """Three turns of six that begin alike; all that was said."""
+    rng = np.random.default_rng(3)
+    system = rng.integers(3, 97, 33).tolist()
+    talks = [system + rng.integers(3, 97, n).tolist() for n in (1, 9, 10, 2, 17, 24)]
+    said = []
+    for _ in range(3):
+        said.append(served.serve(talks, 12))
+        talks = [
+            [*talk, *answer, *rng.integers(3, 97, 5).tolist()]
+            for talk, answer in zip(talks, said[-1], strict=True)
+        ]
+    return said
+
+
+@pytest.mark.parametrize(("name", "block_size"), [("narrow", 16), ("narrow", 6), ("wide", 7)])
+def test_engine_says_the_same_with_every_kind_in_tight_pools(name, block_size):
+    """Preemptions for want of blocks and from outside, chunks, prefixes found and copied, kinds mixed and switched."""
+    longest = 33 + 24 + 3 * 12 + 2 * 5
+    least = 2 * -(-longest // block_size)
+    ample = executor_of(name, block_size, mode="kv")
+    ample.buckets.decode = [4]
+    expected = conversations(Served(ample, "kv", "fcfs", prefix_caching=False))
+    assert len({tuple(a) for turn in expected for a in turn}) > 12  # the model says something
+    tight = executor_of(name, block_size, num_blocks=least + 2, mode=mode_of(name))
+    tight.buckets.decode = [4]
+    assert tight.hidden_block_size != block_size
+    whims = Chaos(preempt=0.02, chunk=0.3, flip=0.7)
+    cases: dict[str, tuple[str, Policy | str]] = {
+        "hidden": ("hidden", "apt"),
+        "hidden, random": ("hidden", RandomPolicy(1, whims)),
+    }
+    if tight.kinds_offered[KV]:
+        cases |= {
+            "kv": ("kv", "fcfs"),
+            "hybrid": ("hybrid", "apt"),
+            "hybrid, random": ("hybrid", RandomPolicy(1, whims)),
+        }
+    for case, (kind, policy) in cases.items():
+        served = Served(tight, kind, policy, p_preempt=0.1)
+        assert conversations(served) == expected, case
+        stats = served.engine.stats()
+        assert stats.num_preemptions > 0, case
+        assert stats.prefix_cache_hits > 0, case
+        assert kind == "hybrid" or served.kinds <= {-1, KV if kind == "kv" else HIDDEN}
+        if case == "hybrid, random":
+            assert served.kinds >= {KV, HIDDEN}
+            assert sum(stats.kind_switches.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "exact"),
+    [("narrow", 16, False), ("narrow", 24, True), ("wide", 16, False), ("wide", 14, True)],
+)
+def test_bytes_of_the_pool_that_a_token_takes(name, block_size, exact):
+    """Counted in the arrays: blocks that a prompt of 2016 tokens wrote to, and values in them that are not zero."""
+    config, tokens = dataclasses.replace(MODELS[name], max_position=2048), 2016
+    taken: list[int] = []
+    modes: list[CacheMode] = ["kv", "hidden"]
+    for kind, width in ((KV, 2 * config.lane), (HIDDEN, config.hidden_size)):
+        executor = executor_of(
+            name, block_size, mode=modes[kind], config=config, max_model_len=tokens + 1
+        )
+        executor.buckets.decode, executor.buckets.prefill = [4], [32]
+        served = Served(executor, KINDS[kind].name, "fcfs", prefix_caching=False)
+        served.serve([np.random.default_rng(0).integers(3, 97, tokens).tolist()], 1)
+        pools = np.stack(executor.runner.pools)
+        written = (pools != 0).any(axis=2)
+        taken.append(int(written.sum()) * pools[0, 0].nbytes)
+        assert taken[kind] == served.engine.cache.blocks_needed(tokens, kind) * executor.block_bytes
+        assert np.count_nonzero(pools) == config.num_layers * tokens * width
+    ratio = taken[HIDDEN] / taken[KV]
+    assert ratio == pytest.approx(config.hidden_ratio, rel=1e-9 if exact else 0.02)
+    inputs = config.hidden_block_size(block_size)
+    assert exact == (inputs * config.hidden_size == block_size * config.lane)

@@ -1,0 +1,650 @@
+"""The offline interface, and building an engine."""
+
+import dataclasses
+import importlib.resources
+import inspect
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from apt_jax import LLM, SLO, SamplingParams
+from apt_jax.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from apt_jax.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
+from apt_jax.frontend.builder import build_engine, use_compile_cache
+from apt_jax.frontend.components import make_parts, with_scheduler
+from apt_jax.frontend.llm import configure
+from apt_jax.frontend.outputs import OutputAssembler, RequestState
+from apt_jax.frontend.progress import ProgressBars
+from apt_jax.models import load_model, reference_generate_greedy
+from apt_jax.request import CompletionOutput, RequestOutput
+from apt_jax.sched import KindSpec
+from tests.support.caches import calibrations_apart
+from tests.support.fake_executor import Fault, FaultKind, reference_tokens
+from tests.support.opt_checkpoint import TINY
+from tests.support.toy_serving import (
+    EOS,
+    VOCAB_SIZE,
+    GatedExecutor,
+    assert_clean,
+    byte_tokenizer,
+    executor_of,
+    expected_tokens,
+    toy_parts,
+)
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def toy(**kwargs) -> LLM:
+    return LLM.from_parts(toy_parts(**kwargs))
+
+
+def generate(llm: LLM, *args, **kwargs) -> list[RequestOutput]:
+    outputs = llm.generate(*args, use_tqdm=False, **kwargs)
+    assert_clean(llm.parts)
+    return outputs
+
+
+def text_of(ids) -> str:
+    return byte_tokenizer().decode(ids)
+
+
+def only(output: RequestOutput) -> CompletionOutput:
+    assert output.finished
+    (completion,) = output.outputs
+    return completion
+
+
+# --- generate ------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_come_in_the_order_of_the_prompts_and_equal_their_reference():
+    llm = toy(policy="apt")
+    prompts = ["x" * n for n in range(40, 0, -1)]
+    params = [SamplingParams(max_tokens=1 + n % 13, seed=n) for n in range(40)]
+    outputs = generate(llm, prompts, params)
+    assert [o.prompt for o in outputs] == prompts
+    for output, p in zip(outputs, params, strict=True):
+        completion = only(output)
+        want = reference_tokens(
+            output.prompt_token_ids,
+            p.max_tokens,
+            vocab_size=VOCAB_SIZE,
+            params=SamplingParams(max_tokens=p.max_tokens, seed=p.seed, stop_token_ids=(EOS,)),
+        )
+        assert completion.token_ids == want
+        assert completion.text == text_of(want)
+        assert completion.finish_reason == ("stop" if want[-1] == EOS else "length")
+        assert completion.stop_reason is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "num"),
+    [("text", 1), (["a", "b"], 2), ([5, 6], 1), ([[5, 6], [7]], 2), (["a", [5]], 2), ((), 0), (np.array([5, 6]), 1)],
+)  # fmt: skip
+def test_the_forms_of_prompts(prompts, num):
+    outputs = generate(toy(), prompts, GREEDY)
+    assert len(outputs) == num
+    assert all(len(only(o).token_ids) == 8 for o in outputs)
+
+
+def test_more_prompts_than_the_queue_takes():
+    llm = toy(max_num_seqs=2, max_num_queued_reqs=3, max_num_queued_tokens=20)
+    outputs = generate(llm, ["x" * 9] * 30, GREEDY)
+    assert len({tuple(only(o).token_ids) for o in outputs}) == 1
+
+
+def test_the_defaults_are_those_of_sampling_params_and_seeds_differ_by_request():
+    llm = toy()
+    first, second = generate(llm, ["same", "same"])
+    assert max(len(only(first).token_ids), len(only(second).token_ids)) <= 16
+    assert only(first).token_ids != only(second).token_ids
+    again = generate(toy(), ["same", "same"])  # a new engine of the same seed
+    assert [only(o).token_ids for o in again] == [only(first).token_ids, only(second).token_ids]
+
+
+def test_metrics_and_objectives():
+    llm = toy(step_s=0.002)
+    fast, slow = generate(llm, ["a", "b"], GREEDY, slo=[SLO(ttft_s=30, tbt_s=30), SLO(tbt_s=1e-5)])
+    assert fast.metrics.slo_attained
+    assert not slow.metrics.slo_attained
+    assert slow.metrics.ttft_attained
+    assert (fast.metrics.ttft_s or 0) > 0
+    assert (fast.metrics.tbt_s or 0) >= 0.002
+    assert len(fast.metrics.token_times_s) == 8
+    assert fast.metrics.cache_kind in ("kv", "hidden")
+
+
+def test_log_probabilities():
+    (output,) = generate(toy(), "a", SamplingParams(max_tokens=3, temperature=0.0, logprobs=2))
+    completion = only(output)
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert next(iter(entry)) == token_id
+        assert len(entry) == 2
+        assert entry[token_id].rank == 1
+        assert entry[token_id].logprob == -0.5
+        assert isinstance(entry[token_id].decoded_token, str)
+    assert completion.cumulative_logprob == -0.5 * len(completion.token_ids)
+    (plain,) = generate(toy(), "a", GREEDY)
+    assert only(plain).logprobs is None
+    assert only(plain).cumulative_logprob is None
+
+
+def test_stop_tokens_and_stop_strings():
+    llm = toy()
+    (whole,) = generate(
+        llm, "hello", SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    )
+    ids, text = only(whole).token_ids, only(whole).text
+    stop_id = ids[5]
+
+    def run(**params) -> CompletionOutput:
+        merged = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **params}
+        return only(generate(llm, "hello", SamplingParams(**merged))[0])
+
+    by_token = run(stop_token_ids=(stop_id,))
+    end = ids.index(stop_id)
+    assert by_token.token_ids == ids[: end + 1]
+    assert by_token.text == text_of(ids[:end])
+    assert (by_token.finish_reason, by_token.stop_reason) == ("stop", stop_id)
+    kept = run(stop_token_ids=(stop_id,), include_stop_str_in_output=True)
+    assert kept.text == text_of(ids[: end + 1])
+    stop = next(c for c in text if c.isascii() and c.isprintable())
+    by_text = run(stop=(stop,))
+    assert by_text.text == text[: text.index(stop)]
+    assert (by_text.finish_reason, by_text.stop_reason) == ("stop", stop)
+    assert run(stop=(stop,), include_stop_str_in_output=True).text == text[: text.index(stop) + 1]
+
+
+def test_without_a_tokenizer_there_are_tokens_and_no_text():
+    llm = toy(tokenizer=None)
+    (output,) = generate(llm, [5, 6, 7], GREEDY)
+    assert only(output).text == ""
+    assert len(only(output).token_ids) == 8
+    with pytest.raises(InvalidRequestError, match="--tokenizer"):
+        llm.generate("text", use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        llm.generate([5], SamplingParams(stop=("x",)), use_tqdm=False)
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "kwargs", "field"),
+    [
+        ("", {}, "prompt"),
+        (["good", ""], {}, "prompt"),
+        (["good", None], {}, "prompt"),
+        ([[]], {}, "prompt_token_ids"),
+        ([[VOCAB_SIZE]], {}, "prompt_token_ids"),
+        ([[1, "2"]], {}, "prompt_token_ids"),
+        ("a\udc80", {}, "prompt"),
+        ("x" * 300, {}, "prompt"),
+        ("x" * 250, {}, "max_tokens"),
+        (5, {}, "prompts"),
+        (b"bytes", {}, "prompts"),
+        ("x", {"sampling_params": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ("x", {"sampling_params": SamplingParams(temperature=float("nan"))}, "temperature"),
+        ("x", {"sampling_params": [SamplingParams()] * 2}, "sampling_params"),
+        ("x", {"sampling_params": "greedy"}, "params"),
+        ("x", {"sampling_params": {"temprature": 0.0}}, "temprature"),
+        (["x", "y"], {"slo": [SLO()]}, "slo"),
+        ("x", {"slo": (0.5, 0.5)}, "slo"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(prompts, kwargs, field):
+    llm = toy()
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate(prompts, use_tqdm=False, **kwargs)
+    assert caught.value.field.split("[")[0] == field
+    assert "\n" not in str(caught.value)
+    assert executor_of(llm.parts).num_steps == 0
+    assert_clean(llm.parts)
+    assert only(generate(llm, "after", GREEDY)[0]).finish_reason == "length"
+
+
+def test_the_message_says_which_prompt():
+    with pytest.raises(InvalidRequestError, match=r"prompt: must not be empty \(prompts\[2\]\)"):
+        toy().generate(["a", "b", ""], use_tqdm=False)
+
+
+def test_R3_a_prompt_that_can_never_fit_the_pool():
+    llm = toy(num_blocks=20)
+    with pytest.raises(InvalidRequestError, match=r"never fit.*--num-blocks-override"):
+        llm.generate("x" * 70, use_tqdm=False)
+    assert executor_of(llm.parts).num_steps == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"cache": "hybird"}, {"scheduling_policy": "atp"}, {"tensor_parallel_size": 2}, {"max_num_seqs": 0}, {"dtype": "int8"}, {"num_blocks_override": 1}, {"block_size": 0}, {"load_format": "zip"}, {"seed": -1}, {"max_model_len": 1}],
+)  # fmt: skip
+def test_wrong_configurations_name_their_flag(fields):
+    with pytest.raises(ConfigError, match=r"\(-{1,2}[a-z-]+\)"):
+        LLM("tiny-opt", **fields)
+
+
+def test_an_unknown_option_is_an_error():
+    with pytest.raises(TypeError, match="max_num_seq"):
+        LLM("tiny-opt", max_num_seq=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("max_num_seq", "max_num_seqs"), ("policy", "scheduling_policy"), ("mode", "cache")],
+)
+def test_an_unknown_option_names_the_nearest_one(wrong, right):
+    with pytest.raises(TypeError, match=f"LLM has no option '{wrong}'; did you mean {right}\\?$"):
+        LLM("tiny-opt", **{wrong: 1})
+
+
+def test_options_are_the_fields_of_the_configuration():
+    assert configure("m", None, {}) == EngineConfig(model="m")
+    options = {
+        "cache": "kv",
+        "scheduling_policy": "fcfs",
+        "dtype": "bfloat16",
+        "max_num_seqs": 9,
+        "tensor_parallel_size": 2,
+    }
+    assert configure("m", None, options) == EngineConfig(
+        model="m",
+        dtype="bfloat16",
+        cache=CacheConfig(mode="kv"),
+        scheduler=SchedulerConfig(policy="fcfs", max_num_seqs=9),
+        parallel=ParallelConfig(tensor_parallel_size=2),
+    )
+    assert set(options) < set(inspect.signature(LLM).parameters)
+
+
+def test_options_replace_those_of_a_configuration():
+    config = EngineConfig(
+        model="other", max_model_len=99, scheduler=SchedulerConfig(default_slo=SLO(ttft_s=1.0))
+    )
+    changed = configure("m", config, {"max_model_len": None, "default_slo": None, "seed": 5})
+    assert changed == dataclasses.replace(config, model="m", max_model_len=None, seed=5)
+
+
+def test_more_requests_than_tokens_in_a_step_raise_the_tokens():
+    assert configure("m", None, {"max_num_seqs": 700}).scheduler.max_num_batched_tokens == 700
+    assert (
+        configure("m", None, {"max_num_batched_tokens": None}).scheduler.max_num_batched_tokens
+        == 512
+    )
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
+        configure("m", None, {"max_num_seqs": 700, "max_num_batched_tokens": 699})
+
+
+def test_an_unknown_model_is_one_line():
+    with pytest.raises(ModelLoadError, match="no-such-model") as caught:
+        LLM("no-such-model")
+    assert "\n" not in str(caught.value)
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_one_broken_request_says_why_and_the_others_are_whole():
+    def fault(batch):
+        fault.steps += 1
+        return Fault(kind=FaultKind.NOT_FINITE) if fault.steps == 3 else None
+
+    fault.steps = 0
+    outputs = generate(toy(fault=fault, debug=False), ["a", "b", "c"], GREEDY)
+    reasons = sorted(str(only(o).finish_reason) for o in outputs)
+    assert reasons == ["error", "length", "length"]
+    (message,) = [o.error for o in outputs if o.error]
+    assert message.startswith("numeric:")
+
+
+def test_engine_death_is_an_error():
+    def fault(batch):
+        fault.steps += 1
+        return Fault(kind=FaultKind.RAISE_AFTER) if fault.steps > 2 else None
+
+    fault.steps = 0
+    llm = toy(fault=fault, debug=False)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError):
+            llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+
+
+def test_an_interruption_leaves_a_clean_engine():
+    def fault(batch):
+        fault.steps += 1
+        if fault.steps == 4:
+            raise KeyboardInterrupt
+        return None
+
+    fault.steps = 0
+    llm = toy(fault=fault, overlap=False)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
+    assert_clean(llm.parts)
+    request = llm.parts.build_request(prompt="a", params=GREEDY)
+    assert only(generate(llm, "a", GREEDY)[0]).token_ids == expected_tokens(request)
+
+
+# --- pieces --------------------------------------------------------------------------------------------------------
+
+
+def test_a_reused_id_does_not_mix_texts():
+    parts = toy_parts()
+    assembler = OutputAssembler(byte_tokenizer())
+    first, second = (
+        parts.build_request(prompt=p, request_id="same", params=GREEDY) for p in ("a", "b")
+    )
+    assembler.on_token(first, 3 + ord("h") - ord("!"))
+    assembler.on_token(second, 3 + ord("w") - ord("!"))
+    assert assembler.num_open == 2
+    assert RequestState(first).output().outputs[0].text == ""
+
+
+def test_another_policy_keeps_the_padded_vocabulary():
+    padded = VOCAB_SIZE + 400  # of the model; most sampled tokens are none of the tokenizer's
+    executor = GatedExecutor(num_blocks=64, block_size=4, max_num_seqs=4, vocab_size=padded)
+    parts = make_parts(
+        EngineConfig(model="toy", scheduler=SchedulerConfig(policy="fcfs", max_num_seqs=4)),
+        executor,
+        kinds=(
+            KindSpec(name="kv", blocks_per_group=2),
+            KindSpec(name="hidden", blocks_per_group=1),
+        ),
+        vocab_size=padded,
+        max_model_len=64,
+        tokenizer=byte_tokenizer(),
+    )
+    first = only(generate(LLM.from_parts(parts), "hello", GREEDY)[0])
+    executor.reset()
+    second = only(
+        generate(LLM.from_parts(with_scheduler(parts, "apt", "hybrid")), "hello", GREEDY)[0]
+    )
+    assert max(first.token_ids) >= VOCAB_SIZE
+    assert (second.token_ids, second.finish_reason) == (first.token_ids, "length")
+
+
+def test_an_output_is_a_snapshot():
+    parts = toy_parts()
+    request = parts.build_request(prompt="a", params=GREEDY)
+    parts.engine.add_request(request)
+    state, snapshots = RequestState(request), [RequestState(request).output()]
+    while parts.engine.has_work:
+        for news in parts.engine.step():
+            state.add(parts.assembler.delta(news))
+            snapshots.append(state.output())
+    assert [len(s.outputs[0].token_ids) for s in snapshots] == list(range(9))
+    assert [len(s.metrics.token_times_s) for s in snapshots] == list(range(9))
+    assert [s.finished for s in snapshots] == [False] * 8 + [True]
+
+
+# --- with a model --------------------------------------------------------------------------------------------------
+
+SMALL = {**TINY, "vocab_size": 280, "hidden_size": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.fixture
+def small_model(tmp_path, monkeypatch):
+    """A directory with a random model of two layers and a tokenizer of bytes."""
+    monkeypatch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(tmp_path / "cache"))
+    monkeypatch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
+    path = tmp_path / "small"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(SMALL))
+    byte_tokenizer().backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def small_llm(path, **kwargs) -> LLM:
+    defaults = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks_override": 40, "warm_up": False, "use_tqdm": False}  # fmt: skip
+    return LLM(str(path), **{**defaults, **kwargs})
+
+
+@pytest.mark.parametrize("cache", ["kv", "hidden", "hybrid"])
+def test_a_model_generates_what_its_plain_forward_pass_does(small_model, cache):
+    llm = small_llm(small_model, cache=cache)
+    prompts = ["hi", "a longer prompt", "x"]
+    outputs = generate(llm, prompts, SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+    loaded = load_model(llm.parts.config)
+    for output in outputs:
+        want = reference_generate_greedy(loaded.params, output.prompt_token_ids, 6, loaded.config)
+        assert only(output).token_ids == list(want)
+        assert output.metrics.cache_kind == (cache if cache != "hybrid" else output.metrics.cache_kind)  # fmt: skip
+    assert llm.parts.limits.vocab_size == VOCAB_SIZE  # of the tokenizer, the smaller one
+    assert llm.parts.limits.max_model_len == 64
+
+
+def test_a_tokenizer_of_another_model_is_refused(small_model):
+    config = {**SMALL, "vocab_size": 100}
+    (small_model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="do not belong together"):
+        small_llm(small_model)
+
+
+def test_a_damaged_tokenizer_is_refused(small_model):
+    (small_model / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: damaged"):
+        small_llm(small_model)
+
+
+def test_stored_costs_are_used_and_progress_is_told(small_model):
+    config = EngineConfig(
+        model=str(small_model),
+        load_format="dummy",
+        cache=CacheConfig(num_blocks_override=40),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32),
+    )
+    stages: dict[str, tuple[int, int]] = {}
+    parts = build_engine(
+        config, calibration_s=0.1, progress=lambda stage, done, total: stages.update({stage: (done, total)})
+    )  # fmt: skip
+    assert set(stages) == {"preparing", "calibrating"}
+    assert all(done == total for done, total in stages.values())
+    assert parts.cost_model is not None
+    assert parts.engine.costs == parts.cost_model.step_costs()
+    assert parts.warm_up_s > 0
+    again = build_engine(config, warm_up=False, calibrate=False)
+    assert again.cost_model == parts.cost_model
+    assert again.calibration_s < 1.0
+
+
+# --- the bundled model ---------------------------------------------------------------------------------------------
+
+BUNDLED = Path(str(importlib.resources.files("apt_jax") / "assets" / "tiny-opt"))
+FEW_PROGRAMS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "num_blocks_override": 64, "warm_up": False, "use_tqdm": False}  # fmt: skip
+LINES = ["Once upon a time", "The king said: «où?» — 你好 🙂", "a"]
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory):
+    """The bundled model with few shapes to compile; tests leave it as they found it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(tmp_path_factory.mktemp("cache")))
+        patch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
+        return LLM("tiny-opt", **FEW_PROGRAMS)
+
+
+def test_the_bundled_model_writes_what_its_plain_forward_pass_does(bundled):
+    outputs = generate(bundled, LINES, SamplingParams(max_tokens=4, temperature=0.0))
+    loaded = load_model(bundled.parts.config)
+    for output, line in zip(outputs, LINES, strict=True):
+        completion = only(output)
+        n = len(completion.token_ids)
+        want = reference_generate_greedy(loaded.params, output.prompt_token_ids, n, loaded.config)
+        assert completion.token_ids == list(want)
+        assert output.prompt == line
+        assert output.prompt_token_ids == bundled.tokenizer.encode(line)
+        assert output.prompt_token_ids[0] == 2
+        assert completion.text == bundled.tokenizer.decode(completion.token_ids)
+        assert completion.finish_reason in ("length", "stop")
+        assert len(output.metrics.token_times_s) == n
+        assert output.metrics.slo_attained
+
+
+def test_the_bundled_model_stops_at_a_string_of_its_own_text(bundled):
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    (plain,) = generate(bundled, LINES[0], params)
+    text = only(plain).text
+    stop = text[3:6]
+    cut = text.index(stop)
+    for include in (False, True):
+        (output,) = generate(
+            bundled,
+            LINES[0],
+            dataclasses.replace(params, stop=(stop,), include_stop_str_in_output=include),
+        )
+        assert only(output).text == text[: cut + (len(stop) if include else 0)]
+        assert (only(output).finish_reason, only(output).stop_reason) == ("stop", stop)
+
+
+def test_sampled_text_of_the_bundled_model_depends_on_the_seed_alone(bundled):
+    params = [SamplingParams(max_tokens=6, seed=seed) for seed in (1, 2, 1)]
+    first = [only(o).token_ids for o in generate(bundled, [LINES[0]] * 3, params)]
+    assert first[0] == first[2] != first[1]
+    assert [only(o).token_ids for o in generate(bundled, [LINES[0]] * 3, params)] == first
+
+
+def test_log_probabilities_of_the_bundled_model_are_ordered_and_sum_up(bundled):
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=3, ignore_eos=True)
+    completion = only(generate(bundled, LINES[0], params)[0])
+    assert completion.logprobs is not None
+    for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert len(entry) == 3
+        values = [e.logprob for e in entry.values()]
+        assert values == sorted(values, reverse=True)
+        assert max(values) <= 0.0
+        assert entry[token_id].rank == 1
+    chosen = [e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+CONTEXT = FEW_PROGRAMS["max_model_len"]
+BAD_FOR_A_MODEL = {
+    "R1_empty_prompt": ("", {}, "prompt"),
+    "R1_empty_ids": ([[]], {}, "prompt_token_ids"),
+    "R2_prompt_longer_than_the_context": ("word " * 4000, {}, "prompt"),
+    "R2_ids_longer_than_the_context": ([[5] * CONTEXT], {}, "prompt_token_ids"),
+    "R2_max_tokens_past_the_context": ("a", {"max_tokens": CONTEXT}, "max_tokens"),
+    "R4_id_past_the_vocabulary": ([[4096]], {}, "prompt_token_ids"),
+    "R4_negative_id": ([[-1]], {}, "prompt_token_ids"),
+    "R8_nan_temperature": ("a", {"temperature": float("nan")}, "temperature"),
+    "R8_negative_temperature": ("a", {"temperature": -1.0}, "temperature"),
+    "R8_infinite_penalty": ("a", {"presence_penalty": float("inf")}, "presence_penalty"),
+    "R8_top_p_0": ("a", {"top_p": 0.0}, "top_p"),
+    "R9_max_tokens_0": ("a", {"max_tokens": 0}, "max_tokens"),
+    "R9_min_above_max": ("a", {"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    "R10_empty_stop_string": ("a", {"stop": [""]}, "stop"),
+    "R14_text_for_a_number": ("a", {"top_k": "2"}, "top_k"),
+    "R14_unknown_parameter": ("a", {"top_q": 1}, "top_q"),
+    "R15_invalid_utf8": (b"\xff\xfe".decode("utf-8", "surrogateescape"), {}, "prompt"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOR_A_MODEL)
+def test_bad_input_of_the_bundled_model(bundled, case):
+    prompts, params, field = BAD_FOR_A_MODEL[case]
+    before = bundled.engine.stats()
+    with pytest.raises(InvalidRequestError) as caught:
+        bundled.generate(prompts, params, use_tqdm=False)
+    message = str(caught.value)
+    assert caught.value.field.split("[")[0] == field
+    assert "\n" not in message
+    assert len(message) < 250
+    assert bundled.engine.stats() == before
+    assert_clean(bundled.parts)
+
+
+# --- models that cannot be used ------------------------------------------------------------------------------------
+
+
+def _config(path: Path, **changes: object) -> None:
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**fields, **changes}))
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path / "model.safetensors", (path / "model.safetensors").stat().st_size // 2)
+
+
+def _absurd_header(path: Path) -> None:
+    with (path / "model.safetensors").open("r+b") as file:
+        file.write(struct.pack("<Q", 2**62))
+
+
+DAMAGES = {
+    "truncated_weights": _cut,
+    "absurd_header": _absurd_header,
+    "no_weights": lambda path: (path / "model.safetensors").unlink(),
+    "no_config": lambda path: (path / "config.json").unlink(),
+    "config_is_not_json": lambda path: (path / "config.json").write_text("{"),
+    "other_width": lambda path: _config(path, hidden_size=512),
+    "more_layers": lambda path: _config(path, num_hidden_layers=99),
+    "other_vocabulary": lambda path: _config(path, vocab_size=5000),
+    "another_architecture": lambda path: _config(
+        path, model_type="bert", architectures=["BertModel"]
+    ),
+    "no_tokenizer": lambda path: (path / "tokenizer.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_mismatching_checkpoint_is_one_line(damage, tmp_path, monkeypatch):
+    monkeypatch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
+    path = tmp_path / "model"
+    shutil.copytree(BUNDLED, path)
+    DAMAGES[damage](path)
+    with pytest.raises(ModelLoadError) as caught:
+        LLM(str(path), **FEW_PROGRAMS)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    assert len(message) < 400 + len(str(path))
+
+
+def test_the_compile_cache_must_be_ours_alone(tmp_path, monkeypatch, caplog):
+    import jax
+
+    monkeypatch.setenv("APT_JAX_CACHE_DIR", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        directory = tmp_path / "compiled"
+        directory.mkdir()
+        os.chmod(directory, 0o777)
+        assert not use_compile_cache()
+        assert "nobody else" in caplog.text
+        os.chmod(directory, 0o700)
+        os.chmod(tmp_path, 0o777)  # anybody could put another directory in its place
+        assert not use_compile_cache()
+        os.chmod(tmp_path, 0o1777)
+        assert use_compile_cache()
+        assert jax.config.jax_compilation_cache_dir == str(directory)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+
+def test_progress_is_drawn_on_a_terminal_that_has_no_size(monkeypatch):
+    """As those of containers: tqdm by itself would draw nothing."""
+    import pty
+    import select
+
+    reader, writer = pty.openpty()
+    with open(writer, "w") as terminal, open(reader, "rb") as screen:
+        monkeypatch.setattr("sys.stderr", terminal)
+        bars = ProgressBars()
+        for done in range(4):
+            bars("preparing", done, 3)
+        terminal.flush()
+        seen = b""
+        while b"3/3" not in seen and select.select([screen], [], [], 5)[0]:
+            seen += os.read(screen.fileno(), 10_000)
+        assert b"3/3" in seen

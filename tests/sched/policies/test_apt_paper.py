@@ -1,0 +1,109 @@
+"""`AptPolicy` decides what a plain transcription of the paper's text decides (`apt_paper`), iteration by iteration."""
+
+import numpy as np
+import pytest
+
+from apt_jax.sched import AptPolicy, Plan, make_policy
+from tests.support.apt_paper import decide
+from tests.support.sched_world import HIDDEN, Arrival, World, random_world
+
+READINGS = (
+    {"prefill_memory": "kv"},
+    {"prefill_memory": "held"},
+    {"prefill_memory": "kv", "count_violated": False},
+    {"prefill_memory": "held", "keep_kind": True},
+)
+
+
+def assert_alike(plan: Plan, world: World, **reading: object) -> None:
+    expected = decide(world.view(), **reading)  # pyright: ignore[reportArgumentType]
+    runs = dict(zip(plan.rows.tolist(), plan.kind.tolist(), strict=True))
+    assert (plan.iteration == "prefill") == expected.prefill
+    assert runs == expected.runs
+    assert set(plan.preempt.tolist()) == expected.preempts
+
+
+def test_the_transcription_decides_the_same_in_two_thousand_random_states():
+    rng = np.random.default_rng(2025)
+    seen = {"prefill": 0, "decode": 0, "idle": 0, "preempt": 0, "hidden": 0, "violated": 0}
+    for i in range(2000):
+        world = random_world(rng)
+        if not world.table.live.any():
+            continue
+        reading = dict(READINGS[i % len(READINGS)])
+        decay = 0.4 if i % 3 == 0 else 0.0
+        plan = world.schedule(AptPolicy(decay, **({"keep_kind": False} | reading)))  # pyright: ignore[reportArgumentType]
+        assert_alike(plan, world, decay=decay, **reading)
+        seen[plan.iteration] += 1
+        seen["preempt"] += plan.preempt.size > 0
+        seen["hidden"] += bool((plan.kind == HIDDEN).any())
+    assert min(seen["prefill"], seen["decode"]) > 500, seen
+    assert min(seen["preempt"], seen["hidden"]) > 300, seen
+
+
+def test_the_transcription_decides_the_same_in_two_hundred_short_runs():
+    steps = preempted = 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        reading = dict(READINGS[seed % len(READINGS)])
+        policy = AptPolicy(**({"keep_kind": False} | reading))  # pyright: ignore[reportArgumentType]
+        world = World(
+            num_blocks=int(rng.integers(30, 80)),
+            block_size=4,
+            mode="kv" if seed % 5 == 0 else "hybrid",
+            max_num_seqs=int(rng.integers(3, 12)),
+            max_num_batched_tokens=90,
+            per_token_s=float(rng.choice([0.0, 1e-5, 1e-4, 1e-3])),
+        )
+        arrivals = [
+            Arrival(
+                at_step=int(rng.integers(0, 60)),
+                prompt_len=int(rng.integers(1, 30)),
+                max_tokens=int(rng.integers(1, 30)),
+                ttft_s=float(rng.choice([0.05, 0.2, 1.0])),
+                tbt_s=float(rng.choice([0.03, 0.2])),
+            )
+            for _ in range(int(rng.integers(4, 16)))
+        ]
+        todo = sorted(arrivals, key=lambda a: a.at_step)
+        for step in range(3000):
+            while todo and todo[0].at_step <= step:
+                a = todo.pop(0)
+                world.add(a.prompt_len, a.max_tokens, ttft_s=a.ttft_s, tbt_s=a.tbt_s)
+            if world.table.live.any():
+                plan = world.schedule(policy)
+                assert_alike(plan, world, **reading)
+                world.apply(plan, seconds=float(rng.uniform(0.005, 0.05)))
+                preempted += plan.preempt.size
+                steps += 1
+            elif not todo:
+                break
+        assert len(world.finished) == len(arrivals)
+    assert steps > 5000
+    assert preempted > 500
+
+
+@pytest.mark.parametrize("mode", ["kv", "hidden"])
+def test_with_one_kind_and_ample_memory_all_readings_agree(mode):
+    """The readings of `apt`: M, who counts, kinds kept or not, and Apt-Serve's solver against a pool where all fit."""
+    policies = [AptPolicy(**reading) for reading in READINGS]  # pyright: ignore[reportArgumentType]
+    rng = np.random.default_rng(7)
+    world = World(num_blocks=10_000, mode=mode, max_num_seqs=64, max_num_batched_tokens=120)
+    for _ in range(400):
+        if rng.random() < 0.3:
+            world.add(int(rng.integers(1, 60)), int(rng.integers(1, 30)), ttft_s=0.2, tbt_s=0.05)
+        first, *others = (world.schedule(policy) for policy in policies)
+        for other in others:
+            for field in ("rows", "num_tokens", "kind", "preempt"):
+                assert np.array_equal(getattr(first, field), getattr(other, field))
+        assert not first.preempt.size
+        world.apply(first)
+    assert len(world.finished) > 50
+
+
+def test_the_policy_by_name_is_the_paper_with_a_reprojected_hidden_kind():
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        world = random_world(rng)
+        if world.table.live.any():
+            assert_alike(world.schedule(make_policy("apt")), world)

@@ -1,0 +1,281 @@
+"""apt-plus, rule by rule, in small scripted states."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from apt_jax.sched import HIDDEN, KV, AptPlusPolicy, StepCosts
+from apt_jax.sched.policies.apt_plus import RECOMPUTE_START_S, has_missed
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.simulator import simulate
+from tests.support.sched_world import World
+
+COSTS = StepCosts(
+    prefill_base_s=0.02,
+    prefill_per_token_s=1e-3,
+    decode_base_s=0.02,
+    decode_per_request_s=1e-4,
+    decode_per_token_s=1e-6,
+)
+
+
+def world(num_blocks: int = 200, mode: str = "kv", **settings: object) -> World:
+    return World(num_blocks=num_blocks, mode=mode, costs=COSTS, **settings)  # type: ignore[arg-type]
+
+
+def pending(w: World, row: int, seconds: float) -> None:
+    w.table.last_token_s[row] = w.now_s - seconds
+    if not w.table.num_delivered[row]:
+        w.table.arrival_s[row] = w.now_s - seconds
+
+
+# --- the step ------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_ride_along_with_decodes():
+    w = world(max_num_batched_tokens=64)
+    w.hold(w.add(15, 30), KV, num_outputs=2)
+    w.add(20, 30)
+    plan = w.schedule(AptPlusPolicy())
+    assert plan.iteration == "mixed"
+    assert plan.rows.tolist() == [0, 1]
+    assert plan.num_tokens.tolist() == [1, 20]
+
+
+def test_a_tight_objective_makes_small_chunks_and_a_late_one_none():
+    def chunk(tbt_s: float) -> int:
+        w = world(block_size=16, max_num_batched_tokens=512)
+        w.hold(w.add(15, 30, tbt_s=tbt_s), KV, num_outputs=2)
+        w.add(400, 30)
+        pending(w, 0, 0.01)
+        return int(w.schedule(AptPlusPolicy()).num_tokens[1])
+
+    # 0.8 * objective - pending - the decode itself (about 20 ms), at a millisecond a token
+    assert chunk(0.2) == pytest.approx(129, abs=2)
+    assert chunk(1.0) == 400
+    assert chunk(0.03) == 16  # not even the decode is in time: prompts go on by a block
+    assert chunk(0.005) == 400  # late already: nothing to protect
+
+
+def test_prompts_beside_decodes_that_are_a_program_of_their_own_take_its_base_too():
+    def chunk(one_program: bool) -> int:
+        costs = dataclasses.replace(COSTS, prefill_base_s=0.05, one_program=one_program)
+        w = World(num_blocks=200, mode="kv", costs=costs, block_size=16, max_num_batched_tokens=512)
+        w.hold(w.add(15, 30, tbt_s=0.2), KV, num_outputs=2)
+        w.add(400, 30)
+        pending(w, 0, 0.01)
+        return int(w.schedule(AptPlusPolicy()).num_tokens[1])
+
+    assert chunk(True) - chunk(False) == pytest.approx(50, abs=1)  # at a millisecond a token
+
+
+def test_who_is_on_time_only_in_one_program():
+    def admitted(one_program: bool) -> list[int]:
+        costs = dataclasses.replace(COSTS, prefill_base_s=0.05, one_program=one_program)
+        w = World(
+            num_blocks=2 * 17, mode="kv", costs=costs, block_size=16, max_num_batched_tokens=512
+        )
+        w.hold(w.add(15, 30), KV, num_outputs=2)
+        pending(w, w.add(200, 40, ttft_s=1.0), 0.74)  # 0.2 s for its tokens, 50 or 70 ms beside
+        pending(w, w.add(200, 40, ttft_s=1.0), 0.5)
+        return w.schedule(AptPlusPolicy()).rows.tolist()
+
+    assert admitted(True) == [0, 1]
+    assert admitted(False) == [0, 2]
+
+
+# --- kinds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("attention", "kind"), [("absorb", HIDDEN), ("reproject", KV)])
+def test_kinds_by_the_price_of_memory(attention, kind):
+    hardware = load_hardware("opt-13b", "a100-40gb")
+    w = World(num_blocks=hardware.num_blocks, block_size=16, costs=hardware.step_costs(attention))
+    w.kinds = hardware.kinds("hybrid", attention)
+    w.add(300, 100)
+    assert w.schedule(AptPlusPolicy()).kind.tolist() == [kind]
+
+
+def test_ample_memory_is_not_worth_slower_reads():
+    hardware = load_hardware("opt-13b", "h200")
+    w = World(num_blocks=100 * hardware.num_blocks, costs=hardware.step_costs("absorb"))
+    w.kinds = hardware.kinds("hybrid", "absorb")
+    w.add(300, 100)
+    assert w.schedule(AptPlusPolicy()).kind.tolist() == [KV]
+
+
+# --- admission -----------------------------------------------------------------------------------------------------
+
+
+def test_the_most_pending_time_a_block_is_admitted_first():
+    w = world(num_blocks=12)
+    for prompt, waited_s in ((19, 0.28), (7, 0.3), (7, 0.1)):
+        pending(w, w.add(prompt, 4, ttft_s=1.0), waited_s)
+    # 10, 4 and 4 blocks
+    assert w.schedule(AptPlusPolicy()).rows.tolist() == [1, 2]
+
+
+def test_who_cannot_be_on_time_gets_what_is_left():
+    w = world(num_blocks=2 * 17, block_size=16, max_num_batched_tokens=512)
+    for prompt, waited_s in ((250, 0.9), (200, 0.5)):
+        pending(w, w.add(prompt, 4, ttft_s=1.0), waited_s)
+    # The first has waited longest, but its prompt takes 270 ms and only 100 are left.
+    assert w.schedule(AptPlusPolicy()).rows.tolist() == [1]
+    assert w.schedule(AptPlusPolicy(violation_decay=0.9)).rows.tolist() == [0]
+    w.num_blocks = 100
+    assert w.schedule(AptPlusPolicy()).rows.tolist() == [1, 0]
+
+
+def test_of_what_is_left_first_tokens_come_before_paused_requests():
+    w = world(num_blocks=2 * 17, block_size=16, max_num_batched_tokens=512)
+    paused, late = (w.add(200, 40, ttft_s=1.0, tbt_s=1.0) for _ in range(2))
+    pending(w, paused, 9.0)
+    w.table.num_delivered[paused] = w.table.num_outputs[paused] = 8
+    pending(w, late, 5.0)
+    assert w.schedule(AptPlusPolicy()).rows.tolist() == [late]
+
+
+def test_room_for_growth_is_left_before_late_requests_are_admitted():
+    def admitted(waited_s: float, leftover: int) -> int:
+        w = world(num_blocks=1000, block_size=16, max_num_batched_tokens=512)
+        w.hold(w.add(15, 300), KV, num_outputs=2)
+        w.num_blocks = w.used_blocks + 14
+        pending(w, w.add(60, 4, ttft_s=1.0), waited_s)
+        return int(w.schedule(AptPlusPolicy(leftover_tokens=leftover)).rows.size) - 1
+
+    # The waiting one takes 8 blocks of 14; 16 more tokens take 2, 64 take 8.
+    assert admitted(0.5, 64) == 1
+    assert admitted(2.0, 64) == 0
+    assert admitted(2.0, 8) == 1
+
+
+# --- who pauses ----------------------------------------------------------------------------------------------------
+
+
+def test_where_positions_run_short_those_that_missed_go_first_then_the_latest():
+    # Three requests of two blocks' growth in a full pool; the second one is late.
+    def preempted(late: bool) -> list[int]:
+        w = world(num_blocks=1000)
+        for prompt in (47, 15, 15):
+            w.hold(w.add(prompt, 200, tbt_s=1.0), KV, num_outputs=2)
+        w.num_blocks = w.used_blocks
+        if late:
+            w.table.num_late_gaps[1] = 1
+        return w.schedule(AptPlusPolicy()).preempt.tolist()
+
+    assert preempted(late=True) == [1]
+    assert preempted(late=False) == [2]
+
+
+def urgent_world(num_outputs: int, waited_s: float = 0.9, late_gaps: int = 0) -> World:
+    """A large running request with so many tokens, a small one with few, no room, and a request that waits."""
+    w = world(num_blocks=1000, max_num_batched_tokens=512)
+    w.hold(w.add(300, 400, tbt_s=1.0), KV, num_outputs=num_outputs)
+    w.hold(w.add(20, 400, tbt_s=1.0), KV, num_outputs=30)
+    w.num_blocks = w.used_blocks + 4
+    w.table.num_late_gaps[0] = late_gaps
+    pending(w, w.add(20, 30, ttft_s=1.0), waited_s)
+    return w
+
+
+def test_a_request_pauses_for_an_urgent_one_only_where_that_costs_no_attainment():
+    def preempted(*args: float, **options: float) -> list[int]:
+        return urgent_world(*args).schedule(AptPlusPolicy(**options)).preempt.tolist()  # type: ignore[arg-type]
+
+    assert preempted(101) == [0]  # one late gap among a hundred is within the 99th percentile
+    assert preempted(100) == []
+    assert preempted(200, 0.9, 1) == []  # it has had its late gap
+    assert preempted(201, 0.9, 1) == [0]
+    assert preempted(50, 0.9, 1) == [0]  # it has missed: nothing to lose
+    assert preempted(101, 0.1) == []  # the one that waits can still wait
+    assert preempted(101, 0.3) == [0]
+    assert preempted(101, 0.3, urgent_s=0.5) == []
+    assert preempted(101, 1.1) == []  # or has nothing to save any more
+    assert preempted(101, spend_late_gaps=False) == []
+    assert preempted(50, 0.9, 1, spend_late_gaps=False) == [0]
+
+
+def test_the_latest_of_those_that_may_wait_pauses_first():
+    w = urgent_world(101)
+    w.table.num_outputs[1] = 101  # it may wait as well, came later, and makes room enough
+    assert w.schedule(AptPlusPolicy()).preempt.tolist() == [1]
+
+
+def test_a_paused_request_that_may_wait_takes_nobodys_memory_back():
+    w = urgent_world(101)
+    policy = AptPlusPolicy()
+    assert w.step(policy).preempt.tolist() == [0]
+    w.table.last_token_s[0] = w.now_s - 0.9  # its gap is about to be late
+    w.table.num_outputs[1] = 101
+    w.num_blocks = w.used_blocks + 4
+    assert not w.schedule(policy).preempt.size
+
+
+def test_pauses_cost_no_more_time_than_the_share_allows():
+    w = urgent_world(101)
+    policy = AptPlusPolicy(recompute_share=0.1, largest_share=1.0)
+    policy._allowance_s = 0.399
+    assert not w.schedule(policy).preempt.size  # 400 positions would be lost
+    w.now_s += 0.011  # of which a tenth may go to recomputation
+    assert w.schedule(policy).preempt.tolist() == [0]
+    assert 0 <= policy._allowance_s < 0.002
+    assert RECOMPUTE_START_S > 1
+
+
+def test_the_less_is_left_for_pauses_the_smaller_those_that_they_are_for():
+    w = urgent_world(101)  # 20 ms of recomputation for the one that waits
+    for share, expected in ((0.019, []), (0.021, [0])):
+        policy = AptPlusPolicy(largest_share=share)
+        policy._allowance_s = 1.0
+        assert w.schedule(policy).preempt.tolist() == expected
+
+
+def test_who_has_missed_an_objective():
+    w = world()
+    row = w.hold(w.add(5, arrival_s=0.0, tbt_s=1.0), KV, num_outputs=50)
+    rows = np.array([row], np.int32)
+    w.table.last_token_s[row] = w.now_s = 60.0
+
+    def missed() -> bool:
+        return bool(has_missed(w.view(), rows)[0])
+
+    assert not missed()
+    w.table.num_late_gaps[row] = 1
+    assert missed()
+    w.table.num_outputs[row] = 101
+    assert not missed()
+    w.now_s = 61.5  # the gap that is open now
+    assert missed()
+    w.now_s = 60.0
+    w.table.ttft_missed[row] = True
+    assert missed()
+
+
+# --- as a whole ----------------------------------------------------------------------------------------------------
+
+
+def test_no_use_of_lengths_that_a_server_would_not_know():
+    """The same decisions whatever max_tokens says beyond the true length."""
+
+    def plans(extra: int) -> list:
+        w = world(num_blocks=60, max_num_batched_tokens=128)
+        seen = []
+        for _ in range(5):
+            w.add(40, 30 + extra)
+        policy = AptPlusPolicy()
+        for _ in range(12):
+            plan = w.step(policy)
+            seen.append((plan.rows.tolist(), plan.num_tokens.tolist(), plan.preempt.tolist()))
+        return seen
+
+    assert plans(0) == plans(20)
+
+
+def test_it_holds_more_than_apt_does_in_simulation():
+    config = SimulationConfig(rate=8.0, num_requests=250, cache="kv")
+    apt = simulate(config).summary
+    plus = simulate(SimulationConfig(rate=8.0, num_requests=250, policy="apt-plus")).summary
+    assert plus.slo_attainment > apt.slo_attainment
+    assert plus.tokens_per_s > apt.tokens_per_s

@@ -1,0 +1,545 @@
+"""Policies from outside the package: how they are named, found, refused, and what becomes of their mistakes."""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import logging
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+
+import apt_jax.sched.step_packer
+from apt_jax.config import SchedulerConfig
+from apt_jax.errors import ConfigError
+from apt_jax.request import EngineRequest
+from apt_jax.sched import (
+    ENTRY_POINTS,
+    INTERFACE_VERSION,
+    POLICIES,
+    AptPolicy,
+    KindSpec,
+    Plan,
+    RequestTable,
+    SchedulerView,
+    StepCosts,
+    UnifiedPolicy,
+    check_policy,
+    make_policy,
+    policy_digest,
+)
+from apt_jax.sched.policies.unified import First
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.recording import difference, run_recorded, run_replayed
+from apt_jax.sim.simulator import simulate
+from apt_jax.sim.sweep import Store, run_key, sweep
+from serve.cli import main
+from tests.support import outside_policies
+from tests.support.http_serving import http_serving
+from tests.support.outside_policies import BROKEN, Broken
+from tests.support.sched_world import Arrival, World, drain
+from tests.support.toy_serving import EngineParts, assert_clean, expected_tokens, toy_parts
+
+DOCS = Path(__file__).parents[3] / "docs"
+LATEST = "outside_policies:Latest"
+QUICK = SimulationConfig(trace="humaneval", num_requests=10, rate=4.0)
+
+COUNTING = '''
+"""A policy in a file of its own."""
+from apt_jax.sched import FcfsPolicy
+
+class Counting:
+    name = "counting"
+    interface_version = {version}
+
+    def schedule(self, view):
+        {what}
+        return FcfsPolicy().schedule(view)
+'''
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """`module(text)` writes a module to the current directory, where nothing of it is imported, and returns its name."""
+    names = (f"policy_{tmp_path.name.replace('-', '_')}_{i}" for i in itertools.count())
+    written = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(text: str, name: str | None = None) -> str:
+        name = next(names) if name is None else name
+        Path(f"{name}.py").write_text(text)
+        written.append(name)
+        return name
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+def counting(what: str = "pass") -> str:
+    return COUNTING.format(version=INTERFACE_VERSION, what=what)
+
+
+# --- names and options ---------------------------------------------------------------------------------------------
+
+
+def test_a_class_by_its_module():
+    policy = make_policy(LATEST, SchedulerConfig(), seed=7)
+    assert isinstance(policy, outside_policies.Latest)
+    assert (policy.name, policy.seed, policy.most) == ("latest", 7, None)
+    assert make_policy(config=SchedulerConfig(policy=LATEST)).name == "latest"
+
+
+def test_a_file_in_the_current_directory(module):
+    name = module(counting())
+    assert make_policy(f"{name}:Counting").name == "counting"
+
+
+def test_an_installed_package(tmp_path, monkeypatch):
+    def install(name: str, *points: str) -> None:
+        """What installing a package leaves where Python looks."""
+        place = tmp_path / f"{name}-1.0.dist-info"
+        place.mkdir()
+        (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (place / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINTS}]", *points]) + "\n")
+
+    old = "old = outside_policies:OtherVersion"
+    install("some", f"latest = {LATEST}", f"fcfs = {LATEST}", f"both = {LATEST}", old)
+    install("other", "both = outside_policies:Broken")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(make_policy("latest?most=3"), outside_policies.Latest)
+    assert make_policy("fcfs").name == "fcfs"  # nobody replaces a bundled one
+    with pytest.raises(ConfigError, match=r"several packages.*outside_policies:Broken"):
+        make_policy("both")
+    with pytest.raises(ConfigError, match=r"policy='old' \(outside_policies:OtherVersion\)"):
+        make_policy("old")
+    with pytest.raises(ConfigError, match="did you mean latest"):
+        make_policy("lates")
+
+
+def test_options_reach_bundled_policies():
+    policy = make_policy("apt?violation_decay=0.4", SchedulerConfig(violation_decay=0.1))
+    assert isinstance(policy, AptPolicy)
+    assert policy.violation_decay == 0.4
+    policy = make_policy("apt?prefill_memory=held&count_violated=false&keep_kind=true")
+    assert isinstance(policy, AptPolicy)
+    assert (policy.prefill_memory, policy.count_violated, policy.keep_kind) == ("held", False, True)
+    policy = make_policy("sarathi-ef?prefill_tokens=64&chunked=false&first=nobody")
+    assert isinstance(policy, UnifiedPolicy)
+    assert (policy.name, policy.prefill_tokens, policy.chunked, policy.first, policy.reserve) == (
+        "sarathi-ef", 64, False, "nobody", "all",
+    )  # fmt: skip
+
+
+def test_options_reach_policies_from_outside():
+    policy = make_policy(f"{LATEST}?most=5&first=b&seed=9", seed=1)
+    assert isinstance(policy, outside_policies.Latest)
+    assert (policy.most, policy.first, policy.seed) == (5, "b", 9)
+    policy = make_policy(f"{LATEST}?most=none")
+    assert isinstance(policy, outside_policies.Latest)
+    assert policy.most is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("apt?violation_decay", "'violation_decay' is not option=value"),
+        ("apt?", "'' is not option=value"),
+        ("apt?violation_decay=0.4&violation_decay=0.5", "violation_decay is there twice"),
+        ("apt?violation_decay=0,4", "violation_decay='0,4' is not a number"),
+        ("apt?violation_decay=nan", "violation_decay='nan' is not a number"),
+        ("apt?violation_decay=7", "must lie in [0, 1]"),
+        ("apt?decay=1", "no option 'decay'; it has the options "),
+        ("apt?violation_deca=1", "did you mean violation_decay?"),
+        ("outside_policies:NoName?x=1", "no option 'x'; it has no options"),
+        ("sarathi?prefill_tokens=0", "cannot be made: ValueError: prefill_tokens=0 must be at least 1"),
+        ("sarathi?name=x", "no option 'name'; it has the options first"),
+        ("sarathi?first=me", f"first='me' must be one of {', '.join(get_args(First))}"),
+        ("sarathi?chunked=1", "chunked='1' is not true or false"),
+        ("sarathi?prefill_tokens=1.5", "prefill_tokens='1.5' is not an integer"),
+        ("outside_policies:WithFunction?order=int", "order='int' cannot be given as text"),
+        (f"{LATEST}?most=many", "most='many' is not of type int | None"),
+        ("no_such_module:Class", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("outside_policies:Lates", "outside_policies has no 'Lates'; did you mean Latest?"),
+        ("outside_policies:not_a_class", "is not a class but Latest"),
+        ("outside_policies:NoVersion", f"`interface_version = {INTERFACE_VERSION}` is this apt-jax's"),
+        ("outside_policies:OtherVersion", f"interface_version {INTERFACE_VERSION + 1}; this apt-jax has {INTERFACE_VERSION}"),
+        ("outside_policies:NoSchedule", "has no method schedule(view)"),
+        ("outside_policies:NoName", "has no `name`"),
+        ("outside_policies:CannotBeMade", "cannot be made: OSError: a file is missing (outside_policies.py, line"),
+        ("outside_policies:", "is not package.module:Class"),
+        (":Class", "is not package.module:Class"),
+        ("..x:Class", "is not package.module:Class"),
+        ("../my_policy:Class", "is not package.module:Class; the module is looked for"),
+        ("my_policy.py:Class", "did you mean my_policy:Class?"),
+        ("numpy.no_such:Class", "No module named 'numpy.no_such'; it is looked for where Python looks and in "),
+        ("apt?violation_decay=-1", "policy='apt?violation_decay=-1': violation_decay=-1.0 must lie in [0, 1] (--scheduling-policy)"),
+        ("__main__:MyPolicy", "has no 'MyPolicy': other processes do not see classes of a notebook"),
+        ("latest", "or package.module:Class"),
+        ("", "must be one of"),
+        ("x" * 10_000, "must be one of"),
+    ],
+)  # fmt: skip
+def test_a_wrong_name_is_one_line(name, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        make_policy(name)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert len(text) < 1000
+    assert "--scheduling-policy" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 / 0", r"ZeroDivisionError: division by zero \(.*\.py, line 1\)"),
+        ("import no_such_thing", r"No module named 'no_such_thing' \(.*\.py, line 1\)"),
+        ("def broken(:", "SyntaxError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise ValueError('a\\nb')", "ValueError: a b"),
+    ],
+)
+def test_a_module_that_fails_is_one_line(module, text, message):
+    name = module(text)
+    with pytest.raises(ConfigError, match=f"cannot be imported: .*{message}") as caught:
+        check_policy(f"{name}:X")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", [("serve", "tiny-opt"), ("generate", "tiny-opt", "hi"), ("info", "tiny-opt"), ("launch", "tiny-opt"), ("simulate", "--rate", "2")])  # fmt: skip
+@pytest.mark.parametrize("policy", ["outside_policies:OtherVersion", "no_such_module:Class", "fcfs?x=1"])  # fmt: skip
+def test_every_verb_says_so_at_once(verb, policy, capsys):
+    assert main([*verb, "--scheduling-policy", policy]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"apt-jax {verb[0]}: policy=")
+    assert len(error.strip().splitlines()) == 1
+
+
+# --- simulations ---------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_policies_in_spawned_processes(module, capsys):
+    name = module(counting())
+    args = ["simulate", "--trace", "humaneval", "--num-requests", "8", "--rate", "4", "--workers", "2", "--json", "out.json",
+            "--scheduling-policy", f"fcfs,{name}:Counting,apt?violation_decay=0.4"]  # fmt: skip
+    assert main(args) == 0
+    runs = json.loads(Path("out.json").read_text())["runs"]
+    assert [r["config"]["policy"] for r in runs] == ["fcfs", f"{name}:Counting", "apt?violation_decay=0.4"]  # fmt: skip
+    assert runs[0]["ttft_s"] == runs[1]["ttft_s"]
+    assert [r["fallback_iterations"] for r in runs] == [0, 0, 0]
+    assert "fcfs scheduled" not in capsys.readouterr().out
+
+
+def test_the_key_of_a_run_follows_the_source(module):
+    name = module(counting())
+    config = dataclasses.replace(QUICK, policy=f"{name}:Counting")
+    store = Store(Path("runs.jsonl"))
+    (first,) = sweep([config], store=store, workers=1)
+    assert first["fallback_iterations"] == 0
+    key = run_key(config)
+    assert sweep([config], store=Store(Path("runs.jsonl")), workers=1) == [first]
+    Path(f"{name}.py").write_text(counting("raise KeyError('changed')"))
+    assert run_key(config) != key
+    (second,) = sweep([config], store=store, workers=1)  # it is the changed file that runs
+    assert second["fallback_iterations"] > 10
+    assert second["ttft_s"] == first["ttft_s"]  # fcfs either way
+    Path(f"{name}.py").write_text(counting())
+    assert run_key(config) == key
+
+
+def test_base_classes_count_as_source(module):
+    base = module(counting())
+    name = module(f"import {base}\n\nclass Mine({base}.Counting):\n    pass\n")
+    digest = policy_digest(f"{name}:Mine")
+    assert digest is not None
+    Path(f"{base}.py").write_text(counting("x = 1"))
+    assert policy_digest(f"{name}:Mine") != digest
+    assert policy_digest("fcfs") is policy_digest("apt?violation_decay=0.4") is None
+
+
+def test_a_policy_that_fails_is_seen_in_a_simulation(capsys, caplog):
+    args = [
+        "simulate",
+        "--trace",
+        "humaneval",
+        "--num-requests",
+        "8",
+        "--rate",
+        "4",
+        "--workers",
+        "1",
+    ]
+    broken = "outside_policies:Broken?every=2"
+    assert main([*args, "--scheduling-policy", broken]) == 0
+    assert "iterations left to fcfs" in capsys.readouterr().out
+    assert main([*args, "--scheduling-policy", f"fcfs,{broken}"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Broken\?every=2 failed in \d+ of \d+ iterations", out)
+    assert "policy broken failed" in caplog.text
+
+
+def test_starts_of_an_optimal_schedule(tmp_path, capsys):
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,output_tokens\n8,3\n6,2\n")
+    flags = ["optimal", "--requests", str(path), "--capacity-tokens", "40"]
+    assert main([*flags, "--start", f"fcfs,{LATEST}?most=1"]) == 0
+    assert f"{LATEST}?most=1" in capsys.readouterr().out
+    for start, message in (
+        ("outside_policies:NoVersion", "interface_version"),
+        ("outside_policies:Broken", "broken failed: ZeroDivisionError: no reason"),
+        ("outside_policies:Broken?promise=row twice", "broken failed: PlanError: a row is there twice"),
+        ("outside_policies:Broken?promise=writes to the table", "ValueError: assignment destination is read-only"),
+        ("outside_policies:Broken?promise=nothing is run", "leaves 2 requests waiting"),
+    ):  # fmt: skip
+        assert main([*flags, "--start", start]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "--start" in error
+        assert len(error.splitlines()) == 1
+
+
+def test_recorded_and_replayed():
+    """A run with a policy from outside makes the same decisions again."""
+    from apt_jax.sim.executor import SimulatedExecutor
+    from apt_jax.sim.trace import load_trace
+    from apt_jax.sim.workload import draw_workload
+    from apt_jax.utils.clock import VirtualClock
+
+    config = dataclasses.replace(QUICK, policy=f"{LATEST}?most=2", cache="kv", max_num_seqs=8)
+    hardware = dataclasses.replace(load_hardware("opt-13b", "a100-40gb"), num_blocks=400)
+    workload = draw_workload(load_trace("humaneval"), config)
+    executor = SimulatedExecutor(
+        VirtualClock(), lambda batch: 0.01, num_blocks=400, block_size=hardware.block_size, max_num_seqs=8
+    )  # fmt: skip
+    recorded = run_recorded(config, hardware, workload, executor)
+    assert difference(recorded, run_replayed(config, hardware, workload, recorded)) is None
+    fcfs = run_recorded(dataclasses.replace(config, policy="fcfs"), hardware, workload, executor)
+    assert difference(recorded, fcfs) is not None
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------------
+
+
+def parts_of(promise: str, every: int, **toy) -> EngineParts:
+    policy = f"outside_policies:Broken?promise={promise}&every={every}"
+    return toy_parts(policy=policy, debug=False, num_blocks=24, max_num_seqs=4, **toy)
+
+
+def serve_some(parts: EngineParts, num_requests: int = 12) -> None:
+    """More requests than the pool holds, two at a time; each must get its tokens, and nothing is left of it."""
+    rng = np.random.default_rng(0)
+    requests: list[EngineRequest] = []
+    tokens: dict[str, list[int]] = {}
+    engine = parts.engine
+    for step in range(20_000):
+        if step % 3 == 0 and len(requests) < num_requests:
+            for _ in range(2):
+                requests.append(
+                    parts.build_request(
+                        prompt="x" * int(rng.integers(1, 20)),
+                        params={"max_tokens": int(rng.integers(1, 24)), "temperature": 0.0, "ignore_eos": True},
+                    )
+                )  # fmt: skip
+                engine.add_request(requests[-1])
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finished:
+                assert output.finish_reason == "length", output.error
+            parts.assembler.delta(output)
+        engine.check_integrity()
+        if len(requests) == num_requests and not engine.has_work:
+            break
+    assert not engine.has_work
+    assert_clean(parts)
+    for request in requests:
+        assert tokens[request.request_id] == expected_tokens(request)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("promise", BROKEN)
+def test_a_broken_plan_loses_nothing(promise, every, caplog):
+    parts = parts_of(promise, every)
+    serve_some(parts)
+    policy, stats = parts.policy, parts.engine.stats()
+    assert isinstance(policy, Broken)
+    assert policy.num_broken > 10
+    assert stats.refused_plan_rows == 0  # nothing of a broken plan was begun
+    if promise == "nothing is run" and every > 1:
+        assert stats.fallback_iterations == 0  # legal now and then
+    else:
+        assert stats.fallback_iterations > 10
+        assert sum("policy broken failed" in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("promise", ["raises", "unknown row", "writes to the table"])
+def test_in_debug_mode_mistakes_raise(promise):
+    parts = parts_of(promise, 3)
+    parts.engine.debug = True
+    with pytest.raises((ZeroDivisionError, AssertionError, ValueError)):
+        serve_some(parts)
+
+
+def test_the_log_has_a_line_a_minute(caplog):
+    from apt_jax.utils.clock import VirtualClock
+
+    clock = VirtualClock()
+    parts = toy_parts(policy="outside_policies:Broken", debug=False, clock=clock)
+    parts.engine._policies.timer = clock.now_s
+    parts.engine.add_request(parts.build_request(prompt="hi", params={"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}))  # fmt: skip
+    for _ in range(80):
+        clock.advance_to(clock.now_s() + 2.0)
+        parts.engine.step()
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert lines == [
+        f"policy broken failed, fcfs schedules instead ({n} iterations so far): ZeroDivisionError: no reason"
+        for n in (1, 31, 61)
+    ]
+
+
+def test_a_bundled_policy_that_raises_is_replaced_too(monkeypatch, caplog):
+    calls = itertools.count()
+    good = AptPolicy.schedule
+
+    def sometimes(self, view):
+        if next(calls) % 3 == 2:
+            raise FloatingPointError("overflow")
+        return good(self, view)
+
+    monkeypatch.setattr(AptPolicy, "schedule", sometimes)
+    parts = toy_parts(policy="apt", debug=False, num_blocks=24, max_num_seqs=4)
+    serve_some(parts)
+    assert parts.engine.stats().fallback_iterations == next(calls) // 3 > 10
+    assert "policy apt failed" in caplog.text
+
+
+def test_bundled_policies_get_the_table_itself(monkeypatch):
+    """They are checked by their tests; serving pays nothing for it."""
+    parts = toy_parts(policy="fcfs", debug=False)
+    monkeypatch.setattr("apt_jax.engine.policy_runner.checked_schedule", lambda policy, view: 1 / 0)
+    serve_some(parts)
+    assert parts.engine.stats().fallback_iterations == 0
+
+
+def test_a_served_request_has_the_same_tokens():
+    """Over HTTP, under a policy that raises in every third call."""
+
+    async def ask(policy: str) -> tuple[list[str], float]:
+        async with http_serving(policy=policy, debug=False) as served:
+            answers = await asyncio.gather(
+                *(served.ask(f"request {i}", max_tokens=20) for i in range(6))
+            )
+            scraped = (await served.http.get("/metrics")).text
+        found = re.search(r"aptjax:scheduler_fallbacks_total\{.*\} (\S+)", scraped)
+        assert found is not None
+        return [a["choices"][0]["text"] for a in answers], float(found[1])
+
+    plain, none = asyncio.run(ask("fcfs"))
+    texts, fallbacks = asyncio.run(ask("outside_policies:Broken?promise=raises&every=3"))
+    assert (texts, none) == (plain, 0)
+    assert fallbacks >= 5
+
+
+# --- the tutorial --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tutorial() -> str:
+    return (DOCS / "writing_a_policy.md").read_text()
+
+
+@pytest.fixture
+def my_policy(tutorial, module) -> str:
+    """The policy of the page, in a file as the page says."""
+    (code,) = re.findall(r"```python\n(.*?)```", tutorial, re.DOTALL)
+    return f"{module(code, 'my_policy')}:ShortestFirst"
+
+
+def test_the_policy_of_the_tutorial_serves_everything(my_policy):
+    for seed, mode in itertools.product(range(12), ("kv", "hidden", "hybrid")):
+        rng = np.random.default_rng(seed)
+        arrivals = [
+            Arrival(
+                at_step=int(rng.integers(0, 40)),
+                prompt_len=int(rng.integers(1, 60)),
+                max_tokens=int(rng.integers(1, 40)),
+            )
+            for _ in range(int(rng.integers(1, 25)))
+        ]
+        longest = max(a.prompt_len + a.max_tokens for a in arrivals)
+        world = World(
+            num_blocks=int(2 * -(-longest // 4) * rng.choice([1.0, 1.3, 4.0])),
+            mode=mode,
+            max_num_seqs=int(rng.choice([1, 4, 16])),
+            max_num_batched_tokens=16 + int(rng.choice([0, 8, 64])),
+        )
+        limit = 40 + 2 * sum(-(-a.prompt_len // 16) + a.max_tokens for a in arrivals)
+        drain(world, make_policy(my_policy), arrivals, limit=limit)
+
+
+def test_the_policy_of_the_tutorial_is_shortest_first(my_policy):
+    world = World(num_blocks=1000)
+    for length in (30, 10, 20):
+        world.add(length)
+    plan = world.schedule(make_policy(my_policy))
+    assert world.table.prompt_len[plan.rows].tolist() == [10, 20, 30]
+    result = simulate(dataclasses.replace(QUICK, policy=my_policy))
+    assert result.fallback_iterations == 0
+    assert result.summary.num_completed == 10
+
+
+def test_the_commands_of_the_tutorial_run(tutorial, my_policy, capsys):
+    """Simulations with few requests; a server is given a flag that stops it after the policy was found."""
+    commands = re.findall(r"^apt-jax (.*my_policy.*)$", tutorial, re.MULTILINE)
+    assert {c.split()[0] for c in commands} == {"simulate", "serve"}
+    for command in commands:
+        args = shlex.split(command)
+        few = ["--trace", "humaneval", "--num-requests", "5", "--workers", "1", "--seeds", "1"]
+        if args[0] == "simulate":
+            assert main([*args, *few]) == 0
+        else:
+            assert main([*args, "--max-num-seqs", "0"]) == 2
+            assert "--max-num-seqs" in capsys.readouterr().err
+
+
+def test_the_tutorial_names_everything(tutorial):
+    """Columns, fields and functions of the interface."""
+    named = set(re.findall(r"`(\w+)[^`]*`", tutorial))
+    columns = set(RequestTable.COLUMNS) | {"output_lengths", "num_output_lengths"}
+    fields = {f.name for c in (SchedulerView, Plan, KindSpec, StepCosts) for f in dataclasses.fields(c)}  # fmt: skip
+    views = {n for n, v in vars(SchedulerView).items() if not n.startswith("_") and (callable(v) or isinstance(v, property))}  # fmt: skip
+    assert not (columns | fields | views) - named
+    section = tutorial.split("### Helpers in")[1].split("\n## ")[0]
+    helpers = re.findall(r"^\| `(\w+)\(", section, re.MULTILINE)
+    assert len(helpers) > 10
+    assert all(hasattr(apt_jax.sched.step_packer, helper) for helper in helpers)
+    assert f"interface_version = {INTERFACE_VERSION}" in tutorial
+    assert ENTRY_POINTS in tutorial
+
+
+def test_the_benchmark_of_speed_takes_them():
+    script = DOCS.parent / "benchmarks" / "greedy_scheduler.py"
+    args = ["--problems", "0", "--repeats", "3", "--policies", f"fcfs,{LATEST}"]
+    done = subprocess.run(
+        [sys.executable, str(script), *args],
+        cwd=Path(outside_policies.__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    times = json.loads(done.stdout.splitlines()[-1])["schedule"]
+    assert {t["policy"] for t in times} == {"fcfs", LATEST}
+    assert all(t["median_ms"] > 0 for t in times)
+
+
+def test_bundled_policies_are_made_as_before():
+    for name in POLICIES:
+        assert make_policy(name, seed=1).name == name
+    assert make_policy("apt-s", SchedulerConfig(violation_decay=0.4)).violation_decay == 0.4  # type: ignore[attr-defined]

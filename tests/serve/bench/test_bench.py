@@ -1,0 +1,690 @@
+"""`apt-jax bench`: what it sends and when, what it measures, and what it says when things go wrong."""
+
+import asyncio
+import contextlib
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trustme
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apt_jax import LLM
+from apt_jax.config import SLO
+from apt_jax.errors import ConfigError
+from serve import cli
+from serve.bench import load, report
+from serve.bench.backends import Target, random_token_ids
+from serve.bench.runner import ClientHealth, Outcome
+from serve.bench.search import Probe, find_rates
+from serve.security.api_keys import ApiKeys
+from serve.security.tls import Tls
+from tests.support.caches import calibrations_apart
+from tests.support.http_serving import http_serving
+from tests.support.toy_openai import ToyOpenAI, in_thread
+from tests.support.toy_serving import executor_of, toy_parts
+
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+
+
+def bench(*argv: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main(["bench", *map(str, argv)])
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def saved(tmp_path: Path, *argv: object) -> tuple[dict, list[dict[str, str]]]:
+    """The JSON and the CSV of a run that goes well."""
+    json_file, csv_file = tmp_path / "run.json", tmp_path / "run.csv"
+    code, _, err = bench(*argv, "--save-json", json_file, "--save-csv", csv_file)
+    assert code == 0, err
+    with csv_file.open(newline="") as file:
+        return json.loads(json_file.read_text()), list(csv.DictReader(file))
+
+
+# --- arrivals and lengths ------------------------------------------------------------------------------------------
+
+SOURCE = load.fixed_source(10, 20)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("burstiness", [None, 0.25, 1.0, 4.0])
+def test_gaps_have_the_mean_and_the_spread_of_vllms_burstiness(seed, burstiness):
+    arrivals = load.Arrivals(rate=8.0, burstiness=burstiness, num_requests=20_000)
+    at_s = np.array([r.at_s for r in load.requests(SOURCE, arrivals, seed)])
+    gaps = np.diff(at_s)
+    # Four standard errors of a mean of 20,000 gaps, and as many of their deviation (kurtosis 6 / shape of a Gamma).
+    cv = 1.0 if burstiness is None else 1 / math.sqrt(burstiness)
+    assert gaps.mean() * 8.0 == pytest.approx(1.0, abs=4 * cv / math.sqrt(20_000))
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.06 * max(1, cv))
+
+
+def test_a_seed_decides_everything_and_a_rate_only_stretches():
+    def drawn(rate: float, seed: int) -> list[load.BenchRequest]:
+        source = load.trace_source("sharegpt")
+        return load.requests(source, load.Arrivals(rate=rate, num_requests=50), seed)
+
+    assert drawn(2.0, 0) == drawn(2.0, 0)
+    assert drawn(2.0, 0) != drawn(2.0, 1)
+    slow, fast = drawn(2.0, 0), drawn(4.0, 0)
+    assert [r.max_tokens for r in slow] == [r.max_tokens for r in fast]
+    np.testing.assert_allclose([r.at_s for r in slow], [2 * r.at_s for r in fast])
+
+
+def test_requests_of_the_simulator_are_the_requests_of_bench():
+    from apt_jax.sim.config import SimulationConfig
+    from apt_jax.sim.trace import load_trace
+    from apt_jax.sim.workload import draw_workload
+
+    want = draw_workload(load_trace("sharegpt"), SimulationConfig(trace="sharegpt", rate=3.0, cv=2.0, num_requests=40, seed=7))  # fmt: skip
+    arrivals = load.Arrivals(rate=3.0, burstiness=0.25, num_requests=40)
+    got = load.requests(load.trace_source("sharegpt"), arrivals, 7)
+    assert [r.prompt_tokens for r in got] == want.prompt_tokens.tolist()
+    assert [r.max_tokens for r in got] == want.output_tokens.tolist()
+    assert [r.at_s for r in got] == want.arrival_s.tolist()
+
+
+@given(rate=st.floats(0.5, 200), duration_s=st.floats(0.1, 20), burstiness=st.sampled_from([None, 0.05, 3.0]), seed=st.integers(0, 99))  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_a_duration_holds_all_arrivals_within_it_and_no_other(rate, duration_s, burstiness, seed):
+    arrivals = load.Arrivals(rate=rate, burstiness=burstiness, duration_s=duration_s)
+    longer = dataclasses.replace(arrivals, duration_s=None, num_requests=9000)
+    every = [r.at_s for r in load.requests(SOURCE, longer, seed)]
+    inside = [at_s for at_s in every if at_s <= duration_s]
+    if not inside:
+        with pytest.raises(ConfigError, match="--duration"):
+            load.requests(SOURCE, arrivals, seed)
+        return
+    assert [r.at_s for r in load.requests(SOURCE, arrivals, seed)] == inside
+
+
+def test_recorded_arrivals_are_kept_or_stretched(tmp_path):
+    trace = tmp_path / "t.csv"
+    trace.write_text(
+        "prompt_tokens,output_tokens,arrival_s,class\n3,4,10,rt\n5,6,11,be\n7,8,14,rt\n"
+    )
+    source = load.trace_source(str(trace))
+    as_recorded = load.requests(source, load.Arrivals(num_requests=9), 0)
+    assert [(r.at_s, r.prompt_tokens, r.max_tokens, r.best_effort) for r in as_recorded] == [
+        (0, 3, 4, False), (1, 5, 6, True), (4, 7, 8, False)]  # fmt: skip
+    # Two gaps in one second.
+    stretched = load.requests(source, load.Arrivals(rate=2.0, num_requests=9), 0)
+    assert [r.at_s for r in stretched] == [0, 0.25, 1.0]
+    cut = load.requests(source, load.Arrivals(duration_s=2.0), 0)
+    assert [r.at_s for r in cut] == [0, 1]
+
+
+def test_a_file_of_prompts_is_sent_line_by_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": [1, 2], "output_tokens": 3}\n')
+    source = load.prompts_source(str(path), output_len=9)
+    drawn = load.requests(source, load.Arrivals(rate=math.inf, num_requests=2), 0)
+    assert sorted((str(r.prompt), r.max_tokens) for r in drawn) == [("[1, 2]", 3), ("a", 9)]
+    for text, says in [
+        ("{", "line 1: not JSON"), ('{"prompt": ""}', "needs prompt"), ("[1]", "needs prompt"), ("", "holds no prompt"),
+        ('{"prompt": "x", "output_tokens": true}', "output_tokens=True"),
+    ]:  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            load.prompts_source(str(path), output_len=9)
+
+
+def test_endless_requests_take_every_line_once_before_any_twice():
+    source = dataclasses.replace(load.trace_source("humaneval"))
+    count = source.trace.num_requests
+    first = list(itertools.islice(load.endless(source, 1), 2 * count))
+    assert [r.index for r in first] == list(range(2 * count))
+    want = sorted(zip(source.trace.prompt_tokens.tolist(), source.trace.output_tokens.tolist(), strict=True))  # fmt: skip
+    for half in (first[:count], first[count:]):
+        assert sorted((r.prompt_tokens, r.max_tokens) for r in half) == want
+
+
+def test_no_two_made_up_prompts_are_alike():
+    request = load.BenchRequest(index=0, at_s=0.0, max_tokens=1, prompt_tokens=200)
+    prompts = [random_token_ids(dataclasses.replace(request, index=i), 500) for i in range(20)]
+    assert all(len(p) == 200 and min(p) >= 62 and max(p) < 438 for p in prompts)
+    assert len({tuple(p[:8]) for p in prompts}) == 20
+
+
+# --- what is measured ----------------------------------------------------------------------------------------------
+
+
+def p99_by_hand(values: list[float]) -> float:
+    """NumPy's linear interpolation, written out."""
+    ordered = sorted(values)
+    at = 0.99 * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def test_known_delays_are_measured_and_judged(tmp_path):
+    """Slow first tokens, slow gaps, refusals and empty answers, each counted as what it is."""
+
+    def delays(number: int) -> list[float] | int:
+        kind = number % 5
+        if kind == 1:
+            return 429
+        return [[0.03, *[0.01] * 5], [], [1.5, *[0.01] * 5], [0.03, 1.2, *[0.01] * 4], []][kind]
+
+    toy = ToyOpenAI(delays)
+    with in_thread(toy.running):
+        values, rows = saved(
+            tmp_path, "--target", toy.url, "--request-rate", 25, "--num-requests", 25, "--num-warmups", 0,
+            "--random-input-len", 8, "--random-output-len", 6, "--slo-ttft-ms", 700, "--slo-tbt-ms", 600,
+        )  # fmt: skip
+    # Requests come in the order of their sending, or nearly so; the server knows which one got which delays.
+    assert len(rows) == values["num_sent"] == 25
+    assert values["statuses"] == {"ok": 15, "429": 5, "broken": 5}
+    assert all(h["x-slo-ttft-ms"] == "700" and h["x-slo-tpot-ms"] == "600" for h in toy.headers)
+    assert all(b["ignore_eos"] is True and b["max_tokens"] == 6 and b["stream"] for b in toy.bodies)
+
+    ok = [r for r in rows if r["status"] == "ok"]
+    assert all(r["output_tokens"] == "6" and r["prompt_tokens"] == "5" for r in ok)
+    fast_ttft = [r for r in ok if float(r["ttft_ms"]) < 700]
+    assert len(fast_ttft) == 10
+    assert len([r for r in fast_ttft if r["slo_attained"] == "1"]) == 5
+    # The slow gap is the first one: it misses the objective, and is not there where the first gap is dropped.
+    slow_gap = [r for r in fast_ttft if r["slo_attained"] == "0"]
+    assert all(float(r["p99_tbt_ms"]) > 1000 and float(r["p99_tbt_drop_first_ms"]) < 600 for r in slow_gap)  # fmt: skip
+
+    # Everything again from the rows alone.
+    for r in ok:
+        gaps = [float(g) for g in r["gaps_ms"].split()]
+        assert len(gaps) == 5
+        assert float(r["p99_tbt_ms"]) == pytest.approx(p99_by_hand(gaps), abs=1e-3)
+        assert float(r["p99_tbt_drop_first_ms"]) == pytest.approx(p99_by_hand(gaps[1:]), abs=1e-3)
+        assert float(r["e2e_ms"]) >= float(r["ttft_ms"]) + sum(gaps) - 1e-2
+    attained = sum(float(r["ttft_ms"]) <= 700 and p99_by_hand([float(g) for g in r["gaps_ms"].split()]) <= 600 for r in ok)  # fmt: skip
+    assert attained == 5
+    assert values["slo_attainment"] == attained / 25
+    assert values["ttft_attainment"] == 10 / 25
+    assert values["tbt_attainment"] == 10 / 25
+    starts = [float(r["sent_s"]) for r in rows]
+    ends = [float(r["sent_s"]) + (float(r["ttft_ms"]) + sum(map(float, r["gaps_ms"].split()))) / 1e3 for r in ok]  # fmt: skip
+    duration_s = max(ends) - min(starts)
+    assert values["duration_s"] == pytest.approx(duration_s, abs=1e-4)
+    assert values["goodput"] == pytest.approx(attained / duration_s, rel=1e-3)
+    assert values["tokens_per_s"] == pytest.approx(15 * 6 / duration_s, rel=1e-3)
+    for name, column in [("ttft_s", "ttft_ms"), ("tbt_s", "p99_tbt_ms"), ("e2e_s", "e2e_ms")]:
+        found = [float(r[column]) / 1e3 for r in ok]
+        assert values[name]["p99"] == pytest.approx(p99_by_hand(found), abs=1e-5)
+        assert values[name]["p50"] == pytest.approx(sorted(found)[len(found) // 2], abs=1e-5)
+
+
+def test_the_clients_times_are_the_servers_times(tmp_path):
+    toy = ToyOpenAI(lambda _: [0.05, 0.02, 0.04, 0.02])
+    with in_thread(toy.running):
+        _, rows = saved(tmp_path, "--target", toy.url, "--max-concurrency", 1, "--num-requests", 8,
+                        "--num-warmups", 0, "--random-output-len", 4)  # fmt: skip
+    assert len(rows) == len(toy.written_s) == 8
+    errors = []
+    for row, came_s, written in zip(rows, toy.came_s, toy.written_s, strict=True):
+        errors.append(abs(float(row["ttft_ms"]) / 1e3 - (written[0] - came_s)))
+        gaps = [float(g) / 1e3 for g in row["gaps_ms"].split()]
+        errors += np.abs(np.array(gaps) - np.diff(written)).tolist()
+    # Medians, as other work on the machine may delay any single one.
+    assert np.median(errors) < 0.005
+
+
+@pytest.mark.parametrize(("usage", "output", "prompt"), [("never", "3", ""), ("last", "6", "5")])
+def test_servers_that_do_not_count_in_every_chunk(tmp_path, usage, output, prompt):
+    toy = ToyOpenAI(lambda _: [0.01] * 3, usage=usage)
+    with in_thread(toy.running):
+        values, rows = saved(tmp_path, "--target", toy.url, "--num-requests", 3, "--max-concurrency", 3)  # fmt: skip
+    assert [(r["output_tokens"], r["prompt_tokens"]) for r in rows] == [(output, prompt)] * 3
+    assert values["slo_ms"] == {}
+    assert len(toy.bodies) == 4  # with the one that is not counted
+
+
+def test_an_answer_without_a_token_is_not_attained():
+    from serve.bench.backends import StreamEvent
+    from serve.bench.runner import Runner
+
+    class Silent:
+        model = "silent"
+        max_model_len: int | None = None
+
+        def prepare(self, request):
+            return request.index
+
+        async def send(self, prepared):
+            yield StreamEvent(num_tokens=prepared % 2, finish_reason="abort" if prepared == 3 else "stop")
+
+        async def close(self):
+            pass
+
+    async def scenario():
+        requests = load.requests(SOURCE, load.Arrivals(rate=math.inf, num_requests=4), 0)
+        return await Runner(Silent(), slo=SLO(), timeout_s=9).open_loop(requests, asyncio.Event())
+
+    run = asyncio.run(scenario())
+    assert [o.status for o in run.outcomes] == ["empty", "ok", "empty", "abort"]
+    assert report.summary(run)["slo_attainment"] == 0.25
+
+
+def test_concurrency_is_bounded_in_both_loops(tmp_path):
+    toy = ToyOpenAI(lambda _: [0.05])
+    with in_thread(toy.running):
+        for more in ([], ["--request-rate", 200], ["--duration", 1.0]):
+            count = [] if "--duration" in more else ["--num-requests", 12]
+            values, rows = saved(tmp_path, "--target", toy.url, "--max-concurrency", 3, *count, *more)  # fmt: skip
+            assert values["peak_concurrency"] == 3
+            if count:
+                assert len(rows) == 12
+            else:
+                assert all(float(r["sent_s"]) <= 1.0 for r in rows)
+                assert len(rows) > 12
+            assert values["client"]["lateness_ms"]["p99"] is None
+
+
+def test_requests_are_sent_when_they_are_due(tmp_path):
+    toy = ToyOpenAI(lambda _: [0.3])
+    with in_thread(toy.running):
+        values, rows = saved(tmp_path, "--target", toy.url, "--request-rate", 40, "--num-requests", 40)  # fmt: skip
+    late = np.array([float(r["sent_s"]) - float(r["due_s"]) for r in rows]) * 1e3
+    assert late.min() > -1.0
+    assert np.median(late) < 20  # open loop: nobody waits for answers of 300 ms
+    assert values["client"]["lateness_ms"]["p99"] == pytest.approx(np.percentile(late, 99), abs=0.01)  # fmt: skip
+    assert values["peak_concurrency"] > 5
+
+
+def test_a_client_that_is_the_bottleneck_says_so():
+    idle = ClientHealth(lateness_s=[0.001] * 99, lag_s=[0.001] * 99, process_cpu=0.2, loop_cpu=0.1)
+    values = {"ttft_s": {"p50": 0.1}, "gap_s": {"p50": 0.02}}
+    assert report.warning(idle, values) is None
+    for change, says in [
+        ({"lateness_s": [0.05] * 9}, "50 ms late"),
+        ({"lag_s": [0.03] * 9}, "lagged by 30 ms"),
+        ({"loop_cpu": 0.95}, "95 % of a core"),
+    ]:
+        line = report.warning(dataclasses.replace(idle, **change), values)
+        assert line is not None
+        assert says in line
+        assert "\n" not in line
+    # 50 ms are nothing where first tokens take ten seconds.
+    late = dataclasses.replace(idle, lateness_s=[0.05] * 9)
+    assert report.warning(late, {**values, "ttft_s": {"p50": 10.0}}) is None
+
+
+def test_a_busy_event_loop_is_noticed(tmp_path):
+    """A backend that computes for 30 ms a message: sends are late, and the loop's share of a core is high."""
+    from serve.bench.backends import StreamEvent
+    from serve.bench.runner import Runner
+
+    class Busy:
+        model = "busy"
+        max_model_len: int | None = None
+
+        def prepare(self, request):
+            return request
+
+        async def send(self, prepared):
+            end_s = time.thread_time() + 0.03
+            while time.thread_time() < end_s:
+                pass
+            yield StreamEvent(num_tokens=1, finish_reason="stop")
+
+        async def close(self):
+            pass
+
+    async def scenario():
+        requests = load.requests(SOURCE, load.Arrivals(rate=100.0, num_requests=40), 0)
+        runner = Runner(Busy(), slo=SLO(), timeout_s=9)
+        return await runner.open_loop(requests, asyncio.Event())
+
+    run = asyncio.run(scenario())
+    values = report.summary(run)
+    assert len(run.outcomes) == 40
+    assert values["client"]["lateness_ms"]["p99"] > 300
+    assert values["client"]["lag_ms"]["p50"] > 10
+    assert "limits this measurement" in values["warning"]
+
+
+# --- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def test_all_refused_is_a_result_and_exit_code_1(tmp_path):
+    toy = ToyOpenAI(lambda _: 503)
+    path = tmp_path / "r.json"
+    with in_thread(toy.running):
+        code, out, err = bench("--target", toy.url, "--num-requests", 4, "--num-warmups", 0,
+                               "--slo-ttft-ms", 100, "--save-json", path)  # fmt: skip
+        warm_code, _, warm_err = bench("--target", toy.url, "--num-requests", 4)
+    assert code == 1
+    assert "4 503" in out
+    assert "first failure: 503: no room" in err
+    values = json.loads(path.read_text())
+    assert (values["slo_attainment"], values["num_completed"], values["goodput"]) == (0.0, 0, 0.0)
+    assert (warm_code, warm_err.count("\n")) == (1, 1)
+    assert "the first request failed: 503: no room" in warm_err
+
+
+def test_what_takes_too_long_has_failed(tmp_path):
+    toy = ToyOpenAI(lambda number: [0.01, 5.0 if number == 1 else 0.01])
+    with in_thread(toy.running):
+        values, rows = saved(tmp_path, "--target", toy.url, "--num-requests", 3, "--timeout", 0.5,
+                             "--num-warmups", 0, "--request-rate", 100, "--slo-tbt-ms", 9000)  # fmt: skip
+    assert values["statuses"] == {"ok": 2, "timeout": 1}
+    (slow,) = [r for r in rows if r["status"] == "timeout"]
+    assert (slow["output_tokens"], slow["slo_attained"]) == ("1", "0")
+    assert values["slo_attainment"] == pytest.approx(2 / 3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "--target"),
+        (["--target", "http://h:1", "--backend", "vllm-grpc"], "--backend vllm-grpc"),
+        (["--target", "nohost"], "must be grpc://HOST:PORT (--target"),
+        (["--target", "grpc://h:1", "--backend", "openai"], "--backend openai"),
+        (["--target", "h:1", "--backend", "opnai"], "did you mean openai?"),
+        (["--target", "h:1", "--request-rate", "0"], "--request-rate"),
+        (["--target", "h:1", "--request-rate", "nan"], "--request-rate"),
+        (["--target", "h:1", "--seed", "-1"], "(--seed)"),
+        (["--target", "h:1", "--burstiness", "1", "--cv", "1"], "--cv"),
+        (["--target", "h:1", "--request-rate", "1", "--cv", "0.01"], "(--burstiness, --cv)"),
+        (["--target", "h:1", "--trace", "a", "--prompts", "b"], "--trace and --prompts"),
+        (["--target", "h:1", "--trace", "a", "--random-output-len", "3"], "--output-scale"),
+        (["--target", "h:1", "--duration", "3", "--request-rate", "inf"], "--max-concurrency"),
+        (["--target", "h:1", "--find-rate"], "--slo-ttft-ms"),
+        (["--target", "h:1", "--find-rate", "--slo-ttft-ms", "9", "--max-concurrency", "3"], "--max-concurrency"),
+        (["--target", "h:1", "--attainment", "90"], "--attainment"),
+        (["--target", "h:1", "--goodput", "itl:3"], "ttft:MS"),
+        (["--target", "h:1", "--goodput", "ttft:3", "--slo-tbt-ms", "3"], "give one"),
+        (["--target", "h:1", "--save-csv", "/no/such/place/x.csv"], "(--save-csv)"),
+        (["--target", "h:1", "--api-key-file", "/no/such/file"], "(--api-key-file)"),
+        (["--target", "h:1", "--tls-ca", "/no/such/file"], "(--tls-ca)"),
+        (["--target", "https://h:1", "--tls-ca", "/no/such/file"], "(--tls-ca)"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_one_line_and_exit_code_2(argv, says):
+    code, out, err = bench(*argv)
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1"])
+def test_nobody_there_is_one_line_and_exit_code_1(target):
+    code, out, err = bench("--target", target)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "127.0.0.1:1" in err
+    assert "--target" in err
+
+
+def test_without_matplotlib_the_picture_is_refused_before_anything_is_sent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, err = bench("--target", "127.0.0.1:1", "--save-png", "x.png")
+    assert code == 1
+    assert err == "apt-jax bench: --save-png needs matplotlib: pip install 'apt-jax[demo]'\n"
+
+
+def test_ctrl_c_prints_what_was_measured(tmp_path):
+    toy = ToyOpenAI(lambda number: [0.02] if number < 10 else [60.0])
+    path = tmp_path / "r.json"
+    with in_thread(toy.running):
+        command = [sys.executable, "-m", "serve.cli", "bench", "--target", toy.url, "--request-rate", "50",
+                   "--num-requests", "30", "--num-warmups", "0", "--save-json", str(path)]  # fmt: skip
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+        )
+        deadline_s = time.monotonic() + 60
+        while len(toy.bodies) < 30:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert re.search(r"requests sent, completed +10, 10", out)
+    assert re.search(r"broken off +20", out)
+    values = json.loads(path.read_text())
+    assert (values["num_sent"], values["num_interrupted"], values["interrupted"]) == (10, 20, True)
+
+
+# --- the rate that a server sustains -------------------------------------------------------------------------------
+
+
+def test_the_search_finds_a_known_rate_and_shares_its_runs():
+    runs = []
+
+    def measure(rate: float, seed: int) -> Probe:
+        runs.append((rate, seed))
+        attainment = min(1.0, (10.0 + seed) / rate)  # 0.9 at 11.1, 12.2; 0.5 at 20, 22
+        return Probe(rate=rate, seed=seed, attainment=attainment, num_sent=9, alone=False)
+
+    high, low = find_rates(measure, targets=[0.9, 0.5], seeds=[0, 1], guess=1.0, tolerance=0.01)
+    assert high.rate.rates == pytest.approx([10 / 0.9, 11 / 0.9], rel=0.01)
+    assert low.rate.rates == pytest.approx([20.0, 22.0], rel=0.01)
+    assert high.bounded
+    assert low.bounded
+    assert len(runs) == len(set(runs))
+
+
+def test_the_search_ends_where_lower_rates_cannot_help_and_says_where_higher_ones_were_not_tried():
+    runs = []
+
+    def measure(rate: float, seed: int) -> Probe:
+        runs.append(rate)
+        return Probe(rate=rate, seed=seed, attainment=0.3, num_sent=9, alone=rate < 1.5)
+
+    (found,) = find_rates(measure, targets=[0.9], seeds=[0], guess=4.0, tolerance=0.1)
+    assert found.rate.rates == (0.0,)
+    assert min(runs) > 0.9  # not down to a hundredth of a request a second
+    (found,) = find_rates(
+        lambda rate, seed: Probe(rate=rate, seed=seed, attainment=1.0, num_sent=9, alone=False),
+        targets=[0.9], seeds=[0], guess=1.0, tolerance=0.1,
+    )  # fmt: skip
+    assert not found.bounded
+
+
+def test_find_rate_finds_the_capacity_of_a_server(tmp_path):
+    """One request at a time, 25 ms each, regular arrivals: request k waits k (0.025 - 1 / rate) seconds beyond its own 25 ms,
+    so that 80 % of 80 are within 100 ms up to the rate where the 64th waits 75 ms."""
+    sustained = 1 / (0.025 - 0.075 / 64)
+    toy = ToyOpenAI(lambda _: [0.0], service_s=0.025)
+    json_file, csv_file, png_file = (tmp_path / f"f.{end}" for end in ("json", "csv", "png"))
+    with in_thread(toy.running):
+        code, out, err = bench(
+            "--target", toy.url, "--find-rate", "--attainment", 0.8, "--seeds", 1, "--request-rate", 30, "--cv", 0.05,
+            "--num-requests", 80, "--random-output-len", 1, "--slo-ttft-ms", 100, "--tolerance", 0.05,
+            "--save-json", json_file, "--save-csv", csv_file, "--save-png", png_file,
+        )  # fmt: skip
+    assert code == 0, err
+    values = json.loads(json_file.read_text())
+    # The bracket's width, and as much again for a machine that does other things.
+    assert values["effective_rate"] == pytest.approx(sustained, rel=0.10)
+    assert values["by_target"][0]["bounded"] is True
+    assert f"{values['effective_rate']:.2f}" in out
+    with csv_file.open(newline="") as file:
+        assert [float(r["rate"]) for r in csv.DictReader(file)] == [r["rate"] for r in values["runs"]]  # fmt: skip
+    assert png_file.stat().st_size > 1000
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_json_says_where_it_comes_from_and_csv_reads_back(tmp_path):
+    toy = ToyOpenAI(lambda _: [0.01, 0.01])
+    png = tmp_path / "x.png"
+    with in_thread(toy.running):
+        values, rows = saved(tmp_path, "--target", toy.url, "--num-requests", 5, "--seed", 3,
+                             "--goodput", "ttft:500", "tbt:400", "--save-png", png)  # fmt: skip
+    assert png.stat().st_size > 1000
+    assert values["command"].startswith(f"apt-jax bench --target {toy.url}")
+    assert values["slo_ms"] == {"slo_ttft_ms": 500.0, "slo_tbt_ms": 400.0}
+    assert values["versions"]["apt-jax"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", values["date"])
+    assert values["load"]["seed"] == 3
+    assert values["model"] == "toy"
+    assert tuple(rows[0]) == report.COLUMNS
+    assert [int(r["index"]) for r in rows] == list(range(5))
+
+
+def test_a_row_loses_nothing_of_an_outcome():
+    request = load.BenchRequest(index=4, at_s=1.5, max_tokens=3, best_effort=True)
+    outcome = Outcome(
+        request=request, slo=SLO(ttft_s=0.3, tbt_s=0.05), due_s=11.5, sent_s=11.501,
+        token_times_s=[11.751, 11.781, 11.881], finished_s=11.9, finish_reason="length", prompt_tokens=7,
+        num_preemptions=2, error='a "quoted", text',
+    )  # fmt: skip
+    row = report.csv_row(outcome, 10.0)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, report.COLUMNS)
+    writer.writeheader()
+    writer.writerow(row)
+    (back,) = csv.DictReader(io.StringIO(file.getvalue()))
+    assert back == {k: str(v) for k, v in row.items()}
+    assert (back["due_s"], back["sent_s"], back["class"]) == ("1.5", "1.501", "be")
+    assert float(back["ttft_ms"]) == pytest.approx(250, abs=1e-3)
+    assert [float(g) for g in back["gaps_ms"].split()] == pytest.approx([30, 100], abs=1e-3)
+    assert float(back["p99_tbt_ms"]) == pytest.approx(99.3, abs=1e-3)
+    assert float(back["p99_tbt_drop_first_ms"]) == pytest.approx(100, abs=1e-3)
+    assert (back["ttft_attained"], back["tbt_attained"], back["slo_attained"]) == ("1", "0", "0")
+
+
+# --- our servers ---------------------------------------------------------------------------------------------------
+
+BACKENDS = ("aptjax-grpc", "vllm-grpc", "openai", "openai-chat")
+
+
+@pytest.fixture(scope="module")
+def tiny_opt(tmp_path_factory):
+    """Both ports over the bundled model with few shapes to compile, and a chat template."""
+    folder = tmp_path_factory.mktemp("bench")
+    (folder / "chat.jinja").write_text(CHAT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(folder))
+        patch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
+        llm = LLM("tiny-opt", chat_template=str(folder / "chat.jinja"), max_num_seqs=4, max_num_batched_tokens=64,
+                  max_model_len=128, num_blocks_override=64, warm_up=False, use_tqdm=False)  # fmt: skip
+    with in_thread(lambda: http_serving(llm.parts)) as served:
+        yield served
+    assert llm.parts.chat_template is not None
+    llm.parts.chat_template.close()
+
+
+def slo_counts(port: int) -> float:
+    """Requests with both objectives that the server has judged."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        text = response.read().decode()
+    found = re.findall(r'^aptjax:slo_(?:attained|missed)_total\{.*slo="all".*\} (\S+)$', text, re.MULTILINE)  # fmt: skip
+    return sum(map(float, found))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_measures_the_bundled_model(tiny_opt, tmp_path, backend):
+    port = tiny_opt.grpc_server.port if backend.endswith("grpc") else tiny_opt.server.port
+    before = slo_counts(tiny_opt.server.port)
+    values, rows = saved(
+        tmp_path, "--backend", backend, "--target", f"127.0.0.1:{port}", "--request-rate", 50, "--num-requests", 6,
+        "--random-input-len", 40, "--random-output-len", 12, "--slo-ttft-ms", 60_000, "--slo-tbt-ms", 60_000,
+    )  # fmt: skip
+    assert values["statuses"] == {"ok": 6}
+    assert values["model"] == "tiny-opt"
+    assert values["slo_attainment"] == 1.0
+    assert all(r["output_tokens"] == "12" and r["finish_reason"] == "length" for r in rows)
+    lengths = [int(r["prompt_tokens"]) for r in rows]
+    # Token ids are taken as they are; the length of a chat is met as well as words allow.
+    assert lengths == [40] * 6 if backend != "openai-chat" else all(28 <= n <= 52 for n in lengths)
+    assert (values["preemptions"] is not None) is (backend == "aptjax-grpc")
+    # The server has heard of the objectives, for the request before the counted ones too.
+    assert slo_counts(tiny_opt.server.port) - before == 7
+
+
+def test_bundled_traces_without_what_the_server_has_no_room_for(tiny_opt, tmp_path):
+    target = f"127.0.0.1:{tiny_opt.grpc_server.port}"
+    values, rows = saved(tmp_path, "--target", target, "--num-requests", 4, "--max-concurrency", 2)
+    assert values["load"]["source"] == "sharegpt"
+    assert values["load"]["arrivals"] == "closed loop"
+    assert all(int(r["prompt_tokens"]) + int(r["output_tokens"]) <= 128 for r in rows)
+    assert values["statuses"] == {"ok": 4}
+
+
+def test_what_the_server_refuses_as_wrong_is_wrong_usage(tiny_opt):
+    for target in (f"127.0.0.1:{tiny_opt.grpc_server.port}", f"http://127.0.0.1:{tiny_opt.server.port}"):  # fmt: skip
+        code, _, err = bench("--target", target, "--model", "nope", "--random-input-len", 4)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "'nope' is not served here" in err
+        code, _, err = bench("--target", target, "--random-input-len", 500)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "128" in err
+
+
+def test_prompts_classes_and_refusals_reach_an_engine(tmp_path):
+    """Over an engine whose queue is full: the rest is refused, and counted as not attained."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "hello", "output_tokens": 8}\n{"prompt": [10, 11, 12]}\n')
+    parts = toy_parts(max_num_queued_reqs=2, max_num_seqs=2)
+    with in_thread(lambda: http_serving(parts)) as served:
+        executor_of(parts).gate.clear()
+        threading.Timer(1.5, executor_of(parts).gate.set).start()
+        target = f"127.0.0.1:{served.grpc_server.port}"
+        values, rows = saved(tmp_path, "--target", target, "--prompts", prompts, "--num-requests", 12, "--num-warmups", 0,
+                             "--ignore-eos", "--random-output-len", 5, "--slo-ttft-ms", 60_000, "--vocab-size", 200)  # fmt: skip
+    refused = values["statuses"]["RESOURCE_EXHAUSTED"]
+    assert refused + values["statuses"]["ok"] == 12
+    assert refused >= 6
+    assert values["slo_attainment"] == pytest.approx((12 - refused) / 12, abs=1e-5)
+    assert {(r["prompt_tokens"], r["output_tokens"]) for r in rows if r["status"] == "ok"} <= {("6", "8"), ("3", "5")}  # fmt: skip
+    assert all(r["error"] and r["slo_attained"] == "0" for r in rows if r["status"] != "ok")
+
+
+def test_objectives_become_headers_without_exponents():
+    target = Target(address="x", slo=SLO(ttft_s=1e-6, tbt_s=12_345.5))
+    assert target.slo_headers() == {"x-slo-ttft-ms": "0.001", "x-slo-tpot-ms": "12345500"}
+    assert Target(address="x").slo_headers() == {}
+
+
+def test_keys_and_tls_at_both_ports(tmp_path):
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    ca, cert, key, key_file = (str(tmp_path / n) for n in ("ca.pem", "cert.pem", "cert.key", "keys"))  # fmt: skip
+    authority.cert_pem.write_to_path(ca)
+    issued.private_key_pem.write_to_path(key)
+    for number, pem in enumerate(issued.cert_chain_pems):
+        pem.write_to_path(cert, append=number > 0)
+    Path(key_file).write_text("sk-0123456789abcdefghij\n")
+    keys, tls = ApiKeys(["sk-0123456789abcdefghij"]), Tls(cert, key)
+    settings = {
+        "app": {"keys": keys}, "http": {"tls": tls}, "grpc": {"keys": keys, "tls": tls},
+        "base": "https://localhost:{port}", "verify": False,
+    }  # fmt: skip
+    with in_thread(lambda: http_serving(toy_parts(), **settings)) as served:
+        for backend, target in [
+            ("aptjax-grpc", f"localhost:{served.grpc_server.port}"),
+            ("vllm-grpc", f"localhost:{served.grpc_server.port}"),
+            ("openai", f"https://localhost:{served.server.port}"),
+        ]:
+            load_flags = ["--backend", backend, "--target", target, "--num-requests", 2, "--random-input-len", 9,
+                          "--random-output-len", 3]  # fmt: skip
+            values, _ = saved(tmp_path, *load_flags, "--tls-ca", ca, "--api-key-file", key_file)
+            assert values["statuses"] == {"ok": 2}
+            code, _, err = bench(*load_flags, "--tls-ca", ca)
+            assert (code, err.count("\n")) == (1, 1)
+            assert "no valid API key" in err
+            code, _, err = bench(*load_flags, "--api-key-file", key_file)
+            assert (code, err.count("\n")) == (1, 1)

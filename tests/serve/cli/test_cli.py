@@ -1,0 +1,711 @@
+"""The command line: what it says, and with which exit code."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx2
+import pytest
+
+from apt_jax.config import EngineConfig
+from apt_jax.errors import ModelLoadError
+from serve import cli
+from serve.cli.commands import serve as serve_verb
+from serve.cli.commands.chat import Transcript
+from serve.cli.output import write_json
+from serve.client import AptClient
+from serve.errors import CommandError
+from serve.grpc_api.server import ServerConfig
+from serve.http_api.server import HttpConfig
+from serve.observability import call_log as logs
+from tests.support.caches import calibrations_apart
+from tests.support.toy_serving import executor_of, toy_parts
+
+VERBS = (
+    "serve",
+    "launch",
+    "generate",
+    "chat",
+    "bench",
+    "info",
+    "convert",
+    "calibrate",
+    "optimal",
+    "demo",
+)
+
+
+def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    before, sys.stdin = sys.stdin, io.StringIO(stdin)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = cli.main(argv)
+            except SystemExit as exit_:
+                code = int(exit_.code or 0)
+    finally:
+        sys.stdin = before
+    return code, out.getvalue(), err.getvalue()
+
+
+# --- usage ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_the_verbs():
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(f"  {verb} " in out for verb in VERBS)
+    assert run()[0] == 2
+    assert run("--version")[:2] == (0, "apt-jax 0.1.0\n")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb):
+    code, out, _ = run(verb, "--help")
+    assert code == 0
+    assert f"apt-jax {verb}" in out
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "simulate"])
+def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
+    import importlib
+
+    from serve.flags import Parser
+
+    parser = Parser(prog=verb)
+    module = "serve.demo.demo" if verb == "demo" else f"serve.cli.commands.{verb}"
+    importlib.import_module(module).add_arguments(parser)
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        if action.nargs != 0 and action.option_strings:
+            assert action.metavar or action.choices, (
+                action.option_strings
+            )  # else argparse shouts the flag
+            shown = parser._get_formatter()._expand_help(action)
+            assert action.default is None or "default" in shown, action.option_strings
+        if action.dest.endswith("_ms"):
+            assert "milliseconds" in action.help
+
+
+def test_help_says_what_a_flag_is_when_it_is_not_given():
+    _, out, _ = run("serve", "--help")
+    text = " ".join(out.split())
+    assert "(default: on)" in text
+    assert text.count("(default: none, always attained)") == 2
+    text = " ".join(run("generate", "--help")[1].split())
+    assert text.count("(default: the engine's)") == 2
+    text = " ".join(run("simulate", "--help")[1].split())
+    assert "needed unless the trace has arrivals" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("serv",), "unknown verb 'serv'; did you mean serve?"),
+        (("frobnicate",), "verbs: serve"),
+        (("--hlp",), "did you mean --help?"),
+        (("serve", "--grpc-prot", "1"), "unknown flag '--grpc-prot'; did you mean --grpc-port?"),
+        (("serve", "--max-num-seq=3"), "did you mean --max-num-seqs?"),
+        (("serve", "--cache", "hybird"), "--cache: 'hybird' must be one of kv, hidden, hybrid; did you mean hybrid?"),
+        (("serve", "--scheduling-policy", "atp"), "policy='atp' must be one of"),
+        (("serve", "--block-size", "abc"), "--block-size: 'abc' is not an integer"),
+        (("serve", "--device-memory-utilization", "half"), "--device-memory-utilization: 'half' is not a number"),
+        (("simulate", "--num-requests", "1.5"), "--num-requests: '1.5' is not an integer"),
+        (("demo", "--seed", ""), "--seed: '' is not an integer"),
+        (("serve", "--block-size", "0"), "(--block-size)"),
+        (("serve", "-tp", "0"), "(-tp)"),
+        (("serve", "--default-slo-ttft-ms", "nan"), "--default-slo-ttft-ms"),
+        (("serve", "--default-slo-ttft-ms", "-5"), "--default-slo-ttft-ms"),
+        (("serve", "--shutdown-timeout", "-1"), "--shutdown-timeout"),
+        (("serve", "--host", "0.0.0.0"), "(--insecure-open)"),
+        (("serve", "--host", "::"), "(--insecure-open)"),
+        (("serve", "--grpc-port", "70000"), "(--grpc-port)"),
+        (("serve", "--port", "70000"), "(--port)"),
+        (("serve", "--http-port", "-1"), "(--port)"),
+        (("serve", "--http-host", "0.0.0.0"), "(--insecure-open)"),
+        (("serve", "--api-key-file", "/no/such/file"), "(--api-key-file)"),
+        (("serve", "--tls-cert", "cert.pem"), "(--tls-cert, --tls-key)"),
+        (("serve", "--tls-client-ca", "ca.pem"), "(--tls-cert)"),
+        (("serve", "--tls-cert", "/no/cert", "--tls-key", "/no/key"), "(--tls-cert)"),
+        (("serve", "tiny-opt", "surplus"), "unexpected argument 'surplus'"),
+        (("serve", "--max-num-batched-tokens", "3"), "(--max-num-batched-tokens)"),
+        (("calibrate", "tiny-opt", "--describe", "here.txt"), "--describe: 'here.txt' must end in .json"),
+        (("generate", "tiny-opt"), "PROMPT"),
+        (("generate", "tiny-opt", "hi", "--target", "http://h:1"), "--target"),
+        (("generate", "tiny-opt", "hi", "--top-p", "5"), "top_p: 5.0"),
+        (("generate", "tiny-opt", "hi", "--regex", ""), "structured_outputs.regex"),
+        (("chat", "tiny-opt", "--top-p", "5"), "top_p: 5.0"),
+        (("chat", "tiny-opt", "--slo-ttft-ms", "-1"), "slo_ttft_ms: -1.0"),
+        (("chat", "tiny-opt", *("--stop", "x") * 5), "stop: 5 strings"),
+    ],
+)  # fmt: skip
+def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
+    code, out, err = run(*argv)
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert err.startswith("apt-jax")
+    assert err.count("\n") == 1
+    assert "compil" not in err  # before a model is loaded
+
+
+def test_an_unknown_model_fails_with_one_line():
+    code, _, err = run("generate", "no-such-model", "hi")
+    assert code == 1
+    assert "no-such-model" in err
+    assert err.count("\n") == 1
+
+
+# --- against a server ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server():
+    """A served toy engine in another thread: `(target, parts, stop)`."""
+    parts = toy_parts()
+    started = threading.Event()
+    state = {}
+
+    async def whole() -> None:
+        from apt_jax.frontend.async_engine import AsyncEngine
+        from serve.grpc_api.server import GrpcServer
+
+        grpc_server = GrpcServer(ServerConfig(port=0))
+        await grpc_server.start()
+        await grpc_server.serve(AsyncEngine(parts))
+        state.update(loop=asyncio.get_running_loop(), port=grpc_server.port, end=asyncio.Event())
+        started.set()
+        await state["end"].wait()
+        await grpc_server.stop(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(whole()))
+    thread.start()
+    assert started.wait(30)
+    yield f"grpc://127.0.0.1:{state['port']}", parts
+    state["loop"].call_soon_threadsafe(state["end"].set)
+    thread.join(30)
+
+
+def expected_text(parts, prompt: str, max_tokens: int) -> str:
+    from tests.support.toy_serving import expected_tokens
+
+    request = parts.build_request(
+        prompt=prompt, params={"max_tokens": max_tokens, "temperature": 0.0}
+    )
+    tokens = [t for t in expected_tokens(request) if t not in parts.limits.eos_token_ids]
+    return parts.tokenizer.decode(tokens)
+
+
+def test_generate_prints_completions(server, tmp_path):
+    target, parts = server
+    code, out, err = run(
+        "generate", "toy", "hello", "--target", target, "--max-tokens", "12", "--slo-ttft-ms", "60000",
+    )  # fmt: skip
+    assert code == 0
+    assert out == f"hello{expected_text(parts, 'hello', 12)}\n"
+    assert "6 prompt and 12 output tokens" in err
+    assert "objectives attained" in err
+    file = tmp_path / "out.json"
+    code, out, err = run(
+        "generate", "toy", "a", "-", "--target", target, "--max-tokens", "5", "--quiet", "--json", str(file), stdin="b",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert out == "".join(f"{p}{expected_text(parts, p, 5)}\n" for p in "ab")
+    completions = json.loads(file.read_text())["completions"]
+    assert [c["prompt"] for c in completions] == ["a", "b"]
+    assert completions[0]["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (("toy", "hi", "--max-tokens", "0"), 2, "max_tokens: 0"),
+        (("toy", "hi", "--temperature", "nan"), 2, "temperature"),
+        (("toy", ""), 2, "prompt"),
+        (("toy", "x" * 400), 2, "prompt"),
+        (("other", "hi"), 2, "NOT_FOUND"),
+        (("toy", "hi", "--slo-ttft-ms", "0"), 2, "slo_ttft_ms"),
+        (("toy", "hi", "--json", "/no/such/dir/f"), 1, "--json"),
+    ],
+)
+def test_what_the_server_refuses_is_one_line(server, argv, code, says):
+    got, _, err = run("generate", *argv, "--quiet", "--target", server[0])
+    assert got == code
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_chat_says_what_cannot_be_asked_and_fails(server):
+    target, _ = server
+    code, out, err = run(
+        "chat", "--target", target, "--max-tokens", "9", stdin="x" * 300 + "\nhi\n"
+    )
+    assert code == 1
+    assert len(out.splitlines()) >= 1  # the talk goes on
+    assert err.startswith("apt-jax chat: prompt: ")
+    assert err.count("\n") == 1
+    code, out, err = run("chat", "--target", target, "--max-tokens", "256", stdin="hi\n")
+    assert (code, out) == (2, "")
+    assert err.startswith("apt-jax chat: max_tokens: 256 leaves no room")
+
+
+def test_the_known_models_are_listed():
+    code, out, _ = run("info", "--list", "--json", "-")
+    assert code == 0
+    listed = json.loads(out[out.index("{\n") :])
+    assert listed["models"]["tiny-opt"] == "bundled"
+    assert listed["sizes"]["opt-13b"] == "opt, 13 billion parameters"
+    assert " opt-13b " in out
+
+
+class Terminal(io.StringIO):
+    """Standard error of somebody who looks at it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "serve"])
+@pytest.mark.parametrize("terminal", [False, True], ids=["no terminal", "terminal"])
+def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog):
+    def build(config, *, progress, **options):
+        for done in range(4):
+            progress("preparing", done, 3)
+        raise CommandError("enough")
+
+    monkeypatch.setattr("serve.cli.completion_client.build_engine", build)
+    monkeypatch.setattr("serve.server.build_engine", build)
+    err = Terminal() if terminal else io.StringIO()
+    argv = [verb, "tiny-opt", *(["hi"] if verb == "generate" else [])]
+    if verb == "serve":
+        argv += ["--grpc-port", "0", "--port", "0"]
+    caplog.set_level("INFO", "apt_jax")
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        assert cli.main(argv) == 1
+    shown = err.getvalue() if verb != "serve" or terminal else caplog.text
+    if terminal:
+        assert "preparing: 100%" in shown
+        assert "3/3" in shown
+        assert "program" in shown
+    else:
+        assert shown.count("preparing 3 programs\n") == 1
+        assert shown.count("prepared 3 programs in 0.0 s\n") == 1
+        assert "%" not in shown
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="threads have no priorities of their own"
+)
+def test_calls_come_before_the_model_on_a_cpu():
+    """In a process of its own: what is made permanent or slow there stays so."""
+    code = """
+import gc, os, threading
+from serve import server as serve
+
+def build(config, **options):
+    import jax
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))))
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return "parts"
+
+import grpc
+server = grpc.aio.init_grpc_aio()
+before, least = serve.thread_ids(), os.getpriority(os.PRIO_PROCESS, 0)
+assert len(before) > 1
+serve.build_engine = build
+assert serve.build_parts(None, 0.0, serve.WorkerRanks()) == "parts"
+python = {thread.native_id for thread in threading.enumerate()}
+assert len(python - before) == 1
+later = {task: os.getpriority(os.PRIO_PROCESS, task) - least for task in serve.thread_ids()}
+assert {more for task, more in later.items() if task in before | python} == {0}
+assert {more for task, more in later.items() if task not in before | python} == {5}
+assert gc.get_freeze_count() > 10_000
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+
+
+def test_quiet_is_quiet(monkeypatch):
+    def build(config, *, progress, **options):
+        for done in range(4):
+            progress("preparing", done, 3)
+        raise CommandError("enough")
+
+    monkeypatch.setattr("serve.cli.completion_client.build_engine", build)
+    assert run("generate", "tiny-opt", "hi", "--quiet") == (1, "", "apt-jax generate: enough\n")
+
+
+def test_info_of_a_server(server):
+    target, _ = server
+    code, out, _ = run("info", "--target", target, "--json", "-")
+    assert code == 0
+    assert "host_p99_ms" in out
+    assert json.loads(out[out.index("{\n") :])["server"]["model"] == "toy"
+
+
+def test_a_server_that_is_not_there():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        target = f"grpc://127.0.0.1:{probe.getsockname()[1]}"
+        code, _, err = run("info", "--target", target)
+    assert code == 1
+    assert "UNAVAILABLE" in err
+
+
+def test_chat_keeps_the_talk_and_ends_at_the_end_of_input(server):
+    target, _ = server
+    code, out, err = run(
+        "chat", "--target", target, "--max-tokens", "8", "--timings", stdin="hi\n\n/what\n/reset\nhi\n/quit\n",
+    )  # fmt: skip
+    assert code == 0
+    assert "Assistant:" not in out  # stdin is no terminal: the answers alone
+    assert len(out.splitlines()) >= 2
+    assert "commands: /reset" in err
+    assert err.count("output tokens") == 2
+    assert run("chat", "--target", target)[0] == 0  # no input at all
+
+
+def test_a_transcript_forgets_its_oldest_turn():
+    talk = Transcript("User", "Assistant", "Be kind.")
+    talk.add("one", " 1\n")
+    talk.add("two", "2")
+    assert talk.prompt("three") == (
+        "Be kind.\nUser: one\nAssistant: 1\nUser: two\nAssistant: 2\nUser: three\nAssistant:"
+    )
+    assert talk.forget_oldest()
+    assert "one" not in talk.prompt("x")
+    assert talk.forget_oldest()
+    assert not talk.forget_oldest()
+    assert talk.stop == "\nUser:"
+
+
+def test_a_long_talk_goes_on_without_its_beginning(server):
+    target, _ = server
+    code, out, err = run(
+        "chat", "--target", target, "--max-tokens", "30", stdin=("question " * 6 + "\n") * 6
+    )
+    assert code == 0
+    assert out.count("\n") >= 6
+    assert err == ""
+
+
+# --- serve: its life -----------------------------------------------------------------------------------------------
+
+
+def serve_in_process(
+    scenario, *, build=toy_parts, shutdown_timeout_s: float = 30.0, log_format: logs.Format = "text"
+):
+    """Run the serve verb's loop with `scenario(port)` in a thread; returns its exit code and what it printed."""
+    port = free_port()
+    out = io.StringIO()
+    thread = threading.Thread(target=scenario, args=(port,))
+
+    async def whole():
+        thread.start()
+        return await serve_verb.serve(
+            EngineConfig(model="toy"),
+            ServerConfig(port=port),
+            shutdown_timeout_s=shutdown_timeout_s,
+            build=build,
+            log_format=log_format,
+        )
+
+    try:
+        with contextlib.redirect_stdout(out):
+            code = asyncio.run(whole())
+    finally:
+        thread.join(30)
+    return code, out.getvalue()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_serving(port: int) -> AptClient:
+    client = AptClient(f"127.0.0.1:{port}")
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        with contextlib.suppress(Exception):
+            if client.is_serving():
+                return client
+        time.sleep(0.02)
+    raise AssertionError("not serving")
+
+
+def test_H1_a_signal_drains_and_exits_with_0():
+    parts = toy_parts(step_s=0.005)
+    tokens: list[int] = []
+
+    def scenario(port: int) -> None:
+        with wait_until_serving(port) as client:
+            stream = client.generate("hello", max_tokens=60, temperature=0.0, ignore_eos=True)
+            tokens.extend(next(stream).token_ids)
+            os.kill(os.getpid(), signal.SIGTERM)
+            for message in stream:
+                tokens.extend(message.token_ids)
+
+    code, out = serve_in_process(scenario, build=lambda: parts)
+    assert code == 0
+    assert len(tokens) == 60
+    assert "listening on 127.0.0.1" in out
+    assert "serving toy" in out
+    assert "stopping: 1 open requests" in out
+    assert out.endswith("stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({"ttft_ms": 1234.5678912345, "s": 1.23456789012}, {"ttft_ms": 1234.568, "s": 1.234568}),
+        ({"tbt_ms": [0.00123456789, 12.3456789]}, {"tbt_ms": [0.00123457, 12.3457]}),
+        ({"per_token_s": 1.23456789e-9, "at_s": 1763800000.123456}, {"per_token_s": 1.23457e-9, "at_s": 1763800000.123456}),
+        ([0.0, -0.1 - 0.2, True, 3, "x", None, float("inf")], [0.0, -0.3, True, 3, "x", None, float("inf")]),
+    ],
+)  # fmt: skip
+def test_json_has_microseconds_and_six_digits(given, written, capsys):
+    write_json("-", given)
+    assert json.loads(capsys.readouterr().out) == written
+
+
+def test_a_log_of_objects_has_objects_on_stdout_too():
+    def scenario(port: int) -> None:
+        with wait_until_serving(port):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    code, out = serve_in_process(scenario, log_format="json")
+    assert code == 0
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["message"].split()[0] for line in lines] == ["listening", "serving", "stopping:", "stopped"]  # fmt: skip
+    assert all(line["level"] == "INFO" and line["timestamp"] for line in lines)
+
+
+def test_a_model_that_does_not_exist_is_named_before_anything_is_said_to_listen():
+    code, out, err = run("serve", "nosuch-model", "--grpc-port", "0", "--port", "0")
+    assert (code, out) == (1, "")
+    assert err.startswith("apt-jax serve: model 'nosuch-model' is neither")
+
+
+def test_H2_a_second_signal_ends_it_now():
+    parts = toy_parts(step_s=0.05)
+
+    def scenario(port: int) -> None:
+        with wait_until_serving(port) as client:
+            stream = client.generate("hello", max_tokens=200, temperature=0.0, ignore_eos=True)
+            next(stream)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+            with contextlib.suppress(Exception):
+                list(stream)
+
+    started = time.monotonic()
+    code, _ = serve_in_process(scenario, build=lambda: parts)
+    assert code == 128 + signal.SIGINT
+    assert time.monotonic() - started < 9.0
+
+
+def test_a_signal_while_loading_stops_at_once():
+    gate = threading.Event()
+
+    def build():
+        os.kill(os.getpid(), signal.SIGTERM)
+        gate.wait(30)
+        return toy_parts()
+
+    started = time.monotonic()
+    code, out = serve_in_process(lambda port: None, build=build)
+    gate.set()
+    assert code is None
+    assert "before the model was ready" in out
+    assert time.monotonic() - started < 9.0
+
+
+def test_P9_the_engines_death_exits_with_1():
+    parts = toy_parts(debug=False)
+
+    def scenario(port: int) -> None:
+        with wait_until_serving(port) as client:
+            executor_of(parts).execute = None  # type: ignore[method-assign]  # every step fails
+            with contextlib.suppress(Exception):
+                list(client.generate("hello"))
+
+    code, _ = serve_in_process(scenario, build=lambda: parts)
+    assert code == 1
+
+
+def test_a_model_that_cannot_be_loaded_ends_it():
+    def build():
+        raise ModelLoadError("model 'x' is damaged")
+
+    with pytest.raises(ModelLoadError, match="damaged"):
+        serve_in_process(lambda port: None, build=build)
+
+
+def test_H10_a_port_in_use_is_found_before_the_model_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        def build():
+            raise AssertionError("loaded")
+
+        with pytest.raises(CommandError, match=r"in use.*--grpc-port"):
+            asyncio.run(
+                serve_verb.serve(
+                    EngineConfig(model="toy"),
+                    ServerConfig(port=port),
+                    shutdown_timeout_s=1.0,
+                    build=build,
+                )
+            )
+
+
+def test_an_http_port_in_use_is_one_line_and_leaves_nothing_open():
+    def build():
+        raise AssertionError("nothing is built for a port in use")
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(CommandError, match=r"in use\); .*--port.*--no-http"):
+            asyncio.run(
+                serve_verb.serve(
+                    EngineConfig(model="toy"),
+                    ServerConfig(port=0),
+                    HttpConfig(port=taken.getsockname()[1]),
+                    shutdown_timeout_s=1.0,
+                    build=build,
+                )
+            )
+
+
+def test_H1_both_doors_drain(capsys):
+    """SIGTERM: what is open at either door ends well, what comes late is refused, and the exit code is 0."""
+    parts = toy_parts(step_s=0.01)
+    ports: dict[str, int] = {}
+    answers: dict[str, object] = {}
+
+    def ask() -> None:
+        while not parts.engine.num_live and not ports:
+            time.sleep(0.01)
+        base = f"http://127.0.0.1:{ports['http']}"
+        body = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True}
+        while httpx2.get(f"{base}/ready").status_code != 200:
+            time.sleep(0.01)
+
+        def http() -> None:
+            answers["http"] = httpx2.post(f"{base}/v1/completions", json=body, timeout=30).json()
+
+        def grpc() -> None:
+            with AptClient(f"127.0.0.1:{ports['grpc']}") as client:
+                messages = client.generate("hello", max_tokens=60, ignore_eos=True)
+                answers["grpc"] = sum(len(m.token_ids) for m in messages)
+
+        threads = [threading.Thread(target=http), threading.Thread(target=grpc)]
+        for thread in threads:
+            thread.start()
+        while parts.engine.num_live < 2:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+        late = httpx2.post(f"{base}/v1/completions", json=body, timeout=30)
+        answers["late"] = late.status_code
+        answers["ready"] = httpx2.get(f"{base}/ready").status_code
+        for thread in threads:
+            thread.join()
+
+    def build():
+        line = capsys.readouterr().out
+        grpc_port, http_port = re.findall(r"127\.0\.0\.1:(\d+)", line)
+        ports.update(grpc=int(grpc_port), http=int(http_port))
+        return parts
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    code = asyncio.run(
+        serve_verb.serve(
+            EngineConfig(model="toy"),
+            ServerConfig(port=0),
+            HttpConfig(port=0),
+            shutdown_timeout_s=30.0,
+            build=build,
+        )
+    )
+    asker.join()
+    assert code == 0
+    assert answers["grpc"] == 60
+    assert answers["http"]["usage"]["completion_tokens"] == 60  # type: ignore[index]
+    assert (answers["late"], answers["ready"]) == (503, 503)
+
+
+# --- a real process ------------------------------------------------------------------------------------------------
+
+
+def test_a_real_server_process_serves_and_stops(tmp_path):
+    from tests.support.opt_checkpoint import TINY
+    from tests.support.toy_serving import byte_tokenizer
+
+    model = tmp_path / "small"
+    model.mkdir()
+    config = {**TINY, "vocab_size": 280, "max_position_embeddings": 64}
+    (model / "config.json").write_text(json.dumps(config))
+    byte_tokenizer().backend.save(str(model / "tokenizer.json"))
+    port, http_port = free_port(), free_port()
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-the-first-tenant")
+    keys.chmod(0o600)
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format", "dummy", "--grpc-port", str(port),
+            "--port", str(http_port), "--api-key-file", str(keys),
+            "--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--num-blocks-override", "64",
+            "--calibration-time", "0", "--served-model-name", "small",
+        ],
+        env={**os.environ, "APT_JAX_CACHE_DIR": calibrations_apart(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert lines[0].startswith("listening on 127.0.0.1")
+        assert lines[1].startswith("serving small on"), process.stderr.read()
+        key = {"authorization": "Bearer a-key-of-the-first-tenant"}
+        base = f"http://127.0.0.1:{http_port}"
+        body = {"model": "small", "prompt": "hi", "max_tokens": 7, "ignore_eos": True}
+        assert httpx2.post(f"{base}/v1/completions", json=body).status_code == 401
+        answer = httpx2.post(f"{base}/v1/completions", json=body, headers=key, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] == 7
+        keys.write_text("a-key-of-the-second-tenant")
+        process.send_signal(signal.SIGHUP)
+        while httpx2.get(f"{base}/v1/models", headers=key).status_code != 401:
+            time.sleep(0.01)
+        with AptClient(f"grpc://127.0.0.1:{port}", api_key="a-key-of-the-second-tenant") as client:
+            assert client.is_serving()
+            messages = list(client.generate("hi", max_tokens=5, ignore_eos=True, model="small"))
+            assert sum(len(m.token_ids) for m in messages) == 5
+            assert client.stats().compilations == 0
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+        assert out.endswith("stopped\n")
+        assert "5 tokens" in err
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()

@@ -1,0 +1,192 @@
+"""The HTTP server against its own OpenAPI document: whatever is sent, an answer that the document allows, and nothing is left behind.
+
+schemathesis makes valid and invalid requests of every operation, reads answers to the end, streams too, and checks status, type,
+headers and shape. `make fuzz` sends 8,000.
+"""
+
+import collections
+import json
+from typing import Any
+
+import httpx2
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schemathesis.config import SchemathesisConfig
+from schemathesis.core.parameters import ParameterLocation
+from schemathesis.engine import events, from_schema
+from schemathesis.specs.openapi.checks import negative_data_rejection
+
+from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS
+from tests.support.fuzzing import FULL, KEY, Fuzzed, cases, fuzzing
+
+OBJECTIVES = {"slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", TIER_KEY}
+EXAMPLES = {
+    "Completion": cases(14, 2000),
+    "ChatCompletion": cases(10, 1300),
+    "Tokenize": cases(6, 900),
+    "Detokenize": cases(6, 900),
+}
+"""Of each operation that has a body, beside those of every bound."""
+LEAST = cases(60, 8000)
+"""Requests in all."""
+
+
+@pytest.fixture(scope="module")
+def fuzzed():
+    with fuzzing("HTTP", LEAST) as fuzzed:
+        yield fuzzed
+
+
+@pytest.fixture(scope="module")
+def client(fuzzed):
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx2.Client(base_url=fuzzed.url, timeout=60, headers=headers) as client:
+        yield client
+
+
+@schemathesis.check
+def invalid_data_is_refused(ctx: Any, response: Any, case: Any) -> None:
+    """As the check that it calls; but an objective in a header is not read where another one comes first, and what is too long may be too
+    large as a whole."""
+    negated = {at for at, part in case.meta.components.items() if part.mode.is_negative}
+    given_headers = {name.lower() for name in case.headers} & {*TTFT_KEYS, *TBT_KEYS, TIER_KEY}
+    in_body = OBJECTIVES & case.body.keys() if isinstance(case.body, dict) else set()
+    if negated == {ParameterLocation.HEADER} and (in_body or len(given_headers) > 1):
+        return
+    if response.status_code == 413:
+        return
+    negative_data_rejection(ctx, response, case)
+
+
+@schemathesis.check
+def streams_are_whole(ctx: Any, response: Any, case: Any) -> None:
+    """Every event is a chunk or an error, every answer has its end, and the last event says so."""
+    del ctx
+    kind = (response.headers.get("content-type") or [""])[0]
+    if not kind.startswith("text/event-stream"):
+        return
+    *news, last, rest = response.content.decode().split("\n\n")
+    assert rest == ""
+    document = case.operation.schema.raw_schema
+    name = "ChatCompletion" if case.path.startswith("/v1/chat") else "Completion"
+    schemas = {"components": document["components"]}
+    chunk = jsonschema.Draft202012Validator(
+        {"$ref": f"#/components/schemas/{name}Chunk", **schemas}
+    )
+    if last != "data: [DONE]":
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+        return
+    values = [json.loads(event.removeprefix("data: ")) for event in news]
+    for value in values:
+        chunk.validate(value)
+    choices = [choice for value in values for choice in value["choices"]]
+    ends = [choice["index"] for choice in choices if choice["finish_reason"] is not None]
+    assert sorted(ends) == sorted({choice["index"] for choice in choices})
+
+
+CHECKS = [
+    "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
+    "response_schema_conformance", "unsupported_method", "allow_header_conformance", "ignored_auth", "invalid_data_is_refused",
+    "streams_are_whole",
+]  # fmt: skip
+
+
+def config(url: str) -> SchemathesisConfig:
+    """All phases in the full run; the one that goes through every bound of every field takes minutes."""
+    return SchemathesisConfig.from_dict(
+        {
+            "base-url": url,
+            "auth": {"openapi": {"key": {"bearer": KEY}}},
+            "request-timeout": 30,
+            "max-stream-events": 1_000_000,
+            "continue-on-failure": True,
+            "generation": {
+                "mode": "all",
+                "max-examples": cases(1, 40),
+                "allow-x00": True,
+                "with-security-parameters": False,  # `ignored_auth` sees to keys
+                "database": "none",
+                "no-shrink": not FULL,
+            },
+            "operations": [
+                {"include-operation-id": name, "generation": {"max-examples": count}}
+                for name, count in EXAMPLES.items()
+            ],
+            "phases": {
+                "coverage": {"enabled": FULL},
+                "stateful": {"generation": {"max-examples": cases(2, 100)}},
+            },
+            "checks": {"enabled": False, **{name: {"enabled": True} for name in CHECKS}},
+        }
+    )
+
+
+def test_every_answer_is_one_that_the_document_allows(fuzzed: Fuzzed, client: httpx2.Client):
+    document = client.get("/openapi.json").json()
+    schema = schemathesis.openapi.from_dict(document, config=config(fuzzed.url))
+
+    @schema.hook
+    def after_call(ctx: Any, case: Any, response: Any) -> None:
+        del ctx, case, response
+        fuzzed.note()
+
+    kinds: collections.Counter[str] = collections.Counter()
+    statuses: collections.Counter[str] = collections.Counter()
+    problems: list[str] = []
+    for event in from_schema(schema).execute():
+        if isinstance(event, events.NonFatalError | events.FatalError):
+            problems.append(event.info.format() if isinstance(event, events.NonFatalError) else repr(event.exception))  # fmt: skip
+        if not isinstance(event, events.ScenarioFinished):
+            continue
+        for case_id, node in event.recorder.cases.items():
+            interaction = event.recorder.interactions.get(case_id)
+            if interaction is None:
+                continue
+            assert interaction.response is not None, node.value
+            statuses[str(interaction.response.status_code)] += 1
+            if node.value.meta is not None:
+                kinds[node.value.meta.generation.mode.value] += 1
+            for check in event.recorder.checks.get(case_id, []):
+                if check.failure_info is not None:
+                    failure = check.failure_info.failure
+                    problems.append(f"{event.label} {check.name}: {failure.title} {failure.message}\n{node.value.body!r}"[:2000])  # fmt: skip
+    print(f"\nHTTP: {fuzzed.num_cases} requests {dict(kinds)}, answers {dict(sorted(statuses.items()))}")  # fmt: skip
+    assert not problems, "\n".join(problems[:20])
+    assert fuzzed.num_cases >= LEAST
+    assert min(kinds["positive"], kinds["negative"]) > LEAST / 20
+    assert statuses["200"] > LEAST / 10
+    fuzzed.check_clean()
+
+
+# --- what no schema can say ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=cases(40, 1000))
+@given(
+    data=st.binary(max_size=200)
+    | st.sampled_from([b'{"prompt": "\\ud800"}', b'{"prompt": NaN}', b'{"n": 1, "n": 1}', b"[" * 5000, b'{"seed": ' + b"9" * 5000 + b"}"])
+)  # fmt: skip
+def test_bytes_that_are_no_json(client, data):
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        response = client.post(path, content=data, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert list(error) == ["message", "type", "param", "code"]
+        assert "\n" not in error["message"]
+
+
+@settings(max_examples=cases(40, 1000))
+@given(
+    name=st.sampled_from(["x-llm-d-slo-ttft-ms", "x-slo-tpot-ms", "service_tier", "x-request-id", "accept", "content-length-x"]),
+    value=st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_categories=["Cc"]), max_size=30),
+)  # fmt: skip
+def test_any_header(client, name, value):
+    response = client.post(
+        "/v1/completions",
+        content=b'{"prompt": "hi", "max_tokens": 1}',
+        headers={"content-type": "application/json", name: value.encode("latin-1")},
+    )
+    assert response.status_code in (200, 400)

@@ -1,0 +1,295 @@
+"""What /metrics says equals what was served."""
+
+import asyncio
+import json
+import math
+import re
+from pathlib import Path
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+import serve
+from apt_jax.sched.costs.model import StepCosts
+from serve.observability.prometheus import INTER_TOKEN_S, LATENCY_S, TTFT_S, token_buckets
+from tests.support.http_serving import HttpServed, run
+
+LABELS = {"model_name": "toy", "engine": "0"}
+
+
+class Scraped:
+    """One answer of /metrics, parsed."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/plain; version=")
+        self.kinds, self.samples = {}, {}
+        for family in parse_text(response.text):
+            self.kinds[family.name] = family.type
+            for sample in family.samples:
+                assert sample.labels.items() >= LABELS.items(), sample
+                rest = {k: v for k, v in sample.labels.items() if k not in LABELS}
+                key = (sample.name, tuple(sorted(rest.items())))
+                assert key not in self.samples
+                self.samples[key] = sample.value
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.samples[name, tuple(sorted(labels.items()))]
+
+    def buckets(self, name: str) -> dict[float, float]:
+        return {
+            float(dict(labels)["le"]): value
+            for (sample, labels), value in self.samples.items()
+            if sample == f"{name}_bucket"
+        }
+
+
+async def scrape(served: HttpServed) -> Scraped:
+    return Scraped(await served.http.get("/metrics"))
+
+
+def test_the_names_of_the_contract_are_there():
+    gauges = ["vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info", "aptjax:blocks"]  # fmt: skip
+    counters = [
+        "vllm:num_preemptions", "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:prefix_cache_queries",
+        "vllm:prefix_cache_hits", "aptjax:slo_attained", "aptjax:slo_missed", "aptjax:cache_kind_switch", "aptjax:cache_conversions",
+        "aptjax:recomputed_tokens",        "aptjax:scheduler_decision", "aptjax:compilations",
+    ]  # fmt: skip
+    histograms = [
+        "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
+        "vllm:request_queue_time_seconds", "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
+        "vllm:iteration_tokens_total", "aptjax:scheduler_step_seconds",
+    ]  # fmt: skip
+
+    async def scenario(served):
+        kinds = (await scrape(served)).kinds
+        assert {kinds[name] for name in gauges} == {"gauge"}
+        assert {kinds[name] for name in counters} == {"counter"}
+        assert {kinds[name] for name in histograms} == {"histogram"}
+        text = (await served.http.get("/metrics")).text
+        for name in counters:
+            assert f"\n{name}_total{{" in text
+        facts = next(labels for name, labels in (await scrape(served)).samples if name == "vllm:cache_config_info")  # fmt: skip
+        assert dict(facts).items() >= {"block_size": "4", "num_gpu_blocks": "256", "enable_prefix_caching": "True"}.items()  # fmt: skip
+        openmetrics = await served.http.get(
+            "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
+        )
+        assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
+        assert openmetrics.text.endswith("# EOF\n")
+
+    run(scenario)
+
+
+def test_numbers_equal_what_was_served_by_both_doors_however_often_they_are_read():
+    async def scenario(served):
+        before = await scrape(served)
+        assert before.value("vllm:generation_tokens_total") == 0
+        lens = [3, 5, 8]
+        for n in lens:
+            await served.ask("x" * n, max_tokens=n)
+        async for _ in served.grpc.generate(
+            "hello", max_tokens=4, ignore_eos=True, slo_ttft_ms=60_000, slo_class="be"
+        ):
+            pass
+        await served.ask("x", n=2, max_tokens=2, slo={"ttft_ms": 60_000, "tbt_ms": 0.001})
+        scrapes = [await scrape(served) for _ in range(3)]
+        first = scrapes[0]
+        for other in scrapes[1:]:  # reading changes nothing
+            assert other.samples == first.samples
+        prompts = [4, 6, 9, 6, 2, 2]  # with the token before each
+        outputs = [3, 5, 8, 4, 2, 2]
+        assert first.value("vllm:prompt_tokens_total") == sum(prompts)
+        assert first.value("vllm:generation_tokens_total") == sum(outputs)
+        assert first.value("vllm:request_success_total", finished_reason="length") == 6
+        for reason in ("stop", "abort", "error"):
+            assert first.value("vllm:request_success_total", finished_reason=reason) == 0
+        for name, values in (("prompt", prompts), ("generation", outputs)):
+            full = f"vllm:request_{name}_tokens"
+            assert first.value(f"{full}_count") == 6
+            assert first.value(f"{full}_sum") == sum(values)
+            assert list(first.buckets(full)) == [1, 2, 5, 10, 20, 50, 100, 200, math.inf]
+            for bound, count in first.buckets(full).items():
+                assert count == sum(value <= bound for value in values)
+        assert first.value("vllm:time_to_first_token_seconds_count") == 6
+        assert first.value("vllm:inter_token_latency_seconds_count") == sum(n - 1 for n in outputs)
+        for name in ("vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds"):
+            assert first.value(f"{name}_count") == 6
+        stats = served.parts.engine.stats()
+        steps = sum(stats.iterations.values())
+        assert first.value("vllm:iteration_tokens_total_count") == steps
+        decided = sum(first.value("aptjax:scheduler_decision_total", action=a) for a in ("prefill", "decode", "mixed"))  # fmt: skip
+        assert decided == steps
+        assert first.value("vllm:prefix_cache_queries_total") == stats.prefix_cache_queries
+        assert first.value("vllm:kv_cache_usage_perc") == 0
+        assert first.value("vllm:num_requests_running") == 0
+        blocks = [v for (name, _), v in first.samples.items() if name == "aptjax:blocks"]
+        assert sum(blocks) == 256
+
+        def slo(what: str, slo: str, slo_class: str) -> float:
+            return first.value(f"aptjax:slo_{what}_total", slo=slo, **{"class": slo_class})
+
+        assert slo("attained", "ttft", "be") == slo("attained", "all", "be") == 1
+        assert slo("attained", "ttft", "rt") == 2
+        assert slo("missed", "tbt", "rt") == slo("missed", "all", "rt") == 2
+        assert slo("attained", "tbt", "rt") == slo("missed", "ttft", "rt") == 0
+        assert slo("attained", "tbt", "be") == slo("missed", "tbt", "be") == 0
+
+    run(scenario)
+
+
+def test_requests_that_were_refused_or_broken_off_have_missed():
+    async def scenario(served):
+        body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "slo_ttft_ms": 60_000}
+        responses = await asyncio.gather(
+            *(served.post("/v1/completions", {**body, "deadline_ms": 60.0 + n}) for n in range(4))
+        )
+        codes = sorted(r.status_code for r in responses)
+        assert set(codes) == {408, 429}
+        await served.idle()
+        after = await scrape(served)
+        assert after.value("aptjax:requests_refused_total") == codes.count(429)
+        assert after.value("vllm:request_success_total", finished_reason="abort") == codes.count(408)  # fmt: skip
+        assert after.value("aptjax:slo_missed_total", slo="all", **{"class": "rt"}) == 4
+        assert after.value("aptjax:slo_attained_total", slo="all", **{"class": "rt"}) == 0
+        assert after.value("vllm:e2e_request_latency_seconds_count") == 0
+
+    run(scenario, max_num_seqs=1, max_num_queued_reqs=1, step_s=0.01)
+
+
+def test_gauges_while_requests_run_and_wait():
+    async def scenario(served):
+        tasks = [asyncio.create_task(served.ask(f"r{i}", max_tokens=60)) for i in range(4)]
+        await served.until(lambda: served.parts.engine.num_live == 4)
+        await asyncio.sleep(0.05)
+        now = await scrape(served)
+        assert now.value("vllm:num_requests_running") == 2
+        assert now.value("vllm:num_requests_waiting") == 2
+        assert 0 < now.value("vllm:kv_cache_usage_perc") < 1
+        await asyncio.gather(*tasks)
+
+    run(scenario, max_num_seqs=2, step_s=0.01)
+
+
+def test_Q9_metrics_and_health_answer_under_load():
+    async def scenario(served):
+        gate, engine = served.parts.executor.gate, served.engine
+        gate.clear()  # what the clients here take to begin is not the server's time
+        tasks = [asyncio.create_task(served.ask("x" * (i % 40 + 1), max_tokens=60)) for i in range(60)]  # fmt: skip
+        await served.until(lambda: len(engine._inbox) + served.parts.engine.num_live == len(tasks))
+        gate.set()
+        loop, worst, answered = asyncio.get_running_loop(), 0.0, 0
+        while not all(task.done() for task in tasks):
+            for path in ("/health", "/metrics"):
+                started = loop.time()
+                assert (await served.http.get(path)).status_code == 200
+                worst = max(worst, loop.time() - started)
+                answered += 1
+            await asyncio.sleep(0.02)
+        assert answered >= 4
+        assert worst < 2.0  # a tenth of it on a quiet machine
+
+    run(scenario, max_num_queued_reqs=100)
+
+
+def test_buckets_are_those_of_vllm():
+    assert token_buckets(100) == (1, 2, 5, 10, 20, 50, 100)
+    assert token_buckets(7) == (1, 2, 5)
+    assert token_buckets(2048)[-2:] == (1000, 2000)
+    assert (len(TTFT_S), TTFT_S[0], TTFT_S[-1]) == (22, 0.001, 2560.0)
+    assert (len(INTER_TOKEN_S), INTER_TOKEN_S[0], INTER_TOKEN_S[-1]) == (19, 0.01, 80.0)
+    assert (len(LATENCY_S), LATENCY_S[0], LATENCY_S[-1]) == (21, 0.3, 7680.0)
+    for bounds in (TTFT_S, INTER_TOKEN_S, LATENCY_S):
+        assert list(bounds) == sorted(set(bounds))
+
+
+def test_how_good_the_cost_model_is_is_told_where_there_is_one():
+    from apt_jax.sched.costs.fit import CostModel, FitQuality
+
+    def quality(mean: float) -> FitQuality:
+        return FitQuality(num_points=9, num_held_back=3, r2=0.9, worst_relative_error=1.0, mean_relative_error=mean)  # fmt: skip
+
+    async def scenario(served):
+        model = CostModel(
+            costs=None, programs=None,  # type: ignore[arg-type]
+            prefill_quality=quality(0.04), decode_quality=quality(0.05),
+            linear_prefill_quality=quality(0.2), linear_decode_quality=quality(0.3),
+        )  # fmt: skip
+        object.__setattr__(served.parts, "cost_model", model)
+        now = await scrape(served)
+        errors = [now.value("aptjax:cost_model_error_ratio", phase=p) for p in ("prefill", "decode")]  # fmt: skip
+        assert errors == pytest.approx([0.04, 0.05])
+
+    run(scenario)
+
+
+def test_the_expected_wait_is_that_of_the_queue():
+    """Two run, three wait: 6 prompt tokens each with the one before, so 18 in steps of at most 64."""
+    name = "aptjax:expected_wait_seconds"
+
+    async def scenario(served):
+        engine = served.parts.engine
+        assert name not in {key for key, _ in (await scrape(served)).samples}
+        assert not (await served.grpc.stats()).HasField("expected_wait_s")
+        engine.costs = StepCosts(
+            prefill_base_s=3.0, prefill_per_request_s=2.0, prefill_per_token_s=0.5
+        )
+        assert (await scrape(served)).value(name) == 0
+        assert (await served.grpc.stats()).expected_wait_s == 0
+        tasks = [asyncio.create_task(served.ask(f"{i}hell", max_tokens=60)) for i in range(5)]
+        await served.until(lambda: engine.num_live == 5)
+        await asyncio.sleep(0.05)
+        assert engine.stats().num_waiting == 3
+        want = pytest.approx(3.0 + 3 * 2.0 + 18 * 0.5)
+        assert (await scrape(served)).value(name) == want
+        assert (await served.grpc.stats()).expected_wait_s == want
+        await asyncio.gather(*tasks)
+
+    run(scenario, max_num_seqs=2, step_s=0.01)
+
+
+def test_how_well_steps_are_predicted_while_serving_is_told():
+    name = "aptjax:cost_model_serving_error_ratio"
+
+    async def scenario(served):
+        await served.ask(max_tokens=20)
+        assert name not in {key for key, _ in (await scrape(served)).samples}
+        served.parts.engine.costs = StepCosts(prefill_base_s=1e-9, decode_base_s=1e4)
+        await served.ask(max_tokens=40)
+        now = await scrape(served)
+        assert now.value(name, phase="decode") > 100  # predicted are 10,000 s
+        for _ in range(8):  # one of any eight steps is looked at
+            await served.ask(max_tokens=1)
+        now = await scrape(served)
+        assert now.value(name, phase="prefill") == pytest.approx(1.0, abs=0.01)
+
+    run(scenario)
+
+
+def test_the_grafana_board_asks_for_what_there_is():
+    board = json.loads(Path(serve.__file__).with_name("dashboard").joinpath("grafana.json").read_text())  # fmt: skip
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(expressions) > 20
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+
+    async def scenario(served):
+        served.parts.engine.costs = StepCosts(prefill_base_s=1e-3, decode_base_s=1e-3)
+        for _ in range(8):  # one of any eight steps is looked at
+            await served.ask(max_tokens=3, slo={"ttft_ms": 1e4})
+        samples = (await scrape(served)).samples
+        for expression in expressions:
+            found = re.findall(r"(\w+:\w+)\{([^}]*)\}", expression)
+            assert found, expression
+            grouped = {
+                label.strip()
+                for by in re.findall(r"by \(([^)]*)\)", expression)
+                for label in by.split(",")
+            }
+            for name, selector in found:
+                wanted = dict(re.findall(r'(\w+)="([^"]*)"', selector))
+                series = [dict(labels) for sample, labels in samples if sample == name]
+                assert any(wanted.items() <= labels.items() for labels in series), (name, wanted)
+                assert all(grouped <= labels.keys() for labels in series), (name, grouped)
+
+    run(scenario)

@@ -1,0 +1,155 @@
+"""An engine over a `HashExecutor` in virtual time, for tests that feed it by hand."""
+
+import numpy as np
+
+from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.engine import Engine
+from apt_jax.executor import StepBatch
+from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.sched import check_plan, make_policy
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.view import KindSpec, Plan, SchedulerView
+from apt_jax.utils.clock import VirtualClock
+from tests.support.fake_executor import HashExecutor, reference_tokens
+
+VOCAB_SIZE = 500
+COSTS = StepCosts(
+    prefill_base_s=0.01, prefill_per_token_s=1e-3, decode_base_s=0.01, decode_per_request_s=1e-3
+)
+
+
+class Checked:
+    """A policy whose plans are checked."""
+
+    def __init__(self, policy: str) -> None:
+        self.name = policy
+        self._inner = make_policy(policy)
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        plan = self._inner.schedule(view)
+        check_plan(view, plan)
+        return plan
+
+
+class Served:
+    """An engine over a `HashExecutor`, its steps, and what came out of it."""
+
+    def __init__(
+        self,
+        policy: str = "fcfs",
+        *,
+        num_blocks: int = 200,
+        block_size: int = 4,
+        hidden_block_size: int | None = None,
+        max_num_seqs: int = 8,
+        budget: int = 64,
+        overlap: bool = True,
+        offered: tuple[bool, bool] = (True, True),
+        prefix_caching: bool = True,
+        debug: bool = True,
+        fault=None,
+        engine_class: type[Engine] = Engine,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.executor = HashExecutor(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            hidden_block_size=hidden_block_size,
+            max_num_seqs=max_num_seqs,
+            vocab_size=VOCAB_SIZE,
+            clock=self.clock,
+            duration_s=lambda batch: COSTS.step_s(batch.num_tokens, batch.start, batch.kind),
+            fault=fault,
+        )
+        self.batches: list[StepBatch] = []
+        execute = self.executor.execute
+
+        def noting(batch: StepBatch):
+            self.batches.append(batch)
+            return execute(batch)
+
+        self.executor.execute = noting
+        kinds = tuple(
+            KindSpec(name=name, blocks_per_group=n, offered=o, extra_per_token_s=s)
+            for name, n, o, s in zip(("kv", "hidden"), (2, 1), offered, (0.0, 1e-7), strict=True)
+        )
+        self.engine = engine_class(
+            self.executor,
+            Checked(policy),
+            self.clock,
+            kinds,
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, overlap=overlap
+            ),
+            CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
+            costs=COSTS,
+            vocab_size=VOCAB_SIZE,
+            debug=debug,
+        )
+        self.requests: dict[str, EngineRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
+
+    def add(self, prompt, max_tokens: int = 4, name: str | None = None, grammar=None) -> str:
+        name = name or f"r{len(self.requests)}"
+        self.requests[name] = EngineRequest(
+            request_id=name,
+            prompt=None,
+            prompt_token_ids=np.asarray(prompt, np.int32),
+            params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            slo=SLO(ttft_s=1.0, tbt_s=0.5),
+            arrival_s=self.clock.now_s(),
+            grammar=grammar,
+        )
+        self.tokens[name] = []
+        self.engine.add_request(self.requests[name])
+        return name
+
+    def step(self) -> list[str]:
+        """One iteration; returns who has ended."""
+        ended = []
+        for output in self.engine.step():
+            name = output.request_id
+            self.tokens[name] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.ended[name] = output.finish_reason
+                self.cached[name] = output.metrics.num_cached_tokens
+                ended.append(name)
+        return ended
+
+    def drain(self) -> None:
+        for _ in range(3000):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError("requests do not end")
+
+    def serve(self, prompt, max_tokens: int = 4) -> str:
+        name = self.add(prompt, max_tokens)
+        self.drain()
+        return name
+
+    def expected(self, name: str) -> list[int]:
+        request = self.requests[name]
+        return reference_tokens(
+            request.prompt_token_ids, request.params.max_tokens, vocab_size=VOCAB_SIZE
+        )
+
+    def assert_as_expected(self) -> None:
+        for name, tokens in self.tokens.items():
+            assert tokens == self.expected(name)[: len(tokens)], name
+            assert self.ended[name] == "error" or tokens == self.expected(name), name
+        stats = self.engine.stats()
+        assert stats.free_blocks == stats.total_blocks
+        assert stats.used_blocks == 0
+        self.engine.check_integrity()
+
+    def prefilled(self, index: int) -> tuple[int, int]:
+        """(first position, tokens) of a step of one row."""
+        batch = self.batches[index]
+        return int(batch.start[0]), int(batch.num_tokens[0])
+
+
+def prompt(num: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([7, seed]).integers(0, VOCAB_SIZE, num).astype(np.int32)

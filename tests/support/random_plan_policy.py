@@ -1,0 +1,202 @@
+"""Policies that make legal plans nobody would make: they drive the engine into its rare states."""
+
+import dataclasses
+
+import numpy as np
+
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.sched.view import Plan, Policy, SchedulerView
+
+
+@dataclasses.dataclass(kw_only=True)
+class Chaos:
+    """Probabilities of a policy's whims; all zero: it behaves."""
+
+    preempt: float = 0.0
+    """A running request loses its cache, for each of them."""
+    skip: float = 0.0
+    """A row that could run does not."""
+    chunk: float = 0.0
+    """A row computes fewer tokens than it could."""
+    flip: float = 0.0
+    """A request that starts takes the other kind (`PerturbedPolicy`), or a random one (`RandomPolicy`)."""
+    shuffle: float = 0.0
+    """Requests are gone through in random order."""
+    convert: float = 0.0
+    """A request that starts takes the hidden kind; a hidden one that runs, and for which there is room, is converted to KV."""
+
+
+def _blocks(view: SchedulerView, tokens: int, kind: int) -> int:
+    return -(-tokens // int(view.block_sizes[kind])) * view.kinds[kind].blocks_per_group
+
+
+def _left(view: SchedulerView, row: int, length: int, kind: int) -> int:
+    return min(length, int(view.table.num_tokens[row] - view.table.hit_tokens[row, kind]))
+
+
+def _start_blocks(view: SchedulerView, row: int, length: int, kind: int) -> int:
+    """Of a waiting request that computes at most `length` tokens."""
+    end = int(view.table.hit_tokens[row, kind]) + _left(view, row, length, kind)
+    return _blocks(view, end, kind) - int(view.table.hit_blocks[row, kind])
+
+
+def _convert_blocks(view: SchedulerView, row: int, length: int) -> int | None:
+    """Of a running request that is converted and computes `length` tokens; None where it may not be."""
+    table = view.table
+    if not view.can_convert or table.kind[row] != HIDDEN:
+        return None
+    if _blocks(view, int(table.max_tokens_total[row]), KV) > view.total_blocks:
+        return None
+    return _blocks(view, int(table.num_cached[row]) + length, KV)
+
+
+def _plan(
+    rows: list[int],
+    num_tokens: list[int],
+    kind: list[int],
+    preempt: list[int],
+    convert: list[int],
+) -> Plan:
+    return Plan(
+        rows=np.array(rows, np.int32),
+        num_tokens=np.array(num_tokens, np.int32),
+        kind=np.array(kind, np.int8),
+        preempt=np.array(preempt, np.int32),
+        iteration="mixed" if rows else "idle",
+        convert=np.array(convert, np.int32),
+    )
+
+
+class RandomPolicy:
+    """Oldest first, evict the youngest; every decision may be made otherwise by chance."""
+
+    name = "random-test"
+
+    def __init__(self, seed: int, chaos: Chaos) -> None:
+        self.chaos = chaos
+        self._rng = np.random.default_rng(seed)
+
+    def _chance(self, probability: float) -> bool:
+        return bool(probability) and self._rng.random() < probability
+
+    def _length(self, most: int) -> int:
+        return int(self._rng.integers(1, most + 1)) if self._chance(self.chaos.chunk) else most
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        table, budget, free = view.table, view.max_num_batched_tokens, view.free_blocks
+        running = [int(r) for r in view.running]
+        preempt = [r for r in running if self._chance(self.chaos.preempt)]
+        free += sum(int(table.num_blocks[r]) for r in preempt)
+        running = [r for r in running if r not in preempt]
+        if self._chance(self.chaos.shuffle):
+            self._rng.shuffle(running)
+        rows: list[int] = []
+        num_tokens: list[int] = []
+        kinds: list[int] = []
+        convert: list[int] = []
+        while running:
+            row = running.pop(0)
+            most = min(budget, int(table.num_tokens[row] - table.num_cached[row]))
+            if most < 1 or self._chance(self.chaos.skip):
+                continue
+            length, kind = self._length(most), int(table.kind[row])
+            held = int(table.num_blocks[row]) + int(table.num_shared[row])
+            need = _blocks(view, int(table.num_cached[row]) + length, kind) - held
+            as_kv = _convert_blocks(view, row, length)
+            if as_kv is not None and as_kv <= free and self._chance(self.chaos.convert):
+                need = as_kv
+                convert.append(row)
+            while need > free and running:
+                victim = running.pop()
+                preempt.append(victim)
+                free += int(table.num_blocks[victim])
+            if need > free:
+                continue
+            free, budget = free - need, budget - length
+            rows.append(row)
+            num_tokens.append(length)
+            kinds.append(kind)
+        seats = view.max_num_seqs - (view.running.size - len(preempt))
+        waiting = [int(r) for r in view.waiting]
+        if self._chance(self.chaos.shuffle):
+            self._rng.shuffle(waiting)
+        for row in waiting:
+            if seats < 1 or budget < 1:
+                break
+            if self._chance(self.chaos.skip):
+                continue
+            length = self._length(min(budget, int(table.num_tokens[row])))
+            options = [k for k, spec in enumerate(view.kinds) if spec.offered]
+            options = [k for k in options if _start_blocks(view, row, length, k) <= free]
+            if not options:
+                break
+            kind = options[0]
+            if HIDDEN in options and self._chance(self.chaos.convert):
+                kind = HIDDEN
+            elif self._chance(self.chaos.flip):
+                kind = int(self._rng.choice(options))
+            free -= _start_blocks(view, row, length, kind)
+            length = _left(view, row, length, kind)
+            budget -= length
+            seats -= 1
+            rows.append(row)
+            num_tokens.append(length)
+            kinds.append(kind)
+        return _plan(rows, num_tokens, kinds, preempt, convert)
+
+
+class PerturbedPolicy:
+    """Another policy's plans, some of them changed into other legal ones."""
+
+    def __init__(self, inner: Policy, seed: int, chaos: Chaos) -> None:
+        self.name = f"perturbed-{inner.name}"
+        self.chaos = chaos
+        self._inner = inner
+        self._rng = np.random.default_rng(seed)
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        plan, table, rng, chaos = self._inner.schedule(view), view.table, self._rng, self.chaos
+        preempt = plan.preempt.tolist()
+        for row in view.running.tolist():
+            if row not in preempt and chaos.preempt and rng.random() < chaos.preempt:
+                preempt.append(row)
+        rows: list[int] = []
+        num_tokens: list[int] = []
+        kinds: list[int] = []
+        convert: list[int] = []
+        free = view.free_blocks + sum(int(table.num_blocks[r]) for r in preempt)
+        planned = zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True)
+        for row, length, kind in planned:
+            if row in preempt or (chaos.skip and rng.random() < chaos.skip):
+                continue
+            if chaos.chunk and rng.random() < chaos.chunk:
+                length = int(rng.integers(1, length + 1))
+            holds = bool(table.num_cached[row])
+            other = 1 - kind
+            flippable = not holds and view.kinds[other].offered
+            flip = max(chaos.flip, chaos.convert if other == HIDDEN else 0.0)
+            if (
+                flippable
+                and flip
+                and rng.random() < flip
+                and _start_blocks(view, row, length, other) <= free
+            ):
+                kind = other
+            if holds:
+                held = int(table.num_blocks[row]) + int(table.num_shared[row])
+                need = _blocks(view, int(table.num_cached[row]) + length, kind) - held
+                as_kv = _convert_blocks(view, row, length)
+                wanted = row in plan.convert or (chaos.convert and rng.random() < chaos.convert)
+                if wanted and as_kv is not None and as_kv <= free:
+                    need = as_kv
+                    convert.append(row)
+            else:
+                need = _start_blocks(view, row, length, kind)
+                length = _left(view, row, length, kind)
+            if need > free:  # a kind that was flipped before took its blocks
+                continue
+            free -= need
+            rows.append(row)
+            num_tokens.append(length)
+            kinds.append(kind)
+        return _plan(rows, num_tokens, kinds, preempt, convert)
