@@ -551,7 +551,7 @@ class _Worker:
     """The child process of `apt_jax.structured.compile_worker`; for one thread at a time."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        self._child = ChildProcess(Path(__file__).with_name("grammar_worker.py"))
+        self._child = ChildProcess(Path(__file__).with_name("compile_worker.py"))
         try:
             answer = self._child.ask(setup, _START_LIMIT_S)
         except (ChildTimeoutError, ChildDiedError):
