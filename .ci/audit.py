@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("requirements", type=Path, help="with the hashes, as `uv export` writes it")
-    parser.add_argument("--pip-audit", default=f"{shlex.quote(sys.executable)} -m pip_audit", help="the command")  # fmt: skip
+    parser.add_argument("--pip-audit", default=f"{shlex.quote(sys.executable)} -m pip_audit", help="the command")
     args = parser.parse_args(argv)
     command = shlex.split(args.pip_audit)
     with tempfile.TemporaryDirectory() as directory:
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             if any(package.get("vulns") for package in found):
                 break
         else:
-            print(f"not audited: no advisory feed ({', '.join(SERVICES)}) can be reached, or tells of {FAULTY}, which has known faults")  # fmt: skip
+            print(f"not audited: no advisory feed ({', '.join(SERVICES)}) can be reached, or tells of {FAULTY}, which has known faults")
             return 0
     found, code, text = audit(command, service, args.requirements)
     faults = [(package, fault) for package in found for fault in package.get("vulns", ())]
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     missing = sorted(required(args.requirements.read_text()) - asked)
     if code or missing or not asked:
         print(text, file=sys.stderr)
-        print(f"the audit failed: pip-audit ended with {code}, {len(missing)} packages were not asked for: {' '.join(missing[:10])}")  # fmt: skip
+        print(f"the audit failed: pip-audit ended with {code}, {len(missing)} packages were not asked for: {' '.join(missing[:10])}")
         return 1
     print(f"audited: {len(asked)} packages, none has a known fault ({service})")
     return 0
@@ -60,7 +60,7 @@ def audit(
     """What pip-audit found, its exit code, and what it said."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
-        options = ["--strict", "--disable-pip", "--no-deps", "--progress-spinner", "off", "-f", "json"]  # fmt: skip
+        options = ["--strict", "--disable-pip", "--no-deps", "--progress-spinner", "off", "-f", "json"]
         try:
             done = subprocess.run(
                 [*command, *options, "-s", service, "-o", str(report), "-r", str(requirements)],

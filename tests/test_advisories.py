@@ -103,7 +103,7 @@ CLEAN = [package("alpha"), package("Beta_X")]
         pytest.param({"pypi faulty": KNOWS, "pypi locked": []}, 1, "alpha beta-x", id="asks for nothing"),
         pytest.param({"pypi faulty": KNOWS, "pypi locked": [package("alpha"), {"name": "beta-x", "skip_reason": "unknown"}]}, 1, "1 packages were not asked for: beta-x", id="skips one"),
     ],
-)  # fmt: skip
+)
 def test_the_audit_is_green_only_where_everything_was_asked_for(tmp_path, answers, code, words):
     found, text = audited(tmp_path, answers)
     assert found == code, text

@@ -173,7 +173,7 @@ def test_a_system_without_a_limit_ends_the_search():
 
 @pytest.mark.parametrize(
     "fields", [{"low": 0.0, "high": 1.0}, {"low": 2.0, "high": 1.0}, {"low": 1.0, "high": 2.0, "target": 0.0}, {"low": 1.0, "high": 2.0, "seeds": ()}, {"low": 1.0, "high": 2.0, "tolerance": 0.0}]
-)  # fmt: skip
+)
 def test_impossible_searches_are_refused(fields):
     with pytest.raises(ValueError, match="must satisfy"):
         effective_throughput(lambda rate, seed: 1.0, **fields)

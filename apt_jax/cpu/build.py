@@ -38,7 +38,7 @@ _TARGETS = (
     "apt_decode_absorbed",
     "apt_prefill",
 )
-_FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")  # fmt: skip
+_FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
 _LIMIT_S = 300
 
 
@@ -71,7 +71,7 @@ def _cpu() -> str:
 def _compile(compiler: list[str], target: Path) -> None:
     """Compile into `target`, which appears whole or not at all."""
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
-    command = [*compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(temporary)]  # fmt: skip
+    command = [*compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(temporary)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False)
         if done.returncode != 0:

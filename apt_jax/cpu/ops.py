@@ -220,7 +220,7 @@ def prefill(
     **of_keys: Any,
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. Ours for bfloat16 where no row may have a hidden prefix, on matrix tiles; XLA's else."""
-    if with_hidden or not (q.dtype == k.dtype == pool.dtype == jnp.bfloat16):  # fmt: skip
+    if with_hidden or not (q.dtype == k.dtype == pool.dtype == jnp.bfloat16):
         return xla_prefill.prefill(
             q, k, v, pool, tables, offsets, chunk_lens, prefix_lens, hidden, num_rows, *weights,
             block_size=block_size, with_hidden=with_hidden, slot_ranges=slot_ranges, rules=rules, **of_keys,

@@ -180,7 +180,7 @@ class DecisionLog:
             if row.decodes:
                 self._extend(request, "decode", at_s, until_s, tokens=1, kind=row.kind)
             else:
-                self._extend(request, "prefill", at_s, until_s, tokens=row.num_tokens, kind=row.kind, cached=row.start)  # fmt: skip
+                self._extend(request, "prefill", at_s, until_s, tokens=row.num_tokens, kind=row.kind, cached=row.start)
         self._states.append((iteration.number, iteration.free_blocks, iteration.num_running))
 
     def _lose(self, iteration: Iteration, request_id: str) -> None:

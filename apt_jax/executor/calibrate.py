@@ -185,7 +185,7 @@ def _conversion_s(executor: JaxExecutor, rng: np.random.Generator) -> float:
         blocks = 1 + (int(plain.block_tables.max()) + np.arange(-(-length // per_block)))
         inputs = (1 + (blocks - 1) % executor.num_blocks).astype(np.int32)[None]
         converting = dataclasses.replace(plain, conversions=Conversions(rows=np.zeros(1, np.int64), inputs=inputs))
-        times = [[_time_s(executor, batch) for batch in (plain, converting)] for _ in range(_REPEATS + 1)]  # fmt: skip
+        times = [[_time_s(executor, batch) for batch in (plain, converting)] for _ in range(_REPEATS + 1)]
         tokens[i], extra_s[i] = length, np.median(np.diff(times[1:], axis=1))
     return max(0.0, float(tokens @ extra_s / (tokens @ tokens)))
 

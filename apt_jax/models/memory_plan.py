@@ -92,7 +92,7 @@ def memory_plan(
             "a larger --device-memory-utilization": fits(cache=whole),
         }  # fmt: skip
         helpful = [way for way, helps in ways.items() if helps]
-        raise ConfigError(f"{error}; what helps: {', '.join(['devices with more memory', *helpful])}") from None  # fmt: skip
+        raise ConfigError(f"{error}; what helps: {', '.join(['devices with more memory', *helpful])}") from None
 
 
 def _plan(
@@ -122,10 +122,10 @@ def _plan(
     weights = sum(leaf.device_bytes for leaf in leaves)
     itemsize = jnp.dtype(dtype).itemsize
     step = 4 * max_num_seqs * config.vocab_size
-    step += max_num_batched_tokens * (8 * config.hidden_size + 2 * itemsize * config.ffn_size // num_devices)  # fmt: skip
+    step += max_num_batched_tokens * (8 * config.hidden_size + 2 * itemsize * config.ffn_size // num_devices)
     block = config.num_layers * cache.block_size * config.lane * itemsize // num_devices
     free = device_bytes - weights - step
-    num_blocks = cache.num_blocks_override or int(max(0, free) * cache.device_memory_utilization) // block - 1  # fmt: skip
+    num_blocks = cache.num_blocks_override or int(max(0, free) * cache.device_memory_utilization) // block - 1
     least = 1 if cache.mode == "hidden" else 2
     if (num_blocks + 1) * block > free or num_blocks < least:
         raise _NoRoomError(

@@ -108,14 +108,14 @@ def _yarn(
 
 def _longrope(
     get: ConfigFields, fields: Mapping[str, Any], powers: NDArray[np.float32], original: int, max_len: int, longest: int
-) -> tuple[NDArray[np.float32], float]:  # fmt: skip
+) -> tuple[NDArray[np.float32], float]:
     name = "long_factor" if max_len > original else "short_factor"
     factors = fields.get(name)
     if (
         not isinstance(factors, list)
         or len(factors) != powers.size
         or not all(isinstance(f, int | float) and not isinstance(f, bool) and 0 < f < 1e30 for f in factors)
-    ):  # fmt: skip
+    ):
         raise ModelLoadError(
             f"config.json: rope {name} must be a list of {powers.size} positive numbers"
         )
@@ -153,7 +153,7 @@ def read_rope(
     """
     found = _parameters(fields, theta)
     get = ConfigFields(found, "config.json: rope ")
-    share = get.number("partial_rotary_factor", ConfigFields(fields).number("partial_rotary_factor", partial))  # fmt: skip
+    share = get.number("partial_rotary_factor", ConfigFields(fields).number("partial_rotary_factor", partial))
     if head_dim > 8192:
         raise ModelLoadError(f"config.json: heads of {head_dim} lanes; at most 8192 are supported")
     if share != 1 and not can_be_partial:

@@ -105,7 +105,7 @@ def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams])
         layers=(),
     )
     rest = change(dataclasses.replace(params, layers=()))
-    layers = [change(dataclasses.replace(nothing, layers=(layer,))).layers[0] for layer in params.layers]  # fmt: skip
+    layers = [change(dataclasses.replace(nothing, layers=(layer,))).layers[0] for layer in params.layers]
     return dataclasses.replace(rest, layers=tuple(layers))
 
 

@@ -8,7 +8,7 @@ from jax import Array
 
 from apt_jax.ops import linear
 
-EXTRAS: frozenset[str] = frozenset({"softcap", "alibi", "window", "key norm", "grouped absorption", "input width"})  # fmt: skip
+EXTRAS: frozenset[str] = frozenset({"softcap", "alibi", "window", "key norm", "grouped absorption", "input width"})
 """Features that some models need beside plain attention: the three of `ScoreRules`, `KeyNorm`, `decode_v_absorbed` with fewer
 key heads than query heads, and layer inputs narrower or wider than the lane."""
 

@@ -104,7 +104,7 @@ class ChatTemplate:
         where: what messages call it: a file.
     """
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None, where: str = "chat template") -> None:  # fmt: skip
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None, where: str = "chat template") -> None:
         self.source = source
         self.where = where
         self.special_tokens = dict(special_tokens or {})

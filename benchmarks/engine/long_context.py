@@ -74,7 +74,7 @@ def run(
 
     executor.runner.sample_call = record  # pyright: ignore[reportAttributeAccessIssue]
     tables = np.zeros((1, 2, blocks), np.int32)
-    tables[0, :halves] = 1 + np.random.default_rng(0).permutation(halves * blocks).reshape(halves, blocks)  # fmt: skip
+    tables[0, :halves] = 1 + np.random.default_rng(0).permutation(halves * blocks).reshape(halves, blocks)
     begin = time.perf_counter()
     for start in range(0, ids.size, chunk):
         piece = ids[start : start + chunk]
@@ -110,13 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
             config, params = model(rope, ids.size)
             whole, whole_s, _ = run(config, params, ids, ids.size, KV, bar)
             for name in args.kind:
-                got, seconds, pool = run(config, params, ids, args.chunk, {"kv": KV, "hidden": HIDDEN}[name], bar)  # fmt: skip
+                got, seconds, pool = run(config, params, ids, args.chunk, {"kv": KV, "hidden": HIDDEN}[name], bar)
                 rows.append({
                     "rope": rope, "kind": name, "tokens": ids.size, "chunk": args.chunk, "largest_logit": float(np.abs(whole).max()),
                     "difference": float(np.abs(got - whole).max()), "chunked_s": seconds, "one_pass_s": whole_s,
                     "pool_mib": pool / 2**20, "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                 })  # fmt: skip
-    print(f"{'rope':8}{'kind':8}{'tokens':>8}{'chunk':>7}{'logits to':>10}{'difference':>12}{'chunked s':>11}{'one pass s':>12}{'pool MiB':>10}{'peak MiB':>10}")  # fmt: skip
+    print(f"{'rope':8}{'kind':8}{'tokens':>8}{'chunk':>7}{'logits to':>10}{'difference':>12}{'chunked s':>11}{'one pass s':>12}{'pool MiB':>10}{'peak MiB':>10}")
     for r in rows:
         print(
             f"{r['rope']:8}{r['kind']:8}{r['tokens']:8}{r['chunk']:7}{r['largest_logit']:10.2f}{r['difference']:12.1e}"

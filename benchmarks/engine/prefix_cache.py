@@ -197,7 +197,7 @@ def main() -> int:
         for policy in args.policies
         for on in (False, True)
     ]
-    print(f"{'policy':9} {'cache':5} {'turns':>5} {'time':>8} {'TTFT p50':>9} {'TTFT p99':>9} {'prompt':>8} {'computed':>8} {'hits':>5} {'host':>8}")  # fmt: skip
+    print(f"{'policy':9} {'cache':5} {'turns':>5} {'time':>8} {'TTFT p50':>9} {'TTFT p99':>9} {'prompt':>8} {'computed':>8} {'hits':>5} {'host':>8}")
     for r in runs:
         print(
             f"{r.policy:9} {'on' if r.prefix_caching else 'off':5} {r.turns:5} {r.duration_s:6.2f} s {r.ttft_p50_ms:6.1f} ms {r.ttft_p99_ms:6.1f} ms "

@@ -69,7 +69,7 @@ def write(path: Path, gib: float) -> None:
         end += size
     text = json.dumps(header).encode()
     rng = np.random.default_rng(0)
-    with (path / "model.safetensors").open("wb") as file, tqdm(total=end, unit="B", unit_scale=True, desc="writing") as bar:  # fmt: skip
+    with (path / "model.safetensors").open("wb") as file, tqdm(total=end, unit="B", unit_scale=True, desc="writing") as bar:
         file.write(len(text).to_bytes(8, "little") + text)
         for shape in shapes.values():
             for start in range(0, math.prod(shape), 1 << 22):
@@ -138,7 +138,7 @@ def measure(gib: float, devices: int, directory: Path) -> list[dict[str, Any]]:
     rows = []
     for name in FORMATS:
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-        command = [sys.executable, __file__, "--load", str(directory / name), "--devices", str(devices)]  # fmt: skip
+        command = [sys.executable, __file__, "--load", str(directory / name), "--devices", str(devices)]
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
         rows.append({"format": name, **json.loads(done.stdout)})
     return rows
@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"({row['largest_tensor_bytes'] / 2**20:,.0f} MiB)"
         )
     if args.json is not None:
-        about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "cpus": os.cpu_count()}  # fmt: skip
+        about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "cpus": os.cpu_count()}
         args.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
     return int(any(row["of_largest"] > BOUND for row in rows))
 

@@ -104,7 +104,7 @@ def compiler_of(llm: LLM) -> GrammarCompiler:
 
 def percentiles(name: str, seconds: list[float]) -> dict[str, Any]:
     p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
-    return {"what": name, "count": len(seconds), "p50_ms": float(p50), "p99_ms": float(p99), "max_ms": 1e3 * max(seconds)}  # fmt: skip
+    return {"what": name, "count": len(seconds), "p50_ms": float(p50), "p99_ms": float(p99), "max_ms": 1e3 * max(seconds)}
 
 
 def checked(llm: LLM, schema: dict[str, Any], **options: Any) -> StructuredOutputsParams:
@@ -118,7 +118,7 @@ def checked(llm: LLM, schema: dict[str, Any], **options: Any) -> StructuredOutpu
 
     source = Source()
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema, **options))
-    build_request(llm.parts.limits, None, prompt_token_ids=[5], params=params, arrival_s=0.0, grammars=source)  # fmt: skip
+    build_request(llm.parts.limits, None, prompt_token_ids=[5], params=params, arrival_s=0.0, grammars=source)
     return source.wanted
 
 
@@ -159,7 +159,7 @@ def host(llm: LLM, count: int) -> list[dict[str, Any]]:
         seconds = []
         for _ in range(20):
             constraints = [grammar.start() for _, grammar in new[:rows]]
-            seconds.append(timed(lambda f=fill, c=constraints: f(c, masks, list(range(rows))))[0])  # fmt: skip
+            seconds.append(timed(lambda f=fill, c=constraints: f(c, masks, list(range(rows))))[0])
         together.append(seconds)
     return [
         percentiles("first form: starts the child", [first_s]),
@@ -182,7 +182,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes = figure.subplots()
     names = [f"{r['concurrency']}\n{r['sampling']}" for r in rows]
     places = np.arange(len(rows))
-    for shift, key, label in ((-0.2, "plain_ms_per_token", "any text"), (0.2, "structured_ms_per_token", "JSON schemas")):  # fmt: skip
+    for shift, key, label in ((-0.2, "plain_ms_per_token", "any text"), (0.2, "structured_ms_per_token", "JSON schemas")):
         axes.bar(places + shift, [r[key] for r in rows], 0.4, label=label)
     axes.set_xticks(places, names)
     axes.set_xlabel("requests at once")
@@ -219,7 +219,7 @@ def main() -> int:
             print(rows[-1], file=sys.stderr, flush=True)
     stats = llm.engine.stats()
     times = host(llm, args.forms)
-    times.append({"what": "masks of one step, served", "count": 4096, "p50_ms": stats.mask_p50_ms, "p99_ms": stats.mask_p99_ms, "max_ms": float("nan")})  # fmt: skip
+    times.append({"what": "masks of one step, served", "count": 4096, "p50_ms": stats.mask_p50_ms, "p99_ms": stats.mask_p99_ms, "max_ms": float("nan")})
     print(f"{'C':>3} {'sampling':8} {'tokens':>7} {'plain':>10} {'structured':>11} {'cost':>9}")
     for r in rows:
         print(
@@ -227,7 +227,7 @@ def main() -> int:
             f"{r['cost_ms_per_token']:+6.3f} ms ({r['cost_percent']:+.0f} %)"
         )
     for t in times:
-        print(f"{t['what']:32} p50 {t['p50_ms']:8.4f} ms  p99 {t['p99_ms']:8.4f} ms  max {t['max_ms']:8.3f} ms  n={t['count']}")  # fmt: skip
+        print(f"{t['what']:32} p50 {t['p50_ms']:8.4f} ms  p99 {t['p99_ms']:8.4f} ms  max {t['max_ms']:8.3f} ms  n={t['count']}")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         for name, table in (("tokens", rows), ("host", times)):

@@ -188,7 +188,7 @@ def _lowering_for(chip: Chip) -> Iterator[None]:
             yield
 
 
-def pallas_kernels(function: Callable[..., Any], arguments: tuple[Any, ...], chip: Chip) -> list[KernelCode]:  # fmt: skip
+def pallas_kernels(function: Callable[..., Any], arguments: tuple[Any, ...], chip: Chip) -> list[KernelCode]:
     """The Triton kernels of a jitted function, in the order of its program.
 
     Args:
@@ -337,7 +337,7 @@ def failures(code: KernelCode, report: KernelReport) -> list[str]:
     if report.stack_bytes:
         wrong.append(f"{report.stack_bytes} bytes of stack (must be 0)")
     if not report.ctas_per_sm:
-        wrong.append(f"does not fit an SM: {report.registers} registers, {report.shared_bytes} bytes of shared memory")  # fmt: skip
+        wrong.append(f"does not fit an SM: {report.registers} registers, {report.shared_bytes} bytes of shared memory")
     if code.has_products and not report.hmma + report.hgmma:
         wrong.append("multiplies tiles without tensor cores")
     if code.streams_tiles and not report.async_copies:

@@ -244,10 +244,10 @@ def failures(report: ProgramReport, num_loops: int = 0) -> list[str]:
     if report.pool_copies:
         wrong.append(f"{report.pool_copies} copies of a layer's pool (must be 0)")
     if report.aliased_bytes < report.pool_bytes:
-        wrong.append(f"only {report.aliased_bytes} of the pools' {report.pool_bytes} bytes are updated in place")  # fmt: skip
+        wrong.append(f"only {report.aliased_bytes} of the pools' {report.pool_bytes} bytes are updated in place")
     share = report.temporary_bytes / report.pool_bytes
     if share >= MAX_TEMPORARY_SHARE:
-        wrong.append(f"temporaries take {share:.1%} of the pool (must be less than {MAX_TEMPORARY_SHARE:.0%})")  # fmt: skip
+        wrong.append(f"temporaries take {share:.1%} of the pool (must be less than {MAX_TEMPORARY_SHARE:.0%})")
     if (report.command_buffers, report.outside) != (1 + num_loops, num_loops):
         wrong.append(
             f"{report.command_buffers} command buffers and {report.outside} launches outside them"

@@ -72,7 +72,7 @@ class StepCase:
 
 def _model(case: StepCase) -> ModelConfig:
     _, config = read_model_config(PRESETS[case.model])
-    return config if case.num_layers is None else dataclasses.replace(config, num_layers=case.num_layers)  # fmt: skip
+    return config if case.num_layers is None else dataclasses.replace(config, num_layers=case.num_layers)
 
 
 def compile_step(case: StepCase, chip: Chip, ops: AttentionOps) -> ProgramReport:

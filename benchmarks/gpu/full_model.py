@@ -62,7 +62,7 @@ class _Size:
 
 def _size(tiny: bool) -> _Size:
     if tiny:
-        return _Size(model="tiny-opt", dtype="float32", decode_buckets=(2, 4), prefill_buckets=(32,), context=20)  # fmt: skip
+        return _Size(model="tiny-opt", dtype="float32", decode_buckets=(2, 4), prefill_buckets=(32,), context=20)
     return _Size(
         model="opt-13b", dtype="bfloat16", decode_buckets=(1, 32, 128, 256), prefill_buckets=(512, 2048), context=CONTEXT,
     )  # fmt: skip
@@ -100,7 +100,7 @@ def _attention(tiny: bool) -> AttentionOps:
     return kernel_ops()
 
 
-def build(size: _Size, config: ModelConfig, params: ModelParams, *, hidden_attention: Any, tiny: bool) -> JaxExecutor:  # fmt: skip
+def build(size: _Size, config: ModelConfig, params: ModelParams, *, hidden_attention: Any, tiny: bool) -> JaxExecutor:
     """An executor for both kinds with few buckets: each compiled program of 40 layers costs seconds."""
     block_bytes = config.num_layers * BLOCK_SIZE * config.lane * jnp.dtype(size.dtype).itemsize
     budget = 1 << 24 if tiny else POOL_BYTES
@@ -130,9 +130,9 @@ def _lower(executor: JaxExecutor, program: Program) -> Any:
     head = (executor.params, executor.runner.pools, executor.runner.last_tokens, ints)
     try:
         if tokens or executor.programs.branches:
-            return executor.programs.jitted["forward"].lower(*head, num_decode=rows, num_prefill=tokens, kinds=kinds)  # fmt: skip
+            return executor.programs.jitted["forward"].lower(*head, num_decode=rows, num_prefill=tokens, kinds=kinds)
         _, sample = executor.form.empty_sample(rows)
-        return executor.programs.jitted["decode"].lower(*head, sample, num_decode=rows, kinds=kinds, variant=GREEDY)  # fmt: skip
+        return executor.programs.jitted["decode"].lower(*head, sample, num_decode=rows, kinds=kinds, variant=GREEDY)
     except Exception as error:
         return error
 
@@ -221,7 +221,7 @@ def step(stage: Stage) -> list[str]:
         hidden = kinds[0] == HIDDEN
         is_decode = max(lens) == 1
         halves = 1 if hidden else 2
-        cache = config.num_layers * halves * config.lane * itemsize * (cached if is_decode else tokens)  # fmt: skip
+        cache = config.num_layers * halves * config.lane * itemsize * (cached if is_decode else tokens)
         flop = 2 * tokens * dense
         if is_decode and attention == "reproject":
             flop += 4 * config.num_layers * config.hidden_size * config.lane * cached
@@ -261,10 +261,10 @@ def step(stage: Stage) -> list[str]:
             if stage.wanted(table, name):
                 stage.run(table, name, functools.partial(measure, case, program, started))
             started = time.perf_counter()
-    lines = [f"{'step':24s}{'cached':>9s}{'alone ms':>10s}{'in a row':>10s}{'host':>8s}{'floor':>8s}{'of floor':>9s}"]  # fmt: skip
+    lines = [f"{'step':24s}{'cached':>9s}{'alone ms':>10s}{'in a row':>10s}{'host':>8s}{'floor':>8s}{'of floor':>9s}"]
     for row in read_rows(table.path):
         if row["status"] == "ok":
-            numbers = (float(row[c]) for c in ("alone_ms", "pipelined_ms", "host_ms", "floor_ms", "of_floor"))  # fmt: skip
+            numbers = (float(row[c]) for c in ("alone_ms", "pipelined_ms", "host_ms", "floor_ms", "of_floor"))
             lines.append(
                 "{:24s}{:>9s}{:10.2f}{:10.2f}{:8.2f}{:8.2f}{:9.2f}".format(
                     row["case"], row["cached_tokens"], *numbers
@@ -320,7 +320,7 @@ def _workload(size: _Size, num_requests: int, rate: float, longest: int, tiny: b
     )
 
 
-def _serve(parts: EngineParts, config: SimulationConfig, workload: Workload, most_s: float) -> tuple[Summary, int]:  # fmt: skip
+def _serve(parts: EngineParts, config: SimulationConfig, workload: Workload, most_s: float) -> tuple[Summary, int]:
     """Serve in real time, next step dispatched while one runs; requests that are not done after `most_s` count as failed."""
     parts = with_scheduler(parts, config.policy, config.cache)
     engine, clock = parts.engine, parts.clock
@@ -350,7 +350,7 @@ def _serve(parts: EngineParts, config: SimulationConfig, workload: Workload, mos
                 records.append(RequestRecord.from_metrics(output.metrics, ok=True))
         if clock.now_s() - begin_s > most_s:
             unfinished = n - len(records)
-            records += [RequestRecord(arrival_s=r.arrival_s, ok=False, slo=config.slo) for r in open_requests.values()]  # fmt: skip
+            records += [RequestRecord(arrival_s=r.arrival_s, ok=False, slo=config.slo) for r in open_requests.values()]
             break
     return summarize(records), unfinished
 
@@ -368,7 +368,7 @@ def _of(summary: Summary) -> dict[str, Any]:
 POLICIES = (("fcfs", "kv"), ("apt", "kv"), ("apt", "hybrid"))
 
 
-def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = None, seconds: float = 12.0) -> list[str]:  # fmt: skip
+def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = None, seconds: float = 12.0) -> list[str]:
     """Serve ShareGPT lengths from a small pool in real time, and simulate the same with costs measured here.
 
     Args:
@@ -443,8 +443,8 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
     def served(policy: str, cache: str) -> dict[str, Any]:
         executor.reset()
         limited.steps.clear()
-        summary, unfinished = _serve(parts, configured(policy, cache, count), workload, 2.5 * seconds)  # fmt: skip
-        return _of(summary) | {"unfinished": unfinished, "iterations": len(limited.steps), "compilations": executor.compilations}  # fmt: skip
+        summary, unfinished = _serve(parts, configured(policy, cache, count), workload, 2.5 * seconds)
+        return _of(summary) | {"unfinished": unfinished, "iterations": len(limited.steps), "compilations": executor.compilations}
 
     def simulated(policy: str, cache: str) -> dict[str, Any]:
         result = simulate(configured(policy, cache, count), hardware=hardware, workload=workload)
@@ -472,11 +472,11 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
         for policy, cache in cases:
             case = f"{side} {policy} {cache}"
             if stage.wanted(table, case):
-                stage.run(table, case, lambda: {"side": side, "policy": policy, "cache": cache, "rate": rate, "requests": count} | run(policy, cache), 120.0)  # noqa: B023  # fmt: skip
+                stage.run(table, case, lambda: {"side": side, "policy": policy, "cache": cache, "rate": rate, "requests": count} | run(policy, cache), 120.0)  # noqa: B023
     return [quality, *_serve_lines(table.path), f"{stage.num_skipped} not reached"]
 
 
-def _find_rate(size: _Size, hardware: Any, configured: Callable[..., SimulationConfig], longest: int, seconds: float, tiny: bool) -> float:  # fmt: skip
+def _find_rate(size: _Size, hardware: Any, configured: Callable[..., SimulationConfig], longest: int, seconds: float, tiny: bool) -> float:
     """The lowest of some rates at which the simulator sees `apt` over KV alone attain less than two thirds."""
     rates = (20.0,) if tiny else (2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0)
     for rate in rates:
@@ -498,12 +498,12 @@ def _write_predictions(path: Path, steps: Sequence[Any], measured: Any, predicte
 
 
 def _serve_lines(path: Path) -> list[str]:
-    lines = [f"{'':28s}{'req/s':>6s}{'n':>5s}{'attain':>8s}{'tok/s':>8s}{'TTFT p50':>9s}{'p99':>8s}{'TBT p50':>9s}{'p99':>8s}{'step err':>9s}"]  # fmt: skip
+    lines = [f"{'':28s}{'req/s':>6s}{'n':>5s}{'attain':>8s}{'tok/s':>8s}{'TTFT p50':>9s}{'p99':>8s}{'TBT p50':>9s}{'p99':>8s}{'step err':>9s}"]
     for row in read_rows(path):
         if row["status"] != "ok":
             lines.append(f"{row['case']:28s} {row['status'][:90]}")
             continue
-        number = {k: float(v) for k, v in row.items() if v and k.endswith(("_ms", "_s", "attainment", "rate", "mean"))}  # fmt: skip
+        number = {k: float(v) for k, v in row.items() if v and k.endswith(("_ms", "_s", "attainment", "rate", "mean"))}
         lines.append(
             f"{row['case']:28s}{number['rate']:6.1f}{row['requests']:>5s}{number['attainment']:8.2f}{number['tokens_s']:8.0f}"
             f"{number['ttft_p50_ms']:9.0f}{number['ttft_p99_ms']:8.0f}{number['tbt_p50_ms']:9.1f}{number['tbt_p99_ms']:8.1f}"

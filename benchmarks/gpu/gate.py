@@ -165,7 +165,7 @@ def step_cases() -> list[tuple[StepCase, str]]:
     return [(case, arch) for case in cases for arch in CHIPS]
 
 
-def arguments_of(case: KernelCase, ops: AttentionOps) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # fmt: skip
+def arguments_of(case: KernelCase, ops: AttentionOps) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The op with its keyword arguments bound, and abstract arrays as the decoder passes them."""
     shape: AttentionShape = shapes.PUBLISHED[case.shape]
     dtype, rows = jnp.dtype(case.dtype), case.num_rows
@@ -197,7 +197,7 @@ def arguments_of(case: KernelCase, ops: AttentionOps) -> tuple[Callable[..., Any
         case "decode_v_absorbed":
             rotary = shape.rotary_dim
             rest = floats(rows, n, d) if rotary < h else None
-            arguments = (floats(rows, n, rotary), rest, pool, tables, lens, floats(n, rotary, d), None)  # fmt: skip
+            arguments = (floats(rows, n, rotary), rest, pool, tables, lens, floats(n, rotary, d), None)
         case "prefill":
             tokens = _FEW_TOKENS if case.variant == _FEW else _PREFILL_TOKENS
             arguments = (
@@ -248,10 +248,10 @@ def check_kernels(case: KernelCase, ops: AttentionOps) -> list[Outcome]:
 
     def outcome(kernel: str, report: KernelReport | None, failures: Sequence[str]) -> Outcome:
         seconds = time.perf_counter() - start
-        return Outcome(**common, kernel=kernel, report=report, failures=tuple(failures), seconds=seconds)  # fmt: skip
+        return Outcome(**common, kernel=kernel, report=report, failures=tuple(failures), seconds=seconds)
 
     if case.variant == "jax-triton":
-        return [outcome(name, *_compiled(compile_code)) for name, compile_code in _triton_kernels(case)]  # fmt: skip
+        return [outcome(name, *_compiled(compile_code)) for name, compile_code in _triton_kernels(case)]
     try:
         function, arguments = arguments_of(case, ops)
         codes = compile_only.pallas_kernels(function, arguments, chip)
@@ -300,7 +300,7 @@ def _triton_kernels(case: KernelCase) -> list[tuple[str, _Compile]]:
     for kernel, lanes, num_warps, num_stages in (
         (triton_kernels.absorbed_scores, tiles.score_lanes, tiles.score_warps, tiles.score_stages),
         (triton_kernels.absorbed_output, tiles.output_lanes, tiles.output_warps, tiles.output_stages),
-    ):  # fmt: skip
+    ):
         compile_code = functools.partial(
             compile_only.compile_triton,
             kernel,
@@ -367,7 +367,7 @@ def _progress(outcome: Outcome) -> None:
 def kernel_table(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """A header and one row for every kernel and shape; chips side by side, equal dtypes in one row."""
     cells = ("registers", "shared KiB", "CTAs", "MMA", "copies")
-    rows = [["kernel", "op", "model", "dtype", *(f"{arch} {cell}" for arch in CHIPS for cell in cells)]]  # fmt: skip
+    rows = [["kernel", "op", "model", "dtype", *(f"{arch} {cell}" for arch in CHIPS for cell in cells)]]
     found: dict[tuple[str, str, str, str], dict[str, list[list[str]]]] = {}
     for outcome in outcomes:
         if outcome.op == _STEP:
@@ -389,7 +389,7 @@ def _cells(outcome: Outcome) -> list[str]:
     report = outcome.report
     if not isinstance(report, KernelReport):
         return ["failed", "", "", "", ""]
-    mma = [f"{count} {name}" for count, name in ((report.hmma, "HMMA"), (report.hgmma, "HGMMA")) if count]  # fmt: skip
+    mma = [f"{count} {name}" for count, name in ((report.hmma, "HMMA"), (report.hgmma, "HGMMA")) if count]
     spills = f" ({report.spill_ops} spills)" if report.spill_ops else ""
     return [
         f"{report.registers}{spills}",
@@ -484,8 +484,8 @@ def write(outcomes: Sequence[Outcome], document: Path, results: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--write", action="store_true", help="refresh docs/kernels.md and the CSV files")  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="refresh docs/kernels.md and the CSV files")
     parser.add_argument("--only", choices=("kernels", "steps"), help="half of the gate")
     parser.add_argument("--match", default="", help="only items whose description contains this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")

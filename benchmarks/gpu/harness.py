@@ -112,7 +112,7 @@ class Stage:
             return False
         return True
 
-    def run(self, table: Table, case: str, work: Callable[[], dict[str, Any]], limit_s: float = _CASE_LIMIT_S) -> bool:  # fmt: skip
+    def run(self, table: Table, case: str, work: Callable[[], dict[str, Any]], limit_s: float = _CASE_LIMIT_S) -> bool:
         """Run one case and write its row; an exception becomes its status. True where it went well.
 
         A case that takes longer than `limit_s` ends the process: nothing else stops a kernel that hangs.
@@ -184,7 +184,7 @@ class Stage:
             more = True
             while waiting or more:
                 # Lower further programs until enough are on their way or the next one can run.
-                while more and len(waiting) < 2 * workers and not (waiting and waiting[0][1].done()):  # fmt: skip
+                while more and len(waiting) < 2 * workers and not (waiting and waiting[0][1].done()):
                     label, program = next(source, (None, None))
                     more = program is not None
                     if more:
@@ -194,7 +194,7 @@ class Stage:
                     yield label, future.result()
 
 
-def time_call(call: Callable[[], Any], *, tiny: bool = False, seconds: float = 0.15) -> tuple[float, float]:  # fmt: skip
+def time_call(call: Callable[[], Any], *, tiny: bool = False, seconds: float = 0.15) -> tuple[float, float]:
     """Seconds of an asynchronous call on the device: median and spread (largest less smallest) of five repeats.
 
     A repeat dispatches many calls and waits for the last, so that the host's time hides behind the device's.
@@ -262,7 +262,7 @@ def facts(seed: int) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "torch", "triton")  # fmt: skip
+    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "torch", "triton")
     query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
     root = str(Path(__file__).parents[2])
     return {

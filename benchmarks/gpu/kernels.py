@@ -88,7 +88,7 @@ def bandwidth(stage: Stage) -> list[str]:
         data = problems._random(jax.random.key(0), (elements,), jnp.dtype(jnp.bfloat16), 1.0)
         compiled = jax.jit(work)
         median, spread = time_it(lambda: compiled(data))
-        return {"gb_s": 2e-9 * times * elements / median, "ms": 1e3 * median, "spread_ms": 1e3 * spread}  # fmt: skip
+        return {"gb_s": 2e-9 * times * elements / median, "ms": 1e3 * median, "spread_ms": 1e3 * spread}
 
     def product(size: int, dtype: str) -> dict[str, Any]:
         a, b = (
@@ -97,7 +97,7 @@ def bandwidth(stage: Stage) -> list[str]:
         )
         compiled = jax.jit(jnp.dot)
         median, spread = time_it(lambda: compiled(a, b))
-        return {"tflop_s": 2e-12 * size**3 / median, "ms": 1e3 * median, "spread_ms": 1e3 * spread}  # fmt: skip
+        return {"tflop_s": 2e-12 * size**3 / median, "ms": 1e3 * median, "spread_ms": 1e3 * spread}
 
     cases: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("stream", lambda: moved(2, lambda x: -x)),
@@ -136,8 +136,8 @@ class _Check:
 def _checks(tiny: bool) -> Iterator[_Check]:
     """Published shapes first, as they matter most; every op and dtype, with and without slot ranges."""
     if tiny:
-        for name, op in (("three-heads", "decode_kv"), ("three-heads", "decode_absorbed"), ("three-heads", "prefill")):  # fmt: skip
-            yield _Check(shape=shapes.SMALL[name], op=op, dtype="float32", ranges=True, lens=(0, 1, 17), chunk=8)  # fmt: skip
+        for name, op in (("three-heads", "decode_kv"), ("three-heads", "decode_absorbed"), ("three-heads", "prefill")):
+            yield _Check(shape=shapes.SMALL[name], op=op, dtype="float32", ranges=True, lens=(0, 1, 17), chunk=8)
         return
     modest = (0, 1, 15, 16, 17, 129, 300, 700)
     for name in ("opt-13b", "llama-2-7b", "opt-66b", "opt-6.7b", "llama-3-8b", "gpt-neox-20b"):
@@ -170,7 +170,7 @@ def correctness(stage: Stage) -> list[str]:
         if isinstance(program, Exception):
             return program
         # The reference of `prefill` loops over rows in Python: what it counts by stays on the host.
-        host = {k: np.asarray(args[k]) for k in _HOST_SIDE & args.keys()} if check.op == "prefill" else {}  # fmt: skip
+        host = {k: np.asarray(args[k]) for k in _HOST_SIDE & args.keys()} if check.op == "prefill" else {}
         device = {k: v for k, v in problems.in_float32(args).items() if k not in host}
         with jax.default_matmul_precision("highest"):
             want = lower_or_error(functools.partial(_expected, check.op, host), device)
@@ -203,15 +203,15 @@ def correctness(stage: Stage) -> list[str]:
             row["status"] = "differs between runs" if math.isfinite(error) and not same else "wrong"
         return row
 
-    for (check, args), program in stage.compiled(lowered(), lambda label: label[0].name, workers=num_workers()):  # fmt: skip
+    for (check, args), program in stage.compiled(lowered(), lambda label: label[0].name, workers=num_workers()):
         stage.run(table, check.name, functools.partial(compare, check, args, program))
     rows = _rows(stage)
     bad = [row["case"] for row in rows if row["status"] != "ok"]
     lines = [f"{len(rows) - len(bad)} of {len(rows)} cases right; {stage.num_skipped} not reached"]
-    for op in ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed", "prefill"):  # fmt: skip
+    for op in ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed", "prefill"):
         worst = []
         for dtype in TOLERANCE:
-            errors = [float(r["error"]) for r in rows if r["op"] == op and r["dtype"] == dtype and r["error"]]  # fmt: skip
+            errors = [float(r["error"]) for r in rows if r["op"] == op and r["dtype"] == dtype and r["error"]]
             if errors:
                 worst.append(f"{dtype} {max(errors):.1e}")
         lines.append(f"  {op:18s} worst error of the largest output: {', '.join(worst) or '-'}")
@@ -222,7 +222,7 @@ def _rows(stage: Stage) -> list[dict[str, str]]:
     return read_rows(stage.out / f"{stage.name}.csv")
 
 
-_HOST_SIDE = frozenset({"tables", "offsets", "chunk_lens", "lens", "hidden", "num_rows", "slot_ranges"})  # fmt: skip
+_HOST_SIDE = frozenset({"tables", "offsets", "chunk_lens", "lens", "hidden", "num_rows", "slot_ranges"})
 
 
 def _expected(op: str, host: Arrays, a: Arrays) -> Any:
@@ -297,11 +297,11 @@ def _timed(tiny: bool) -> Iterator[Timed]:
         kernel = f"prefill of {chunk}"
         kernels_ = [kernel, f"{kernel}, hidden prefix"] if tokens else [kernel]
         for name in kernels_:
-            yield Timed(kernel=name, op="prefill", shape=opt13, tokens=tokens * batch, batch=batch, chunk=chunk)  # fmt: skip
+            yield Timed(kernel=name, op="prefill", shape=opt13, tokens=tokens * batch, batch=batch, chunk=chunk)
     for tokens in (small, large):
         for kernel, op in [*((op, op) for op in _DECODE), *_PARTS, _PEERS[0]]:
             yield Timed(kernel=kernel, op=op, shape=opt13, tokens=tokens, batch=64)
-    yield Timed(kernel="decode_v_absorbed", op="decode_v_absorbed", shape=shapes.PUBLISHED["llama-2-7b"], tokens=middle, batch=64)  # fmt: skip
+    yield Timed(kernel="decode_v_absorbed", op="decode_v_absorbed", shape=shapes.PUBLISHED["llama-2-7b"], tokens=middle, batch=64)
     others = [shapes.PUBLISHED[name] for name in ("opt-6.7b", "opt-66b")]
     for shape, tokens in itertools.product(others, (middle, small, large)):
         for op in _DECODE:
@@ -341,7 +341,7 @@ def make_arguments(case: Timed, pools: Pools) -> tuple[Arrays, list[Arrays]]:
     """Arguments that all calls of the program share, and the pool of each."""
     lens = problems.ragged(case.tokens, case.batch, seed=2) if case.tokens else [0] * case.batch
     blank = jnp.zeros((1, BLOCK_SIZE * case.shape.lane), jnp.dtype(case.dtype))
-    shared = problems.arguments(case.op, case.shape, case.dtype, lens, seed=2, pool=blank, chunk=case.chunk)  # fmt: skip
+    shared = problems.arguments(case.op, case.shape, case.dtype, lens, seed=2, pool=blank, chunk=case.chunk)
     if case.op == "prefill":
         shared["hidden"] = jnp.full_like(shared["hidden"], case.hidden_prefix)
     del shared["pool"]
@@ -352,7 +352,7 @@ def make_arguments(case: Timed, pools: Pools) -> tuple[Arrays, list[Arrays]]:
         # Its pools are head-major: (K, P, C, H). Half of ours is taken for keys, half for values.
         kv, half = case.shape.num_kv_heads, num_blocks // 2
         shared["tables"] = jnp.clip(shared["tables"][:, 0] // 2, 0, half - 1)
-        made = [p[: 2 * half].reshape(2, kv, half, BLOCK_SIZE, case.shape.head_dim) for p in made[:2]]  # fmt: skip
+        made = [p[: 2 * half].reshape(2, kv, half, BLOCK_SIZE, case.shape.head_dim) for p in made[:2]]
     return shared, [{"pool": made[i % len(made)]} for i in range(calls)]
 
 
@@ -389,7 +389,7 @@ def _half_of_absorbed(half: str, ops: AttentionOps, a: Arrays) -> Any:
     count = -(-a["tables"].shape[1] * BLOCK_SIZE // tile.tokens)
     p = jnp.ones((batch, heads, count * tile.tokens), a["pool"].dtype)
     state = jnp.ones((batch, count, heads), jnp.float32)
-    return triton_decode_absorbed.absorbed_output((p, state, state), a["pool"], a["tables"], a["lens"], **more)[0]  # fmt: skip
+    return triton_decode_absorbed.absorbed_output((p, state, state), a["pool"], a["tables"], a["lens"], **more)[0]
 
 
 def _gather_einsum(kv_heads: int, head_dim: int, a: Arrays) -> Any:
@@ -455,7 +455,7 @@ def kernels(stage: Stage) -> list[str]:
         seconds, spread = time_call(lambda: program(shared, own), tiny=stage.tiny)
         seconds, spread = seconds / len(own), spread / len(own)
         lens = problems.ragged(case.tokens, case.batch, 2) if case.tokens else [0] * case.batch
-        work = problems.work_of(case.op, case.shape, lens, jnp.dtype(case.dtype).itemsize, case.chunk, case.hidden_prefix)  # fmt: skip
+        work = problems.work_of(case.op, case.shape, lens, jnp.dtype(case.dtype).itemsize, case.chunk, case.hidden_prefix)
         if case.kernel.startswith("absorbed "):  # one of two kernels does half of the work
             work = dataclasses.replace(work, moved_bytes=work.num_bytes, flop=work.flop / 2)
         floor = floor_s(work.num_bytes, work.flop, rates)
@@ -467,10 +467,10 @@ def kernels(stage: Stage) -> list[str]:
             "of_design": design / seconds,
         }  # fmt: skip
 
-    for case, program in stage.compiled(lowered(), lambda case: case.name, workers=num_workers(), together=16):  # fmt: skip
+    for case, program in stage.compiled(lowered(), lambda case: case.name, workers=num_workers(), together=16):
         if stage.wanted(table, case.name):
             stage.run(table, case.name, functools.partial(measure, case, program))
-    lines = [f"{'kernel':32s}{'shape':12s}{'tokens':>8s}{'batch':>6s}{'us':>9s}{'GB/s':>7s}{'TF/s':>7s}{'floor':>7s}{'design':>7s}"]  # fmt: skip
+    lines = [f"{'kernel':32s}{'shape':12s}{'tokens':>8s}{'batch':>6s}{'us':>9s}{'GB/s':>7s}{'TF/s':>7s}{'floor':>7s}{'design':>7s}"]
     for row in _rows(stage):
         if row["status"] == "ok" and row["batch"] in ("64", "1", "4", "2"):
             lines.append(

@@ -49,7 +49,7 @@ def _median_s(torch: Any, call: Callable[[int], Any], tiny: bool) -> float:
     return sorted(times)[2]
 
 
-def _cases(torch: Any, shape: AttentionShape, tokens: int, batch: int, dtype: Any, device: str) -> dict[str, tuple[str, Callable[[], Callable[[int], Any]]]]:  # fmt: skip
+def _cases(torch: Any, shape: AttentionShape, tokens: int, batch: int, dtype: Any, device: str) -> dict[str, tuple[str, Callable[[], Callable[[int], Any]]]]:
     """By name: the op that it is a peer of, and what makes its call."""
     heads, kv, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
     lens = problems.ragged(tokens, batch, seed=2)
@@ -71,10 +71,10 @@ def _cases(torch: Any, shape: AttentionShape, tokens: int, batch: int, dtype: An
     index = torch.as_tensor(tables, dtype=torch.int64, device=device)
     lengths = torch.as_tensor(lens, dtype=torch.int64, device=device)
     mask = (torch.arange(longest, device=device)[None, :] < lengths[:, None])[:, None, None, :]
-    attention = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=heads != kv)  # fmt: skip
+    attention = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=heads != kv)
 
     def gathered(pool: Any) -> list[Any]:
-        return [pool[index[:, i]].reshape(batch, longest, kv, width).transpose(1, 2) for i in range(2)]  # fmt: skip
+        return [pool[index[:, i]].reshape(batch, longest, kv, width).transpose(1, 2) for i in range(2)]
 
     def ready() -> Callable[[int], Any]:
         copies = [gathered(pool) for pool in pools()]
@@ -118,7 +118,7 @@ def _cases(torch: Any, shape: AttentionShape, tokens: int, batch: int, dtype: An
 
 def peers(stage: Stage) -> list[str]:
     """PyTorch's attention and products on the sizes of stage `kernels`."""
-    table = stage.table(["kernel", "shape", "tokens", "batch", "us", "gb_s", "tflop_s", "of_floor", "torch"])  # fmt: skip
+    table = stage.table(["kernel", "shape", "tokens", "batch", "us", "gb_s", "tflop_s", "of_floor", "torch"])
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -150,7 +150,7 @@ def peers(stage: Stage) -> list[str]:
             "of_floor": floor_s(work.num_bytes, work.flop, rates) / seconds, "torch": torch.__version__,
         }  # fmt: skip
 
-    names = ("torch gather + sdpa", "torch sdpa", "torch sdpa, equal rows", "torch gather + matmul", "torch flex_attention")  # fmt: skip
+    names = ("torch gather + sdpa", "torch sdpa", "torch sdpa, equal rows", "torch gather + matmul", "torch flex_attention")
     for shape, tokens, batch in sizes:
         for name in names:
             case = f"{name} {shape.name} {tokens} {batch}"
@@ -160,6 +160,6 @@ def peers(stage: Stage) -> list[str]:
                     torch.cuda.empty_cache()
     lines = []
     for row in read_rows(table.path):
-        done = f"{float(row['us']):9.1f} us {float(row['gb_s']):6.0f} GB/s {float(row['of_floor']):5.2f} of the floor" if row["status"] == "ok" else row["status"][:90]  # fmt: skip
+        done = f"{float(row['us']):9.1f} us {float(row['gb_s']):6.0f} GB/s {float(row['of_floor']):5.2f} of the floor" if row["status"] == "ok" else row["status"][:90]
         lines.append(f"{row['case']:46s} {done}")
     return [*lines, f"{stage.num_skipped} not reached"]

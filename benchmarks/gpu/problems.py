@@ -33,7 +33,7 @@ def halves_of(op: str) -> int:
     return 2 if op in ("decode_kv", "prefill") else 1
 
 
-def tables_for(rng: np.random.Generator, lens: Sequence[int], halves: int) -> tuple[np.ndarray, int]:  # fmt: skip
+def tables_for(rng: np.random.Generator, lens: Sequence[int], halves: int) -> tuple[np.ndarray, int]:
     """Block tables in random order over blocks from 1 on, (B, 2 or 1, J), and the number of blocks with the null one."""
     used = [-(-n // BLOCK_SIZE) for n in lens]
     order = 1 + rng.permutation(halves * sum(used)).astype(np.int32)
@@ -57,7 +57,7 @@ def ranges_for(rng: np.random.Generator, lens: Sequence[int], entries: int) -> n
     return ranges
 
 
-def owned_slots(tables: np.ndarray, lens: Sequence[int], ranges: np.ndarray | None, num_blocks: int) -> np.ndarray:  # fmt: skip
+def owned_slots(tables: np.ndarray, lens: Sequence[int], ranges: np.ndarray | None, num_blocks: int) -> np.ndarray:
     """Slots that some row owns, (P, C)."""
     owned = np.zeros((num_blocks, BLOCK_SIZE), bool)
     for row, length in enumerate(lens):
@@ -181,7 +181,7 @@ def call(ops: Any, op: str, a: Arrays, **more: Any) -> Any:
 
 def in_float32(args: Arrays) -> Arrays:
     """The same numbers, for the reference."""
-    return {k: v.astype(jnp.float32) if jnp.issubdtype(v.dtype, jnp.floating) else v for k, v in args.items()}  # fmt: skip
+    return {k: v.astype(jnp.float32) if jnp.issubdtype(v.dtype, jnp.floating) else v for k, v in args.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ class Work:
     flop: float
 
 
-def work_of(op: str, shape: AttentionShape, lens: Sequence[int], itemsize: int, chunk: int = 0, hidden_prefix: bool = False) -> Work:  # fmt: skip
+def work_of(op: str, shape: AttentionShape, lens: Sequence[int], itemsize: int, chunk: int = 0, hidden_prefix: bool = False) -> Work:
     """Bytes and operations of a decode op, or of a `prefill` over prefixes of one kind; results in float32."""
     n, h, d, e, r = (
         shape.num_heads, shape.head_dim, shape.hidden_size, shape.lane, shape.rotary_dim,

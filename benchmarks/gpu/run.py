@@ -54,7 +54,7 @@ def run_stage(stage: Stage, args: argparse.Namespace) -> list[str]:
 
         if stage.name == "step":
             return full_model.step(stage)
-        return full_model.serve(stage, describe=args.describe, rate=args.rate, seconds=args.arrivals_s)  # fmt: skip
+        return full_model.serve(stage, describe=args.describe, rate=args.rate, seconds=args.arrivals_s)
     if stage.name == "tune":
         from benchmarks.gpu.tuning import tune
 
@@ -92,7 +92,7 @@ def _in_processes(name: str, budget_s: float, ends: float, args: argparse.Namesp
         left = budget_s - (time.monotonic() - begin)
         if left <= 0:
             break
-        command = [sys.executable, "-m", "benchmarks.gpu.run", "--child", name, "--out", str(args.out), "--seconds", f"{left:.1f}"]  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.gpu.run", "--child", name, "--out", str(args.out), "--seconds", f"{left:.1f}"]
         command += ["--only", args.only, "--arrivals-s", str(args.arrivals_s)]
         command += ["--tiny"] if args.tiny else []
         command += ["--resume"] if resume else []
@@ -130,7 +130,7 @@ def _in_processes(name: str, budget_s: float, ends: float, args: argparse.Namesp
     marker.unlink(missing_ok=True)
     if not found:
         rows = read_rows(args.out / f"{name}.csv")
-        found = [f"cut off after {len(rows)} cases, {sum(r['status'] == 'ok' for r in rows)} of them ok"]  # fmt: skip
+        found = [f"cut off after {len(rows)} cases, {sum(r['status'] == 'ok' for r in rows)} of them ok"]
     return [*found, *notes]
 
 
@@ -149,11 +149,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--seconds", type=float, help="for all stages together; by default 460 for the default ones"
     )
     parser.add_argument("--only", default="", help="run cases whose names contain this")
-    parser.add_argument("--resume", action="store_true", help="keep rows that are there, run the rest")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="keep rows that are there, run the rest")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
     parser.add_argument("--describe", type=Path, help="stage serve: hardware description to write")
     parser.add_argument("--rate", type=float, help="stage serve: requests/s")
-    parser.add_argument("--arrivals-s", type=float, default=12.0, help="stage serve: of arrivals a policy")  # fmt: skip
+    parser.add_argument("--arrivals-s", type=float, default=12.0, help="stage serve: of arrivals a policy")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--careful", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             budget_s = scale * BUDGETS_S[name]
             print(f"== {name}, {budget_s:.0f} s", flush=True)
             if args.tiny:
-                stage = Stage(name=name, out=args.out, budget_s=budget_s, tiny=True, resume=args.resume, only=args.only)  # fmt: skip
+                stage = Stage(name=name, out=args.out, budget_s=budget_s, tiny=True, resume=args.resume, only=args.only)
                 lines[name] = run_stage(stage, args)
             else:
                 lines[name] = _in_processes(name, budget_s, ends, args)

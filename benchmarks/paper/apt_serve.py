@@ -317,11 +317,11 @@ def fig2(runs: Runs) -> None:
         for r in results.values()
         if mean(percent(r)) < 99
     ] or [False]
-    rows.append(claim("C-fig1", "Fig 1, 2b", "loss is in TTFT: TTFT attainment below TBT's, where any is lost", lost))  # fmt: skip
+    rows.append(claim("C-fig1", "Fig 1, 2b", "loss is in TTFT: TTFT attainment below TBT's, where any is lost", lost))
     figure, ((left, right),) = new_figure(1, 2)
     for key in ("slo", "ttft", "tbt"):
         y = [mean(percent(results[rate], key)) for rate in rates]
-        left.errorbar(rates, y, [half_width(percent(results[r], key)) for r in rates], label=key.upper())  # fmt: skip
+        left.errorbar(rates, y, [half_width(percent(results[r], key)) for r in rates], label=key.upper())
     for key in ("full", "waiting"):
         right.plot(rates, [mean(percent(results[r], key)) for r in rates], marker="o", label=key)
     label(left, "requests/s", "attainment (%)", f"FCFS, ShareGPT, 13B, {n} requests")
@@ -497,7 +497,7 @@ def _draw_curves(
         for j, model in enumerate(models):
             for (d, m, system), results in found.items():
                 if (d, m) == (dataset, model):
-                    axes[i][j].plot(*_curve(results), marker=".", color=_COLOURS[system], label=system)  # fmt: skip
+                    axes[i][j].plot(*_curve(results), marker=".", color=_COLOURS[system], label=system)
             for share in WANTED:
                 axes[i][j].axhline(100 * share, color="gray", ls=":", lw=0.8)
             label(axes[i][j], "requests/s", "attainment (%)", f"{dataset}, {model}")
@@ -555,7 +555,7 @@ def fig8(runs: Runs) -> None:
                     for s in WANTED
                     for b in BASELINES
                 ]
-        rows.append(claim("C-fig8-60", "Sec 6.3", "gain over vLLM is larger at 60 % than at 90 %", larger, variant=apt))  # fmt: skip
+        rows.append(claim("C-fig8-60", "Sec 6.3", "gain over vLLM is larger at 60 % than at 90 %", larger, variant=apt))
         rows.append(claim("C-fig8-best", "Fig 8", "above every baseline", ahead, variant=apt))
     write_csv(runs.out / "apt_serve_fig8_points.csv", _points_table(found))
     figure = _draw_curves(found, datasets, models)
@@ -602,7 +602,7 @@ def fig11(runs: Runs) -> None:
                 for share in WANTED
             ]
             name = "sarathi" if other == SARATHI else "apt"
-            rows.append(claim(f"C-fig11-{name}", "Fig 11", f"Apt-Serve-S is above {other} at 90 and 60 %", holds, variant=cache))  # fmt: skip
+            rows.append(claim(f"C-fig11-{name}", "Fig 11", f"Apt-Serve-S is above {other} at 90 and 60 %", holds, variant=cache))
     finish(runs, "fig11", _effective_table(runs, found), rows, _draw_row(found, datasets))
 
 
@@ -671,7 +671,7 @@ def fig9(runs: Runs) -> None:
             for cv in cvs
             if cv > 1
         ]
-        rows.append(claim("C-fig9-above", "Fig 9", "above every baseline at every CV above 1", above, variant=apt))  # fmt: skip
+        rows.append(claim("C-fig9-above", "Fig 9", "above every baseline at every CV above 1", above, variant=apt))
     falls = [
         mean(percent(results[d, s, cvs[-1]])) < mean(percent(results[d, s, 1.0]))
         for d in datasets
@@ -683,7 +683,7 @@ def fig9(runs: Runs) -> None:
         for s in FIG8_SYSTEMS:
             y = [mean(percent(results[d, s, cv])) for cv in cvs]
             axis.plot(cvs, y, marker=".", color=_COLOURS[s], label=s)
-        label(axis, "CV", "attainment (%)", f"{d}, {targets()[f'S64-rate-{d}'].number:g} requests/s")  # fmt: skip
+        label(axis, "CV", "attainment (%)", f"{d}, {targets()[f'S64-rate-{d}'].number:g} requests/s")
     axes[0][0].legend(fontsize="small")
     finish(runs, "fig9", table, rows, figure)
 
@@ -772,8 +772,8 @@ def table4(runs: Runs) -> None:
         # The paper's cell of the same place in the table: its rates are 1.5 and 3 on LongBench.
         place = _TABLE45_SHAPES[d, scale].index(rate)
         name = f"{d}-{_TABLE45_SHAPES[d, 0.6 if d == 'LongBench' else 1.0][place]:g}-cv{cv:g}"
-        paper = {of: targets()[f"T{4 if of != 'fcfs' else 5}-{name}-{of}"].number for of in ("kv", "hybrid", "fcfs")}  # fmt: skip
-        for system, base in (("hybrid", "kv"), ("hybrid, true rho", "kv"), ("hybrid, violated not counted", "kv"), ("hybrid", "fcfs")):  # fmt: skip
+        paper = {of: targets()[f"T{4 if of != 'fcfs' else 5}-{name}-{of}"].number for of in ("kv", "hybrid", "fcfs")}
+        for system, base in (("hybrid", "kv"), ("hybrid, true rho", "kv"), ("hybrid, violated not counted", "kv"), ("hybrid", "fcfs")):
             if system not in cell:
                 continue
             gain, half = paired(cell[system], cell[base])
@@ -785,7 +785,7 @@ def table4(runs: Runs) -> None:
         outputs = _outputs(d, scale)
         if scale == 1.0 and d == "LongBench":
             continue  # at other rates than the paper's: the gains alone are comparable
-        for target, system in ((f"T4-{name}-kv", "kv"), (f"T4-{name}-hybrid", "hybrid"), (f"T5-{name}-fcfs", "fcfs")):  # fmt: skip
+        for target, system in ((f"T4-{name}-kv", "kv"), (f"T4-{name}-hybrid", "hybrid"), (f"T5-{name}-fcfs", "fcfs")):
             rows.append(
                 compare(
                     target, cell[system], variant=outputs, requests=_table45_size(runs, shape)[0]
@@ -804,8 +804,8 @@ def table4(runs: Runs) -> None:
         of = [g for g in gains if g["system"] == system and g["over"] == "kv"]
         if not of:
             continue
-        rows.append(claim("C-T4", "Table 4", "hybrid cache is not significantly worse than KV", [g["gain"] >= -g["half_width"] for g in of], variant=system))  # fmt: skip
-        rows.append(claim("C-T4+", "Table 4", "hybrid cache is significantly better than KV", [g["gain"] > g["half_width"] for g in of], variant=system))  # fmt: skip
+        rows.append(claim("C-T4", "Table 4", "hybrid cache is not significantly worse than KV", [g["gain"] >= -g["half_width"] for g in of], variant=system))
+        rows.append(claim("C-T4+", "Table 4", "hybrid cache is significantly better than KV", [g["gain"] > g["half_width"] for g in of], variant=system))
     adaptive = [g["gain"] > g["half_width"] for g in gains if g["over"] == "fcfs"]
     rows.append(claim("C-T5", "Table 5", "adaptive schedule is significantly above FCFS", adaptive))
     write_csv(runs.out / "apt_serve_table4_gains.csv", gains)
@@ -864,10 +864,10 @@ def fig10(runs: Runs) -> None:
     n = runs.num_requests
     for d in datasets:
         fcfs = percent(results[d, "FCFS"])
-        rows.append(compare(f"S66-{d}-fcfs", fcfs, agrees=mean(fcfs) < mean(percent(results[d, "Apt-Serve, hybrid"])), requests=n))  # fmt: skip
+        rows.append(compare(f"S66-{d}-fcfs", fcfs, agrees=mean(fcfs) < mean(percent(results[d, "Apt-Serve, hybrid"])), requests=n))
         for cache in ("KV", "hybrid"):
             apt = percent(results[d, f"Apt-Serve, {cache}"])
-            rows.append(compare(f"S66-{d}-apt", apt, agrees=mean(apt) > mean(fcfs), variant=cache, requests=n))  # fmt: skip
+            rows.append(compare(f"S66-{d}-apt", apt, agrees=mean(apt) > mean(fcfs), variant=cache, requests=n))
     for cache in ("KV", "hybrid"):
         starved = [
             mean(
@@ -878,12 +878,12 @@ def fig10(runs: Runs) -> None:
             )
             for i in range(len(runs.seeds))
         ]  # fmt: skip
-        rows.append(compare("S66-starve", starved, variant=f"TTFT over {_STARVED:g} times its objective, {cache}", agrees=mean(starved) > 0, requests=n))  # fmt: skip
+        rows.append(compare("S66-starve", starved, variant=f"TTFT over {_STARVED:g} times its objective, {cache}", agrees=mean(starved) > 0, requests=n))
 
         def tail(name: str, d: str) -> float:
             return mean([float(np.percentile(r["ttft_s"], 99)) for r in results[d, name]])
 
-        shorter = [tail(f"Apt-Serve*, {cache}", d) < tail(f"Apt-Serve, {cache}", d) for d in datasets]  # fmt: skip
+        shorter = [tail(f"Apt-Serve*, {cache}", d) < tail(f"Apt-Serve, {cache}", d) for d in datasets]
         above = [
             mean(percent(results[d, f"Apt-Serve*, {cache}"])) > mean(percent(results[d, "FCFS"]))
             for d in datasets
@@ -899,7 +899,7 @@ def fig10(runs: Runs) -> None:
                 values = np.sort(np.concatenate([r[key] for r in results[d, name]]))
                 axes[i][j].plot(values, np.linspace(0, 1, values.size), label=name)
             axes[i][j].set_xscale("log")
-            label(axes[i][j], ("TTFT (s)", "P99 TBT (s)")[i], "share of requests", f"{d}, {rates[d]:g} requests/s")  # fmt: skip
+            label(axes[i][j], ("TTFT (s)", "P99 TBT (s)")[i], "share of requests", f"{d}, {rates[d]:g} requests/s")
     axes[0][0].legend(fontsize="small")
     finish(runs, "fig10", table, rows, figure)
 
@@ -1067,7 +1067,7 @@ def fig12(runs: Runs) -> None:
                 rates = [rate for dd, mm, ss, rate in keys if (dd, mm, ss) == (d, m, s)]
                 for key, style in (("slo", "-"), ("ttft", "--"), ("tbt", ":")):
                     y = [mean(percent(results[d, m, s, rate], key)) for rate in rates]
-                    axes[i][j].plot(rates, y, style, color=_COLOURS[s], marker=".", label=f"{s}, {key.upper()}")  # fmt: skip
+                    axes[i][j].plot(rates, y, style, color=_COLOURS[s], marker=".", label=f"{s}, {key.upper()}")
             label(axes[i][j], "requests/s", "attainment (%)", f"{d}, {m}")
     axes[0][0].legend(fontsize="x-small")
     finish(runs, "fig12", table, rows, figure)
@@ -1128,7 +1128,7 @@ def report(path: Path) -> str:
             if row["system"] != "hybrid" or row["over"] != "kv":
                 continue
             shape = (row["cell"].split("-")[0], row["output_scale"], row["rate"], row["cv"])
-            of = {(g["system"], g["over"]): g for g in gains if (g["cell"], g["output_scale"]) == (row["cell"], row["output_scale"])}  # fmt: skip
+            of = {(g["system"], g["over"]): g for g in gains if (g["cell"], g["output_scale"]) == (row["cell"], row["output_scale"])}
             kv, hybrid = means[*shape, "kv"], means[*shape, "hybrid"]
 
             def gain(system: str, over: str, of: dict[tuple[str, str], dict[str, str]] = of) -> str:
@@ -1146,7 +1146,7 @@ def report(path: Path) -> str:
                 f"{float(of['hybrid', 'fcfs']['paper_gain']):+.1f}", gain("hybrid", "fcfs"),
                 f"{float(kv['tokens_per_s']):.0f}, {float(hybrid['tokens_per_s']):.0f}", row["seeds"] + " × " + row["requests"],
             ))  # fmt: skip
-        head = ("cell", "over 100 gaps", "KV", "paper", "gain of hybrid: paper", "rho 70 µs", "rho 15.9 µs", "rho 70 µs, violated not counted", "gain over FCFS: paper", "ours", "tokens/s KV, hybrid", "seeds × requests")  # fmt: skip
+        head = ("cell", "over 100 gaps", "KV", "paper", "gain of hybrid: paper", "rho 70 µs", "rho 15.9 µs", "rho 70 µs, violated not counted", "gain over FCFS: paper", "ours", "tokens/s KV, hybrid", "seeds × requests")
         table(
             "Tables 4 and 5, attainment in %, paired differences with 95 % intervals", head, lines
         )
@@ -1189,7 +1189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (function, requests, seeds) in COMMANDS.items():
         aliases = [alias for alias, of in _ALIASES.items() if of == name]
         text = (function.__doc__ or "").split("\n")[0].replace("%", "%%")
-        add_options(verbs.add_parser(name, aliases=aliases, help=text), requests=requests, seeds=seeds)  # fmt: skip
+        add_options(verbs.add_parser(name, aliases=aliases, help=text), requests=requests, seeds=seeds)
     add_options(verbs.add_parser("all", help="every one of them"), requests=0, seeds=0)
     reporting = verbs.add_parser("report", help="the table of targets as Markdown")
     reporting.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")

@@ -131,7 +131,7 @@ def paper_config(
 def source_digest() -> str:
     """Of the package's sources and data: runs of another state of the code are never taken for this one's."""
     digest = hashlib.sha256()
-    for folder, pattern in ((_PACKAGE, "*.py"), (_PACKAGE / "sched", "*.py"), (_PACKAGE / "sim", "**/*")):  # fmt: skip
+    for folder, pattern in ((_PACKAGE, "*.py"), (_PACKAGE / "sched", "*.py"), (_PACKAGE / "sim", "**/*")):
         for path in sorted(folder.glob(pattern)):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(path.name.encode() + path.read_bytes())
@@ -233,7 +233,7 @@ class Runs:
 # --- comparison ----------------------------------------------------------------------------------------------------
 
 _CLOSE = 0.1
-_COLUMNS = ["id", "variant", "where", "metric", "dataset", "setting", "unit", "paper", "ours", "spread", "half_width", "seeds", "requests", "ratio", "verdict"]  # fmt: skip
+_COLUMNS = ["id", "variant", "where", "metric", "dataset", "setting", "unit", "paper", "ours", "spread", "half_width", "seeds", "requests", "ratio", "verdict"]
 
 
 def mean(values: Sequence[float]) -> float:

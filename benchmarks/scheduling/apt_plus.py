@@ -201,7 +201,7 @@ def cells(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
         at = {name: [100 * r["slo"] for r in found[*shape, name]] for name in SYSTEMS}
         better = max(APTS, key=lambda name: mean(at[name]))
         gain, half = paired(at[PLUS], at[better])
-        of = {name: {k: mean([r[k] for r in found[*shape, name]]) for k in COSTS} for name in SYSTEMS}  # fmt: skip
+        of = {name: {k: mean([r[k] for r in found[*shape, name]]) for k in COSTS} for name in SYSTEMS}
         most = max(of[name]["tokens_per_s"] for name in SYSTEMS)
         apt, plus = of[better], of[PLUS]
         table.append(
@@ -220,7 +220,7 @@ def cells(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
 def parts(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
     """Rules left out, on the tuning seeds."""
     runs = dataclasses.replace(runs, seeds=tuple(FIRST_TUNING_SEED + s for s in runs.seeds))
-    shapes = [s for s in (("sharegpt", 1.0, 14.0), ("sharegpt", 5.0, 8.0), ("longbench", 1.0, 1.75)) if s[0] in traces and s[1] in cvs]  # fmt: skip
+    shapes = [s for s in (("sharegpt", 1.0, 14.0), ("sharegpt", 5.0, 8.0), ("longbench", 1.0, 1.75)) if s[0] in traces and s[1] in cvs]
     found = _measured(runs, "parts", shapes, PARTS)
     table = []
     for shape in shapes:
@@ -239,7 +239,7 @@ def parts(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
 
 def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
     """Arrivals a second that attain their objectives (rate times attainment), against the rate; arrivals of the first CV."""
-    rates_of = {"sharegpt": (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0), "longbench": (0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)}  # fmt: skip
+    rates_of = {"sharegpt": (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0), "longbench": (0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)}
     traces = [trace for trace in traces if trace in rates_of]
     shapes = [(trace, cvs[0], rate) for trace in traces for rate in rates_of[trace]]
     found = _measured(runs, "picture", shapes, PICTURED)
@@ -259,7 +259,7 @@ def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
                 for rate, v in zip(rates_of[trace], y, strict=True)
             ]  # fmt: skip
         axis.plot(rates_of[trace], rates_of[trace], color="gray", ls=":", lw=0.8)
-        axis.set(xlabel="requests that arrive a second", ylabel="of these, within their objectives", title=f"{trace}, OPT-13B, one A100 40 GB, simulated")  # fmt: skip
+        axis.set(xlabel="requests that arrive a second", ylabel="of these, within their objectives", title=f"{trace}, OPT-13B, one A100 40 GB, simulated")
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize="small")

@@ -46,7 +46,7 @@ def outcome(summary: Summary) -> list[float]:
     return [100 * summary.slo_attainment, *percentiles(summary)]
 
 
-COLUMNS = ("attainment", *(f"{what}_{q}_ms" for what in ("ttft", "tbt") for q in ("p50", "p90", "p99")))  # fmt: skip
+COLUMNS = ("attainment", *(f"{what}_{q}_ms" for what in ("ttft", "tbt") for q in ("p50", "p90", "p99")))
 
 
 def run_model(name: str, args: argparse.Namespace) -> list[dict[str, object]]:
@@ -79,12 +79,12 @@ def run_model(name: str, args: argparse.Namespace) -> list[dict[str, object]]:
 
     def simulated(policy: str, rate: float, seed: int, description: Hardware) -> Summary:
         run = dataclasses.replace(common, policy=policy)
-        found = simulate(run, hardware=description, workload=workload(rate, seed), can_convert=executor.can_convert)  # fmt: skip
+        found = simulate(run, hardware=description, workload=workload(rate, seed), can_convert=executor.can_convert)
         return found.summary
 
     at_once = 1e6
     took_s = np.mean([served("fcfs", at_once, TUNING_SEED + i).duration_s for i in range(2)])
-    alone_s = np.mean([simulated("fcfs", at_once, TUNING_SEED + i, hardware).duration_s for i in range(2)])  # fmt: skip
+    alone_s = np.mean([simulated("fcfs", at_once, TUNING_SEED + i, hardware).duration_s for i in range(2)])
     capacity, ratio = float(args.requests / took_s), float(took_s / alone_s)
     programs = dataclasses.replace(
         model.programs, coefficients=tuple(ratio * c for c in model.programs.coefficients)
@@ -137,13 +137,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="for calibration; default 30")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     args = parser.parse_args(argv)
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}")  # fmt: skip
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}")
     rows = [row for name in args.models for row in run_model(name, args)]
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "live-attainment.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
-        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)  # fmt: skip
+        writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ HYBRID = {"apt": "reproject", "apt-s": "reproject", "apt-plus": "absorb"}
 BASE = "vllm-v1"
 """What the others are compared with, seed by seed."""
 
-RATES = {"ShareGPT": (1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), "LongBench": (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)}  # fmt: skip
+RATES = {"ShareGPT": (1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), "LongBench": (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)}
 QUICK_RATES = {"ShareGPT": (3.0, 6.0), "LongBench": (1.0, 2.0)}
 
 Variant = tuple[str, str]
@@ -162,7 +162,7 @@ def plot(path: Path, rows: Sequence[dict[str, Any]], datasets: Sequence[str]) ->
             widths = [0.0 if math.isnan(r["attainment_95"]) else r["attainment_95"] for r in mine]
             left.errorbar(rates, [row["attainment"] for row in mine], widths, **style)
             right.plot(rates, [row["goodput"] for row in mine], **style)
-        left.set(title=dataset, xlabel="requests/s", ylabel="requests that attain both objectives, %")  # fmt: skip
+        left.set(title=dataset, xlabel="requests/s", ylabel="requests that attain both objectives, %")
         left.set_ylim(0, 102)
         right.set(title=dataset, xlabel="requests/s", ylabel="goodput, requests/s")
         for axis in (left, right):
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="NAMES",
         help=f"default {','.join(RATES)}",
     )
-    parser.add_argument("--rates", type=_rates, metavar="LIST", help="requests/s; default: by data set")  # fmt: skip
+    parser.add_argument("--rates", type=_rates, metavar="LIST", help="requests/s; default: by data set")
     args = parser.parse_args(argv)
     runs = Runs.from_args(args)
     default = QUICK_RATES if runs.quick else RATES

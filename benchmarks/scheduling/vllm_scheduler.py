@@ -334,7 +334,7 @@ def record(path: Path) -> None:
         steps = vllm_steps(case)
         cases[name] = {"case": dataclasses.asdict(case), "steps": pack(steps)}
         print(f"{name}: {summary(steps)}")
-    lines = [f' "{name}": {json.dumps(entry, separators=(",", ":"))}' for name, entry in cases.items()]  # fmt: skip
+    lines = [f' "{name}": {json.dumps(entry, separators=(",", ":"))}' for name, entry in cases.items()]
     path.write_text(f'{{"vllm": "{version}", "cases": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 

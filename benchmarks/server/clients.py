@@ -147,8 +147,8 @@ def add_ask_arguments(
     """Flags of requests, for `asks_of`, with these defaults."""
     for name, default in (("--prompt-len", prompt_len), ("--output-len", output_len)):
         least, most = default
-        parser.add_argument(name, type=int, nargs=2, default=default, metavar=("LEAST", "MOST"), help=f"tokens (default: {least} {most})")  # fmt: skip
-    parser.add_argument("--vocab-size", type=int, default=4000, help="prompts have token ids below it (default: 4000)")  # fmt: skip
+        parser.add_argument(name, type=int, nargs=2, default=default, metavar=("LEAST", "MOST"), help=f"tokens (default: {least} {most})")
+    parser.add_argument("--vocab-size", type=int, default=4000, help="prompts have token ids below it (default: 4000)")
 
 
 def asks_of(args: argparse.Namespace, count: int) -> list[Ask]:
@@ -160,7 +160,7 @@ def asks_of(args: argparse.Namespace, count: int) -> list[Ask]:
 
 def draw_asks(
     count: int, *, vocab_size: int, prompt_len: tuple[int, int], output_len: tuple[int, int], seed: int, sampled_share: float = 0.5
-) -> list[Ask]:  # fmt: skip
+) -> list[Ask]:
     """Different requests: random token ids, greedy ones and others with a seed. Some share a beginning, which prefix caching finds.
 
     Args:
@@ -245,7 +245,7 @@ async def _arrivals(load: Load, doors: Any, note: Callable[[Record], None]) -> f
         await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
         late_s = max(late_s, time.monotonic() - due_s)
 
-        async def call(number: int = number, door: str = door, leave_after: int | None = leave_after) -> None:  # fmt: skip
+        async def call(number: int = number, door: str = door, leave_after: int | None = leave_after) -> None:
             note(await _follow(load, number, door, doors[door], leave_after))
 
         task = asyncio.create_task(call())
@@ -263,7 +263,7 @@ def _turns(load: Load) -> Iterable[tuple[int, str, int | None]]:
         ask = number if load.in_order else int(rng.integers(count))
         most = load.asks[ask].params["max_tokens"]
         leaves = bool(rng.random() < load.leave_share)
-        yield ask, load.doors[number % len(load.doors)], int(rng.integers(0, most)) if leaves else None  # fmt: skip
+        yield ask, load.doors[number % len(load.doors)], int(rng.integers(0, most)) if leaves else None
         number += 1
 
 
@@ -296,7 +296,7 @@ async def _follow(
                     reason = piece.finish_reason or reason
                     if piece.attained is not None:
                         record.attained = piece.attained
-                    if leave_after is not None and record.num_tokens >= leave_after and reason is None:  # fmt: skip
+                    if leave_after is not None and record.num_tokens >= leave_after and reason is None:
                         record.status = "left"
                         break
     except Refused as error:
@@ -323,7 +323,7 @@ def _difference(answer: Answer, ids: list[int], text: str | None, reason: str | 
         if at is None:
             return f"{len(ids)} tokens, not {len(expected)}"
         return f"token {at} of {len(expected)} differs"
-    if text is not None and not (answer.text == text if reason is not None else answer.text.startswith(text)):  # fmt: skip
+    if text is not None and not (answer.text == text if reason is not None else answer.text.startswith(text)):
         return "the text differs"
     if reason is not None and reason != answer.finish_reason:
         return f"ended with {reason}, not {answer.finish_reason}"

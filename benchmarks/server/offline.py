@@ -73,7 +73,7 @@ class Offline:
         """
         answers, certain = self._pool.submit(_answers, asks).result()
         if sum(certain) < 0.8 * len(asks):
-            raise RuntimeError(f"only {sum(certain)} of {len(asks)} answers do not hang on rounding")  # fmt: skip
+            raise RuntimeError(f"only {sum(certain)} of {len(asks)} answers do not hang on rounding")
         return list(itertools.compress(asks, certain)), list(itertools.compress(answers, certain))
 
     def speed(self, asks: Sequence[Ask]) -> Speed:
@@ -141,7 +141,7 @@ def _is_certain(leads_of: Any, ask: Ask, token_ids: Sequence[int]) -> bool:
     padded = np.zeros(-(-len(row) // 64) * 64, np.int32)  # few shapes to compile for
     padded[: len(row)] = row
     first = len(ask.prompt_ids) - 1  # after it comes the first token of the answer
-    leads = leads_of(padded, first, params["temperature"], params.get("top_p", 1.0), params.get("seed", 0))  # fmt: skip
+    leads = leads_of(padded, first, params["temperature"], params.get("top_p", 1.0), params.get("seed", 0))
     leads = np.asarray(leads)[:, first : len(row) - 1]
     if (leads.max(axis=0) < -_WRONG).any():
         raise RuntimeError(f"a plain forward pass says other tokens than the engine to {params}")
@@ -198,7 +198,7 @@ def _async_speed(asks: Sequence[Ask], num_streams: int) -> Speed:
         async def stream() -> None:
             nonlocal tokens
             for ask in todo:
-                request = _llm.parts.build_request(prompt_token_ids=list(ask.prompt_ids), params=ask.params)  # fmt: skip
+                request = _llm.parts.build_request(prompt_token_ids=list(ask.prompt_ids), params=ask.params)
                 async for delta in engine.submit(request):
                     tokens += len(delta.token_ids)
 

@@ -34,12 +34,12 @@ class _Measured(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=64, help="at a time (default: 64)")
-    parser.add_argument("--batches", type=int, default=4, help="of so many requests, a repeat (default: 4)")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=3, help="medians are taken of them (default: 3)")  # fmt: skip
+    parser.add_argument("--batches", type=int, default=4, help="of so many requests, a repeat (default: 4)")
+    parser.add_argument("--repeats", type=int, default=3, help="medians are taken of them (default: 3)")
     parser.add_argument("--prompt-len", type=int, default=64, help="tokens (default: 64)")
     parser.add_argument("--output-len", type=int, default=128, help="tokens (default: 128)")
-    parser.add_argument("--vocab-size", type=int, default=4000, help="prompts have token ids below it (default: 4000)")  # fmt: skip
-    parser.add_argument("--ways", nargs="+", choices=("apart", "shared"), default=["apart", "shared"])  # fmt: skip
+    parser.add_argument("--vocab-size", type=int, default=4000, help="prompts have token ids below it (default: 4000)")
+    parser.add_argument("--ways", nargs="+", choices=("apart", "shared"), default=["apart", "shared"])
     parser.add_argument("--doors", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--limit", type=float, default=0.1, help="of the overhead (default: 0.1)")
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> Run:
         rows = _measure(args, way, asks)
         found.values["rows"] += rows
         bare = rows[0]
-        found.say(f"{way}: bare engine {bare['tokens_per_s']:.0f} tokens/s, {bare['cpu_us_per_token']:.0f} us of CPU a token")  # fmt: skip
+        found.say(f"{way}: bare engine {bare['tokens_per_s']:.0f} tokens/s, {bare['cpu_us_per_token']:.0f} us of CPU a token")
         for row in rows[1:]:
             text = f"{row['tokens_per_s']:.0f} tokens/s ({row['wall_overhead']:+.1%}), {row['cpu_us_per_token']:.0f} us ({row['cpu_overhead']:+.1%})"
             if row["what"] in _BARE:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> Run:
                 continue
             measured = row["wall_overhead"] if way == "apart" else row["cpu_overhead"]
             what = "wall time" if way == "apart" else "CPU time of the server"
-            found.promise(f"{way}, {row['what']}: {what} a token under {args.limit:+.0%}", measured < args.limit, f"{text}; event loop {row['loop_us_per_token']:.0f} us ({row['loop_share']:.1%}), clients {row['client_us_per_token']:.0f} us")  # fmt: skip
+            found.promise(f"{way}, {row['what']}: {what} a token under {args.limit:+.0%}", measured < args.limit, f"{text}; event loop {row['loop_us_per_token']:.0f} us ({row['loop_share']:.1%}), clients {row['client_us_per_token']:.0f} us")
     return found
 
 

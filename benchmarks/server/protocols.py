@@ -76,8 +76,8 @@ class HttpDoor:
         self._session, self._url = session, f"http://{address}/v1/completions"
 
     async def ask(self, ask: Ask, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
-        body = {"prompt": list(ask.prompt_ids), "stream": True, **ask.params, "aptjax_timings": ask.slo_ttft_ms is not None, "return_token_ids": token_ids}  # fmt: skip
-        body |= {k: v for k, v in (("slo_ttft_ms", ask.slo_ttft_ms), ("slo_tbt_ms", ask.slo_tbt_ms)) if v is not None}  # fmt: skip
+        body = {"prompt": list(ask.prompt_ids), "stream": True, **ask.params, "aptjax_timings": ask.slo_ttft_ms is not None, "return_token_ids": token_ids}
+        body |= {k: v for k, v in (("slo_ttft_ms", ask.slo_ttft_ms), ("slo_tbt_ms", ask.slo_tbt_ms)) if v is not None}
         done = False
         try:
             async with self._session.post(self._url, json=body) as response:
@@ -117,7 +117,7 @@ class GrpcDoor:
         self._client = client
 
     async def ask(self, ask: Ask, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
-        call = self._client.generate(ask.prompt_ids, slo_ttft_ms=ask.slo_ttft_ms, slo_tbt_ms=ask.slo_tbt_ms, **ask.params)  # fmt: skip
+        call = self._client.generate(ask.prompt_ids, slo_ttft_ms=ask.slo_ttft_ms, slo_tbt_ms=ask.slo_tbt_ms, **ask.params)
         ended = False
         try:
             async for message in call:

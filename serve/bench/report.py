@@ -264,7 +264,7 @@ def plot(path: str, run: Run, values: dict[str, Any], title: str) -> None:
     _cumulative(left, [r.ttft_s or 0.0 for r in records], "TTFT", slo.ttft_s)
     gaps = list(itertools.chain.from_iterable(gaps_s(r.token_times_s) for r in records))
     _cumulative(middle, gaps, "all gaps", None)
-    _cumulative(middle, [r.tbt_s for r in records if r.tbt_s is not None], "P99 TBT of requests", slo.tbt_s)  # fmt: skip
+    _cumulative(middle, [r.tbt_s for r in records if r.tbt_s is not None], "P99 TBT of requests", slo.tbt_s)
     left.set(xlabel="TTFT (ms)", ylabel="share of completed requests (%)")
     middle.set(xlabel="time between tokens (ms)", ylabel="share (%)")
     bars = {
@@ -272,7 +272,7 @@ def plot(path: str, run: Run, values: dict[str, Any], title: str) -> None:
         "TBT": values["tbt_attainment"],
         "TTFT": values["ttft_attainment"],
     }
-    drawn = right.barh(list(bars), [100 * v for v in bars.values()], color=["#2a7f62", "#9fc5b4", "#9fc5b4"])  # fmt: skip
+    drawn = right.barh(list(bars), [100 * v for v in bars.values()], color=["#2a7f62", "#9fc5b4", "#9fc5b4"])
     right.bar_label(drawn, fmt="%.0f %%", padding=3)
     right.set(xlim=(0, 120), xlabel="attainment (% of all sent)")
     figure.suptitle(title, fontsize=10)

@@ -48,7 +48,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
     def _rejecting(self, method: str) -> Any:
         async def reject(request: Any, context: grpc.aio.ServicerContext) -> None:
-            record = CallRecord(protocol="grpc", method=method, reason="unauthenticated", outcome="rejected")  # fmt: skip
+            record = CallRecord(protocol="grpc", method=method, reason="unauthenticated", outcome="rejected")
             record.close(None, None)
             self._log.write(record)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, _REJECTED, (("grpc-retry-pushback-ms", "-1"),))

@@ -72,12 +72,12 @@ async def read_body(config: AppConfig, request: Request) -> bytes:
     headers = request.headers
     media = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
-        raise BadCallError(415, "unsupported_media_type", "the body must be JSON: send 'content-type: application/json'")  # fmt: skip
+        raise BadCallError(415, "unsupported_media_type", "the body must be JSON: send 'content-type: application/json'")
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise BadCallError(415, "unsupported_encoding", "the body must not be compressed")
     # The connection stays open: closing it while the client still sends would lose the response. What arrives is discarded,
     # and not for long (`serve.http_api.protocol`).
-    too_large = BadCallError(413, "body_too_large", f"the body must not exceed {config.max_body_bytes} bytes")  # fmt: skip
+    too_large = BadCallError(413, "body_too_large", f"the body must not exceed {config.max_body_bytes} bytes")
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > config.max_body_bytes:
         raise too_large

@@ -417,7 +417,7 @@ def _echoes(parts: EngineParts, body: Body, requests: Iterable[EngineRequest]) -
     if body.get("logprobs") is not None:
         raise InvalidRequestError("echo", "is not supported together with logprobs")
     if parts.tokenizer is None:
-        raise InvalidRequestError("echo", "this model has no tokenizer, so its prompts have no text")  # fmt: skip
+        raise InvalidRequestError("echo", "this model has no tokenizer, so its prompts have no text")
     return [
         parts.tokenizer.decode(r.prompt_token_ids.tolist(), skip_special_tokens=False) if r.prompt is None else r.prompt
         for r in requests

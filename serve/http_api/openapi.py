@@ -89,7 +89,7 @@ def document(
 
 
 def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
-    def get(name: str, summary: str, good: Schema, *more: int, open_: bool = False, parameters: Any = ()) -> Schema:  # fmt: skip
+    def get(name: str, summary: str, good: Schema, *more: int, open_: bool = False, parameters: Any = ()) -> Schema:
         operation = _operation(name, summary, good, more, has_keys and not open_)
         operation["parameters"] = list(parameters)
         # A GET without its body; frameworks serve it, so it is said.
@@ -449,7 +449,7 @@ def _answers() -> Schema:
         "cache_kind": {"enum": ["kv", "hidden", None]},
         **{n: _COUNT for n in ("cached_prompt_tokens", "num_preemptions", "num_kind_switches", "num_conversions", "recomputed_tokens")},
     })  # fmt: skip
-    named = {"token": _STRING, "logprob": _NUMBER, "bytes": {"type": "array", "items": _integer(0, 255)}}  # fmt: skip
+    named = {"token": _STRING, "logprob": _NUMBER, "bytes": {"type": "array", "items": _integer(0, 255)}}
     of_chat = {"content": _many(_all({**named, "top_logprobs": _many(_all(named))}))}
     of_text = {
         "tokens": _many(_STRING),
@@ -457,10 +457,10 @@ def _answers() -> Schema:
         "top_logprobs": _many({"type": "object", "additionalProperties": _NUMBER}),
         "text_offset": _many(_COUNT),
     }
-    end = {"finish_reason": {"enum": ["stop", "length", "abort"]}, "stop_reason": {"type": ["integer", "string", "null"]}}  # fmt: skip
+    end = {"finish_reason": {"enum": ["stop", "length", "abort"]}, "stop_reason": {"type": ["integer", "string", "null"]}}
     more = {"token_ids": _many(_COUNT), "prompt_token_ids": _many(_COUNT), "aptjax": served}
     made: Schema = {}
-    for name, kind, logprobs in (("Completion", "text_completion", of_text), ("ChatCompletion", "chat.completion", of_chat)):  # fmt: skip
+    for name, kind, logprobs in (("Completion", "text_completion", of_text), ("ChatCompletion", "chat.completion", of_chat)):
         is_chat = name == "ChatCompletion"
         common = {"index": _COUNT, "logprobs": _or_null(_all(logprobs))}
         said = {"role": {"const": "assistant"}, "content": _STRING}
@@ -469,9 +469,9 @@ def _answers() -> Schema:
         going = {"finish_reason": _or_null(end["finish_reason"]), "stop_reason": end["stop_reason"]}
         choice = _all({**common, **whole, **end, **more}, optional=tuple(more))
         news = _all({**common, **piece, **going, **more}, optional=("stop_reason", *more))
-        made[name] = _all({**head, "object": {"const": kind}, "choices": _many(choice), "usage": usage})  # fmt: skip
+        made[name] = _all({**head, "object": {"const": kind}, "choices": _many(choice), "usage": usage})
         kind += ".chunk" if is_chat else ""
-        made[f"{name}Chunk"] = _all({**head, "object": {"const": kind}, "choices": _many(news), "usage": _or_null(usage)}, optional=("usage",))  # fmt: skip
+        made[f"{name}Chunk"] = _all({**head, "object": {"const": kind}, "choices": _many(news), "usage": _or_null(usage)}, optional=("usage",))
     model = _all({
         **{name: _STRING for name in ("id", "root")},
         "object": {"const": "model"},
@@ -480,7 +480,7 @@ def _answers() -> Schema:
         "parent": _NULL,
         "max_model_len": _COUNT,
     })  # fmt: skip
-    event = _object({"event": _STRING, "at_ms": _NUMBER, "until_ms": _NUMBER}, required=("event", "at_ms", "until_ms"))  # fmt: skip
+    event = _object({"event": _STRING, "at_ms": _NUMBER, "until_ms": _NUMBER}, required=("event", "at_ms", "until_ms"))
     maybe_text = {"type": ["string", "null"]}
     error = {"message": _TEXT, "type": _STRING, "param": maybe_text, "code": maybe_text}
     return {

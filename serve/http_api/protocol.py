@@ -135,7 +135,7 @@ class LimitedHttpProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Respond to bytes that are not HTTP."""
         if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
-            self._reject(431, "headers_too_large", f"the head of a request must fit {self._limits.max_header_bytes >> 10} KiB")  # fmt: skip
+            self._reject(431, "headers_too_large", f"the head of a request must fit {self._limits.max_header_bytes >> 10} KiB")
         else:
             self._reject(400, "malformed_request", "this is no HTTP/1.1 request")
 
@@ -147,7 +147,7 @@ class LimitedHttpProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self._received:
-            self._reject(408, "headers_timeout", f"the head of a request must come within {self._limits.header_timeout_s:g} s")  # fmt: skip
+            self._reject(408, "headers_timeout", f"the head of a request must come within {self._limits.header_timeout_s:g} s")
         else:
             self.transport.close()
 

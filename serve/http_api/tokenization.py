@@ -31,7 +31,7 @@ def tokenize(parts: EngineParts, body: Body) -> dict[str, Any]:
         text = body.get("prompt")
         special = body.get("add_special_tokens")
         special = True if special is None else check_flag("add_special_tokens", special)
-        ids = [] if text == "" else tokenizer.encode(check_text("prompt", text), add_special_tokens=special)  # fmt: skip
+        ids = [] if text == "" else tokenizer.encode(check_text("prompt", text), add_special_tokens=special)
     strings = None
     if flag(body, "return_token_strs"):
         strings = [tokenizer.backend.id_to_token(token_id) or "" for token_id in ids]

@@ -81,14 +81,14 @@ def plan(
     if with_gateway:
         _check_gateway(args)
     elif not headless and (args.tls_cert is not None or args.tls_key is not None):
-        raise ConfigError("--tls-cert: the launcher cannot ask for health over TLS; start apt-jax serve itself")  # fmt: skip
+        raise ConfigError("--tls-cert: the launcher cannot ask for health over TLS; start apt-jax serve itself")
     added = ["--headless"] if headless and not args.headless else []
     check(argparse.Namespace(**{**vars(args), "headless": True}) if added else args)
     if headless:
         part = _replica(args, f"rank {rank}", command(added), env)
         return Plan(replicas=[part], where=f"rank {rank} of {num_nodes} is started; requests go to rank 0")
     # A part of a replica has all devices of its host.
-    envs = [dict(env)] if num_nodes > 1 else _divide_gpus(args.replicas, args.tensor_parallel_size, env)  # fmt: skip
+    envs = [dict(env)] if num_nodes > 1 else _divide_gpus(args.replicas, args.tensor_parallel_size, env)
     with contextlib.ExitStack() as held:
         if with_gateway:
             return _behind_gateway(args, command, envs, held)
@@ -167,7 +167,7 @@ def _check_gateway(args: argparse.Namespace) -> None:
         ("--tls-client-ca", args.tls_client_ca),
     ):
         if value is not None:
-            raise ConfigError(f"{flag}: the gateway has neither keys nor TLS; put a proxy that has before it, or start a single replica with apt-jax serve")  # fmt: skip
+            raise ConfigError(f"{flag}: the gateway has neither keys nor TLS; put a proxy that has before it, or start a single replica with apt-jax serve")
     host = _gateway_host(args)
     if not is_loopback(host) and not args.insecure_open:
         raise ConfigError(
@@ -235,7 +235,7 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
         return []
     found = re.findall(r"UUID: ((?:GPU|MIG)-[^)\s]+)", listed.stdout)
     # A GPU that is cut is used by its parts, which follow it.
-    return [a for a, b in itertools.pairwise([*found, ""]) if not (a.startswith("GPU") and b.startswith("MIG"))]  # fmt: skip
+    return [a for a, b in itertools.pairwise([*found, ""]) if not (a.startswith("GPU") and b.startswith("MIG"))]
 
 
 def _divide_cpus(count: int) -> list[Sequence[int]]:
@@ -269,7 +269,7 @@ def _take_port(host: str, port: int, flag: str, held: contextlib.ExitStack) -> i
         raise ConfigError(f"port {port} must lie in [0, 65535] ({flag})")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return held.enter_context(socket.create_server((host, port), family=family)).getsockname()[1]  # fmt: skip
+        return held.enter_context(socket.create_server((host, port), family=family)).getsockname()[1]
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise CommandError(f"cannot listen on {_join(host, port)}: {reason} ({flag})") from None

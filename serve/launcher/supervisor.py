@@ -233,7 +233,7 @@ async def launch(
             for supervisor in group:
                 supervisor.stop()
             ended = asyncio.gather(*(jobs[supervisor] for supervisor in group), return_exceptions=True)
-            await asyncio.wait({ended, second}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+            await asyncio.wait({ended, second}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             for supervisor in group:
                 supervisor.stop(signal.SIGKILL)
             await ended

@@ -48,7 +48,7 @@ class Profiler:
         self._end: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="apt-jax-profiler")  # fmt: skip
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="apt-jax-profiler")
 
     @property
     def is_running(self) -> bool:

@@ -188,9 +188,9 @@ class _Scrape(Collector):
 
     def _gauges(self) -> Iterable[Metric]:
         stats, parts = self._stats, self._parts
-        yield self._gauge("vllm:num_requests_running", "Requests that have begun and not ended; waiting ones apart.", [((), stats.num_running + stats.num_ending)])  # fmt: skip
-        yield self._gauge("vllm:num_requests_waiting", "Requests without cache.", [((), stats.num_waiting)])  # fmt: skip
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the block pool in use, 0 to 1.", [((), stats.used_blocks / stats.total_blocks)])  # fmt: skip
+        yield self._gauge("vllm:num_requests_running", "Requests that have begun and not ended; waiting ones apart.", [((), stats.num_running + stats.num_ending)])
+        yield self._gauge("vllm:num_requests_waiting", "Requests without cache.", [((), stats.num_waiting)])
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the block pool in use, 0 to 1.", [((), stats.used_blocks / stats.total_blocks)])
         groups = (parts.limits.max_pool_tokens or 0) // parts.executor.block_size
         facts = {
             "block_size": str(parts.executor.block_size),
@@ -198,18 +198,18 @@ class _Scrape(Collector):
             "enable_prefix_caching": str(parts.config.cache.enable_prefix_caching),
             "cache_mode": parts.config.cache.mode,
         }
-        yield self._gauge("vllm:cache_config_info", "The cache; num_gpu_blocks counts blocks of block_size tokens of its smallest kind.", [(tuple(facts.values()), 1)], tuple(facts))  # fmt: skip
+        yield self._gauge("vllm:cache_config_info", "The cache; num_gpu_blocks counts blocks of block_size tokens of its smallest kind.", [(tuple(facts.values()), 1)], tuple(facts))
         blocks = [((kind,), count) for kind, count in stats.blocks_by_kind.items()]
-        yield self._gauge("aptjax:blocks", "Blocks of the pool: in use by kind, free ones with cached prefixes, other free ones.", [*blocks, (("cached",), stats.cached_blocks), (("free",), stats.free_blocks - stats.cached_blocks)], ("kind",))  # fmt: skip
+        yield self._gauge("aptjax:blocks", "Blocks of the pool: in use by kind, free ones with cached prefixes, other free ones.", [*blocks, (("cached",), stats.cached_blocks), (("free",), stats.free_blocks - stats.cached_blocks)], ("kind",))
         if stats.expected_wait_s is not None:
-            yield self._gauge("aptjax:expected_wait_seconds", "How long a new request with objectives would wait for others, by the cost model.", [((), stats.expected_wait_s)])  # fmt: skip
+            yield self._gauge("aptjax:expected_wait_seconds", "How long a new request with objectives would wait for others, by the cost model.", [((), stats.expected_wait_s)])
         served = [((phase,), error) for phase, error in sorted(stats.cost_errors.items())]
         if served:
-            yield self._gauge("aptjax:cost_model_serving_error_ratio", "Mean relative error of the step times that the scheduler reckons with, over the last steps served.", served, ("phase",))  # fmt: skip
+            yield self._gauge("aptjax:cost_model_serving_error_ratio", "Mean relative error of the step times that the scheduler reckons with, over the last steps served.", served, ("phase",))
         model = parts.cost_model
         if model is not None:
-            errors = [(("prefill",), model.prefill_quality.mean_relative_error), (("decode",), model.decode_quality.mean_relative_error)]  # fmt: skip
-            yield self._gauge("aptjax:cost_model_error_ratio", "Mean relative error of predicted step times, on the calibration's points held back.", errors, ("phase",))  # fmt: skip
+            errors = [(("prefill",), model.prefill_quality.mean_relative_error), (("decode",), model.decode_quality.mean_relative_error)]
+            yield self._gauge("aptjax:cost_model_error_ratio", "Mean relative error of predicted step times, on the calibration's points held back.", errors, ("phase",))
 
     def _counters(self) -> Iterable[Metric]:
         stats, sums = self._stats, self._sums
@@ -224,7 +224,7 @@ class _Scrape(Collector):
             ("aptjax:scheduler_fallbacks", "Iterations that fcfs scheduled, because the policy raised or its plan broke a promise.", stats.fallback_iterations),
             ("aptjax:requests_refused", "Requests that the engine did not take: queue full, too large, id in use.", stats.num_refused),
             ("aptjax:requests_doubtful", "Requests let in although their TTFT objective looked out of reach.", stats.num_doubtful),
-        ):  # fmt: skip
+        ):
             yield self._counter(name, text, [((), value)])
         ends = [((reason,), stats.finished.get(reason, 0)) for reason in _REASONS]
         yield self._counter("vllm:request_success", "Ended requests.", ends, ("finished_reason",))
@@ -232,18 +232,18 @@ class _Scrape(Collector):
         for name, text, counter in (
             ("aptjax:slo_attained", "Requests that met this objective of theirs.", sums.attained),
             ("aptjax:slo_missed", "Requests that did not, the refused and broken off ones among them.", sums.missed),
-        ):  # fmt: skip
-            yield self._counter(name, text, [(pair, counter[pair]) for pair in pairs], ("slo", "class"))  # fmt: skip
+        ):
+            yield self._counter(name, text, [(pair, counter[pair]) for pair in pairs], ("slo", "class"))
         switches = list(stats.kind_switches.items())
-        yield self._counter("aptjax:cache_kind_switch", "Times that a request came back with another kind of cache.", switches, ("from", "to"))  # fmt: skip
+        yield self._counter("aptjax:cache_kind_switch", "Times that a request came back with another kind of cache.", switches, ("from", "to"))
         actions = {
             **dict.fromkeys(("prefill", "decode", "mixed"), 0),
             **stats.iterations,
             "preempt": stats.num_preemptions,
             "defer": stats.deferred_rows,
         }
-        yield self._counter("aptjax:scheduler_decision", "Steps by type, and requests preempted or put off.", [((action,), count) for action, count in actions.items()], ("action",))  # fmt: skip
-        yield self._counter("aptjax:compilations", "Programs compiled after warm-up; anything but 0 is a fault.", [(("serving",), stats.compilations)], ("phase",))  # fmt: skip
+        yield self._counter("aptjax:scheduler_decision", "Steps by type, and requests preempted or put off.", [((action,), count) for action, count in actions.items()], ("action",))
+        yield self._counter("aptjax:compilations", "Programs compiled after warm-up; anything but 0 is a fault.", [(("serving",), stats.compilations)], ("phase",))
 
     def _histograms(self) -> Iterable[Metric]:
         stats, sums = self._stats, self._sums
@@ -256,5 +256,5 @@ class _Scrape(Collector):
             ("vllm:request_generation_tokens", "Output tokens a request, likewise.", sums.generation_tokens),
             ("vllm:iteration_tokens_total", "Tokens a step.", stats.step_tokens),
             ("aptjax:scheduler_step_seconds", "The policy's time for a decision.", stats.schedule_s),
-        ):  # fmt: skip
+        ):
             yield self._histogram(name, text, values)

@@ -149,11 +149,11 @@ class _Exporter(SpanExporter):
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
             if self._num_lost:
-                logger.warning("%s takes traces again; %d spans were lost", self._where, self._num_lost)  # fmt: skip
+                logger.warning("%s takes traces again; %d spans were lost", self._where, self._num_lost)
             self._num_lost = 0
         else:
             if not self._num_lost:
-                logger.warning("%s does not take traces; they are lost until it does (%s)", self._where, FLAG)  # fmt: skip
+                logger.warning("%s does not take traces; they are lost until it does (%s)", self._where, FLAG)
             self._num_lost += len(spans)
         return result
 
@@ -174,7 +174,7 @@ def _checked(endpoint: str) -> tuple[str, str]:
     except ValueError:
         host, port, parts = None, None, urlsplit("")
     if parts.scheme not in ("http", "https") or not host:
-        raise ConfigError(f"the collector of traces must have an address such as http://127.0.0.1:4318 ({FLAG})")  # fmt: skip
+        raise ConfigError(f"the collector of traces must have an address such as http://127.0.0.1:4318 ({FLAG})")
     if parts.path in ("", "/"):
         parts = parts._replace(path=_PATH)
     return parts.geturl(), host if port is None else f"{host}:{port}"

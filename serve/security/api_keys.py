@@ -53,7 +53,7 @@ class ApiKeys:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}) ({FLAG})") from None
         if mode & (stat.S_IROTH | stat.S_IWOTH):
-            raise ConfigError(f"{path}: every user of this machine can read or write it; chmod 600 it ({FLAG})")  # fmt: skip
+            raise ConfigError(f"{path}: every user of this machine can read or write it; chmod 600 it ({FLAG})")
         if len(text) > _MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {_MAX_FILE_BYTES >> 20} MiB ({FLAG})")
         lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines()]
@@ -75,7 +75,7 @@ class ApiKeys:
         """The name of the key's owner, which reveals nothing of the key; None: the key is not accepted. As `accepts`."""
         if authorization is None:
             return None
-        raw = authorization.encode("utf-8", "replace") if isinstance(authorization, str) else authorization  # fmt: skip
+        raw = authorization.encode("utf-8", "replace") if isinstance(authorization, str) else authorization
         scheme, _, key = raw.partition(b" ")
         if scheme.lower() != b"bearer":
             return None

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
     "module",
     ["apt_plus", "live_attainment", "schedulers", "simulator_fidelity", "vllm_scheduler", "paper.apt_serve", "paper.bros",
      "paper.infermax"],
-)  # fmt: skip
+)
 def test_help(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         importlib.import_module(f"benchmarks.{module}").main(["--help"])

@@ -402,7 +402,7 @@ class PrefixMachine(RuleBasedStateMachine):
         num, size = 0, self.SIZES[kind]
         while (num + 1) * size <= len(tokens) and (
             kind, tokens[: (num + 1) * size]
-        ) in self.registered:  # fmt: skip
+        ) in self.registered:
             num += 1
         return num
 

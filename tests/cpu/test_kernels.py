@@ -22,7 +22,7 @@ from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_o
 from tests.support.paged_driver import CONFIG
 
 # Rows, width, outputs: whole tiles; one row; all that is odd; outputs that end in a tile, in a task; rows of two tasks.
-SHAPES = [(16, 64, 128), (1, 576, 960), (3, 37, 50), (33, 96, 130), (70, 32, 17), (300, 64, 272), (5, 64, 7), (256, 11008, 34), (0, 32, 32)]  # fmt: skip
+SHAPES = [(16, 64, 128), (1, 576, 960), (3, 37, 50), (33, 96, 130), (70, 32, 17), (300, 64, 272), (5, 64, 7), (256, 11008, 34), (0, 32, 32)]
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def test_gated_equals_its_parts(shape: tuple[int, int, int], activation: str) ->
 
 @needs_tiles
 def test_gates_of_any_size_saturate() -> None:
-    x = jnp.asarray([[-3e38] + [0] * 31, [-200] + [0] * 31, [200] + [0] * 31, [3e30] + [0] * 31], jnp.bfloat16)  # fmt: skip
+    x = jnp.asarray([[-3e38] + [0] * 31, [-200] + [0] * 31, [200] + [0] * 31, [3e30] + [0] * 31], jnp.bfloat16)
     w = jnp.zeros((64, 32), jnp.bfloat16).at[:, 0].set(1)
     out = np.asarray(ops.gated(x, tiles.tile_matrix(w), "silu"), np.float64)
     expected = np.array([0.0, 0.0, 200.0**2, np.inf])
@@ -204,7 +204,7 @@ def test_split_qkv_equals_its_parts(half: int | None, dtype: str) -> None:
     for actual, wanted in zip((q, k, v), expected, strict=True):
         assert actual.dtype == jnp.dtype(dtype)
         flat = np.asarray(wanted.reshape(21, -1), np.float64)
-        np.testing.assert_allclose(np.asarray(actual, np.float64), flat, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6)  # fmt: skip
+        np.testing.assert_allclose(np.asarray(actual, np.float64), flat, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -272,7 +272,7 @@ def test_what_the_compiler_made_is_kept(fresh: Path, monkeypatch: pytest.MonkeyP
     count = fresh / "count"
     real = build.find_compiler()
     assert real is not None
-    monkeypatch.setenv("CXX", _compiler(fresh / "cc", f'echo x >> {count}; exec {" ".join(real)} "$@"'))  # fmt: skip
+    monkeypatch.setenv("CXX", _compiler(fresh / "cc", f'echo x >> {count}; exec {" ".join(real)} "$@"'))
     build._library()
     (made,) = (fresh / "cache" / "kernels").iterdir()
     assert made.suffix == ".so"

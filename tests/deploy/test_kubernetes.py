@@ -45,7 +45,7 @@ def command(container: dict[str, Any]) -> list[str]:
 
 
 def test_the_manifests_are_there():
-    assert {path.stem for path in MANIFESTS} == {"one-replica", "one-machine", "replicas", "two-hosts"}  # fmt: skip
+    assert {path.stem for path in MANIFESTS} == {"one-replica", "one-machine", "replicas", "two-hosts"}
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
@@ -149,7 +149,7 @@ def test_pods_are_given_the_time_to_drain(path):
 
 def test_the_image_has_extras_that_exist_and_files_that_are_needed():
     text = (ROOT / "deploy/Containerfile").read_text()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]  # fmt: skip
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for chosen in re.findall(r'EXTRAS="([^"]*)"', text):
         assert set(chosen.split()) <= set(extras)
     copied = [word for line in re.findall(r"^COPY (.*)$", text, re.M) for word in line.split()[:-1]]

@@ -23,8 +23,8 @@ BODY = {"prompt": "The king said", "max_tokens": 24, "temperature": 0}
 
 def said() -> str:
     """By the engine in process."""
-    llm = LLM("tiny-opt", warm_up=False, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, num_blocks_override=256)  # fmt: skip
-    [answer] = llm.generate([BODY["prompt"]], {"max_tokens": 24, "temperature": 0.0}, use_tqdm=False)  # fmt: skip
+    llm = LLM("tiny-opt", warm_up=False, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, num_blocks_override=256)
+    [answer] = llm.generate([BODY["prompt"]], {"max_tokens": 24, "temperature": 0.0}, use_tqdm=False)
     return answer.outputs[0].text
 
 
@@ -97,7 +97,7 @@ print("STATUS", serve.grpc_api.errors().applications["default"].status.value)
 serve.shutdown()
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=240, check=False)  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     whole, stream = (

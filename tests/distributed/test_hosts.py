@@ -59,7 +59,7 @@ def test_a_plan_arrives_as_it_was(arrays, static):
 def test_large_arrays_travel_without_their_empty_pieces(shape):
     array = np.zeros(shape, np.int32)
     array.reshape(-1)[[5, 1500, -1]] = 7, -1, 3
-    data = Plan(program="sample", arrays=[array, None, np.arange(3, dtype=np.int32)], static={}).encode()  # fmt: skip
+    data = Plan(program="sample", arrays=[array, None, np.arange(3, dtype=np.int32)], static={}).encode()
     assert len(data) < 4 * 3 * 1024 + 500
     came = Plan.decode(data).arrays
     assert came[1] is None
@@ -213,7 +213,7 @@ def test_rank_0_is_told_when_another_is_asked_to_end(ranks):
         ({"model": dataclasses.replace(MODEL, num_layers=3)}, "has the model's num_layers 3, rank 0 has 2; give all ranks the same model"),
         ({"nnodes": 4}, "has tensor_parallel_size 4, rank 0 has 3; give all ranks the same flags"),
     ],
-)  # fmt: skip
+)
 def test_a_rank_with_other_flags_or_another_model(ranks, caplog, other, says):
     fields = {"nnodes": 3, **other}
     model = fields.pop("model", MODEL)
@@ -282,16 +282,16 @@ def test_a_port_in_use(ranks):
 
 
 def test_an_address_of_another_host(ranks, key):
-    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, master_addr="192.0.2.1", master_port=ranks.port, join_key_file=key)  # fmt: skip
+    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, master_addr="192.0.2.1", master_port=ranks.port, join_key_file=key)
     with pytest.raises(ConfigError, match=r"rank 0 cannot listen on 192\.0\.2\.1"):
         join(EngineConfig(model="x", parallel=parallel), MODEL, RESOLVED)
 
 
 def test_a_name_that_is_loopback_here(ranks, key, monkeypatch):
     create = socket.create_server
-    monkeypatch.setattr(rendezvous.socket, "create_server", lambda address, **kw: create(("127.0.0.1", address[1]), **kw))  # fmt: skip
-    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, master_addr="host0", master_port=ranks.port, join_key_file=key)  # fmt: skip
-    with pytest.raises(ConfigError, match=r"host0 is 127\.0\.0\.1 on this host, where no other can reach it"):  # fmt: skip
+    monkeypatch.setattr(rendezvous.socket, "create_server", lambda address, **kw: create(("127.0.0.1", address[1]), **kw))
+    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, master_addr="host0", master_port=ranks.port, join_key_file=key)
+    with pytest.raises(ConfigError, match=r"host0 is 127\.0\.0\.1 on this host, where no other can reach it"):
         join(EngineConfig(model="x", parallel=parallel), MODEL, RESOLVED)
 
 
@@ -302,7 +302,7 @@ def test_two_processes_that_are_the_same_rank(ranks, caplog):
     until(has_joined(caplog, 1))
     ranks.start(1, nnodes=3, name="twin")
     until(lambda: "twin" in ranks.results)
-    assert "node_rank=1 is not free: another process is that rank (--node-rank)" in str(ranks.results["twin"])  # fmt: skip
+    assert "node_rank=1 is not free: another process is that rank (--node-rank)" in str(ranks.results["twin"])
     ranks.start(2, nnodes=3)  # nobody else is harmed
     there = ranks.ended()
     assert isinstance(there[0], Leader)

@@ -69,10 +69,10 @@ class TestForesight:
                 "uncached_requests": int(rng.integers(0, 20)), "missing_blocks": int(rng.integers(-20, 20)),
                 "missing_seats": int(rng.integers(-8, 8)), "blocks_per_s": float(rng.integers(0, 20)), "requests_per_s": float(rng.integers(0, 5)),
             }  # fmt: skip
-            ttft_s, blocks, prompt_len = float(rng.uniform(0.05, 2)), int(rng.integers(0, 4)), int(rng.integers(1, 30))  # fmt: skip
+            ttft_s, blocks, prompt_len = float(rng.uniform(0.05, 2)), int(rng.integers(0, 4)), int(rng.integers(1, 30))
             before = {**queue, "missing_blocks": queue["missing_blocks"] - blocks}
             one = Queue(**before)
-            outlook = Outlook(queues=(one, one), of_tenants={"a": queue["num_of_tenant"]}, costs=COSTS, margin_s=0.0)  # fmt: skip
+            outlook = Outlook(queues=(one, one), of_tenants={"a": queue["num_of_tenant"]}, costs=COSTS, margin_s=0.0)
             error = Admission(SchedulerConfig(**config)).foresee(
                 outlook, Coming(), prompt_len=prompt_len, own_tokens=prompt_len, blocks=blocks, ttft_s=ttft_s, best_effort=False, tenant="a"
             )  # fmt: skip
@@ -167,7 +167,7 @@ class TestObjectives:
         queue: dict[str, Any] = {"uncached_tokens": 1000, "uncached_requests": 4}
         expected_s = (2 * 0.01 + 4 * 0.002 + 1.0) + (0.01 + 0.002 + 0.1)
         check(config, prompt_len=100, ttft_s=expected_s + 1e-9, **queue)
-        with pytest.raises(QueueFullError, match=r"within 500 ms is out of reach now: about 1140 ms") as caught:  # fmt: skip
+        with pytest.raises(QueueFullError, match=r"within 500 ms is out of reach now: about 1140 ms") as caught:
             check(config, prompt_len=100, ttft_s=0.5, **queue)
         assert caught.value.retry_after_s == pytest.approx(expected_s - 0.5)
 
@@ -185,7 +185,7 @@ class TestObjectives:
         check(config, ttft_s=1.0, missing_seats=8, requests_per_s=0.0)
 
     def test_what_is_out_of_reach_alone_is_the_requests_own_fault(self):
-        with pytest.raises(InvalidRequestError, match=r"2000 prompt tokens take about 2048 ms alone") as caught:  # fmt: skip
+        with pytest.raises(InvalidRequestError, match=r"2000 prompt tokens take about 2048 ms alone") as caught:
             check({"slo_admission": "on"}, prompt_len=2000, ttft_s=0.5)
         assert caught.value.field == "slo.ttft_ms"
 
@@ -214,7 +214,7 @@ class TestObjectives:
 
     @pytest.mark.parametrize(
         ("field", "value"), [("slo_admission", "maybe"), ("max_queue_s", 0.0), ("max_queue_s", math.inf)]
-    )  # fmt: skip
+    )
     def test_settings_are_checked(self, field, value):
         with pytest.raises(ConfigError, match=field):
             SchedulerConfig(**{field: value})
@@ -233,7 +233,7 @@ def overload(slo_admission: str, rate: float, *, seconds: float = 120.0) -> dict
     config = SchedulerConfig(
         policy="fcfs", max_num_seqs=32, max_num_batched_tokens=256, slo_admission=slo_admission  # type: ignore[arg-type]
     )  # fmt: skip
-    kinds = (KindSpec(name="kv", blocks_per_group=2), KindSpec(name="hidden", blocks_per_group=1, offered=False))  # fmt: skip
+    kinds = (KindSpec(name="kv", blocks_per_group=2), KindSpec(name="hidden", blocks_per_group=1, offered=False))
     engine = Engine(
         executor, make_policy(config=config), clock, kinds, config,
         CacheConfig(block_size=16, enable_prefix_caching=False), costs=COSTS, vocab_size=97,
@@ -276,7 +276,7 @@ def test_what_is_cached_of_a_prompt_takes_no_time():
     executor = HashExecutor(
         num_blocks=256, block_size=4, max_num_seqs=4, vocab_size=97, clock=clock
     )
-    config = SchedulerConfig(policy="fcfs", max_num_seqs=4, max_num_batched_tokens=64, slo_admission="on")  # fmt: skip
+    config = SchedulerConfig(policy="fcfs", max_num_seqs=4, max_num_batched_tokens=64, slo_admission="on")
     kinds = (KindSpec(name="kv", blocks_per_group=2), KindSpec(name="hidden", blocks_per_group=1))
     engine = Engine(
         executor, make_policy(config=config), clock, kinds, config, CacheConfig(block_size=4),

@@ -105,7 +105,7 @@ def test_table_and_metrics_say_kv_afterwards():
         running = made.engine.view().running
         if running.size:
             table, row = made.engine.table, int(running[0])
-            rows.append((int(table.kind[row]), int(table.num_blocks[row]), int(table.num_cached[row])))  # fmt: skip
+            rows.append((int(table.kind[row]), int(table.num_blocks[row]), int(table.num_cached[row])))
     kinds = [kind for kind, _, _ in rows]
     assert kinds == sorted(kinds, reverse=True)
     assert set(kinds) == {KV, HIDDEN}
@@ -370,7 +370,7 @@ def _batch(**changes) -> StepBatch:
         ({"conversions": Conversions(rows=np.zeros(1, np.int64), inputs=np.array([[1, 0]], np.int32))}, "holes"),
         ({"conversions": Conversions(rows=np.zeros(1, np.int64), inputs=np.array([[1, 4]], np.int32))}, "written to"),
     ],
-)  # fmt: skip
+)
 def test_a_batch_that_breaks_the_contract_is_refused(changes, message):
     executor = HashExecutor(num_blocks=9, block_size=4, max_num_seqs=2, vocab_size=VOCAB_SIZE)
     with pytest.raises(BatchContractError, match=message):

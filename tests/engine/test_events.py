@@ -15,7 +15,7 @@ from tests.support.fake_executor import Fault, FaultKind
 from tests.support.toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
 
 
-def run(parts: EngineParts, prompts: list[int], max_tokens: int = 24) -> tuple[list[Iteration], dict[str, RequestMetrics]]:  # fmt: skip
+def run(parts: EngineParts, prompts: list[int], max_tokens: int = 24) -> tuple[list[Iteration], dict[str, RequestMetrics]]:
     """Serve prompts of these lengths; what was told, and the metrics of each request."""
     told: list[Iteration] = []
     engine = parts.engine

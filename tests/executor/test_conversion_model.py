@@ -233,7 +233,7 @@ def test_nothing_is_compiled_while_it_serves():
 @pytest.mark.parametrize(
     ("conversion", "mode", "can"),
     [(True, "hybrid", True), (True, "kv", False), (True, "hidden", False), (False, "hybrid", False)],
-)  # fmt: skip
+)
 def test_programs_are_there_only_where_they_can_be_asked_for(conversion, mode, can):
     config = FAMILIES["opt"]
     executor = JaxExecutor(

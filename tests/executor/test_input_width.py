@@ -132,7 +132,7 @@ def test_blocks_of_a_request_are_those_of_laying_its_vectors_down_one_by_one(wid
         ("gemma-7b", 16, 21), ("gemma-7b", 24, 32), ("gemma-2-9b", 16, 9), ("gemma-2-9b", 14, 8),
         ("opt-13b", 16, 16), ("llama-2-7b", 16, 16), ("qwen3-0.6b", 16, 16),
     ],
-)  # fmt: skip
+)
 def test_published_models(name, block_size, inputs):
     config = read_model_config(PRESETS[name])[1]
     assert config.hidden_block_size(block_size) == inputs

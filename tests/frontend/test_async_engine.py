@@ -777,7 +777,7 @@ def test_an_observer_is_told_of_every_request_once(caplog):
                 pass
 
     asyncio.run(asyncio.wait_for(whole(), 60))
-    assert notes.reasons.items() >= {"done": "length", "left": "abort", "late": "abort", "cut": "abort"}.items()  # fmt: skip
+    assert notes.reasons.items() >= {"done": "length", "left": "abort", "late": "abort", "cut": "abort"}.items()
     served = {name for name in notes.reasons if name.startswith("r")}
     assert served | set(notes.refusals) == {"r0", "r1", "r2"}
     assert len(served) + len(notes.refusals) == 3

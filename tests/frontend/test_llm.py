@@ -86,7 +86,7 @@ def test_outputs_come_in_the_order_of_the_prompts_and_equal_their_reference():
 @pytest.mark.parametrize(
     ("prompts", "num"),
     [("text", 1), (["a", "b"], 2), ([5, 6], 1), ([[5, 6], [7]], 2), (["a", [5]], 2), ((), 0), (np.array([5, 6]), 1)],
-)  # fmt: skip
+)
 def test_the_forms_of_prompts(prompts, num):
     outputs = generate(toy(), prompts, GREEDY)
     assert len(outputs) == num
@@ -226,7 +226,7 @@ def test_R3_a_prompt_that_can_never_fit_the_pool():
 @pytest.mark.parametrize(
     "fields",
     [{"cache": "hybird"}, {"scheduling_policy": "atp"}, {"tensor_parallel_size": 2}, {"max_num_seqs": 0}, {"dtype": "int8"}, {"num_blocks_override": 1}, {"block_size": 0}, {"load_format": "zip"}, {"seed": -1}, {"max_model_len": 1}],
-)  # fmt: skip
+)
 def test_wrong_configurations_name_their_flag(fields):
     with pytest.raises(ConfigError, match=r"\(-{1,2}[a-z-]+\)"):
         LLM("tiny-opt", **fields)
@@ -387,7 +387,7 @@ def test_an_output_is_a_snapshot():
 
 # --- with a model --------------------------------------------------------------------------------------------------
 
-SMALL = {**TINY, "vocab_size": 280, "hidden_size": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 64}  # fmt: skip
+SMALL = {**TINY, "vocab_size": 280, "hidden_size": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
 
 
 @pytest.fixture
@@ -403,7 +403,7 @@ def small_model(tmp_path, monkeypatch):
 
 
 def small_llm(path, **kwargs) -> LLM:
-    defaults = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks_override": 40, "warm_up": False, "use_tqdm": False}  # fmt: skip
+    defaults = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks_override": 40, "warm_up": False, "use_tqdm": False}
     return LLM(str(path), **{**defaults, **kwargs})
 
 
@@ -416,7 +416,7 @@ def test_a_model_generates_what_its_plain_forward_pass_does(small_model, cache):
     for output in outputs:
         want = reference_generate_greedy(loaded.params, output.prompt_token_ids, 6, loaded.config)
         assert only(output).token_ids == list(want)
-        assert output.metrics.cache_kind == (cache if cache != "hybrid" else output.metrics.cache_kind)  # fmt: skip
+        assert output.metrics.cache_kind == (cache if cache != "hybrid" else output.metrics.cache_kind)
     assert llm.parts.limits.vocab_size == VOCAB_SIZE  # of the tokenizer, the smaller one
     assert llm.parts.limits.max_model_len == 64
 
@@ -458,7 +458,7 @@ def test_stored_costs_are_used_and_progress_is_told(small_model):
 # --- the bundled model ---------------------------------------------------------------------------------------------
 
 BUNDLED = Path(str(importlib.resources.files("apt_jax") / "assets" / "tiny-opt"))
-FEW_PROGRAMS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "num_blocks_override": 64, "warm_up": False, "use_tqdm": False}  # fmt: skip
+FEW_PROGRAMS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "num_blocks_override": 64, "warm_up": False, "use_tqdm": False}
 LINES = ["Once upon a time", "The king said: «où?» — 你好 🙂", "a"]
 
 

@@ -113,7 +113,7 @@ def test_gpt_neox_has_its_own_names_for_rotary_fields():
     ("Qwen3ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, (8, None)),
     ("Phi3ForCausalLM", {"sliding_window": 8}, (8, 8)),
     ("Gemma2ForCausalLM", {"sliding_window": 8}, (8, None)),
-])  # fmt: skip
+])
 def test_windows(architecture, fields, windows):
     config = read_model_config(_of(architecture, num_key_value_heads=2, **fields))[1]
     assert config.layer_windows == windows

@@ -483,7 +483,7 @@ def test_pieces_of_byte_fallback_tokenizers_together_are_the_decoded_text(tmp_pa
         ),
         (lambda _w: None, "tokenizer.ggml.model=None is not known"),
     ],
-)  # fmt: skip
+)
 def test_a_tokenizer_that_contradicts_itself_is_refused_in_one_line(tmp_path, change, says):
     with pytest.raises(ModelLoadError) as error:
         gguf_tokenizer(_tokenizer_file(tmp_path / "m.gguf", change))

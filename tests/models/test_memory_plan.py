@@ -36,7 +36,7 @@ def plan(**given) -> MemoryPlan:
 def test_weights_step_and_pool_fit_the_device():
     made = plan()
     assert made.weight_bytes == pytest.approx(2 * 54.4e6, rel=0.01)  # of two bytes each
-    assert made.pool_bytes == pytest.approx(0.9 * (GIB - made.weight_bytes - made.step_bytes), rel=0.01)  # fmt: skip
+    assert made.pool_bytes == pytest.approx(0.9 * (GIB - made.weight_bytes - made.step_bytes), rel=0.01)
     assert made.tokens["hidden"] > made.tokens["kv"]
 
 
@@ -49,7 +49,7 @@ def test_weights_step_and_pool_fit_the_device():
         ({"num_blocks_override": 30_000}, {"-tp", "--num-blocks-override"}),
         ({"device_memory_utilization": 1e-4}, {"-tp", "--device-memory-utilization"}),
     ],
-)  # fmt: skip
+)
 def test_what_is_advised_helps_and_what_would_not_is_not(trouble, advised):
     with pytest.raises(ConfigError) as refused:
         plan(**trouble)

@@ -66,7 +66,7 @@ def test_engine_equals_a_plain_pass_over_the_rounded_weights(cache: CacheMode) -
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = list(prompt)
         for expected in output.outputs[0].token_ids:
-            scores = np.asarray(reference.forward(rounded, jnp.asarray(tokens, jnp.int32), config))[-1]  # fmt: skip
+            scores = np.asarray(reference.forward(rounded, jnp.asarray(tokens, jnp.int32), config))[-1]
             best = scores.max()
             assert scores[expected] >= best - 1e-3 * abs(best)
             tokens.append(expected)

@@ -89,7 +89,7 @@ class InterpretedCalls:
 
     @staticmethod
     def triton_call(*args, kernel, out_type, grid, name, num_warps, num_stages,
-                    compute_capability, backend_options, **constants):  # fmt: skip
+                    compute_capability, backend_options, **constants):
         del name, num_warps, num_stages, compute_capability, backend_options
         leaves, tree = jax.tree.flatten(out_type)
         # NaN shows who reads what no program has written.
@@ -193,7 +193,7 @@ def test_rows_outside_the_range_give_zeros(interpreted_errors: dict[str, float])
 # ---- compiled
 
 
-def _compile(kernel, types: dict[str, str], constants: dict[str, Any], chip: int, options) -> dict[str, int]:  # fmt: skip
+def _compile(kernel, types: dict[str, str], constants: dict[str, Any], chip: int, options) -> dict[str, int]:
     """Machine code for a chip: its registers, and how many instructions of some kinds it has."""
     import triton  # pyright: ignore[reportMissingImports]
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
@@ -253,7 +253,7 @@ def test_kernels_compile_without_spills(name: str, chip: int) -> None:
              {"num_warps": tiles.score_warps, "num_stages": tiles.score_stages}),
             (triton_kernels.absorbed_output, output, tiles.output_lanes,
              {"num_warps": tiles.output_warps, "num_stages": tiles.output_stages}),
-        ):  # fmt: skip
+        ):
             numbers = _compile(kernel, types, {**constants, "LANES": lanes}, chip, options)
             label = f"{name} sm_{chip} {kernel.__name__}{' ranged' if ranged else ''}"
             print(label, numbers)
@@ -315,7 +315,7 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_heads_are_padded_in_one_or_two_groups() -> None:
     groups = {n: jax_triton_absorbed.head_groups(n) for n in (1, 12, 17, 40, 64, 72, 128)}
-    assert groups == {1: (16, 0), 12: (16, 0), 17: (32, 0), 40: (64, 0), 64: (64, 0), 72: (64, 16), 128: (64, 64)}  # fmt: skip
+    assert groups == {1: (16, 0), 12: (16, 0), 17: (32, 0), 40: (64, 0), 64: (64, 0), 72: (64, 16), 128: (64, 64)}
     with pytest.raises(ValueError, match="exceeds the 128 heads"):
         jax_triton_absorbed.head_groups(129)
 

@@ -50,7 +50,7 @@ def llm(path: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def theirs(path: Path) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     return model.eval()
 
 

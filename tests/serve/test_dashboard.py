@@ -459,7 +459,7 @@ def browser(tmp_path) -> Iterator[Any]:
     for argument in (
         "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
         "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}",
-    ):  # fmt: skip
+    ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     made = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
@@ -485,7 +485,7 @@ class Page:
         for command, value in (
             ("setDeviceMetricsOverride", {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 600}),
             ("setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}),
-        ):  # fmt: skip
+        ):
             await self.do(self.driver.execute_cdp_cmd, f"Emulation.{command}", value)
         await self.do(self.driver.get, self.url)
 
@@ -540,8 +540,8 @@ def test_the_page_shows_what_metrics_says(browser, size, theme):
             values = numbers[name]
             wanted = [values[label] for label in labels.split()] if labels else values.values()
             assert text == with_commas(sum(wanted)), name
-        for cell, text in await page.js("return [...document.querySelectorAll('[data-slo]')].map((n) => [n.dataset.slo, n.textContent])"):  # fmt: skip
-            met, missed = (numbers[f"aptjax:slo_{what}_total"][cell] for what in ("attained", "missed"))  # fmt: skip
+        for cell, text in await page.js("return [...document.querySelectorAll('[data-slo]')].map((n) => [n.dataset.slo, n.textContent])"):
+            met, missed = (numbers[f"aptjax:slo_{what}_total"][cell] for what in ("attained", "missed"))
             assert text.endswith(f"{met:.0f} of {met + missed:.0f}"), cell
         for chart, name in (("ttft", "time_to_first_token"), ("tbt", "inter_token_latency")):
             facts = await page.js(f"return {TEXT}", f"#{chart} .legend")
@@ -551,17 +551,17 @@ def test_the_page_shows_what_metrics_says(browser, size, theme):
             assert await page.js(f"return document.querySelectorAll('#{chart} rect').length") >= 8
         legend = await page.js(f"return {TEXT}", "#blocks .legend")
         blocks = numbers["aptjax:blocks"]
-        parts = [f"{kind} {blocks[kind.lower()]:.0f}" for kind in ("KV", "Hidden", "Cached", "Free")]  # fmt: skip
+        parts = [f"{kind} {blocks[kind.lower()]:.0f}" for kind in ("KV", "Hidden", "Cached", "Free")]
         assert legend == "".join(parts)
 
         # One request, by the keyboard alone.
         assert await page.js("return document.documentElement.scrollWidth <= innerWidth")
-        assert len(await page.js("return [...document.querySelectorAll('#requests button')].map((n) => n.textContent)")) == 16  # fmt: skip
-        request_id = await page.js("const b = document.querySelector('#requests button'); b.focus(); return b.textContent")  # fmt: skip
+        assert len(await page.js("return [...document.querySelectorAll('#requests button')].map((n) => n.textContent)")) == 16
+        request_id = await page.js("const b = document.querySelector('#requests button'); b.focus(); return b.textContent")
         await page.keys("\ue007")
         await page.until("document.querySelectorAll('#decisions tbody tr').length >= 3")
         told = (await served.http.get(f"/v1/requests/{request_id}/decisions")).json()
-        rows = await page.js("return [...document.querySelectorAll('#decisions tbody tr')].map((r) => r.cells[0].textContent)")  # fmt: skip
+        rows = await page.js("return [...document.querySelectorAll('#decisions tbody tr')].map((r) => r.cells[0].textContent)")
         assert rows == [event["event"] for event in told["events"]]
         assert await page.js(f"return {TEXT}", "#request-id") == request_id
         assert await page.js("return document.documentElement.scrollWidth <= innerWidth")
@@ -638,7 +638,7 @@ def test_the_page_tells_how_the_server_is_and_comes_back(browser):
             assert await page.js("return document.querySelector('#banner').hidden")
             await server.stop(0)
             await page.until(state, "stopped")
-            text = await page.until("!document.querySelector('#banner').hidden && document.querySelector('#banner').textContent")  # fmt: skip
+            text = await page.until("!document.querySelector('#banner').hidden && document.querySelector('#banner').textContent")
             assert text.startswith("The server has stopped. Trying again in ")
             assert await page.js("return document.body.dataset.live") == "false"
 

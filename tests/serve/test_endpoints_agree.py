@@ -227,7 +227,7 @@ def test_P2_the_doors_agree_about_any_request():
             await asyncio.to_thread(send)
 
     counts = asyncio.run(with_doors(scenario)).counts
-    print(f"\ndoors: {counts['python served'] + counts['python refused']} requests, {dict(sorted(counts.items()))}")  # fmt: skip
+    print(f"\ndoors: {counts['python served'] + counts['python refused']} requests, {dict(sorted(counts.items()))}")
     assert counts["python served"] + counts["python refused"] >= total
     for door in ("python", "http", "aptserve", "vllm"):
         assert counts[f"{door} served"] > total / 10, counts

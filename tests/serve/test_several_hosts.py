@@ -31,7 +31,7 @@ PROMPTS = ["Once upon a time", "the quick brown fox", "hello", "Once upon a time
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight heads in two layers, random weights."""
     path = tmp_path_factory.mktemp("model")
-    config = {**TINY, "vocab_size": 280, "hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 8, "ffn_dim": 96, "max_position_embeddings": 512}  # fmt: skip
+    config = {**TINY, "vocab_size": 280, "hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 8, "ffn_dim": 96, "max_position_embeddings": 512}
     (path / "config.json").write_text(json.dumps(config))
     byte_tokenizer().backend.save(str(path / "tokenizer.json"))
     return path
@@ -52,7 +52,7 @@ class Rank:
 
     def __init__(
         self, model: Path, rank: int, log: Path, port: int, *flags: str, devices: int, verb: str = "serve"
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.log = log / f"rank{rank}.log"
         key = log / f"key{rank}"
         key.write_text("0123456789abcdef" * 2)
@@ -63,7 +63,7 @@ class Rank:
             f"--master-port={port}", "--max-num-seqs=4", "--max-num-batched-tokens=64",
             "--calibration-time=0", "--served-model-name=small", "--join-timeout=60", f"--join-key-file={key}", *of_rank, *flags,
         ]  # fmt: skip
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": QUICK, "APT_JAX_CACHE_DIR": str(model / "cache")}  # fmt: skip
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": QUICK, "APT_JAX_CACHE_DIR": str(model / "cache")}
         with self.log.open("w") as file:
             self.process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
 
@@ -96,14 +96,14 @@ class Replica:
             time.sleep(0.1)
 
     def complete(self, **fields: Any) -> Any:
-        body = {"model": "small", "temperature": 0.0, "ignore_eos": True, "max_tokens": 16, "return_token_ids": True, **fields}  # fmt: skip
+        body = {"model": "small", "temperature": 0.0, "ignore_eos": True, "max_tokens": 16, "return_token_ids": True, **fields}
         answer = httpx2.post(f"{self.base}/v1/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]
 
     def stream(self, **fields: Any) -> Iterator[Any]:
         """Events of a long completion, an error among them."""
-        body = {"model": "small", "temperature": 0.0, "ignore_eos": True, "max_tokens": 400, "stream": True, **fields}  # fmt: skip
+        body = {"model": "small", "temperature": 0.0, "ignore_eos": True, "max_tokens": 400, "stream": True, **fields}
         url = f"{self.base}/v1/completions"
         with httpx2.stream("POST", url, json=body, timeout=60) as answer:
             for line in answer.iter_lines():
@@ -155,7 +155,7 @@ def test_two_processes_serve_what_one_serves(model, tmp_path):
         ]  # fmt: skip
         expected = []
         for prompt, _, fields in asks:
-            params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, **fields})  # fmt: skip
+            params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, **fields})
             expected.append(llm.generate([prompt], params)[0].outputs[0])
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda ask: served.complete(prompt=ask[0], **ask[1]), asks))
@@ -223,7 +223,7 @@ def test_launchers_start_all_ranks_again_when_one_dies(model, tmp_path):
         ([], 0, "needs 2 devices of each, and rank 1 has 1 (-tp, --nnodes)"),
         (["--tokenizer=none", "--load-format=safetensors"], 2, "has load_format 'safetensors'"),
     ],
-)  # fmt: skip
+)
 def test_ranks_that_do_not_fit(model, tmp_path, flags, devices, says):
     port = free_ports(4)
     first = Rank(model, 0, tmp_path, port, "-tp=4", devices=2)
@@ -270,9 +270,9 @@ def test_a_model_that_one_rank_cannot_load(model, tmp_path):
         (["--nnodes=2", "-tp=2", "--join-key-file=/no/key"], "/no/key: cannot be read (No such file or directory) (--join-key-file)"),
         (["--nnodes=16", "-tp=16"], "tensor_parallel_size=16 does not divide this model (8 query heads"),
     ],
-)  # fmt: skip
+)
 def test_flags_that_cannot_be(model, flags, says):
-    command = [sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format=dummy", "--port=0", "--grpc-port=0", *flags]  # fmt: skip
+    command = [sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format=dummy", "--port=0", "--grpc-port=0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert says in done.stderr.splitlines()[-1]

@@ -72,13 +72,13 @@ def test_replicas_and_prompts_that_take_too_long():
     costs = load_hardware("opt-13b", "a100-40gb").step_costs("absorb")
     arrival_s = np.zeros(40)
     prompts = np.full(40, 1000, np.int32)
-    shares = [attainable_share(arrival_s, prompts, costs, ttft_s=1.0, step_tokens=2048, replicas=r) for r in (1, 2, 4)]  # fmt: skip
+    shares = [attainable_share(arrival_s, prompts, costs, ttft_s=1.0, step_tokens=2048, replicas=r) for r in (1, 2, 4)]
     assert 0 < shares[0] < shares[1] < shares[2] <= 1
-    assert attainable_share(arrival_s, prompts, costs, ttft_s=1e-3, step_tokens=2048, replicas=1000) == 0  # fmt: skip
+    assert attainable_share(arrival_s, prompts, costs, ttft_s=1e-3, step_tokens=2048, replicas=1000) == 0
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sarathi", "vllm-v1", "qoserve", "apt", "apt-plus"])
-@pytest.mark.parametrize(("trace", "rate", "cv", "ttft_s"), [("longbench", 2.0, 10.0, 4.0), ("sharegpt", 20.0, 8.0, 0.3)])  # fmt: skip
+@pytest.mark.parametrize(("trace", "rate", "cv", "ttft_s"), [("longbench", 2.0, 10.0, 4.0), ("sharegpt", 20.0, 8.0, 0.3)])
 def test_no_policy_attains_more(policy, trace, rate, cv, ttft_s):
     config = SimulationConfig(
         trace=trace, rate=rate, cv=cv, num_requests=60, policy=policy, slo=SLO(ttft_s=ttft_s, tbt_s=1.0)

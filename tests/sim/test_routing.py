@@ -55,7 +55,7 @@ def served_alone(config: SimulationConfig, workload: Workload) -> list[RequestMe
     """One engine, fed as simply as can be: whatever has come by the clock is added, then a step is run."""
     hardware, clock = load_hardware(config.model, config.hardware), VirtualClock()
     costs = hardware.step_costs(config.hidden_attention)
-    scheduler = SchedulerConfig(policy=config.policy, max_num_seqs=256, max_num_batched_tokens=2048, max_num_queued_reqs=1000, overlap=False)  # fmt: skip
+    scheduler = SchedulerConfig(policy=config.policy, max_num_seqs=256, max_num_batched_tokens=2048, max_num_queued_reqs=1000, overlap=False)
     executor = SimulatedExecutor(
         clock, lambda b: costs.step_s(b.num_tokens, b.start, b.kind),
         num_blocks=config.num_blocks or hardware.num_blocks, block_size=16, max_num_seqs=256,
@@ -126,7 +126,7 @@ def test_every_request_is_served_once_whatever_comes_when(data):
     n = data.draw(st.integers(1, 12))
     lengths = st.tuples(st.integers(1, 600), st.integers(1, 12))
     pairs = data.draw(st.lists(lengths, min_size=n, max_size=n))
-    gaps = data.draw(st.lists(st.sampled_from([0.0, 0.0, 1e-4, 0.03, 0.2, 5.0]), min_size=n, max_size=n))  # fmt: skip
+    gaps = data.draw(st.lists(st.sampled_from([0.0, 0.0, 1e-4, 0.03, 0.2, 5.0]), min_size=n, max_size=n))
     prompt, output = np.array(pairs, np.int32).T
     workload = Workload(
         prompt_tokens=prompt,

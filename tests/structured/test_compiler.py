@@ -154,7 +154,7 @@ def test_whitespace_ends(compiler, tokenizer):
     """However a model likes spaces: by default they cannot go on for ever."""
     constraint = compiler.compile(checked(json=SCHEMA)).start()
     text = "{\n" + " " * 20
-    assert follows(constraint, [t for c in text for t in tokenizer.encode(c, add_special_tokens=False)])  # fmt: skip
+    assert follows(constraint, [t for c in text for t in tokenizer.encode(c, add_special_tokens=False)])
     tokens = allowed(constraint)
     assert tokens
     assert not any(not (tokenizer.token_text(t) or "x").strip() for t in tokens)
@@ -462,7 +462,7 @@ def test_R11_a_form_counts_with_what_it_takes(tokenizer):
         pytest.skip("memory is not measured here")
     sizes = []
     for i in range(3):
-        names = {f"k{i}_{j}": {"type": "string", "pattern": f"^[a-z]{{1,{200 + j}}}(x|y){{3,{50 + i}}}$"} for j in range(120)}  # fmt: skip
+        names = {f"k{i}_{j}": {"type": "string", "pattern": f"^[a-z]{{1,{200 + j}}}(x|y){{3,{50 + i}}}$"} for j in range(120)}
         made.compile(checked(json={"type": "object", "properties": names}))
         sizes.append(list(made._entries.values())[-1].num_bytes)
     assert min(sizes) > 300_000
@@ -487,7 +487,7 @@ def test_many_threads(tokenizer):
         try:
             for i in range(20):
                 grammar = made.compile(checked(choice=[f"{(number + i) % 7}x"]))
-                assert follows(grammar.start(), tokenizer.encode(f"{(number + i) % 7}", add_special_tokens=False))  # fmt: skip
+                assert follows(grammar.start(), tokenizer.encode(f"{(number + i) % 7}", add_special_tokens=False))
         except BaseException as error:
             errors.append(error)
 
@@ -554,7 +554,7 @@ def test_response_formats():
     named = {"name": "x", "strict": True, "schema": SCHEMA}
     assert from_response_format({"type": "json_schema", "json_schema": named}) == Forms(json=SCHEMA)
     for bad in (5, [], {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": 5},
-                {"type": "json_schema", "json_schema": {"schema": "x"}}, {"type": "text", "x": 1}, {"type": ["text"]}):  # fmt: skip
+                {"type": "json_schema", "json_schema": {"schema": "x"}}, {"type": "text", "x": 1}, {"type": ["text"]}):
         with pytest.raises(InvalidRequestError) as caught:
             from_response_format(bad)
         assert caught.value.field.startswith("response_format")

@@ -28,7 +28,7 @@ def llm() -> Iterator[LLM]:
     made.parts.grammars.close()
 
 
-def structured(max_tokens: int = 400, temperature: float = 0.0, seed: int = 0, **form: Any) -> SamplingParams:  # fmt: skip
+def structured(max_tokens: int = 400, temperature: float = 0.0, seed: int = 0, **form: Any) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -99,7 +99,7 @@ def test_every_form(llm: LLM) -> None:
 
 
 def test_an_output_that_is_cut_off_is_a_beginning(llm: LLM) -> None:
-    form = {"json": {"const": {"key": "a long text that takes many tokens"}}, "disable_any_whitespace": True}  # fmt: skip
+    form = {"json": {"const": {"key": "a long text that takes many tokens"}}, "disable_any_whitespace": True}
     ((whole, reason),) = texts(llm, [structured(**form)])
     assert (whole, reason) == ('{"key":"a long text that takes many tokens"}', "stop")
     for length in (1, 4, 9):
@@ -124,7 +124,7 @@ PAIRS = [(a, b) for a in COMBINED for b in COMBINED if a < b]
 
 
 def test_R25_all_pairs_of_settings_go_with_a_form(llm: LLM) -> None:
-    form = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"], "additionalProperties": False})  # fmt: skip
+    form = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"], "additionalProperties": False})
     params = [
         SamplingParams(
             **{

@@ -128,7 +128,7 @@ async def ask_vllm(served: HttpServed, case: Request) -> Verdict | None:
             return None
         metadata.append(("service_tier", _TIERS[case["slo_class"]]))
     try:
-        request = vllm_request(case["prompt"], n=n, request_id=case.get("request_id", ""), stream=False, **params)  # fmt: skip
+        request = vllm_request(case["prompt"], n=n, request_id=case.get("request_id", ""), stream=False, **params)
     except (TypeError, ValueError):
         return None
     method = served.grpc.channel.unary_stream(

@@ -61,7 +61,7 @@ def test_max_tokens_of_none_asks_for_what_is_left():
     limits = dataclasses.replace(LIMITS, max_pool_tokens=None)
     room = limits.max_model_len - 6
     assert build("hello", limits=limits, params={"max_tokens": None}).params.max_tokens == room
-    assert build("hello", limits=limits, params=SamplingParams(max_tokens=None)).params.max_tokens == room  # type: ignore[arg-type]  # fmt: skip
+    assert build("hello", limits=limits, params=SamplingParams(max_tokens=None)).params.max_tokens == room  # type: ignore[arg-type]
     small = dataclasses.replace(LIMITS, max_pool_tokens=20)
     assert build("hello", limits=small, params={"max_tokens": None}).params.max_tokens == 14
     refused("min_tokens", limits=small, params={"max_tokens": None, "min_tokens": 15})
@@ -95,7 +95,7 @@ def test_deadlines_are_positive_and_a_day_at_most():
 def test_the_answers_of_one_call_are_limited():
     assert validation.check_sequences(1, 16) == 16
     assert validation.check_sequences(4, 4) == 4
-    for num_prompts, n, field in ((1, 17, "n"), (1, 0, "n"), (9, 2, "n"), (17, 1, "prompt"), (1, 1.0, "n"), (1, True, "n")):  # fmt: skip
+    for num_prompts, n, field in ((1, 17, "n"), (1, 0, "n"), (9, 2, "n"), (17, 1, "prompt"), (1, 1.0, "n"), (1, True, "n")):
         with pytest.raises(InvalidRequestError) as caught:
             validation.check_sequences(num_prompts, n)
         assert caught.value.field == field
@@ -218,7 +218,7 @@ def test_text_without_any_token_and_models_without_tokenizer():
     "ids",
     [[-1], [0, 300], [2**31], [2**70], [HUGE], [1.0], ["1"], [True], [None], [[1]], [math.nan], "12", b"12", 5, {1: 2}],
     ids=lambda _: "value",
-)  # fmt: skip
+)
 def test_R4_token_ids(ids):
     refused("prompt_token_ids", prompt=None, prompt_token_ids=ids)
 
@@ -381,7 +381,7 @@ def test_R14_an_unknown_parameter_names_the_nearest():
     refused("params", params=[("top_k", 1)])
 
 
-@given(st.dictionaries(st.sampled_from(sorted(BAD)), st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=3))))  # fmt: skip
+@given(st.dictionaries(st.sampled_from(sorted(BAD)), st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=3))))
 def test_whatever_comes_the_answer_is_a_request_or_one_line(fields):
     try:
         params = build(params=fields).params
@@ -472,12 +472,12 @@ def test_forms_reach_the_compiler_checked_and_last():
     assert forms[3].json == "false"
     assert source.wanted[-1] == (StructuredOutputsParams(regex="a"), True)
     before = len(source.wanted)
-    refused("max_tokens", prompt="x" * 60, params={"max_tokens": 9, "structured_outputs": {"regex": "a"}}, grammars=source)  # fmt: skip
+    refused("max_tokens", prompt="x" * 60, params={"max_tokens": 9, "structured_outputs": {"regex": "a"}}, grammars=source)
     assert len(source.wanted) == before
 
 
 def test_without_a_compiler_forms_are_refused():
-    assert "--tokenizer" in refused("structured_outputs", params={"structured_outputs": {"regex": "a"}})  # fmt: skip
+    assert "--tokenizer" in refused("structured_outputs", params={"structured_outputs": {"regex": "a"}})
 
 
 # --- objectives ----------------------------------------------------------------------------------------------------

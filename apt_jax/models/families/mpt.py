@@ -58,12 +58,12 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         if is_refused:
             raise ModelLoadError(f"config.json: {name} is not supported")
     if attention.text("attn_type", "multihead_attention") != "multihead_attention":
-        raise ModelLoadError("config.json: attn_config.attn_type: only 'multihead_attention' is supported")  # fmt: skip
+        raise ModelLoadError("config.json: attn_config.attn_type: only 'multihead_attention' is supported")
     if get.positive("expansion_ratio", 4) != 4 or not get.flag("no_bias", True):
         raise ModelLoadError("config.json: only expansion_ratio=4 and no_bias=true are supported")
     bias_max = attention.number("alibi_bias_max", 8.0, at_least=0.0)
     if bias_max > 1000:
-        raise ModelLoadError(f"config.json: attn_config.alibi_bias_max={bias_max:g} must lie in [0, 1000]")  # fmt: skip
+        raise ModelLoadError(f"config.json: attn_config.alibi_bias_max={bias_max:g} must lie in [0, 1000]")
     vocab_size, trained = get.positive("vocab_size", 50368), get.positive("max_seq_len", 2048)
     return ModelConfig(
         family="mpt",

@@ -340,7 +340,7 @@ def _load_params(
         def place(leaf: _Leaf) -> tuple[bool, str, int]:
             """As they lie in the files, but what is large first: memory is not in pieces yet."""
             info = checkpoint.tensors[leaf.stored] if leaf.stored is not None else None
-            return (True, "", 0) if info is None else (2 * info.num_bytes < largest, info.file, info.start)  # fmt: skip
+            return (True, "", 0) if info is None else (2 * info.num_bytes < largest, info.file, info.start)
 
         last: np.ndarray | None = None
         last_name: str | None = None

@@ -76,7 +76,7 @@ class ProgramShapes:
             padded_tokens = _bucket(self.prefill_buckets, int(num_tokens[chunk].sum()))
         if num_decode:
             beside = self.mixed and padded_tokens
-            padded_rows = self.decode_buckets[-1] if beside else _bucket(self.decode_buckets, num_decode)  # fmt: skip
+            padded_rows = self.decode_buckets[-1] if beside else _bucket(self.decode_buckets, num_decode)
         used = [(padded_rows, padded_tokens)]
         if padded_rows and padded_tokens and not self.mixed:
             used = [(padded_rows, 0), (0, padded_tokens)]

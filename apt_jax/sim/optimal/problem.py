@@ -64,7 +64,7 @@ class OptimalProblem:
     objective: Objective = "latency"
 
     def __post_init__(self) -> None:
-        names = ("capacity_blocks", "max_num_batched_tokens", "block_size", "hidden_block_size", "chunk_step")  # fmt: skip
+        names = ("capacity_blocks", "max_num_batched_tokens", "block_size", "hidden_block_size", "chunk_step")
         for name in names:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -435,7 +435,7 @@ def _report_search(
     for one in found:
         spread = f" ± {one.rate.std:.2f}" if len(one.rate.rates) > 1 else ""
         note = "" if one.bounded else " or more: send more requests (--num-requests, --duration)"
-        shown.append((f"{100 * one.rate.target:g} % attainment", f"{one.rate.mean:.2f}{spread} requests/s{note}"))  # fmt: skip
+        shown.append((f"{100 * one.rate.target:g} % attainment", f"{one.rate.mean:.2f}{spread} requests/s{note}"))
     print_table("effective throughput", [("server, load", title), *shown, ("runs", len(probes))])
     if any(probe.late for probe in probes):
         sys.stderr.write(

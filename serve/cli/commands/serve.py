@@ -243,7 +243,7 @@ def _tracer(endpoint: str | None) -> "Tracer | None":
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("opentelemetry"):
             raise
-        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'apt-jax[otel]'") from None  # fmt: skip
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'apt-jax[otel]'") from None
     return Tracer(endpoint)
 
 

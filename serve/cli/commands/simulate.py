@@ -195,7 +195,7 @@ def _report_rates(args: argparse.Namespace, policies: Sequence[str], rates: Sequ
     for policy, rate in zip(policies, rates, strict=True):
         lasts_s = args.num_requests / rate.mean if rate.mean else math.inf
         if lasts_s < BURST_TTFTS * args.slo_ttft_ms / 1e3:
-            console.print(f"{policy}: all {args.num_requests:,} requests arrive within {lasts_s:.2g} s, a single burst; more --num-requests tell what rate lasts", markup=False)  # fmt: skip
+            console.print(f"{policy}: all {args.num_requests:,} requests arrive within {lasts_s:.2g} s, a single burst; more --num-requests tell what rate lasts", markup=False)
     found = {p: r.as_dict() for p, r in zip(policies, rates, strict=True)}
     values: dict[str, Any] = {"by_policy": found}
     if len(policies) == 1:
@@ -228,7 +228,7 @@ def _report_sweep(args: argparse.Namespace, grid: Sequence[SimulationConfig], ru
         left = sum(r.get("fallback_iterations", 0) for r in ours)
         if left:
             total = sum(r["iterations"] for r in ours)
-            console.print(f"{policy} failed in {left:,} of {total:,} iterations, which fcfs scheduled", markup=False)  # fmt: skip
+            console.print(f"{policy} failed in {left:,} of {total:,} iterations, which fcfs scheduled", markup=False)
     left_out = max(r.get("num_left_out", 0) for r in runs)
     if left_out:
         console.print(f"{LEFT_OUT}: {left_out:,}", markup=False)

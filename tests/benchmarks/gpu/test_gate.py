@@ -21,8 +21,8 @@ from benchmarks.gpu.compile_only import CHIPS, KernelCode, KernelReport
 from benchmarks.gpu.device_free import ProgramReport
 
 A100 = CHIPS["sm_80"]
-GOOD_KERNEL = KernelReport(registers=96, stack_bytes=0, spill_ops=0, shared_bytes=30_000, ctas_per_sm=4, hmma=24, hgmma=0, async_copies=20)  # fmt: skip
-GOOD_STEP = ProgramReport(pool_bytes=1000, pool_copies=0, aliased_bytes=1000, temporary_bytes=49, command_buffers=1, kernels=50, outside=0, collectives=0)  # fmt: skip
+GOOD_KERNEL = KernelReport(registers=96, stack_bytes=0, spill_ops=0, shared_bytes=30_000, ctas_per_sm=4, hmma=24, hgmma=0, async_copies=20)
+GOOD_STEP = ProgramReport(pool_bytes=1000, pool_copies=0, aliased_bytes=1000, temporary_bytes=49, command_buffers=1, kernels=50, outside=0, collectives=0)
 LOOP = """
 module {
   tt.func public @kernel(%x: !tt.ptr<bf16>) {
@@ -146,7 +146,7 @@ def test_copies_of_a_pool_are_found_whatever_makes_them(line, copies):
 
 @pytest.mark.parametrize(
     ("line", "copies"), [("", 0), ("%c = bf16[8,16]{1,0} copy(%pool)", 1), ("%c = bf16[4,4]{1,0} copy(%r)", 0)]
-)  # fmt: skip
+)
 def test_copies_within_a_loop_are_found(line, copies):
     loop = f"""
 %again (t: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {{
@@ -201,7 +201,7 @@ def test_tables_put_chips_side_by_side_and_equal_dtypes_together():
     same = [outcome(*c, 96) for c in itertools.product(gate.DTYPES, CHIPS)]
     assert [row[:5] for row in gate.kernel_table(same)[1:]] == [["k", "o", "m", "both", "96"]]
     different = [outcome("bfloat16", "sm_80", 80), *same[1:]]
-    assert [row[3:5] for row in gate.kernel_table(different)[1:]] == [["bfloat16", "80"], ["float16", "96"]]  # fmt: skip
+    assert [row[3:5] for row in gate.kernel_table(different)[1:]] == [["bfloat16", "80"], ["float16", "96"]]
 
 
 def test_tables_go_between_markers():
@@ -255,7 +255,7 @@ def test_a_kernel_that_cannot_be_lowered_fails_by_name():
     case = gate.KernelCase(op="prefill", shape="opt-66b", dtype="float16", arch="sm_90")
     (outcome,) = gate.check_kernels(case, SMALL_OPS)
     assert outcome.place == "prefill [prefill] on sm_90, opt-66b float16"
-    assert outcome.failures == ("cannot be lowered: NotImplementedError: the gate's tests have no such kernel",)  # fmt: skip
+    assert outcome.failures == ("cannot be lowered: NotImplementedError: the gate's tests have no such kernel",)
 
 
 @compiles

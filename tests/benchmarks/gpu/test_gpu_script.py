@@ -34,13 +34,13 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def failures(out: Path) -> list[str]:
     found = [row for path in out.glob("*.csv") for row in rows_of(path) if "status" in row]
-    return [f"{row['case']}: {row['status']}" for row in found if row["status"] not in ("ok", "not installed")]  # fmt: skip
+    return [f"{row['case']}: {row['status']}" for row in found if row["status"] not in ("ok", "not installed")]
 
 
 def test_kernel_stages(tmp_path: Path) -> None:
     printed = start(tmp_path, "--tiny", "--stages", "bandwidth,correctness,kernels,peers,tune")
     assert failures(tmp_path) == []
-    assert {row["op"] for row in rows_of(tmp_path / "correctness.csv")} == {"decode_kv", "decode_absorbed", "prefill"}  # fmt: skip
+    assert {row["op"] for row in rows_of(tmp_path / "correctness.csv")} == {"decode_kv", "decode_absorbed", "prefill"}
     assert all(float(row["us"]) > 0 for row in rows_of(tmp_path / "kernels.csv"))
     facts = json.loads(printed.splitlines()[-1])
     assert set(facts["seconds"]) == {"bandwidth", "correctness", "kernels", "peers", "tune"}
@@ -57,7 +57,7 @@ def test_whole_model_stages(tmp_path: Path) -> None:
     attentions = {row["attention"] for row in rows_of(tmp_path / "step.csv")}
     assert attentions == {"kv", "absorb", "reproject"}
     served = [row for row in rows_of(tmp_path / "serve.csv") if row["side"] == "served"]
-    assert [(row["policy"], row["cache"]) for row in served] == [("fcfs", "kv"), ("apt", "kv"), ("apt", "hybrid")]  # fmt: skip
+    assert [(row["policy"], row["cache"]) for row in served] == [("fcfs", "kv"), ("apt", "kv"), ("apt", "hybrid")]
     assert all(row["completed"] == "8" and row["compilations"] == "0" for row in served)
     assert len(rows_of(tmp_path / "predictions.csv")) > 8
     assert load_hardware("tiny-opt", str(described)).programs is not None

@@ -63,7 +63,7 @@ def test_intervals_are_students_and_differences_are_paired() -> None:
 
 
 def test_verdicts_of_claims_count_cases() -> None:
-    said = [common.claim("C", "", "", holds)["verdict"] for holds in ([True] * 2, [True, True, False], [True, False])]  # fmt: skip
+    said = [common.claim("C", "", "", holds)["verdict"] for holds in ([True] * 2, [True, True, False], [True, False])]
     assert said == ["reproduced", "same direction", "differs"]
 
 
@@ -120,7 +120,7 @@ def test_table_4_has_a_row_for_every_scale_of_outputs(tmp_path: Path, monkeypatc
     }  # fmt: skip
     assert {row["verdict"] for row in gains} == {"undecided"}
     lines = apt_serve.report(tmp_path / "apt_serve_targets.csv").splitlines()
-    assert any(line.startswith("| LongBench 3/s, CV 1, outputs x 0.6 | 84 % | 30.0 ± 0.0 | 70.0 | +7.6 |") for line in lines)  # fmt: skip
+    assert any(line.startswith("| LongBench 3/s, CV 1, outputs x 0.6 | 84 % | 30.0 ± 0.0 | 70.0 | +7.6 |") for line in lines)
 
 
 def test_decode_steps_set_beside_the_papers_fit_the_pool() -> None:
@@ -143,7 +143,7 @@ def test_crossings_do_not_depend_on_the_start(start: float, monkeypatch: Any) ->
 
 
 def test_commands_run_and_keep_their_runs(tmp_path: Path, capsys: Any) -> None:
-    common_flags = ["--quick", "--workers", "1", "--out", str(tmp_path), "--store", str(tmp_path / "runs")]  # fmt: skip
+    common_flags = ["--quick", "--workers", "1", "--out", str(tmp_path), "--store", str(tmp_path / "runs")]
     assert apt_serve.main(["table6", *common_flags]) == 0
     assert apt_serve.main(["fig1", "--requests", "20", *common_flags]) == 0
     assert "S31-att30" in capsys.readouterr().out

@@ -137,7 +137,7 @@ def test_queueing_is_what_is_left_of_the_latency(script: ModuleType) -> None:
     trace = script._pick("bros-sharegpt", 2, rng)
     feed = script.Feed(case, trace, np.array([0.0, 0.0]), rng)
     feed.run()
-    waits = [1 - s / (m.finished_s - m.arrival_s) for s, m in zip(feed.served_s, feed.ended, strict=True)]  # fmt: skip
+    waits = [1 - s / (m.finished_s - m.arrival_s) for s, m in zip(feed.served_s, feed.ended, strict=True)]
     first, second = feed.ended
     assert waits[0] == pytest.approx(0.0, abs=1e-6)
     assert waits[1] == pytest.approx(first.finished_s / second.finished_s, abs=1e-6)

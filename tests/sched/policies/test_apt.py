@@ -337,7 +337,7 @@ def test_with_convert_who_moves_to_keys_and_values_keeps_its_cache():
 
 def test_with_convert_all_are_served_under_pressure():
     rng = np.random.default_rng(1)
-    arrivals = [Arrival(int(rng.integers(0, 60)), int(rng.integers(1, 30)), int(rng.integers(5, 40))) for _ in range(60)]  # fmt: skip
+    arrivals = [Arrival(int(rng.integers(0, 60)), int(rng.integers(1, 30)), int(rng.integers(5, 40))) for _ in range(60)]
     world = World(num_blocks=80, can_convert=True)
     drain(world, make_policy("apt?convert=true"), arrivals, limit=8000)
     assert len(world.finished) == 60

@@ -187,7 +187,7 @@ def test_options_reach_policies_from_outside():
         ("", "must be one of"),
         ("x" * 10_000, "must be one of"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_name_is_one_line(name, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         make_policy(name)
@@ -214,8 +214,8 @@ def test_a_module_that_fails_is_one_line(module, text, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("verb", [("serve", "tiny-opt"), ("generate", "tiny-opt", "hi"), ("info", "tiny-opt"), ("launch", "tiny-opt"), ("simulate", "--rate", "2")])  # fmt: skip
-@pytest.mark.parametrize("policy", ["outside_policies:OtherVersion", "no_such_module:Class", "fcfs?x=1"])  # fmt: skip
+@pytest.mark.parametrize("verb", [("serve", "tiny-opt"), ("generate", "tiny-opt", "hi"), ("info", "tiny-opt"), ("launch", "tiny-opt"), ("simulate", "--rate", "2")])
+@pytest.mark.parametrize("policy", ["outside_policies:OtherVersion", "no_such_module:Class", "fcfs?x=1"])
 def test_every_verb_says_so_at_once(verb, policy, capsys):
     assert main([*verb, "--scheduling-policy", policy]) == 2
     error = capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_a_list_of_policies_in_spawned_processes(module, capsys):
             "--scheduling-policy", f"fcfs,{name}:Counting,apt?violation_decay=0.4"]  # fmt: skip
     assert main(args) == 0
     runs = json.loads(Path("out.json").read_text())["runs"]
-    assert [r["config"]["policy"] for r in runs] == ["fcfs", f"{name}:Counting", "apt?violation_decay=0.4"]  # fmt: skip
+    assert [r["config"]["policy"] for r in runs] == ["fcfs", f"{name}:Counting", "apt?violation_decay=0.4"]
     assert runs[0]["ttft_s"] == runs[1]["ttft_s"]
     assert [r["fallback_iterations"] for r in runs] == [0, 0, 0]
     assert "fcfs scheduled" not in capsys.readouterr().out
@@ -298,7 +298,7 @@ def test_starts_of_an_optimal_schedule(tmp_path, capsys):
         ("outside_policies:Broken?promise=row twice", "broken failed: PlanError: a row is there twice"),
         ("outside_policies:Broken?promise=writes to the table", "ValueError: assignment destination is read-only"),
         ("outside_policies:Broken?promise=nothing is run", "leaves 2 requests waiting"),
-    ):  # fmt: skip
+    ):
         assert main([*flags, "--start", start]) == 2
         error = capsys.readouterr().err
         assert message in error
@@ -393,7 +393,7 @@ def test_the_log_has_a_line_a_minute(caplog):
     clock = VirtualClock()
     parts = toy_parts(policy="outside_policies:Broken", debug=False, clock=clock)
     parts.engine._policies.timer = clock.now_s
-    parts.engine.add_request(parts.build_request(prompt="hi", params={"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}))  # fmt: skip
+    parts.engine.add_request(parts.build_request(prompt="hi", params={"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}))
     for _ in range(80):
         clock.advance_to(clock.now_s() + 2.0)
         parts.engine.step()
@@ -513,8 +513,8 @@ def test_the_tutorial_names_everything(tutorial):
     """Columns, fields and functions of the interface."""
     named = set(re.findall(r"`(\w+)[^`]*`", tutorial))
     columns = set(RequestTable.COLUMNS) | {"output_lengths", "num_output_lengths"}
-    fields = {f.name for c in (SchedulerView, Plan, KindSpec, StepCosts) for f in dataclasses.fields(c)}  # fmt: skip
-    views = {n for n, v in vars(SchedulerView).items() if not n.startswith("_") and (callable(v) or isinstance(v, property))}  # fmt: skip
+    fields = {f.name for c in (SchedulerView, Plan, KindSpec, StepCosts) for f in dataclasses.fields(c)}
+    views = {n for n, v in vars(SchedulerView).items() if not n.startswith("_") and (callable(v) or isinstance(v, property))}
     assert not (columns | fields | views) - named
     section = tutorial.split("### Helpers in")[1].split("\n## ")[0]
     helpers = re.findall(r"^\| `(\w+)\(", section, re.MULTILINE)

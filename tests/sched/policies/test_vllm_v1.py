@@ -245,7 +245,7 @@ def test_two_tenants_that_always_wait_get_equal_shares():
     """OSDI'24 Theorem 4.4: their difference is at most 2 max(w_p L_input, w_q M)."""
     rng = np.random.default_rng(0)
     policy = VtcPolicy(budget=64)
-    world = World(num_blocks=2 * 100, mode="kv", block_size=4, max_num_seqs=16, max_num_batched_tokens=64)  # fmt: skip
+    world = World(num_blocks=2 * 100, mode="kv", block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
     served = np.zeros(3)
     for _ in range(400):
         while world.view().waiting.size < 40:  # tenant 1 sends three times as many, and longer ones

@@ -96,7 +96,7 @@ def test_requests_of_the_simulator_are_the_requests_of_bench():
     from apt_jax.sim.trace import load_trace
     from apt_jax.sim.workload import draw_workload
 
-    want = draw_workload(load_trace("sharegpt"), SimulationConfig(trace="sharegpt", rate=3.0, cv=2.0, num_requests=40, seed=7))  # fmt: skip
+    want = draw_workload(load_trace("sharegpt"), SimulationConfig(trace="sharegpt", rate=3.0, cv=2.0, num_requests=40, seed=7))
     arrivals = load.Arrivals(rate=3.0, burstiness=0.25, num_requests=40)
     got = load.requests(load.trace_source("sharegpt"), arrivals, 7)
     assert [r.prompt_tokens for r in got] == want.prompt_tokens.tolist()
@@ -104,7 +104,7 @@ def test_requests_of_the_simulator_are_the_requests_of_bench():
     assert [r.at_s for r in got] == want.arrival_s.tolist()
 
 
-@given(rate=st.floats(0.5, 200), duration_s=st.floats(0.1, 20), burstiness=st.sampled_from([None, 0.05, 3.0]), seed=st.integers(0, 99))  # fmt: skip
+@given(rate=st.floats(0.5, 200), duration_s=st.floats(0.1, 20), burstiness=st.sampled_from([None, 0.05, 3.0]), seed=st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
 def test_a_duration_holds_all_arrivals_within_it_and_no_other(rate, duration_s, burstiness, seed):
     arrivals = load.Arrivals(rate=rate, burstiness=burstiness, duration_s=duration_s)
@@ -143,7 +143,7 @@ def test_a_file_of_prompts_is_sent_line_by_line(tmp_path):
     for text, says in [
         ("{", "line 1: not JSON"), ('{"prompt": ""}', "needs prompt"), ("[1]", "needs prompt"), ("", "holds no prompt"),
         ('{"prompt": "x", "output_tokens": true}', "output_tokens=True"),
-    ]:  # fmt: skip
+    ]:
         path.write_text(text)
         with pytest.raises(ConfigError, match=re.escape(says)):
             load.prompts_source(str(path), output_len=9)
@@ -154,7 +154,7 @@ def test_endless_requests_take_every_line_once_before_any_twice():
     count = source.trace.num_requests
     first = list(itertools.islice(load.endless(source, 1), 2 * count))
     assert [r.index for r in first] == list(range(2 * count))
-    want = sorted(zip(source.trace.prompt_tokens.tolist(), source.trace.output_tokens.tolist(), strict=True))  # fmt: skip
+    want = sorted(zip(source.trace.prompt_tokens.tolist(), source.trace.output_tokens.tolist(), strict=True))
     for half in (first[:count], first[count:]):
         assert sorted((r.prompt_tokens, r.max_tokens) for r in half) == want
 
@@ -206,7 +206,7 @@ def test_known_delays_are_measured_and_judged(tmp_path):
     assert len([r for r in fast_ttft if r["slo_attained"] == "1"]) == 5
     # The slow gap is the first one: it misses the objective, and is not there where the first gap is dropped.
     slow_gap = [r for r in fast_ttft if r["slo_attained"] == "0"]
-    assert all(float(r["p99_tbt_ms"]) > 1000 and float(r["p99_tbt_drop_first_ms"]) < 600 for r in slow_gap)  # fmt: skip
+    assert all(float(r["p99_tbt_ms"]) > 1000 and float(r["p99_tbt_drop_first_ms"]) < 600 for r in slow_gap)
 
     # Everything again from the rows alone.
     for r in ok:
@@ -215,13 +215,13 @@ def test_known_delays_are_measured_and_judged(tmp_path):
         assert float(r["p99_tbt_ms"]) == pytest.approx(p99_by_hand(gaps), abs=1e-3)
         assert float(r["p99_tbt_drop_first_ms"]) == pytest.approx(p99_by_hand(gaps[1:]), abs=1e-3)
         assert float(r["e2e_ms"]) >= float(r["ttft_ms"]) + sum(gaps) - 1e-2
-    attained = sum(float(r["ttft_ms"]) <= 700 and p99_by_hand([float(g) for g in r["gaps_ms"].split()]) <= 600 for r in ok)  # fmt: skip
+    attained = sum(float(r["ttft_ms"]) <= 700 and p99_by_hand([float(g) for g in r["gaps_ms"].split()]) <= 600 for r in ok)
     assert attained == 5
     assert values["slo_attainment"] == attained / 25
     assert values["ttft_attainment"] == 10 / 25
     assert values["tbt_attainment"] == 10 / 25
     starts = [float(r["sent_s"]) for r in rows]
-    ends = [float(r["sent_s"]) + (float(r["ttft_ms"]) + sum(map(float, r["gaps_ms"].split()))) / 1e3 for r in ok]  # fmt: skip
+    ends = [float(r["sent_s"]) + (float(r["ttft_ms"]) + sum(map(float, r["gaps_ms"].split()))) / 1e3 for r in ok]
     duration_s = max(ends) - min(starts)
     assert values["duration_s"] == pytest.approx(duration_s, abs=1e-4)
     assert values["goodput"] == pytest.approx(attained / duration_s, rel=1e-3)
@@ -251,7 +251,7 @@ def test_the_clients_times_are_the_servers_times(tmp_path):
 def test_servers_that_do_not_count_in_every_chunk(tmp_path, usage, output, prompt):
     toy = ToyOpenAI(lambda _: [0.01] * 3, usage=usage)
     with in_thread(toy.running):
-        values, rows = saved(tmp_path, "--target", toy.url, "--num-requests", 3, "--max-concurrency", 3)  # fmt: skip
+        values, rows = saved(tmp_path, "--target", toy.url, "--num-requests", 3, "--max-concurrency", 3)
     assert [(r["output_tokens"], r["prompt_tokens"]) for r in rows] == [(output, prompt)] * 3
     assert values["slo_ms"] == {}
     assert len(toy.bodies) == 4  # with the one that is not counted
@@ -288,7 +288,7 @@ def test_concurrency_is_bounded_in_both_loops(tmp_path):
     with in_thread(toy.running):
         for more in ([], ["--request-rate", 200], ["--duration", 1.0]):
             count = [] if "--duration" in more else ["--num-requests", 12]
-            values, rows = saved(tmp_path, "--target", toy.url, "--max-concurrency", 3, *count, *more)  # fmt: skip
+            values, rows = saved(tmp_path, "--target", toy.url, "--max-concurrency", 3, *count, *more)
             assert values["peak_concurrency"] == 3
             if count:
                 assert len(rows) == 12
@@ -301,11 +301,11 @@ def test_concurrency_is_bounded_in_both_loops(tmp_path):
 def test_requests_are_sent_when_they_are_due(tmp_path):
     toy = ToyOpenAI(lambda _: [0.3])
     with in_thread(toy.running):
-        values, rows = saved(tmp_path, "--target", toy.url, "--request-rate", 40, "--num-requests", 40)  # fmt: skip
+        values, rows = saved(tmp_path, "--target", toy.url, "--request-rate", 40, "--num-requests", 40)
     late = np.array([float(r["sent_s"]) - float(r["due_s"]) for r in rows]) * 1e3
     assert late.min() > -1.0
     assert np.median(late) < 20  # open loop: nobody waits for answers of 300 ms
-    assert values["client"]["lateness_ms"]["p99"] == pytest.approx(np.percentile(late, 99), abs=0.01)  # fmt: skip
+    assert values["client"]["lateness_ms"]["p99"] == pytest.approx(np.percentile(late, 99), abs=0.01)
     assert values["peak_concurrency"] > 5
 
 
@@ -417,7 +417,7 @@ def test_what_takes_too_long_has_failed(tmp_path):
         (["--target", "h:1", "--tls-ca", "/no/such/file"], "(--tls-ca)"),
         (["--target", "https://h:1", "--tls-ca", "/no/such/file"], "(--tls-ca)"),
     ],
-)  # fmt: skip
+)
 def test_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     code, out, err = bench(*argv)
     assert code == 2
@@ -520,7 +520,7 @@ def test_find_rate_finds_the_capacity_of_a_server(tmp_path):
     assert values["by_target"][0]["bounded"] is True
     assert f"{values['effective_rate']:.2f}" in out
     with csv_file.open(newline="") as file:
-        assert [float(r["rate"]) for r in csv.DictReader(file)] == [r["rate"] for r in values["runs"]]  # fmt: skip
+        assert [float(r["rate"]) for r in csv.DictReader(file)] == [r["rate"] for r in values["runs"]]
     assert png_file.stat().st_size > 1000
 
 
@@ -591,7 +591,7 @@ def slo_counts(port: int) -> float:
     """Requests with both objectives that the server has judged."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
         text = response.read().decode()
-    found = re.findall(r'^aptjax:slo_(?:attained|missed)_total\{.*slo="all".*\} (\S+)$', text, re.MULTILINE)  # fmt: skip
+    found = re.findall(r'^aptjax:slo_(?:attained|missed)_total\{.*slo="all".*\} (\S+)$', text, re.MULTILINE)
     return sum(map(float, found))
 
 
@@ -625,7 +625,7 @@ def test_bundled_traces_without_what_the_server_has_no_room_for(tiny_opt, tmp_pa
 
 
 def test_what_the_server_refuses_as_wrong_is_wrong_usage(tiny_opt):
-    for target in (f"127.0.0.1:{tiny_opt.grpc_server.port}", f"http://127.0.0.1:{tiny_opt.server.port}"):  # fmt: skip
+    for target in (f"127.0.0.1:{tiny_opt.grpc_server.port}", f"http://127.0.0.1:{tiny_opt.server.port}"):
         code, _, err = bench("--target", target, "--model", "nope", "--random-input-len", 4)
         assert (code, err.count("\n")) == (2, 1)
         assert "'nope' is not served here" in err
@@ -649,7 +649,7 @@ def test_prompts_classes_and_refusals_reach_an_engine(tmp_path):
     assert refused + values["statuses"]["ok"] == 12
     assert refused >= 6
     assert values["slo_attainment"] == pytest.approx((12 - refused) / 12, abs=1e-5)
-    assert {(r["prompt_tokens"], r["output_tokens"]) for r in rows if r["status"] == "ok"} <= {("6", "8"), ("3", "5")}  # fmt: skip
+    assert {(r["prompt_tokens"], r["output_tokens"]) for r in rows if r["status"] == "ok"} <= {("6", "8"), ("3", "5")}
     assert all(r["error"] and r["slo_attained"] == "0" for r in rows if r["status"] != "ok")
 
 
@@ -662,7 +662,7 @@ def test_objectives_become_headers_without_exponents():
 def test_keys_and_tls_at_both_ports(tmp_path):
     authority = trustme.CA()
     issued = authority.issue_cert("localhost")
-    ca, cert, key, key_file = (str(tmp_path / n) for n in ("ca.pem", "cert.pem", "cert.key", "keys"))  # fmt: skip
+    ca, cert, key, key_file = (str(tmp_path / n) for n in ("ca.pem", "cert.pem", "cert.key", "keys"))
     authority.cert_pem.write_to_path(ca)
     issued.private_key_pem.write_to_path(key)
     for number, pem in enumerate(issued.cert_chain_pems):

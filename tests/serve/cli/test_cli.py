@@ -149,7 +149,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("chat", "tiny-opt", "--slo-ttft-ms", "-1"), "slo_ttft_ms: -1.0"),
         (("chat", "tiny-opt", *("--stop", "x") * 5), "stop: 5 strings"),
     ],
-)  # fmt: skip
+)
 def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     code, out, err = run(*argv)
     assert code == 2
@@ -475,7 +475,7 @@ def test_H1_a_signal_drains_and_exits_with_0():
         ({"per_token_s": 1.23456789e-9, "at_s": 1763800000.123456}, {"per_token_s": 1.23457e-9, "at_s": 1763800000.123456}),
         ([0.0, -0.1 - 0.2, True, 3, "x", None, float("inf")], [0.0, -0.3, True, 3, "x", None, float("inf")]),
     ],
-)  # fmt: skip
+)
 def test_json_has_microseconds_and_six_digits(given, written, capsys):
     write_json("-", given)
     assert json.loads(capsys.readouterr().out) == written
@@ -489,7 +489,7 @@ def test_a_log_of_objects_has_objects_on_stdout_too():
     code, out = serve_in_process(scenario, log_format="json")
     assert code == 0
     lines = [json.loads(line) for line in out.splitlines()]
-    assert [line["message"].split()[0] for line in lines] == ["listening", "serving", "stopping:", "stopped"]  # fmt: skip
+    assert [line["message"].split()[0] for line in lines] == ["listening", "serving", "stopping:", "stopped"]
     assert all(line["level"] == "INFO" and line["timestamp"] for line in lines)
 
 

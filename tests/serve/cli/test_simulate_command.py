@@ -76,7 +76,7 @@ def test_a_rate_that_is_a_burst_is_said(capsys):
 
 def test_requests_that_never_fit_are_counted(tmp_path, capsys):
     path = tmp_path / "out.json"
-    args = ["simulate", "--num-requests", "5", "--rate", "2", "--num-blocks-override", "40", "--workers", "1"]  # fmt: skip
+    args = ["simulate", "--num-requests", "5", "--rate", "2", "--num-blocks-override", "40", "--workers", "1"]
     left_out = {}
     for cache in ("kv", "hybrid"):
         assert main([*args, "--cache", cache, "--json", str(path)]) == 0
@@ -92,7 +92,7 @@ def test_requests_that_never_fit_are_counted(tmp_path, capsys):
 
 def test_replicas_share_the_requests(tmp_path, capsys):
     path = tmp_path / "out.json"
-    args = ["simulate", *QUICK, "--rate", "20", "--replicas", "3", "--routing-policy", "expected_slack", "--json", str(path)]  # fmt: skip
+    args = ["simulate", *QUICK, "--rate", "20", "--replicas", "3", "--routing-policy", "expected_slack", "--json", str(path)]
     assert main(args) == 0
     values = json.loads(path.read_text())
     assert set(values) >= KEYS

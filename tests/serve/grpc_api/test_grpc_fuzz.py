@@ -112,7 +112,7 @@ def _change(draw: st.DrawFn, message: Any, depth: int = 0) -> None:
         if nested is not None and nested.GetOptions().map_entry:
             key, value = (nested.fields_by_name[name] for name in ("key", "value"))
             if value.message_type is None:
-                getattr(message, field.name).update({_value(draw, key): _value(draw, value) for _ in range(min(count, 5))})  # fmt: skip
+                getattr(message, field.name).update({_value(draw, key): _value(draw, value) for _ in range(min(count, 5))})
         elif nested is not None and depth < 4:
             if field.is_repeated:
                 for _ in range(min(count, 3)):
@@ -130,7 +130,7 @@ def _change(draw: st.DrawFn, message: Any, depth: int = 0) -> None:
             message.ClearField(field.name)
 
 
-_UNKNOWN = st.sampled_from([b"\xc0\x3e\x05", b"\xc2\x3e\x03abc", b"\xc5\x3e\x00\x00\x80\x7f", b"\xc3\x3e\xc4\x3e", b"\xc0\x3e" + b"\xff" * 9 + b"\x01"])  # fmt: skip
+_UNKNOWN = st.sampled_from([b"\xc0\x3e\x05", b"\xc2\x3e\x03abc", b"\xc5\x3e\x00\x00\x80\x7f", b"\xc3\x3e\xc4\x3e", b"\xc0\x3e" + b"\xff" * 9 + b"\x01"])
 
 
 @st.composite
@@ -162,13 +162,13 @@ METADATA = st.none() | st.none() | st.none() | st.tuples(
 )  # fmt: skip
 
 
-def _answer(channel: grpc.Channel, method: str, data: bytes, metadata: Any) -> tuple[grpc.StatusCode, str, list[bytes]]:  # fmt: skip
+def _answer(channel: grpc.Channel, method: str, data: bytes, metadata: Any) -> tuple[grpc.StatusCode, str, list[bytes]]:
     """Status, its text and the messages of a call."""
     call: Any
     given_metadata = () if metadata is None else (metadata,)
     if not METHODS[method].server_streaming:
         try:
-            message = channel.unary_unary(f"/{method}")(data, timeout=2 * LIMIT_S, metadata=given_metadata)  # fmt: skip
+            message = channel.unary_unary(f"/{method}")(data, timeout=2 * LIMIT_S, metadata=given_metadata)
         except grpc.RpcError as error:
             call = error
             return call.code(), call.details() or "", []
@@ -209,14 +209,14 @@ def test_every_answer_is_one_that_the_method_may_give():
                 assert "\n" not in details
             if code is Code.OK and method.endswith("/Generate"):
                 _check_end(method, received)
-            statuses[method.rpartition("/")[0].rpartition(".")[2] + "." + METHODS[method].name, code.name] += 1  # fmt: skip
+            statuses[method.rpartition("/")[0].rpartition(".")[2] + "." + METHODS[method].name, code.name] += 1
             fuzzed.note()
 
         send()
         print(f"\ngRPC: {fuzzed.num_cases} messages, {dict(sorted(statuses.items()))}")
         print(f"slowest answer: {max(slowest_s.values()):.2f} s")
         assert fuzzed.num_cases >= total
-        generated = {code: sum(n for (name, c), n in statuses.items() if name.endswith("Generate") and c == code) for code in ("OK", "INVALID_ARGUMENT")}  # fmt: skip
+        generated = {code: sum(n for (name, c), n in statuses.items() if name.endswith("Generate") and c == code) for code in ("OK", "INVALID_ARGUMENT")}
         assert min(generated.values()) > total / 10
 
 
@@ -230,7 +230,7 @@ def _check_end(method: str, received: list[bytes]) -> None:
 
 
 def test_a_message_that_is_too_large_is_refused():
-    data = apt_pb.GenerateRequest(text="x" * (ServerConfig().max_message_bytes + 1)).SerializeToString()  # fmt: skip
+    data = apt_pb.GenerateRequest(text="x" * (ServerConfig().max_message_bytes + 1)).SerializeToString()
     with fuzzing("gRPC", 1) as fuzzed, grpc.insecure_channel(fuzzed.grpc_target) as channel:
         code, _, _ = _answer(channel, f"{APT.full_name}/Generate", data, None)
         assert code is Code.RESOURCE_EXHAUSTED

@@ -286,7 +286,7 @@ def test_R26_missing_parts(serve_toy):
             error = await raw_call(served, message.SerializeToString())
             assert error.code() is Code.INVALID_ARGUMENT
             assert details(error).startswith(field)
-        error = await raw_call(served, pb.GenerateRequest(text="x", slo=pb.Slo(), sampling=pb.SamplingParams(max_tokens=0)).SerializeToString())  # fmt: skip
+        error = await raw_call(served, pb.GenerateRequest(text="x", slo=pb.Slo(), sampling=pb.SamplingParams(max_tokens=0)).SerializeToString())
         assert details(error).startswith("max_tokens")
 
     serve_toy(scenario)
@@ -658,7 +658,7 @@ def test_P10_health_goes_from_loading_to_serving_to_draining():
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
 
         async def run() -> int:
-            return sum([len(c.token_ids) async for c in client.generate("hello", max_tokens=60, **GREEDY)])  # fmt: skip
+            return sum([len(c.token_ids) async for c in client.generate("hello", max_tokens=60, **GREEDY)])
 
         task = asyncio.create_task(run())
         while not parts.engine.num_live:

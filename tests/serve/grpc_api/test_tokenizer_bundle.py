@@ -17,7 +17,7 @@ from serve.grpc_api.tokenizer_bundle import tokenizer_bundle
 from tests.support.gguf_models import hf_tensors, write_gguf
 from tests.support.toy_serving import toy_parts
 
-FEW_PROGRAMS: dict[str, Any] = {"warm_up": False, "max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks_override": 16}  # fmt: skip
+FEW_PROGRAMS: dict[str, Any] = {"warm_up": False, "max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks_override": 16}
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -65,7 +65,7 @@ def test_the_tokenizer_of_a_gguf_file(tmp_path):
 
 
 def test_vocabulary_and_merges_become_one_file(tmp_path):
-    tokens = {chr(c): i for i, c in enumerate([*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144)])}  # fmt: skip
+    tokens = {chr(c): i for i, c in enumerate([*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144)])}
     vocab = {"<|endoftext|>": len(tokens), "he": len(tokens) + 1, **tokens}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")

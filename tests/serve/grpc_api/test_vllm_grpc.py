@@ -38,7 +38,7 @@ Code = grpc.StatusCode
 pb: Any = vllm_engine_pb2
 common: Any = common_pb2
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-FEW_PROGRAMS: dict[str, Any] = {"warm_up": False, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks_override": 128}  # fmt: skip
+FEW_PROGRAMS: dict[str, Any] = {"warm_up": False, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks_override": 128}
 
 
 def stub(served) -> Any:
@@ -236,7 +236,7 @@ def test_tokens_equal_those_of_the_offline_interface_on_a_real_model():
 
     async def scenario() -> list[Any]:
         async with serving_parts(llm.parts) as served:
-            calls = (collect(served, prompt, stream=i % 2 == 0, **{"ignore_eos": False, **case}) for i, case in enumerate(cases))  # fmt: skip
+            calls = (collect(served, prompt, stream=i % 2 == 0, **{"ignore_eos": False, **case}) for i, case in enumerate(cases))
             return await asyncio.gather(*calls)
 
     for case, want, messages in zip(cases, wanted, asyncio.run(scenario()), strict=True):
@@ -246,7 +246,7 @@ def test_tokens_equal_those_of_the_offline_interface_on_a_real_model():
         if isinstance(want.stop_reason, str):
             assert complete.matched_stop_str == want.stop_reason
         if want.logprobs is not None:
-            told = [x for c in chunks(messages) for x in c.output_logprobs.token_logprobs] or complete.output_logprobs.token_logprobs  # fmt: skip
+            told = [x for c in chunks(messages) for x in c.output_logprobs.token_logprobs] or complete.output_logprobs.token_logprobs
             values = [e[t].logprob for t, e in zip(want.token_ids, want.logprobs, strict=True)]
             assert told == pytest.approx(values, abs=1e-4)
 
@@ -358,7 +358,7 @@ def test_C11_abort_ends_all_outputs_of_a_call_and_frees_their_blocks(serve_toy, 
         for complete in completes(messages):
             assert 0 < len(complete.output_ids) < 200
             assert complete.output_ids == want[: len(complete.output_ids)]  # greedy: n alike
-        assert completes(await bystander)[0].output_ids == expected(served, "bystander", max_tokens=60)  # fmt: skip
+        assert completes(await bystander)[0].output_ids == expected(served, "bystander", max_tokens=60)
         await served.idle()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await engine.Abort(pb.AbortRequest(request_ids=["mine"]))
@@ -689,14 +689,14 @@ def test_loads_under_load(serve_toy):
 
 def test_blocks_of_layer_inputs_count_as_the_tokens_that_they_hold():
     clock = VirtualClock()
-    executor = HashExecutor(num_blocks=64, block_size=4, hidden_block_size=6, max_num_seqs=2, vocab_size=VOCAB_SIZE)  # fmt: skip
+    executor = HashExecutor(num_blocks=64, block_size=4, hidden_block_size=6, max_num_seqs=2, vocab_size=VOCAB_SIZE)
     engine = Engine(
         executor, make_policy("fcfs"), clock,
         (KindSpec(name="kv", blocks_per_group=2, offered=False), KindSpec(name="hidden", blocks_per_group=1)),
         SchedulerConfig(max_num_seqs=2, overlap=False), CacheConfig(block_size=4),
     )  # fmt: skip
     params = SamplingParams(max_tokens=4, temperature=0.0)
-    engine.add_request(EngineRequest(request_id="a", prompt=None, prompt_token_ids=np.arange(3, 13, dtype=np.int32), params=params, slo=SLO(), arrival_s=0.0))  # fmt: skip
+    engine.add_request(EngineRequest(request_id="a", prompt=None, prompt_token_ids=np.arange(3, 13, dtype=np.int32), params=params, slo=SLO(), arrival_s=0.0))
     engine.step()
     parts: Any = types.SimpleNamespace(
         engine=engine, executor=executor, limits=types.SimpleNamespace(max_pool_tokens=64 * 6)

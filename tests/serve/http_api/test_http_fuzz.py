@@ -138,7 +138,7 @@ def test_every_answer_is_one_that_the_document_allows(fuzzed: Fuzzed, client: ht
     problems: list[str] = []
     for event in from_schema(schema).execute():
         if isinstance(event, events.NonFatalError | events.FatalError):
-            problems.append(event.info.format() if isinstance(event, events.NonFatalError) else repr(event.exception))  # fmt: skip
+            problems.append(event.info.format() if isinstance(event, events.NonFatalError) else repr(event.exception))
         if not isinstance(event, events.ScenarioFinished):
             continue
         for case_id, node in event.recorder.cases.items():
@@ -152,8 +152,8 @@ def test_every_answer_is_one_that_the_document_allows(fuzzed: Fuzzed, client: ht
             for check in event.recorder.checks.get(case_id, []):
                 if check.failure_info is not None:
                     failure = check.failure_info.failure
-                    problems.append(f"{event.label} {check.name}: {failure.title} {failure.message}\n{node.value.body!r}"[:2000])  # fmt: skip
-    print(f"\nHTTP: {fuzzed.num_cases} requests {dict(kinds)}, answers {dict(sorted(statuses.items()))}")  # fmt: skip
+                    problems.append(f"{event.label} {check.name}: {failure.title} {failure.message}\n{node.value.body!r}"[:2000])
+    print(f"\nHTTP: {fuzzed.num_cases} requests {dict(kinds)}, answers {dict(sorted(statuses.items()))}")
     assert not problems, "\n".join(problems[:20])
     assert fuzzed.num_cases >= LEAST
     assert min(kinds["positive"], kinds["negative"]) > LEAST / 20
@@ -168,7 +168,7 @@ def test_every_answer_is_one_that_the_document_allows(fuzzed: Fuzzed, client: ht
 @given(
     data=st.binary(max_size=200)
     | st.sampled_from([b'{"prompt": "\\ud800"}', b'{"prompt": NaN}', b'{"n": 1, "n": 1}', b"[" * 5000, b'{"seed": ' + b"9" * 5000 + b"}"])
-)  # fmt: skip
+)
 def test_bytes_that_are_no_json(client, data):
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         response = client.post(path, content=data, headers={"content-type": "application/json"})
@@ -182,7 +182,7 @@ def test_bytes_that_are_no_json(client, data):
 @given(
     name=st.sampled_from(["x-llm-d-slo-ttft-ms", "x-slo-tpot-ms", "service_tier", "x-request-id", "accept", "content-length-x"]),
     value=st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_categories=["Cc"]), max_size=30),
-)  # fmt: skip
+)
 def test_any_header(client, name, value):
     response = client.post(
         "/v1/completions",

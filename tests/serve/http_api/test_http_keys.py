@@ -79,7 +79,7 @@ def test_P16_every_endpoint_but_health_wants_a_key():
         "http://127.0.0.1/health", "http://x/v1/models", "//health", "/health/../v1/models", "/%68ealth",
         "/health?x", "/health/", "/health%2f..%2fv1/models", "/Health", "/v1/models", "/ready;/v1/models", "*",
     ],
-)  # fmt: skip
+)
 def test_R23_the_path_as_it_was_sent_decides(target):
     async def scenario(served):
         for host in ("127.0.0.1", "a/health?", "x/health"):
@@ -189,7 +189,7 @@ async def drained(call) -> list:
 def test_P16_every_method_of_grpc_but_health_wants_a_key():
     async def scenario(served):
         plain = served.grpc
-        for key, want in ((None, Code.UNAUTHENTICATED), ("x" * 25, Code.UNAUTHENTICATED), (KEY, Code.OK)):  # fmt: skip
+        for key, want in ((None, Code.UNAUTHENTICATED), ("x" * 25, Code.UNAUTHENTICATED), (KEY, Code.OK)):
             client = AsyncAptClient(f"127.0.0.1:{served.grpc_server.port}", api_key=key)
             assert await code_of(client.stats()) is want
             watch = client.watch_scheduler()
@@ -202,7 +202,7 @@ def test_P16_every_method_of_grpc_but_health_wants_a_key():
             await client.close()
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(plain.channel)
         asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
-        assert await code_of(drained(stub.ServerReflectionInfo(iter(asked)))) is Code.UNAUTHENTICATED  # fmt: skip
+        assert await code_of(drained(stub.ServerReflectionInfo(iter(asked)))) is Code.UNAUTHENTICATED
         unknown = plain.channel.unary_unary("/aptjax.v1.AptServe/Nothing")
         assert await code_of(unknown(b"")) is Code.UNAUTHENTICATED
         assert served.parts.engine.stats().finished == {"length": 1}

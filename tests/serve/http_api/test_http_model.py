@@ -10,7 +10,7 @@ from apt_jax import LLM, SamplingParams
 from tests.support.caches import calibrations_apart
 from tests.support.http_serving import http_serving
 
-FEW_PROGRAMS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "num_blocks_override": 64, "warm_up": False, "use_tqdm": False}  # fmt: skip
+FEW_PROGRAMS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "num_blocks_override": 64, "warm_up": False, "use_tqdm": False}
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 LINES = ["Once upon a time", "The king said: «où?» — 你好 🙂", "a"]
 PARAMS = [
@@ -41,7 +41,7 @@ def test_tokens_equal_those_of_LLM_generate(bundled):
 
     want = {}
     for number, params in enumerate(PARAMS):
-        for line, output in zip(LINES, bundled.generate(LINES, sampling(params), use_tqdm=False), strict=True):  # fmt: skip
+        for line, output in zip(LINES, bundled.generate(LINES, sampling(params), use_tqdm=False), strict=True):
             want[number, line] = output.outputs[0]
     messages: Any = [{"role": "user", "content": "Who is the king?"}]
     (chat,) = bundled.chat(messages, sampling(PARAMS[0]), use_tqdm=False)

@@ -90,7 +90,7 @@ def test_a_stream_by_the_official_client(include_usage):
 
 def test_the_bytes_of_a_stream():
     async def scenario(served):
-        body = {"prompt": "hello", "max_tokens": 5, "stream": True, "temperature": 0, "ignore_eos": True}  # fmt: skip
+        body = {"prompt": "hello", "max_tokens": 5, "stream": True, "temperature": 0, "ignore_eos": True}
         response = await served.post("/v1/completions", body)
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert response.headers["cache-control"] == "no-cache"
@@ -174,7 +174,7 @@ def test_echo_and_stops():
             (choice,) = (await served.ask("hello", max_tokens=30, stop=given))["choices"]
             assert choice["text"] == text[: text.index(stop)]
             assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
-        (choice,) = (await served.ask("hello", max_tokens=30, stop=stop, include_stop_str_in_output=True))["choices"]  # fmt: skip
+        (choice,) = (await served.ask("hello", max_tokens=30, stop=stop, include_stop_str_in_output=True))["choices"]
         assert choice["text"] == text[: text.index(stop) + 1]
         (choice,) = (await served.ask("hello", max_tokens=30, stop_token_ids=[want[4]]))["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", want[4])
@@ -207,7 +207,7 @@ def test_log_probabilities_of_completions(stream):
 
 def test_tokens_can_be_named_by_their_ids():
     async def scenario(served):
-        answer = await served.ask("hello", max_tokens=4, logprobs=2, return_tokens_as_token_ids=True)  # fmt: skip
+        answer = await served.ask("hello", max_tokens=4, logprobs=2, return_tokens_as_token_ids=True)
         logprobs = answer["choices"][0]["logprobs"]
         assert logprobs["tokens"] == [f"token_id:{i}" for i in expected(served, "hello", 4)]
         assert all(len(top) == 2 for top in logprobs["top_logprobs"])
@@ -238,7 +238,7 @@ def test_structured_outputs_by_both_names():
         for form in (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}},
             {"structured_outputs": {"json": schema}},
-        ):  # fmt: skip
+        ):
             answer = await served.ask("hello", max_tokens=100, ignore_eos=False, **form)
             value = json.loads(answer["choices"][0]["text"])
             assert 2 <= len(value) <= 3
@@ -249,7 +249,7 @@ def test_structured_outputs_by_both_names():
         assert answer["choices"][0]["text"].startswith("{")
         answer = await served.ask("hello", max_tokens=4, response_format={"type": "text"})
         assert answer["choices"][0]["text"] == text_of(served, expected(served, "hello", 4))
-        answer = await served.ask("x", max_tokens=9, ignore_eos=False, structured_outputs={"choice": ["yes", "no"]})  # fmt: skip
+        answer = await served.ask("x", max_tokens=9, ignore_eos=False, structured_outputs={"choice": ["yes", "no"]})
         assert answer["choices"][0]["text"] in ("yes", "no")
         served.parts.grammars.close()
 
@@ -259,7 +259,7 @@ def test_structured_outputs_by_both_names():
 def test_how_it_was_served_is_told_to_those_who_ask():
     async def scenario(served):
         slo = {"ttft_ms": 60_000, "tbt_ms": 0.01, "class": "be"}
-        (choice,) = (await served.ask("hello", max_tokens=6, slo=slo, aptjax_timings=True, request_id="r-1"))["choices"]  # fmt: skip
+        (choice,) = (await served.ask("hello", max_tokens=6, slo=slo, aptjax_timings=True, request_id="r-1"))["choices"]
         told = choice["aptjax"]
         assert told["request_id"] == "r-1"
         t = told["timings"]
@@ -271,7 +271,7 @@ def test_how_it_was_served_is_told_to_those_who_ask():
         }  # fmt: skip
         assert told["cache_kind"] in ("kv", "hidden")
         assert "aptjax" not in (await served.ask("hello", max_tokens=1))["choices"][0]
-        body = {"prompt": "hello", "max_tokens": 4, "stream": True, "aptjax_timings": True, "ignore_eos": True}  # fmt: skip
+        body = {"prompt": "hello", "max_tokens": 4, "stream": True, "aptjax_timings": True, "ignore_eos": True}
         events = (await served.post("/v1/completions", body)).text.split("\n\n")[:-2]
         choices = [json.loads(e.removeprefix("data: "))["choices"][0] for e in events]
         assert ["aptjax" in c for c in choices] == [False] * (len(choices) - 1) + [True]
@@ -281,9 +281,9 @@ def test_how_it_was_served_is_told_to_those_who_ask():
 
 def test_usage_in_every_chunk_for_those_who_ask():
     async def scenario(served):
-        body = {"prompt": "hello", "max_tokens": 4, "stream": True, "ignore_eos": True, "stream_options": {"continuous_usage_stats": True}}  # fmt: skip
+        body = {"prompt": "hello", "max_tokens": 4, "stream": True, "ignore_eos": True, "stream_options": {"continuous_usage_stats": True}}
         events = (await served.post("/v1/completions", body)).text.split("\n\n")[:-2]
-        counts = [json.loads(e.removeprefix("data: "))["usage"]["completion_tokens"] for e in events]  # fmt: skip
+        counts = [json.loads(e.removeprefix("data: "))["usage"]["completion_tokens"] for e in events]
         assert counts == sorted(counts)
         assert counts[-1] == 4
 
@@ -312,7 +312,7 @@ def test_a_chat_by_the_official_client():
         assert choice.message.content == text_of(served, want)
         assert choice.finish_reason == "length"
         entries = choice.logprobs.content
-        assert b"".join(bytes(e.bytes) for e in entries) == b"".join(map(served.parts.tokenizer.piece, want))  # fmt: skip
+        assert b"".join(bytes(e.bytes) for e in entries) == b"".join(map(served.parts.tokenizer.piece, want))
         for entry in entries:
             assert len(entry.top_logprobs) == 2
             assert entry.top_logprobs[0].logprob == entry.logprob  # greedy
@@ -358,11 +358,11 @@ def test_tools_go_into_the_prompt():
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
     async def scenario(served):
-        for extra, tools in (({}, [tool]), ({"tool_choice": "auto"}, [tool]), ({"tool_choice": "none"}, None)):  # fmt: skip
-            body = {"messages": MESSAGES, "tools": [tool], "max_tokens": 4, "temperature": 0, "ignore_eos": True, **extra}  # fmt: skip
+        for extra, tools in (({}, [tool]), ({"tool_choice": "auto"}, [tool]), ({"tool_choice": "none"}, None)):
+            body = {"messages": MESSAGES, "tools": [tool], "max_tokens": 4, "temperature": 0, "ignore_eos": True, **extra}
             answer = (await served.post("/v1/chat/completions", body)).json()
             ids = conversation_ids(served, tools=tools)
-            assert answer["choices"][0]["message"]["content"] == text_of(served, expected(served, ids, 4))  # fmt: skip
+            assert answer["choices"][0]["message"]["content"] == text_of(served, expected(served, ids, 4))
         for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
             body = {"messages": MESSAGES, "tools": [tool], "tool_choice": choice}
             response = await served.post("/v1/chat/completions", body)
@@ -395,7 +395,7 @@ def test_R1_R12_R13_chats_that_are_refused():
             ({"messages": MESSAGES, "add_generation_prompt": "yes"}, "add_generation_prompt"),
             ({"messages": MESSAGES, "functions": [{}]}, "functions"),
             ({"messages": MESSAGES, "echo": True}, "echo"),
-        ):  # fmt: skip
+        ):
             response = await served.post("/v1/chat/completions", fields)
             assert response.status_code == 400, (fields, response.text)
             assert error_of(response)["param"] == param, response.text
@@ -435,11 +435,11 @@ def test_models():
 def test_tokenize_and_back():
     async def scenario(served):
         for text in ("hello", "", "é🎉"):
-            answer = (await served.post("/tokenize", {"model": "toy", "prompt": text, "return_token_strs": True})).json()  # fmt: skip
+            answer = (await served.post("/tokenize", {"model": "toy", "prompt": text, "return_token_strs": True})).json()
             ids = served.parts.tokenizer.encode(text) if text else []
-            assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 256)  # fmt: skip
+            assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 256)
             assert len(answer["token_strs"]) == len(ids)
-            plain = (await served.post("/tokenize", {"prompt": text, "add_special_tokens": False})).json()["tokens"]  # fmt: skip
+            plain = (await served.post("/tokenize", {"prompt": text, "add_special_tokens": False})).json()["tokens"]
             assert (await served.post("/detokenize", {"tokens": plain})).json() == {"prompt": text}
         answer = (await served.post("/tokenize", {"messages": MESSAGES})).json()
         assert answer["tokens"] == conversation_ids(served)
@@ -474,7 +474,7 @@ def test_P10_health_and_readiness_follow_the_engine():
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/ready")).status_code == 503
             assert (await http.get("/metrics")).status_code == 200
-            for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/tokenize")):  # fmt: skip
+            for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/tokenize")):
                 response = await http.request(method, path, json={"prompt": "x"})
                 assert response.status_code == 503
                 assert "starting" in error_of(response)["message"]
@@ -663,13 +663,13 @@ def test_C8_deadlines(stream):
 
 def test_C10_a_duplicate_id_is_refused_and_the_first_one_goes_on():
     async def scenario(served):
-        body = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True, "request_id": "mine", "temperature": 0}  # fmt: skip
+        body = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True, "request_id": "mine", "temperature": 0}
         first = asyncio.create_task(served.post("/v1/completions", body))
         await served.until(lambda: served.parts.engine.num_live == 1)
         second = await served.post("/v1/completions", body)
         assert second.status_code == 400  # 409 would be tried again
         assert error_of(second)["code"] == "duplicate_id"
-        assert (await first).json()["choices"][0]["text"] == text_of(served, expected(served, "hello", 60))  # fmt: skip
+        assert (await first).json()["choices"][0]["text"] == text_of(served, expected(served, "hello", 60))
 
     run(scenario, step_s=0.003)
 
@@ -703,7 +703,7 @@ def test_a_misspelt_objective_is_refused():
         ({"service_tier": "auto"}, {}, (math.inf, math.inf, "rt")),
         ({"service_tier": "flex", "slo_class": "rt"}, {}, (math.inf, math.inf, "rt")),
     ],
-)  # fmt: skip
+)
 def test_objectives_of_body_headers_and_tier(body, headers, want):
     async def scenario(served):
         seen = []
@@ -816,12 +816,12 @@ def test_C5_clients_that_never_read_lose_their_requests_and_block_nobody():
         assert finished == {"length": 1, "abort": 3}
 
     # A chunk has 1 kB; 1,500 of them are more than all buffers take.
-    run(scenario, connections={"write_stall_s": 0.3}, num_blocks=4096, max_model_len=2048, step_s=0.002)  # fmt: skip
+    run(scenario, connections={"write_stall_s": 0.3}, num_blocks=4096, max_model_len=2048, step_s=0.002)
 
 
 def test_a_slow_reader_that_reads_gets_everything():
     async def scenario(served):
-        connection = await served.raw(completion(max_tokens=1500, stream=True, logprobs=20, temperature=0))  # fmt: skip
+        connection = await served.raw(completion(max_tokens=1500, stream=True, logprobs=20, temperature=0))
         data = b""
         while b"[DONE]" not in data:
             data += await connection.reader.read(16_384)

@@ -56,7 +56,7 @@ def test_C6_a_stopped_client_loses_its_blocks_within_5_s(client):
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                process.stdin.write(completion(max_tokens=TOKENS, stream=True) if client == HTTP else b"")  # fmt: skip
+                process.stdin.write(completion(max_tokens=TOKENS, stream=True) if client == HTTP else b"")
                 process.stdin.close()
                 async with asyncio.timeout(60):
                     for _ in range(5):
@@ -79,7 +79,7 @@ def test_C6_a_stopped_client_loses_its_blocks_within_5_s(client):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_what_a_reader_on_this_machine_has_read_is_known(host):
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:  # fmt: skip
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         there = socket.create_connection(listener.getsockname()[:2])
         here, _ = listener.accept()
         with there, here:

@@ -48,7 +48,7 @@ def test_every_form(serve_toy):
             ({"choice": ["yes", "no, never"]}, "yes|no, never"),
             ({"grammar": 'start: "x" /[0-9]/'}, "x[0-9]"),
             ({"json_object": True, "disable_any_whitespace": True}, r"(?s)\{.*"),
-        ):  # fmt: skip
+        ):
             for settings in SETTINGS:
                 text, reason = await text_of(served, structured_outputs=form, **settings)
                 assert re.fullmatch(pattern, text), (form, text)
@@ -65,7 +65,7 @@ def test_R11_what_cannot_be_used_is_invalid_argument(serve_toy):
             ({"json": "{"}, "json"), ({"json": {"type": "thing"}}, "json"), ({"json": ""}, "json"), ({"regex": "("}, "regex"),
             ({"choice": []}, "choice"), ({"choice": [""]}, "choice"), ({"grammar": "start"}, "grammar"), ({"json": SLOW}, "json"),
             ({"json": {"enum": ["x" * 70_000]}}, "json"),
-        ):  # fmt: skip
+        ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await text_of(served, structured_outputs=form)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -147,7 +147,7 @@ def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
 
 def test_messages_and_fields_say_the_same():
     for form in ({"json": "{}"}, {"regex": ""}, {"choice": ["a", "b"]}, {"choice": []}, {"grammar": "g"}, {"json_object": False},
-                 {"json": "{}", "disable_any_whitespace": True}, {"json_object": True, "whitespace_pattern": " "}, {}):  # fmt: skip
+                 {"json": "{}", "disable_any_whitespace": True}, {"json_object": True, "whitespace_pattern": " "}, {}):
         request = pb.GenerateRequest(
             text="a", sampling=pb.SamplingParams(structured_outputs=structured_outputs(form))
         )
@@ -213,7 +213,7 @@ def test_generate_locally_and_remotely(monkeypatch, capsys, tmp_path):
             await server.start()
             await server.serve(engine)
             async with AsyncAptClient(f"127.0.0.1:{server.port}") as client:
-                yield completer.RemoteCompleter(client) if remote else completer.LocalCompleter(engine)  # fmt: skip
+                yield completer.RemoteCompleter(client) if remote else completer.LocalCompleter(engine)
             await server.stop(0)
             close(parts)
 

@@ -35,7 +35,7 @@ from tests.support.toy_serving import expected_tokens
 ROOT = Path(__file__).resolve().parents[3]
 TOY = (str(ROOT / "tests/support/toy_launch.py"),)
 REAL = ("-m", "serve.cli", "launch")
-FEW_PROGRAMS = ("--max-num-seqs=4", "--max-num-batched-tokens=64", "--max-model-len=512", "--num-blocks-override=256", "--calibration-time=0")  # fmt: skip
+FEW_PROGRAMS = ("--max-num-seqs=4", "--max-num-batched-tokens=64", "--max-model-len=512", "--num-blocks-override=256", "--calibration-time=0")
 PROMPT = "Shall I compare thee"
 
 needs_gateway = pytest.mark.skipif(
@@ -392,7 +392,7 @@ def test_a_signal_while_a_replica_is_away_ends_all_cleanly(tmp_path):
             "2 replicas of 2 devices need 4, and 2 can be seen (0, 1): lower --replicas or -tp",
         ),
     ],
-)  # fmt: skip
+)
 def test_wrong_usage_is_one_line(flags, env, says, monkeypatch, capsys):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -462,14 +462,14 @@ def test_replicas_get_the_flags_of_serve_and_addresses_of_their_own():
         [*kept, "--grpc-port=18501", "--port=18402"],
     ]
     assert plan.gateway is not None
-    for flag in ("grpc://127.0.0.1:18500", "grpc://127.0.0.1:18501", "--port=18400", "--policy=cache_aware", "--prometheus-port=18403"):  # fmt: skip
+    for flag in ("grpc://127.0.0.1:18500", "grpc://127.0.0.1:18501", "--port=18400", "--policy=cache_aware", "--prometheus-port=18403"):
         assert flag in plan.gateway.command
 
 
 def test_a_single_replica_gets_its_flags_as_they_are():
     plan = planned("tiny-opt", "--grpc-port", "18550", "--no-http", "--max-num-seqs=4")
     assert plan.gateway is None
-    assert plan.replicas[0].command[4:] == ["tiny-opt", "--no-http", "--max-num-seqs=4", "--grpc-port=18550"]  # fmt: skip
+    assert plan.replicas[0].command[4:] == ["tiny-opt", "--no-http", "--max-num-seqs=4", "--grpc-port=18550"]
 
 
 @needs_gateway
@@ -482,7 +482,7 @@ def test_a_single_replica_gets_its_flags_as_they_are():
     ],
 )
 def test_replicas_divide_the_gpus_that_the_launcher_was_given(visible, size, expected):
-    plan = planned("tiny-opt", "--replicas=2", "-tp", size, *ANY_PORT, env={"CUDA_VISIBLE_DEVICES": visible})  # fmt: skip
+    plan = planned("tiny-opt", "--replicas=2", "-tp", size, *ANY_PORT, env={"CUDA_VISIBLE_DEVICES": visible})
     assert [program.env["CUDA_VISIBLE_DEVICES"] for program in plan.replicas] == expected
     assert [program.cpus for program in plan.replicas] == [(), ()]
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-FEW_PROGRAMS = ["--max-num-seqs=4", "--max-num-batched-tokens=64", "--max-model-len=512", "--num-blocks-override=256", "--calibration-time=0"]  # fmt: skip
+FEW_PROGRAMS = ["--max-num-seqs=4", "--max-num-batched-tokens=64", "--max-model-len=512", "--num-blocks-override=256", "--calibration-time=0"]
 QUESTION = "Who are you?"
 PROMPT = "Shall I compare thee"
 
@@ -217,7 +217,7 @@ class Fleet:
 
     def send(self, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        headers = {"content-type": "application/json", "x-api-key": "none", "anthropic-version": "2023-06-01"}  # fmt: skip
+        headers = {"content-type": "application/json", "x-api-key": "none", "anthropic-version": "2023-06-01"}
         text = None if body is None else json.dumps({"model": self.parts.model_name, **body})
         connection.request("GET" if body is None else "POST", path, text, headers)
         return connection
@@ -281,7 +281,7 @@ def fleet_of(kind: str, directory: Path, policy: str, step_ms: int = 5) -> Gener
                 parts.build_request(prompt_token_ids=ids, params=params)
             )
         else:
-            llm = LLM(kind, chat_template=str(template), warm_up=False, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, num_blocks_override=256)  # fmt: skip
+            llm = LLM(kind, chat_template=str(template), warm_up=False, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, num_blocks_override=256)
             parts = llm.parts
             say = lambda ids, params: (  # noqa: E731
                 llm.generate([ids], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -451,7 +451,7 @@ def test_the_gateway_knows_the_load_of_each_server(fleet):
     assert until(fleet.is_free) < 5.0
 
 
-@pytest.mark.parametrize(("policy", "busy"), [("least_load", 0), ("least_load", 1), ("power_of_two", 1)])  # fmt: skip
+@pytest.mark.parametrize(("policy", "busy"), [("least_load", 0), ("least_load", 1), ("power_of_two", 1)])
 def test_the_idle_server_gets_the_requests(policy, busy, tmp_path):
     """The load is not of the gateway's own making: it can only know of it from GetLoads."""
     with (

@@ -88,7 +88,7 @@ def test_json_has_the_fields_of_a_call_at_both_doors():
         assert response.status_code == 200
         params = pb.SamplingParams(max_tokens=5, ignore_eos=True)
         request = pb.GenerateRequest(text=CANARY, sampling_params=params, request_id="mine.2")
-        assert await drained(vllm_generate(served, request=request, metadata=metadata)) is grpc.StatusCode.OK  # fmt: skip
+        assert await drained(vllm_generate(served, request=request, metadata=metadata)) is grpc.StatusCode.OK
         assert (await served.post("/v1/completions", body)).status_code == 401
         code = await drained(vllm_generate(served, request=request))
         assert code is grpc.StatusCode.UNAUTHENTICATED
@@ -167,7 +167,7 @@ def test_every_end_has_one_line_and_none_says_what_was_said(log_format, capfd):
 
     outputs: list[str] = []
     text = run(scenario, log_format)
-    reasons = ["length", "400", "400", "408", "499", "cancelled", "invalid_argument", "500", "internal"]  # fmt: skip
+    reasons = ["length", "400", "400", "408", "499", "cancelled", "invalid_argument", "500", "internal"]
     if log_format == "json":
         found = calls(text)
         assert [line["reason"] for line in found] == reasons
@@ -194,7 +194,7 @@ def test_a_line_says_which_call_was_refused_and_for_which_field():
             assert (await served.post("/v1/completions", body)).status_code == 400
         assert (await served.post("/v1/chat/completions", {"messages": CANARY})).status_code == 400
         request = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(top_p=7))
-        assert await drained(vllm_generate(served, request=request)) is grpc.StatusCode.INVALID_ARGUMENT  # fmt: skip
+        assert await drained(vllm_generate(served, request=request)) is grpc.StatusCode.INVALID_ARGUMENT
         await served.until(
             lambda: served.grpc_server.num_open == 0
         )  # its line comes after the answer
@@ -204,7 +204,7 @@ def test_a_line_says_which_call_was_refused_and_for_which_field():
             assert response.status_code == 431
 
     lines = run(scenario, "text").splitlines()
-    mine = [line.partition(": ")[2].rsplit(", ", 2)[0] for line in lines if any(name in line for name in CALLS)]  # fmt: skip
+    mine = [line.partition(": ")[2].rsplit(", ", 2)[0] for line in lines if any(name in line for name in CALLS)]
     assert mine == [
         "POST /v1/completions: 400 temperature",
         "POST /v1/completions: 400 context_length_exceeded prompt",
@@ -221,7 +221,7 @@ def test_what_is_refused_has_ten_lines_a_second_and_one_for_the_rest():
         for _ in range(30):
             assert (await served.post("/v1/completions", {"prompt": 1})).status_code == 400
             request = pb.GenerateRequest(text="hi", request_id="no id")
-            assert await drained(vllm_generate(served, request=request)) is grpc.StatusCode.INVALID_ARGUMENT  # fmt: skip
+            assert await drained(vllm_generate(served, request=request)) is grpc.StatusCode.INVALID_ARGUMENT
         for _ in range(15):
             await served.ask("hi", max_tokens=1)
 
@@ -272,7 +272,7 @@ def test_the_rest_is_told_when_the_second_is_over_and_at_the_end(caplog):
     assert {r.levelname for r in caplog.records[-12:]} == {"ERROR"}
 
 
-@pytest.mark.parametrize("forged", ["a\n2026-01-01 00:00:00 ERROR x: forged", "a\x1b[2Jb", "a\r\nb", "a\u2028b\x85c"])  # fmt: skip
+@pytest.mark.parametrize("forged", ["a\n2026-01-01 00:00:00 ERROR x: forged", "a\x1b[2Jb", "a\r\nb", "a\u2028b\x85c"])
 def test_R20_no_value_can_begin_a_line_or_command_a_terminal(forged):
     with logged("text") as text, logged("json") as as_json:
         logging.getLogger("serve.x").info("request %s: length", forged)

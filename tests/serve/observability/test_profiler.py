@@ -54,7 +54,7 @@ async def refusal(call: Any) -> tuple[Code, str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     trailers = dict(caught.value.trailing_metadata() or ())
-    return caught.value.code(), caught.value.details() or "", str(trailers["grpc-retry-pushback-ms"])  # fmt: skip
+    return caught.value.code(), caught.value.details() or "", str(trailers["grpc-retry-pushback-ms"])
 
 
 def files(directory: str | Path) -> Iterable[Path]:

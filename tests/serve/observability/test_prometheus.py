@@ -50,7 +50,7 @@ async def scrape(served: HttpServed) -> Scraped:
 
 
 def test_the_names_of_the_contract_are_there():
-    gauges = ["vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info", "aptjax:blocks"]  # fmt: skip
+    gauges = ["vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info", "aptjax:blocks"]
     counters = [
         "vllm:num_preemptions", "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:prefix_cache_queries",
         "vllm:prefix_cache_hits", "aptjax:slo_attained", "aptjax:slo_missed", "aptjax:cache_kind_switch", "aptjax:cache_conversions",
@@ -70,8 +70,8 @@ def test_the_names_of_the_contract_are_there():
         text = (await served.http.get("/metrics")).text
         for name in counters:
             assert f"\n{name}_total{{" in text
-        facts = next(labels for name, labels in (await scrape(served)).samples if name == "vllm:cache_config_info")  # fmt: skip
-        assert dict(facts).items() >= {"block_size": "4", "num_gpu_blocks": "256", "enable_prefix_caching": "True"}.items()  # fmt: skip
+        facts = next(labels for name, labels in (await scrape(served)).samples if name == "vllm:cache_config_info")
+        assert dict(facts).items() >= {"block_size": "4", "num_gpu_blocks": "256", "enable_prefix_caching": "True"}.items()
         openmetrics = await served.http.get(
             "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
         )
@@ -118,7 +118,7 @@ def test_numbers_equal_what_was_served_by_both_doors_however_often_they_are_read
         stats = served.parts.engine.stats()
         steps = sum(stats.iterations.values())
         assert first.value("vllm:iteration_tokens_total_count") == steps
-        decided = sum(first.value("aptjax:scheduler_decision_total", action=a) for a in ("prefill", "decode", "mixed"))  # fmt: skip
+        decided = sum(first.value("aptjax:scheduler_decision_total", action=a) for a in ("prefill", "decode", "mixed"))
         assert decided == steps
         assert first.value("vllm:prefix_cache_queries_total") == stats.prefix_cache_queries
         assert first.value("vllm:kv_cache_usage_perc") == 0
@@ -149,7 +149,7 @@ def test_requests_that_were_refused_or_broken_off_have_missed():
         await served.idle()
         after = await scrape(served)
         assert after.value("aptjax:requests_refused_total") == codes.count(429)
-        assert after.value("vllm:request_success_total", finished_reason="abort") == codes.count(408)  # fmt: skip
+        assert after.value("vllm:request_success_total", finished_reason="abort") == codes.count(408)
         assert after.value("aptjax:slo_missed_total", slo="all", **{"class": "rt"}) == 4
         assert after.value("aptjax:slo_attained_total", slo="all", **{"class": "rt"}) == 0
         assert after.value("vllm:e2e_request_latency_seconds_count") == 0
@@ -175,7 +175,7 @@ def test_Q9_metrics_and_health_answer_under_load():
     async def scenario(served):
         gate, engine = served.parts.executor.gate, served.engine
         gate.clear()  # what the clients here take to begin is not the server's time
-        tasks = [asyncio.create_task(served.ask("x" * (i % 40 + 1), max_tokens=60)) for i in range(60)]  # fmt: skip
+        tasks = [asyncio.create_task(served.ask("x" * (i % 40 + 1), max_tokens=60)) for i in range(60)]
         await served.until(lambda: len(engine._inbox) + served.parts.engine.num_live == len(tasks))
         gate.set()
         loop, worst, answered = asyncio.get_running_loop(), 0.0, 0
@@ -207,7 +207,7 @@ def test_how_good_the_cost_model_is_is_told_where_there_is_one():
     from apt_jax.sched.costs.fit import CostModel, FitQuality
 
     def quality(mean: float) -> FitQuality:
-        return FitQuality(num_points=9, num_held_back=3, r2=0.9, worst_relative_error=1.0, mean_relative_error=mean)  # fmt: skip
+        return FitQuality(num_points=9, num_held_back=3, r2=0.9, worst_relative_error=1.0, mean_relative_error=mean)
 
     async def scenario(served):
         model = CostModel(
@@ -217,7 +217,7 @@ def test_how_good_the_cost_model_is_is_told_where_there_is_one():
         )  # fmt: skip
         object.__setattr__(served.parts, "cost_model", model)
         now = await scrape(served)
-        errors = [now.value("aptjax:cost_model_error_ratio", phase=p) for p in ("prefill", "decode")]  # fmt: skip
+        errors = [now.value("aptjax:cost_model_error_ratio", phase=p) for p in ("prefill", "decode")]
         assert errors == pytest.approx([0.04, 0.05])
 
     run(scenario)
@@ -267,7 +267,7 @@ def test_how_well_steps_are_predicted_while_serving_is_told():
 
 
 def test_the_grafana_board_asks_for_what_there_is():
-    board = json.loads(Path(serve.__file__).with_name("dashboard").joinpath("grafana.json").read_text())  # fmt: skip
+    board = json.loads(Path(serve.__file__).with_name("dashboard").joinpath("grafana.json").read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(expressions) > 20
     ids = [panel["id"] for panel in board["panels"]]

@@ -190,7 +190,7 @@ def test_what_was_refused_failed_or_broken_off_has_a_span_that_says_so():
     found = traced(scenario)
     spans = {span.attributes["aptjax.reason"]: span for span in found.named("llm_request")}
     assert set(spans) == {"400", "408", "499", "500"}
-    assert [spans[reason].is_error for reason in ("400", "408", "499", "500")] == [True, True, False, True]  # fmt: skip
+    assert [spans[reason].is_error for reason in ("400", "408", "499", "500")] == [True, True, False, True]
     assert spans["408"].status_text == spans["408"].attributes["error.type"] == "deadline_exceeded"
     assert "queue" in children(found, spans["408"])
     assert "gen_ai.latency.time_to_first_token" not in spans["408"].attributes
@@ -265,7 +265,7 @@ def test_a_collector_that_comes_back_is_told_of(caplog):
         assert len(found.named("llm_request")) == 1
 
 
-@pytest.mark.parametrize("endpoint", ["", "127.0.0.1:4318", "grpc://h:4317", "http://", "http://[", "http://h:x"])  # fmt: skip
+@pytest.mark.parametrize("endpoint", ["", "127.0.0.1:4318", "grpc://h:4317", "http://", "http://[", "http://h:x"])
 def test_an_address_that_is_none_is_refused(endpoint):
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint"):
         Tracer(endpoint)
