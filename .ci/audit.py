@@ -35,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
             if any(package.get("vulns") for package in found):
                 break
         else:
-            print(f"not audited: no advisory feed ({', '.join(SERVICES)}) can be reached, or tells of {FAULTY}, which has known faults")
+            print(
+                f"not audited: no advisory feed ({', '.join(SERVICES)}) can be reached, or tells of {FAULTY}, which has known faults"
+            )
             return 0
     found, code, text = audit(command, service, args.requirements)
     faults = [(package, fault) for package in found for fault in package.get("vulns", ())]
@@ -48,15 +50,15 @@ def main(argv: list[str] | None = None) -> int:
     missing = sorted(required(args.requirements.read_text()) - asked)
     if code or missing or not asked:
         print(text, file=sys.stderr)
-        print(f"the audit failed: pip-audit ended with {code}, {len(missing)} packages were not asked for: {' '.join(missing[:10])}")
+        print(
+            f"the audit failed: pip-audit ended with {code}, {len(missing)} packages were not asked for: {' '.join(missing[:10])}"
+        )
         return 1
     print(f"audited: {len(asked)} packages, none has a known fault ({service})")
     return 0
 
 
-def audit(
-    command: list[str], service: str, requirements: Path
-) -> tuple[list[dict[str, Any]], int, str]:
+def audit(command: list[str], service: str, requirements: Path) -> tuple[list[dict[str, Any]], int, str]:
     """What pip-audit found, its exit code, and what it said."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"

@@ -51,6 +51,7 @@ class SLO:
 
 Quantization = Literal["int8"] | None
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The unified block pool (Apt-Serve §4.3)."""

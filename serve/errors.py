@@ -1,10 +1,10 @@
 """Errors of the command line and of the servers that it starts.
 
-    Exception
-    ├── CommandError          a command cannot go on
-    ├── PortInUseError        the address cannot be bound
-    └── of one call, mapped by `serve.http_api.errors` and `serve.grpc_api.errors`:
-        UnknownModelError, SlowReaderError, NoTokenizerError, ProfilerStateError, RequestFailedError
+Exception
+├── CommandError          a command cannot go on
+├── PortInUseError        the address cannot be bound
+└── of one call, mapped by `serve.http_api.errors` and `serve.grpc_api.errors`:
+    UnknownModelError, SlowReaderError, NoTokenizerError, ProfilerStateError, RequestFailedError
 """
 
 

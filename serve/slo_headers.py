@@ -30,9 +30,7 @@ def milliseconds(headers: Headers, keys: Iterable[str]) -> float | None:
             continue
         text = value.decode("ascii", "replace") if isinstance(value, bytes) else value
         if not _DECIMAL.fullmatch(text.strip()):
-            raise InvalidRequestError(
-                key, f"{text[:40]!r} is not a number of milliseconds such as 250 or 12.5"
-            )
+            raise InvalidRequestError(key, f"{text[:40]!r} is not a number of milliseconds such as 250 or 12.5")
         return float(text)
     return None
 

@@ -38,7 +38,6 @@ settings.load_profile("suite")
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """Make recorded NumPy numbers plain ones: test workers can send nothing else to their parent."""
     item.user_properties[:] = [
-        (name, value.item() if isinstance(value, np.generic) else value)
-        for name, value in item.user_properties
+        (name, value.item() if isinstance(value, np.generic) else value) for name, value in item.user_properties
     ]
     return (yield)

@@ -95,13 +95,25 @@ CLEAN = [package("alpha"), package("Beta_X")]
     [
         pytest.param({}, 0, "not audited: ", id="nobody can be asked"),
         pytest.param({"pypi faulty": [], "pypi locked": CLEAN}, 0, "not audited: ", id="empty answers"),
-        pytest.param({"pypi faulty": [package("jinja2")], "pypi locked": CLEAN}, 0, "not audited: ", id="knows of nothing"),
+        pytest.param(
+            {"pypi faulty": [package("jinja2")], "pypi locked": CLEAN}, 0, "not audited: ", id="knows of nothing"
+        ),
         pytest.param({"pypi faulty": KNOWS, "pypi locked": CLEAN}, 0, "audited: 2 packages", id="clean"),
         pytest.param({"osv faulty": KNOWS, "osv locked": CLEAN}, 0, "(osv)", id="clean by another feed"),
-        pytest.param({"pypi faulty": KNOWS, "pypi locked": [*CLEAN, package("gamma", *FAULT)]}, 1, "gamma 1.0: PYSEC-1 (fixed in 2.0)", id="a fault"),
+        pytest.param(
+            {"pypi faulty": KNOWS, "pypi locked": [*CLEAN, package("gamma", *FAULT)]},
+            1,
+            "gamma 1.0: PYSEC-1 (fixed in 2.0)",
+            id="a fault",
+        ),
         pytest.param({"pypi faulty": KNOWS}, 1, "the audit failed", id="breaks off"),
         pytest.param({"pypi faulty": KNOWS, "pypi locked": []}, 1, "alpha beta-x", id="asks for nothing"),
-        pytest.param({"pypi faulty": KNOWS, "pypi locked": [package("alpha"), {"name": "beta-x", "skip_reason": "unknown"}]}, 1, "1 packages were not asked for: beta-x", id="skips one"),
+        pytest.param(
+            {"pypi faulty": KNOWS, "pypi locked": [package("alpha"), {"name": "beta-x", "skip_reason": "unknown"}]},
+            1,
+            "1 packages were not asked for: beta-x",
+            id="skips one",
+        ),
     ],
 )
 def test_the_audit_is_green_only_where_everything_was_asked_for(tmp_path, answers, code, words):

@@ -68,9 +68,7 @@ def test_percentiles_interpolate_and_are_none_of_nothing():
 
 
 def record(times, *, ok=True, ttft=1.0, tbt=1.0, arrival=0.0) -> RequestRecord:
-    return RequestRecord(
-        arrival_s=arrival, token_times_s=times, ok=ok, slo=SLO(ttft_s=ttft, tbt_s=tbt)
-    )
+    return RequestRecord(arrival_s=arrival, token_times_s=times, ok=ok, slo=SLO(ttft_s=ttft, tbt_s=tbt))
 
 
 @pytest.mark.parametrize(
@@ -147,9 +145,7 @@ def test_record_and_engine_metrics_agree(times):
 
 @given(limit=st.floats(0.2, 500.0))
 def test_the_highest_rate_is_found(limit):
-    rate = effective_throughput(
-        lambda rate, seed: 1.0 if rate <= limit else 0.0, low=0.1, high=1.0, tolerance=0.01
-    )
+    rate = effective_throughput(lambda rate, seed: 1.0 if rate <= limit else 0.0, low=0.1, high=1.0, tolerance=0.01)
     assert limit / 1.011 <= rate <= limit
 
 
@@ -160,9 +156,7 @@ def test_attainment_is_the_mean_over_seeds():
         calls.append(seed)
         return {0: 0.8, 1: 0.9, 2: 1.0}[seed] if rate <= 4.0 else 0.0
 
-    assert effective_throughput(attainment, target=0.9, low=1.0, high=2.0) == pytest.approx(
-        4.0, rel=0.02
-    )
+    assert effective_throughput(attainment, target=0.9, low=1.0, high=2.0) == pytest.approx(4.0, rel=0.02)
     assert set(calls) == {0, 1, 2}
     assert effective_throughput(attainment, target=0.91, low=1.0, high=2.0) == 0.0
 
@@ -172,7 +166,14 @@ def test_a_system_without_a_limit_ends_the_search():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"low": 0.0, "high": 1.0}, {"low": 2.0, "high": 1.0}, {"low": 1.0, "high": 2.0, "target": 0.0}, {"low": 1.0, "high": 2.0, "seeds": ()}, {"low": 1.0, "high": 2.0, "tolerance": 0.0}]
+    "fields",
+    [
+        {"low": 0.0, "high": 1.0},
+        {"low": 2.0, "high": 1.0},
+        {"low": 1.0, "high": 2.0, "target": 0.0},
+        {"low": 1.0, "high": 2.0, "seeds": ()},
+        {"low": 1.0, "high": 2.0, "tolerance": 0.0},
+    ],
 )
 def test_impossible_searches_are_refused(fields):
     with pytest.raises(ValueError, match="must satisfy"):

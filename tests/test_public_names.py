@@ -40,9 +40,7 @@ def heavy_modules_after(statements: str) -> list[str]:
     """Which slow or optional libraries a fresh interpreter has imported after `statements`."""
     heavy = ("jax", "tokenizers", "scipy", "grpc", "safetensors", "llguidance")
     code = f"import json, sys\n{statements}\nprint(json.dumps([m for m in {heavy} if m in sys.modules]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     return json.loads(done.stdout)
 
 

@@ -66,7 +66,9 @@ def modules_of(root: Path) -> dict[str, Module]:
             parts = path.relative_to(root).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             text = path.read_text()
-            found[name] = Module(name=name, path=path.relative_to(root), lines=tuple(text.splitlines()), tree=ast.parse(text))
+            found[name] = Module(
+                name=name, path=path.relative_to(root), lines=tuple(text.splitlines()), tree=ast.parse(text)
+            )
     return found
 
 
@@ -180,7 +182,11 @@ def option_places(modules: Iterable[Module]) -> dict[str, list[str]]:
     fields = collections.defaultdict(list)
     for module in modules:
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and node.name not in {"ModelConfig", "RopeConfig"}:
+            if (
+                isinstance(node, ast.ClassDef)
+                and node.name.endswith("Config")
+                and node.name not in {"ModelConfig", "RopeConfig"}
+            ):
                 for item in node.body:
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                         fields[item.target.id].append(f"{module.path}:{item.lineno}")
@@ -191,9 +197,16 @@ def option_places(modules: Iterable[Module]) -> dict[str, list[str]]:
                 for arg in init.args.kwonlyargs if init else ():
                     if arg.arg in fields:
                         fields[arg.arg].append(f"{module.path}:{arg.lineno}")
-            elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in {"add_argument", "add"}:
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in {
+                "add_argument",
+                "add",
+            }:
                 for value in node.args:
-                    if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.startswith("--"):
+                    if (
+                        isinstance(value, ast.Constant)
+                        and isinstance(value.value, str)
+                        and value.value.startswith("--")
+                    ):
                         name = value.value[2:].replace("-", "_").removeprefix("no_")
                         if name in fields:
                             fields[name].append(f"{module.path}:{node.lineno}")
@@ -203,7 +216,9 @@ def option_places(modules: Iterable[Module]) -> dict[str, list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="figures of the source tree")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--list", action="store_true", help="name what is over a limit, and all circles and repeated passages")
+    parser.add_argument(
+        "--list", action="store_true", help="name what is over a limit, and all circles and repeated passages"
+    )
     args = parser.parse_args()
 
     modules = modules_of(args.root)

@@ -208,18 +208,12 @@ class Profiles:
         self._allreduce: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
         for row in _rows(directory / "kernel_allreduce_16bit.csv"):
             key = (row["gpu"], int(row["gpus"]), row["impl"])
-            self._allreduce.setdefault(key, []).append(
-                (float(row["bytes"]), float(row["ms"]) * 1e-3)
-            )
+            self._allreduce.setdefault(key, []).append((float(row["bytes"]), float(row["ms"]) * 1e-3))
         self._vidur: dict[tuple[str, str, int], list[dict[str, float]]] = {}
         for row in _rows(directory / "vidur_linear_layers.csv.gz"):
             key = (row["gpu"], row["model"], int(row["tp"]))
             self._vidur.setdefault(key, []).append(
-                {
-                    name: float(value or 0)
-                    for name, value in row.items()
-                    if name not in ("gpu", "model")
-                }
+                {name: float(value or 0) for name, value in row.items() if name not in ("gpu", "model")}
             )
 
     @functools.cache  # noqa: B019  one instance, as long as the script
@@ -243,9 +237,7 @@ class Profiles:
                 times.append(_interp(n, ns, [cell[x, measured_k] for x in ns]))
         return _interp(k, at, times)
 
-    def attention_s(
-        self, phase: str, gpu: str, model: Model, tp: int, batch: int, length: int
-    ) -> float | None:
+    def attention_s(self, phase: str, gpu: str, model: Model, tp: int, batch: int, length: int) -> float | None:
         """One layer's attention on one GPU; None outside the measured sizes.
 
         (sequence, KV head) pairs are independent, so a batch over K heads is taken as one of batch * K / 8 over the 8
@@ -276,9 +268,7 @@ class Profiles:
     def vidur_s(self, gpu: str, model: str, tp: int, column: str, tokens: int) -> float:
         """One operator of one layer on one GPU."""
         rows = self._vidur[gpu, model, tp]
-        return 1e-3 * _interp(
-            tokens, [row["num_tokens"] for row in rows], [row[column] for row in rows]
-        )
+        return 1e-3 * _interp(tokens, [row["num_tokens"] for row in rows], [row[column] for row in rows])
 
 
 def _linear_vidur(profiles: Profiles, model: Model, tp: int, tokens: int) -> float:
@@ -332,9 +322,7 @@ def _fit(points: Sequence[Point]) -> tuple[list[float], list[float], dict[str, f
 
     linear = solve([p.linear for p in points], [p.linear_s for p in points])
     read = solve([p.read for p in points], [p.read_s for p in points])
-    predicted = (
-        np.array([p.linear for p in points]) @ linear + np.array([p.read for p in points]) @ read
-    )
+    predicted = np.array([p.linear for p in points]) @ linear + np.array([p.read for p in points]) @ read
     error = np.abs(predicted - step_s)
     quality = {
         "num_points": len(points),
@@ -584,9 +572,7 @@ def _opt_of_bros(profiles: Profiles) -> list[Hardware]:
     for row in _rows(profiles.directory / "distserve_opt_a100_80g_fits.csv"):
         if row["engine"] == "distserve":
             values = [row["const_ms"], row["ms_per_token"], row["ms_per_token2_or_request"]]
-            fits[row["model"], int(row["tp"]), row["phase"]] = 1e-3 * np.array(
-                values, dtype=np.float64
-            )
+            fits[row["model"], int(row["tp"]), row["phase"]] = 1e-3 * np.array(values, dtype=np.float64)
     small, middle, large = (MODELS[f"opt-{size}b"] for size in (13, 30, 66))
     by_params = (middle.params - small.params) / (large.params - small.params)
     by_width = (middle.kv_bytes - small.kv_bytes) / (large.kv_bytes - small.kv_bytes)
@@ -742,9 +728,7 @@ def main() -> None:
         default=ROOT.parent / "shared" / "data" / "profiles",
         help="directory of the measured profiles",
     )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "apt_jax" / "sim" / "descriptions", help="where to write"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "apt_jax" / "sim" / "descriptions", help="where to write")
     args = parser.parse_args()
     profiles = Profiles(args.data)
     described = [
@@ -774,15 +758,10 @@ def print_table(described: Sequence[Hardware]) -> None:
         prompt_s = costs.step_s(np.array([1024]), np.array([0]), np.zeros(1, np.int8))
         decode_s = costs.step_s(one, 511 * one, np.zeros(64, np.int8))
         extra = hardware.costs.get("reproject")
-        extra_us = (
-            1e6 * (extra.decode_per_hidden_token_s - extra.decode_per_token_s) if extra else 0
-        )
+        extra_us = 1e6 * (extra.decode_per_hidden_token_s - extra.decode_per_token_s) if extra else 0
         fits = [hardware.fit.get(phase, {}) for phase in ("prefill", "decode")]
         stated = "   ".join(
-            f"{fit['r2']:.4f} {100 * fit['worst_relative_error']:5.0f} %"
-            if fit
-            else " as published "
-            for fit in fits
+            f"{fit['r2']:.4f} {100 * fit['worst_relative_error']:5.0f} %" if fit else " as published " for fit in fits
         )
         title = f"{hardware.model} {hardware.name} x{hardware.num_devices}"
         print(

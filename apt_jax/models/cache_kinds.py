@@ -73,14 +73,10 @@ def cache_kind_info(model: str, config: ModelConfig) -> CacheKindInfo:
     elif mode == "absorb":
         flop = 4 * n * d
     else:
-        turned = (
-            config.head_dim if config.rope is None or mode == "v-absorb" else config.rope.rotary_dim
-        )
+        turned = config.head_dim if config.rope is None or mode == "v-absorb" else config.rope.rotary_dim
         rest = 2 * n * d if turned < config.head_dim else 0
         flop = 2 * d * config.num_kv_heads * turned + 2 * n * turned + rest + 2 * n * d
-    ratio = (
-        None if flop is None else max(d * ITEMSIZE / BANDWIDTH_BYTES_S, flop / MATMUL_FLOP_S) / kv_s
-    )
+    ratio = None if flop is None else max(d * ITEMSIZE / BANDWIDTH_BYTES_S, flop / MATMUL_FLOP_S) / kv_s
     inputs = config.hidden_block_size(BLOCK_SIZE)
     return CacheKindInfo(
         model=model,

@@ -26,7 +26,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 """By transformers' names of them."""
 
-NORM_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$")
+NORM_BUFFERS = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$"
+)
 """Bare names of what older files stored beside the weights: masks and frequencies, which are computed."""
 
 TIED_HEAD = "lm_head.weight"

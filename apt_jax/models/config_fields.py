@@ -41,9 +41,7 @@ class ConfigFields:
         """An integer in [1, 2**31), less for some."""
         value, most = self._value(name, default), _MOST.get(name, _MAX_SIZE)
         if type(value) is not int or not 0 < value <= most:
-            raise ModelLoadError(
-                f"{self._where}{name}={value!r:.60} must be an integer in [1, {most}]"
-            )
+            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be an integer in [1, {most}]")
         return value
 
     def named(self, *names: str) -> str:
@@ -54,17 +52,13 @@ class ConfigFields:
             raise ModelLoadError(f"{self._where}{values} are the same field and differ")
         return present[0] if present else names[0]
 
-    def number(
-        self, name: str, default: Any = _REQUIRED, *, at_least: float | None = None
-    ) -> float:
+    def number(self, name: str, default: Any = _REQUIRED, *, at_least: float | None = None) -> float:
         """A finite number; integers are taken as well."""
         value = self._value(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not abs(value) < 1e30 or (at_least is not None and value < at_least):
             least = "" if at_least is None else f" of at least {at_least:g}"
-            raise ModelLoadError(
-                f"{self._where}{name}={value!r:.60} must be a finite number{least}"
-            )
+            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a finite number{least}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -103,9 +97,7 @@ class ConfigFields:
             raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a string")
         return value
 
-    def token_ids(
-        self, name: str, default: int | None, vocab_size: int, file: str = "config.json"
-    ) -> tuple[int, ...]:
+    def token_ids(self, name: str, default: int | None, vocab_size: int, file: str = "config.json") -> tuple[int, ...]:
         """None, one id or a list of ids, each in [0, vocab_size), as a tuple.
 
         A default beyond a small vocabulary counts as absent: it was not the model's own word.
@@ -117,9 +109,7 @@ class ConfigFields:
             return ()
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-            raise ModelLoadError(
-                f"{file}: {name}={value!r:.60} must lie in [0, vocab_size={vocab_size})"
-            )
+            raise ModelLoadError(f"{file}: {name}={value!r:.60} must lie in [0, vocab_size={vocab_size})")
         return tuple(ids)
 
     def attention_sizes(
@@ -128,14 +118,10 @@ class ConfigFields:
         """Model width, heads and width of a head, from the fields of the first two."""
         size, count = self.positive(width, default_width), self.positive(heads, default_heads)
         if size % count:
-            raise ModelLoadError(
-                f"{self._where}{width}={size} must be a multiple of {heads}={count}"
-            )
+            raise ModelLoadError(f"{self._where}{width}={size} must be a multiple of {heads}={count}")
         return size, count, size // count
 
-    def special_ids(
-        self, vocab_size: int, bos: int | None, eos: int | None, pad: int | None
-    ) -> dict[str, Any]:
+    def special_ids(self, vocab_size: int, bos: int | None, eos: int | None, pad: int | None) -> dict[str, Any]:
         """Begin-of-sequence, end-of-sequence and padding id as arguments of `ModelConfig`, with the family's defaults."""
         return {
             "bos_token_id": self.label_id("bos_token_id", bos, vocab_size),

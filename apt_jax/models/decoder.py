@@ -252,4 +252,14 @@ def _before_head(params: ModelParams, hidden: Float[Array, "B D"], product: Prod
     return hidden, params.embed if params.head is None else params.head
 
 
-__all__ = ["ConvertBatch", "DecoderBatch", "StepOptions", "convert_inputs", "decoder_step", "embed", "greedy_tokens", "logits", "score_rules"]
+__all__ = [
+    "ConvertBatch",
+    "DecoderBatch",
+    "StepOptions",
+    "convert_inputs",
+    "decoder_step",
+    "embed",
+    "greedy_tokens",
+    "logits",
+    "score_rules",
+]

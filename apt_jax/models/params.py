@@ -100,9 +100,7 @@ class ModelParams:
         return norm.scale.dtype
 
 
-def _build(
-    config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str, ...]], Any]
-) -> ModelParams:
+def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str, ...]], Any]) -> ModelParams:
     d, f, h = config.hidden_size, config.ffn_size, config.head_dim
     n, k, v = config.num_heads, config.num_kv_heads, config.vocab_size
     e = config.embedding_size or d

@@ -37,9 +37,7 @@ def _head_norm(x: Float[Array, "T N H"], scale: Array | None, eps: float) -> Flo
         return x
     flat = x if scale.shape[0] == x.shape[2] else x.reshape(x.shape[0], -1)
     scale = scale.reshape((1,) * (flat.ndim - 1) + (-1,))
-    return (flat / jnp.sqrt(jnp.mean(flat**2, axis=-1, keepdims=True) + eps) * scale).reshape(
-        x.shape
-    )
+    return (flat / jnp.sqrt(jnp.mean(flat**2, axis=-1, keepdims=True) + eps) * scale).reshape(x.shape)
 
 
 def _turn(x: Float[Array, "T N H"], config: ModelConfig) -> Float[Array, "T N H"]:
@@ -47,18 +45,13 @@ def _turn(x: Float[Array, "T N H"], config: ModelConfig) -> Float[Array, "T N H"
     if config.rope is None:
         return x
     half = len(config.rope.inv_freq)
-    angle = (
-        jnp.arange(x.shape[0], dtype=jnp.float32)[:, None]
-        * jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
-    )
+    angle = jnp.arange(x.shape[0], dtype=jnp.float32)[:, None] * jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
     turn = jax.lax.complex(jnp.cos(angle), jnp.sin(angle)) * config.rope.attention_factor
     turned = jax.lax.complex(x[..., :half], x[..., half : 2 * half]) * turn[:, None]
     return jnp.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
 
-def _attention(
-    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, layer: int
-) -> Float[Array, "T D"]:
+def _attention(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, layer: int) -> Float[Array, "T D"]:
     groups = config.num_heads // config.num_kv_heads
     q = _plus(_einsum("TD,NHD->TNH", x, p.wq), p.bq)
     k = _plus(_einsum("SD,KHD->SKH", x, p.wk), p.bk)
@@ -90,9 +83,7 @@ _ACTIVATIONS = {
 }
 
 
-def _feed_forward(
-    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig
-) -> Float[Array, "T D"]:
+def _feed_forward(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Float[Array, "T D"]:
     activate = _ACTIVATIONS[config.activation]
     up = _plus(_einsum("TD,FD->TF", x, p.w_up), p.b_up)
     if config.gated:
@@ -102,9 +93,7 @@ def _feed_forward(
     return _plus(_einsum("TF,DF->TD", up, p.w_down), p.b_down)
 
 
-def _layer(
-    h: Float[Array, "T D"], p: LayerParams, config: ModelConfig, i: int
-) -> Float[Array, "T D"]:
+def _layer(h: Float[Array, "T D"], p: LayerParams, config: ModelConfig, i: int) -> Float[Array, "T D"]:
     def norm(x: Array, params: NormParams | None) -> Array:
         return x if params is None else _norm(x, params, config)
 
@@ -116,9 +105,7 @@ def _layer(
     return after + norm(_feed_forward(norm(source, p.ffn_norm), p, config), p.ffn_out_norm)
 
 
-def forward(
-    params: ModelParams, tokens: Int32[Array, " T"], config: ModelConfig
-) -> Float[Array, "T V"]:
+def forward(params: ModelParams, tokens: Int32[Array, " T"], config: ModelConfig) -> Float[Array, "T V"]:
     """Scores of the next token after each position of one sequence.
 
     Args:
@@ -174,9 +161,7 @@ def reference_generate_greedy(
         raise ValueError("prompt must hold at least one token")
     total = len(prompt) + num_tokens
     if total > config.max_position:
-        raise ValueError(
-            f"{len(prompt)=} + {num_tokens=} must not exceed max_position={config.max_position}"
-        )
+        raise ValueError(f"{len(prompt)=} + {num_tokens=} must not exceed max_position={config.max_position}")
     # One fixed length compiles once; what lies behind a position cannot act on it.
     tokens = np.zeros(total, np.int32)
     tokens[: len(prompt)] = prompt

@@ -49,9 +49,7 @@ def _parameters(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
         found["original_max_position_embeddings"] = original
     kind = found.get("rope_type", found.get("type", "default"))
     if not isinstance(kind, str) or _OLD_NAMES.get(kind, kind) not in TYPES:
-        raise ModelLoadError(
-            f"config.json: rope type {kind!r:.40} is not known; known: {', '.join(TYPES)}"
-        )
+        raise ModelLoadError(f"config.json: rope type {kind!r:.40} is not known; known: {', '.join(TYPES)}")
     return found | {"rope_type": _OLD_NAMES.get(kind, kind)}
 
 
@@ -71,9 +69,7 @@ def _llama3(get: ConfigFields, inv_freq: NDArray[np.float32], original: int) -> 
     smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
     scaled = inv_freq / np.float32(factor)
     mixed = (1 - smooth) * scaled + smooth * inv_freq
-    return np.where(
-        wavelength > original / low, scaled, np.where(wavelength < original / high, inv_freq, mixed)
-    )
+    return np.where(wavelength > original / low, scaled, np.where(wavelength < original / high, inv_freq, mixed))
 
 
 def _yarn(
@@ -82,9 +78,7 @@ def _yarn(
     def lane(rotations: float) -> float:
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    fast, slow = (
-        get.number(n, d, at_least=0.0) or d for n, d in (("beta_fast", 32.0), ("beta_slow", 1.0))
-    )
+    fast, slow = (get.number(n, d, at_least=0.0) or d for n, d in (("beta_fast", 32.0), ("beta_slow", 1.0)))
     if theta <= 1 or min(fast, slow) < 1e-6:
         raise ModelLoadError(
             f"config.json: rope rope_theta={theta:g}, beta_fast={fast:g} and beta_slow={slow:g} do not suit type 'yarn'"
@@ -116,13 +110,9 @@ def _longrope(
         or len(factors) != powers.size
         or not all(isinstance(f, int | float) and not isinstance(f, bool) and 0 < f < 1e30 for f in factors)
     ):
-        raise ModelLoadError(
-            f"config.json: rope {name} must be a list of {powers.size} positive numbers"
-        )
+        raise ModelLoadError(f"config.json: rope {name} must be a list of {powers.size} positive numbers")
     if original < 2:
-        raise ModelLoadError(
-            f"config.json: rope original_max_position_embeddings={original} must be at least 2"
-        )
+        raise ModelLoadError(f"config.json: rope original_max_position_embeddings={original} must be at least 2")
     factor = get.number("factor", longest / original)
     attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     inv_freq = np.float32(1) / (np.asarray(factors, np.float32) * powers)
@@ -157,9 +147,7 @@ def read_rope(
     if head_dim > 8192:
         raise ModelLoadError(f"config.json: heads of {head_dim} lanes; at most 8192 are supported")
     if share != 1 and not can_be_partial:
-        raise ModelLoadError(
-            f"config.json: partial_rotary_factor={share:g} is not supported for this architecture"
-        )
+        raise ModelLoadError(f"config.json: partial_rotary_factor={share:g} is not supported for this architecture")
     rotary_dim = int(head_dim * share)
     if not 0 < share <= 1 or rotary_dim < 2 or rotary_dim % 2:
         raise ModelLoadError(
@@ -175,9 +163,7 @@ def read_rope(
         factor = get.number("factor", at_least=1.0)
         limit = max(longest, int(longest * factor))
         if rotary_dim <= 2:
-            raise ModelLoadError(
-                "config.json: rope type 'dynamic' needs more than two rotary lanes"
-            )
+            raise ModelLoadError("config.json: rope type 'dynamic' needs more than two rotary lanes")
         served = min(limit, max(longest, max_len or longest))
         base *= (factor * served / longest - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))
         inv_freq = 1 / _powers(base, rotary_dim)
@@ -197,9 +183,7 @@ def read_rope(
         inv_freq, attention = _longrope(get, found, powers, original, max_len or native, longest)
     else:
         inv_freq = 1 / _powers(base, rotary_dim)
-    rope = RopeConfig(
-        inv_freq=tuple(np.asarray(inv_freq, np.float32).tolist()), attention_factor=attention
-    )
+    rope = RopeConfig(inv_freq=tuple(np.asarray(inv_freq, np.float32).tolist()), attention_factor=attention)
     return rope, min(limit, max(native, max_len or native))
 
 

@@ -171,7 +171,9 @@ def _spec(shape: tuple[int, ...], axes: tuple[str, ...], size: int) -> P:
 def _specs_by_name(config: ModelConfig, size: int) -> dict[str, P]:
     names = jax.tree.leaves(param_names(config))
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
-    axes = jax.tree.leaves(param_axes(config), is_leaf=lambda x: isinstance(x, tuple) and all(isinstance(a, str) for a in x))
+    axes = jax.tree.leaves(
+        param_axes(config), is_leaf=lambda x: isinstance(x, tuple) and all(isinstance(a, str) for a in x)
+    )
     return {n: _spec(shape, axis, size) for n, shape, axis in zip(names, shapes, axes, strict=True)}
 
 

@@ -52,9 +52,7 @@ class KeyNorm:
     eps: float = dataclasses.field(metadata=dict(static=True))
 
 
-def rms_norm_heads(
-    x: Float[Array, "T K H"], scale: Float[Array, " S"], eps: float
-) -> Float[Array, "T K H"]:
+def rms_norm_heads(x: Float[Array, "T K H"], scale: Float[Array, " S"], eps: float) -> Float[Array, "T K H"]:
     """`KeyNorm` of float32 queries or keys."""
     shape = x.shape
     if scale.shape[0] != shape[2]:
@@ -76,9 +74,7 @@ def ruled_scores(
     if rules.softcap is not None:
         scores = rules.softcap * jnp.tanh(scores / rules.softcap)
     if rules.slopes is not None:
-        scores = scores + rules.slopes[:, None] * (position - query_position)[None, :].astype(
-            jnp.float32
-        )
+        scores = scores + rules.slopes[:, None] * (position - query_position)[None, :].astype(jnp.float32)
     if rules.window is not None:
         sees = sees & (position > query_position - rules.window)
     return scores, sees
@@ -106,9 +102,7 @@ def own_slots(
     return own.reshape(-1), jnp.where(own, position, 0).reshape(-1)
 
 
-def rotate(
-    x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None
-) -> Float[Array, "S N H"]:
+def rotate(x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None) -> Float[Array, "S N H"]:
     """Turn the first `2 * HALF` lanes of every head by `angles`, in float32."""
     if angles is None:
         return x.astype(jnp.float32)
@@ -125,9 +119,7 @@ def apply_rope(
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def gather_slots(
-    pool: Float[Array, "P CE"], table: Int32[Array, " J"], block_size: int
-) -> Float[Array, "S E"]:
+def gather_slots(pool: Float[Array, "P CE"], table: Int32[Array, " J"], block_size: int) -> Float[Array, "S E"]:
     """The slots of one row's blocks in the order of its table, float32; S = J * C."""
     return pool[table].reshape(table.shape[0] * block_size, -1).astype(jnp.float32)
 
@@ -182,9 +174,7 @@ def decode_kv(
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
         own, position = own_slots(ranges, length, table.shape[1], block_size)
         k, v = (
-            jnp.where(own[:, None], gather_slots(pool, half, block_size), 0.0).reshape(
-                own.size, -1, head_dim
-            )
+            jnp.where(own[:, None], gather_slots(pool, half, block_size), 0.0).reshape(own.size, -1, head_dim)
             for half in table
         )
         group = num_heads // k.shape[1]
@@ -288,9 +278,7 @@ def decode_v_absorbed(
     """
     group = q_rotary.shape[1] // wk_rotary.shape[0]
 
-    def row(
-        q_row: Array, table: Array, length: Array, ranges: Array | None, *absorbed: Array
-    ) -> Array:
+    def row(q_row: Array, table: Array, length: Array, ranges: Array | None, *absorbed: Array) -> Array:
         own, position = own_slots(ranges, length, table.shape[0], block_size)
         x = jnp.where(own[:, None], gather_inputs(pool, table, block_size, wk_rotary.shape[2]), 0.0)
         k = jnp.einsum("sd,krd->skr", x, wk_rotary.astype(jnp.float32))

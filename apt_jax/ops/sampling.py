@@ -106,9 +106,7 @@ def restrict(
 
     def by_count(scores: Array) -> Array:
         bits = _ordered_bits(scores)
-        threshold = _largest_threshold(
-            lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= k, bits, unroll
-        )
+        threshold = _largest_threshold(lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= k, bits, unroll)
         return bits >= threshold
 
     kept = where_needed(k < vocab, by_count, scores)
@@ -141,17 +139,11 @@ def penalise(
     output_ids = jnp.where(valid & (column >= rows.prompt_len[:, None]), rows.history, vocab)
     last = last_tokens.at[rows.last_seat].get(mode="fill", fill_value=vocab)[:, None]
     empty = jnp.zeros((batch, vocab), jnp.float32)
-    outputs = (
-        empty.at[index, output_ids].add(1.0, mode="drop").at[index, last].add(1.0, mode="drop")
-    )
+    outputs = empty.at[index, output_ids].add(1.0, mode="drop").at[index, last].add(1.0, mode="drop")
     seen = (empty.at[index, seen_ids].add(1.0, mode="drop") + outputs) > 0
     repetition = rows.repetition[:, None]
-    scores = jnp.where(
-        seen, jnp.where(scores > 0, scores / repetition, scores * repetition), scores
-    )
-    scores -= rows.frequency[:, None] * outputs + rows.presence[:, None] * (outputs > 0).astype(
-        jnp.float32
-    )
+    scores = jnp.where(seen, jnp.where(scores > 0, scores / repetition, scores * repetition), scores)
+    scores -= rows.frequency[:, None] * outputs + rows.presence[:, None] * (outputs > 0).astype(jnp.float32)
     return scores.at[index, rows.bias_ids].add(rows.bias_values, mode="drop")
 
 
@@ -161,15 +153,11 @@ def allow(scores: Float[Array, "B V"], masks: Int32[Array, "B W"]) -> Float[Arra
     return jnp.where(bits.reshape(masks.shape[0], -1)[:, : scores.shape[1]] > 0, scores, _FORBIDDEN)
 
 
-def gumbel(
-    seed: UInt32[Array, " B"], position: Int32[Array, " B"], vocab: int
-) -> Float[Array, "B V"]:
+def gumbel(seed: UInt32[Array, " B"], position: Int32[Array, " B"], vocab: int) -> Float[Array, "B V"]:
     """Noise that depends on a row's seed and position alone, so that a draw never depends on its neighbours."""
 
     def row(seed: Array, position: Array) -> Array:
-        return jax.random.gumbel(
-            jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32
-        )
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)
 
     return jax.vmap(row)(seed, position)
 
@@ -204,9 +192,7 @@ def sample(
     scaled = scores / jnp.where(is_greedy, 1.0, rows.temperature)[:, None]
     scaled = jnp.where(jnp.isnan(scaled), 0.0, scaled)
     scaled = restrict(scaled, rows.top_k, rows.top_p, rows.min_p, borders)
-    drawn = jnp.argmax(scaled + gumbel(rows.seed, rows.position, scores.shape[1]), axis=1).astype(
-        jnp.int32
-    )
+    drawn = jnp.argmax(scaled + gumbel(rows.seed, rows.position, scores.shape[1]), axis=1).astype(jnp.int32)
     return jnp.where(is_greedy, best, drawn), finite
 
 

@@ -95,11 +95,7 @@ def _import_jax_triton() -> tuple[Any, Any]:
 
     primitive = triton_lib.triton_kernel_call_p
     rule = partial_eval.dce_rules.get(primitive)
-    if (
-        rule is not None
-        and jax.__version_info__ >= (0, 12)
-        and len(inspect.signature(rule).parameters) == 2
-    ):
+    if rule is not None and jax.__version_info__ >= (0, 12) and len(inspect.signature(rule).parameters) == 2:
         del partial_eval.dce_rules[primitive]
     return jax_triton, triton_kernels
 

@@ -114,9 +114,9 @@ def _kernel(
             scaled = q_ref[...].astype(jnp.float32) * head_dim**-0.5
             for k in range(num_kv_heads):
                 mine = (head >= k * group) & (head < (k + 1) * group)
-                queries_ref[:, k * head_dim : (k + 1) * head_dim] = jnp.where(
-                    mine, scaled, 0.0
-                ).astype(queries_ref.dtype)
+                queries_ref[:, k * head_dim : (k + 1) * head_dim] = jnp.where(mine, scaled, 0.0).astype(
+                    queries_ref.dtype
+                )
 
     @pl.when(step * (g * c) < length)
     def _attend():
@@ -202,9 +202,7 @@ def _decode(
     blocks = [block(array, place) for array in range(num_arrays) for place in range(g)]
     steps = jnp.maximum(_cdiv(jnp.max(lens), g * block_size), 1)
     scratch = [pltpu.VMEM((num_heads, 1), jnp.float32)] * 2
-    if (
-        head_dim is None
-    ):  # the output block is the accumulator: it stays in VMEM until the row changes
+    if head_dim is None:  # the output block is the accumulator: it stays in VMEM until the row changes
         q = q.astype(pool.dtype)
     else:
         scratch += [pltpu.VMEM((num_heads, lanes), d) for d in (jnp.float32, pool.dtype)]

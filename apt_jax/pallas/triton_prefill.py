@@ -77,9 +77,7 @@ _TILES = {
 limit on sm_80: with 128 keys or 32 lanes a step it spills."""
 
 
-def _tile_for(
-    kernel: str, chip: str | None, itemsize: int, num_tokens: int, group: int
-) -> PrefillTile:
+def _tile_for(kernel: str, chip: str | None, itemsize: int, num_tokens: int, group: int) -> PrefillTile:
     """The tile of a kernel; 4-byte elements get half of it and two stages, a short batch a smaller query tile.
 
     A tile holds all of the `group` query heads of a key/value head, a power of two, for at least one token.
@@ -156,9 +154,7 @@ class _Queries:
         plt.store(ref.at[index], value, mask=jnp.broadcast_to(ok, value.shape))
 
 
-def _queries_of(
-    rows: int, group: int, kv_head: Any, offset: Any, first: Any, length: Any
-) -> _Queries:
+def _queries_of(rows: int, group: int, kv_head: Any, offset: Any, first: Any, length: Any) -> _Queries:
     """Row i is token i // G' of the tile and head i % G' of the group, G' the power of two that holds G."""
     bits = (group - 1).bit_length()
     index = jnp.arange(rows)
@@ -169,9 +165,7 @@ def _queries_of(
     return _Queries(position, offset + position, kv_head * group + member, ok)
 
 
-def _fold(
-    state: tuple[Any, Any, Any], s: Any, v: Any, mask: Any, scale: float
-) -> tuple[Any, Any, Any]:
+def _fold(state: tuple[Any, Any, Any], s: Any, v: Any, mask: Any, scale: float) -> tuple[Any, Any, Any]:
     """Fold scores (queries, keys) and values (keys, lanes) into a flash state."""
     m, l, acc = state
     s = jnp.where(mask, s * (scale * _LOG2_E), MASKED)
@@ -312,10 +306,7 @@ def _hidden_kernel(
                 return load(w, at, shape, None if ok is None else ok[:, None], feature_ok)
 
             *keys, v = sums
-            keys = [
-                key + dot(x, weights(wk, *part), (1, 1))
-                for key, part in zip(keys, key_lanes, strict=True)
-            ]
+            keys = [key + dot(x, weights(wk, *part), (1, 1)) for key, part in zip(keys, key_lanes, strict=True)]
             return (*keys, v + dot(weights(wv, value_lane, value_ok), x, (1, 1)))
 
         init = (
@@ -356,10 +347,7 @@ def _hidden_kernel(
                 at, seen = (queries.token, queries.head), queries.ok & (i > 0)
                 m = plt.load(m_ref.at[at], mask=seen, other=MASKED)
                 l = plt.load(l_ref.at[at], mask=seen, other=0)
-                s = sum(
-                    dot(key, queries.load(q_ref, *part), (1, 1))
-                    for key, part in zip(keys, key_lanes, strict=True)
-                )
+                s = sum(dot(key, queries.load(q_ref, *part), (1, 1)) for key, part in zip(keys, key_lanes, strict=True))
                 s = jnp.where(own, s * (head_dim**-0.5 * _LOG2_E), MASKED)
                 m_new = jnp.maximum(m, jnp.max(s, axis=0))
                 p = jnp.where(own, jnp.exp2(s - m_new[None, :]), 0.0)
@@ -446,9 +434,7 @@ def _absorbed_prefix(
 ) -> _State:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, _, width = wk.shape
-    grouped = (q * jnp.asarray(head_dim**-0.5, q.dtype)).reshape(
-        num_tokens, num_kv_heads, -1, head_dim
-    )
+    grouped = (q * jnp.asarray(head_dim**-0.5, q.dtype)).reshape(num_tokens, num_kv_heads, -1, head_dim)
     exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     q_absorbed = jnp.einsum("tkgh,khd->tkgd", grouped, wk, precision=exact).astype(q.dtype)
     z, m, l = absorbed_attention(
@@ -460,12 +446,8 @@ def _absorbed_prefix(
         out_dtype=q.dtype,
         **more,
     )
-    if (
-        bk is not None
-    ):  # the same for the whole prefix, but not for the chunk, which it is joined with
-        m = m + jnp.sum(
-            grouped.astype(jnp.float32) * bk.astype(jnp.float32)[None, :, None, :], axis=3
-        ).reshape(m.shape)
+    if bk is not None:  # the same for the whole prefix, but not for the chunk, which it is joined with
+        m = m + jnp.sum(grouped.astype(jnp.float32) * bk.astype(jnp.float32)[None, :, None, :], axis=3).reshape(m.shape)
     z = z.reshape(num_tokens, num_kv_heads, -1, width)
     out = jnp.einsum("tkgd,khd->tkgh", z, wv, precision=exact).astype(jnp.float32)
     if bv is not None:

@@ -113,18 +113,14 @@ POLICIES: dict[str, PolicyMaker] = {
         if name != "fcfs"
     },
     **{
-        f"{name}-ef": PolicyMaker(
-            UnifiedPolicy, {"name": f"{name}-ef", **_UNIFIED[name], "reserve": "all"}
-        )
+        f"{name}-ef": PolicyMaker(UnifiedPolicy, {"name": f"{name}-ef", **_UNIFIED[name], "reserve": "all"})
         for name in _EVICTION_FREE
     },
 }
 """Bundled policies by the name that `--scheduling-policy` takes."""
 
 
-def make_policy(
-    name: str | None = None, config: SchedulerConfig | None = None, *, seed: int = 0
-) -> Policy:
+def make_policy(name: str | None = None, config: SchedulerConfig | None = None, *, seed: int = 0) -> Policy:
     """A policy by name.
 
     Args:

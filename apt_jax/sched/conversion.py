@@ -124,9 +124,7 @@ def with_conversions(view: SchedulerView, plan: Plan, rows: Rows, reserved: int 
     if not view.can_convert:
         return plan
     table = view.table
-    grown = (
-        held_blocks_for(view, plan.rows, table.num_tokens[plan.rows]) - table.num_blocks[plan.rows]
-    )
+    grown = held_blocks_for(view, plan.rows, table.num_tokens[plan.rows]) - table.num_blocks[plan.rows]
     free = view.free_blocks + int(table.num_blocks[plan.preempt].sum()) - int(grown.sum())
     room = spare_blocks(view, free - reserved, view.waiting)
     return dataclasses.replace(plan, convert=rows_to_convert(view, rows, room))

@@ -123,8 +123,7 @@ def _check_types(plan: Plan) -> None:
             raise PlanError(f"{name} is {value.dtype}, not {np.dtype(dtype)}")
     rows, num_tokens, kind = plan.rows, plan.num_tokens, plan.kind
     if not (
-        rows.shape == num_tokens.shape == kind.shape == (rows.size,)
-        and plan.preempt.ndim == plan.convert.ndim == 1
+        rows.shape == num_tokens.shape == kind.shape == (rows.size,) and plan.preempt.ndim == plan.convert.ndim == 1
     ):
         raise PlanError(
             f"shapes differ: rows {rows.shape}, num_tokens {num_tokens.shape}, kind {kind.shape}, preempt {plan.preempt.shape}, convert {plan.convert.shape}"

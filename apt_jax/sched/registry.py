@@ -51,9 +51,7 @@ class PolicyMaker:
     cls: type[Any]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __call__(
-        self, config: SchedulerConfig, seed: int, options: Mapping[str, Any] | None = None
-    ) -> Policy:
+    def __call__(self, config: SchedulerConfig, seed: int, options: Mapping[str, Any] | None = None) -> Policy:
         values: dict[str, Any] = {"violation_decay": config.violation_decay, "seed": seed}
         accepted = _parameters(self.cls)
         values = {name: value for name, value in values.items() if name in accepted}
@@ -78,9 +76,7 @@ def _is_ours(module: str) -> bool:
     return module.split(".")[0] == "apt_jax"
 
 
-def find_policy(
-    text: str, bundled: Mapping[str, PolicyMaker]
-) -> tuple[PolicyMaker, dict[str, Any]]:
+def find_policy(text: str, bundled: Mapping[str, PolicyMaker]) -> tuple[PolicyMaker, dict[str, Any]]:
     """What `--scheduling-policy` names, and the values of its options; nothing is made yet.
 
     Raises:
@@ -96,9 +92,7 @@ def find_policy(
     return maker, _options(text, maker, query) if mark else {}
 
 
-def make(
-    text: str, bundled: Mapping[str, PolicyMaker], config: SchedulerConfig, seed: int
-) -> Policy:
+def make(text: str, bundled: Mapping[str, PolicyMaker], config: SchedulerConfig, seed: int) -> Policy:
     """The policy that `text` names.
 
     Raises:
@@ -147,9 +141,7 @@ def _installed(name: str, bundled: Mapping[str, PolicyMaker]) -> str:
     points = importlib.metadata.entry_points(group=ENTRY_POINTS)
     found = sorted({f"{p.module}:{p.attr}" for p in points if p.name == name})
     if len(found) > 1:
-        raise ConfigError(
-            f"policy={name!r} is declared by several packages: name one of {', '.join(found)} {_FLAG}"
-        )
+        raise ConfigError(f"policy={name!r} is declared by several packages: name one of {', '.join(found)} {_FLAG}")
     if found:
         return found[0]
     known = sorted({*bundled, *points.names})
@@ -228,11 +220,7 @@ def _told(error: BaseException) -> str:
     """An error of somebody else's code in a line, with the place that raised it."""
     text = f"{type(error).__name__}: {one_line(str(error)):.300}"
     frames = traceback.extract_tb(error.__traceback__)
-    if (
-        frames
-        and not frames[-1].filename.startswith("<")
-        and not _in_this_package(frames[-1].filename)
-    ):
+    if frames and not frames[-1].filename.startswith("<") and not _in_this_package(frames[-1].filename):
         text += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
     return text
 
@@ -268,9 +256,7 @@ def _options(text: str, maker: PolicyMaker, query: str) -> dict[str, Any]:
             raise ConfigError(f"{where}: {part!r:.60} is not option=value {_FLAG}")
         if option not in accepted:
             known = f"has the options {', '.join(accepted)}" if accepted else "has no options"
-            raise ConfigError(
-                f"{where}: no option {option!r:.60}{nearest(option, accepted)}; it {known} {_FLAG}"
-            )
+            raise ConfigError(f"{where}: no option {option!r:.60}{nearest(option, accepted)}; it {known} {_FLAG}")
         if option in values:
             raise ConfigError(f"{where}: {option} is there twice {_FLAG}")
         default = accepted[option].default
@@ -302,9 +288,7 @@ def _value(text: str, hint: Any) -> Any:
         for one in args:
             if str(one) == text:
                 return one
-        raise ValueError(
-            f"must be one of {', '.join(map(str, args))}{nearest(text, map(str, args))}"
-        )
+        raise ValueError(f"must be one of {', '.join(map(str, args))}{nearest(text, map(str, args))}")
     if hint is str:
         return text
     try:

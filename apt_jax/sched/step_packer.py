@@ -13,9 +13,7 @@ from apt_jax.sched.view import Plan, SchedulerView
 Rows = NDArray[np.int32]
 
 
-def held_blocks_for(
-    view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]
-) -> NDArray[np.int32]:
+def held_blocks_for(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
     """Blocks that `tokens` positions of running `rows` take with the kind that they hold, shared ones left out.
 
     Shared ones are full, so at least one is left wherever a token is still to be computed.
@@ -66,9 +64,7 @@ def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
 def target_tokens(view: SchedulerView, rows: Rows, ahead: int) -> NDArray[np.int32]:
     """Positions of `rows` after `ahead` more tokens, at most their greatest length."""
     table = view.table
-    return np.minimum(
-        table.num_tokens.take(rows) + np.int32(ahead), table.max_tokens_total.take(rows)
-    )
+    return np.minimum(table.num_tokens.take(rows) + np.int32(ahead), table.max_tokens_total.take(rows))
 
 
 def share_tokens(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
@@ -77,9 +73,7 @@ def share_tokens(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
     return np.clip(budget - before, 0, wanted).astype(np.int32)
 
 
-def blocks_after(
-    view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]
-) -> NDArray[np.int32]:
+def blocks_after(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
     """(n,) blocks that running `rows` hold after `num_tokens` more positions, those shared with others left out."""
     table = view.table
     needed = held_blocks_for(view, rows, table.num_cached.take(rows) + num_tokens)
@@ -230,9 +224,7 @@ class StepPacker:
             added = True
         return added
 
-    def start(
-        self, rows: Rows, kind: NDArray[np.int8], *, in_order: bool, split: bool = False
-    ) -> None:
+    def start(self, rows: Rows, kind: NDArray[np.int8], *, in_order: bool, split: bool = False) -> None:
         """Begin waiting `rows`, as far as they go; the caller has seen to it that their blocks are there.
 
         A prompt of which more than a whole step is to be computed takes what is left of this one; any other is computed

@@ -3,6 +3,7 @@
 The engine owns one `RequestTable`; a policy reads it through a `SchedulerView` and returns a `Plan`.
 docs/writing_a_policy.md is the tutorial.
 """
+
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -88,9 +89,7 @@ class SchedulerView:
         """(num_kinds,) whether the kind is on offer."""
         return np.array([kind.offered for kind in self.kinds])
 
-    def remaining(
-        self, rows: NDArray[np.int32], kind: NDArray[np.integer] | int | None = None
-    ) -> NDArray[np.int32]:
+    def remaining(self, rows: NDArray[np.int32], kind: NDArray[np.integer] | int | None = None) -> NDArray[np.int32]:
         """Tokens not computed yet: 1 for a decoding request, more for one in prefill. Shape of `rows`.
 
         With `kind`, that which waiting requests would take: without what they would find cached of it.
@@ -99,9 +98,7 @@ class SchedulerView:
         left = table.num_tokens.take(rows) - table.num_cached.take(rows)
         return left if kind is None else left - table.hit_tokens[rows, kind]
 
-    def blocks_for(
-        self, tokens: NDArray[np.int32], kind: NDArray[np.integer] | int
-    ) -> NDArray[np.int32]:
+    def blocks_for(self, tokens: NDArray[np.int32], kind: NDArray[np.integer] | int) -> NDArray[np.int32]:
         """Blocks that `tokens` positions take with `kind`: `blocks_per_group * ceil(tokens / block size)`.
 
         Args:

@@ -40,9 +40,7 @@ def attainable_share(
     return most_on_time(arrival_s[can], work_s[can] / replicas, ttft_s) / max(arrival_s.size, 1)
 
 
-def least_prefill_s(
-    prompt_tokens: NDArray[np.int32], costs: StepCosts, step_tokens: int
-) -> NDArray[np.float64]:
+def least_prefill_s(prompt_tokens: NDArray[np.int32], costs: StepCosts, step_tokens: int) -> NDArray[np.float64]:
     """(n,) seconds of the device that each prompt takes at least, in full steps that it shares with others."""
     tokens = prompt_tokens.astype(np.float64)
     return (
@@ -52,9 +50,7 @@ def least_prefill_s(
     )
 
 
-def most_on_time(
-    arrival_s: NDArray[np.float64], work_s: NDArray[np.float64], within_s: float
-) -> int:
+def most_on_time(arrival_s: NDArray[np.float64], work_s: NDArray[np.float64], within_s: float) -> int:
     """The most requests that one machine can finish within `within_s` of their arrivals.
 
     Args:

@@ -20,9 +20,7 @@ class SimulationConfig:
     """Number of devices per replica (default: the fewest that are described)."""
     trace: str = option("sharegpt", metavar="NAME|FILE")
     """Name from `apt_jax.sim.trace.known_traces`, or a CSV file."""
-    rate: float | None = option(
-        None, metavar="R", positive=True, high=1e9, rule="be positive requests/s"
-    )
+    rate: float | None = option(None, metavar="R", positive=True, high=1e9, rule="be positive requests/s")
     """Requests per second; needed unless the trace has arrivals, which it stretches, or --rates or --find-rate is given."""
     cv: float | None = option(None, metavar="CV", positive=True, low=0.05, high=100)
     """Coefficient of variation of the gaps (Gamma; 1: Poisson; default: recorded arrivals, else 1)."""
@@ -48,9 +46,7 @@ class SimulationConfig:
     """Decide and dispatch a step while the one before it runs, as apt-jax serve does (default: as the described engine does: yes for
     descriptions of apt-jax calibrate, no for the papers' engines). A new request then waits for up to two steps."""
     slo: SLO = SLO(ttft_s=1.0, tbt_s=1.0)  # noqa: RUF009 - frozen
-    output_scale: float = option(
-        1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive"
-    )
+    output_scale: float = option(1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive")
     """Factor on output lengths."""
     drop_too_long: bool = option(False)
     """Leave out requests that can never fit instead of rejecting the trace; bundled traces always do, and the result says how many."""
@@ -59,9 +55,7 @@ class SimulationConfig:
     max_num_batched_tokens: int | None = option(None, metavar="N", positive=True, low=1)
     """Maximum number of tokens per step (default: what a calibrated description was measured up to, else the model's positions, 2,048 to
     16,384)."""
-    num_blocks: int | None = option(
-        None, flag="--num-blocks-override", metavar="BLOCKS", positive=True, low=1
-    )
+    num_blocks: int | None = option(None, flag="--num-blocks-override", metavar="BLOCKS", positive=True, low=1)
     """Number of cache blocks (default: the hardware's)."""
     replicas: int = option(1, metavar="N", positive=True, low=1)
     """Number of engines that share the requests, each on hardware of its own."""

@@ -7,6 +7,7 @@ for each way to attend over hidden cache. It says where each number comes from (
 meets its points (`fit`). `tools/hardware_descriptions.py` writes the files that come with the package, from
 measured public profiles; ``apt-jax calibrate --describe FILE`` writes one for the machine that it runs on.
 """
+
 import dataclasses
 import functools
 import json
@@ -39,9 +40,7 @@ def save_hardware(hardware: Hardware, path: Path | str) -> None:
         del costs["one_program"]  # `programs` says it
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(
-            json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -162,10 +161,7 @@ def _hardware(data: object) -> Hardware:
     for name, value in basis.items():
         if not isinstance(value, str):
             raise ValueError(f"basis.{name}: {value!r} must be a string")
-    fit = {
-        part: _numbers(values, f"fit.{part}")
-        for part, values in _object(fields.get("fit", {}), "fit").items()
-    }
+    fit = {part: _numbers(values, f"fit.{part}") for part, values in _object(fields.get("fit", {}), "fit").items()}
     parsed = {"costs": costs, "basis": basis, "fit": fit, "programs": programs}
     return Hardware(**{**fields, **parsed})
 

@@ -154,9 +154,7 @@ class _Witness:
     def schedule(self, view: SchedulerView) -> Plan:
         plan = self.inner.schedule(view)
         rank = view.table.rank  # requests are numbered as they arrive
-        rows = zip(
-            rank[plan.rows].tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True
-        )
+        rows = zip(rank[plan.rows].tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True)
         decision = Decision(
             now_s=view.now_s,
             iteration=plan.iteration,
@@ -173,9 +171,7 @@ def _witness(config: SimulationConfig) -> _Witness:
     return _Witness(make_policy(config=scheduler, seed=config.seed))
 
 
-def run_recorded(
-    config: SimulationConfig, hardware: Hardware, workload: Workload, executor: Executor
-) -> Run:
+def run_recorded(config: SimulationConfig, hardware: Hardware, workload: Workload, executor: Executor) -> Run:
     """Serve a workload with a real executor in virtual time: each step lasts as long as it really took.
 
     Args:
@@ -196,9 +192,7 @@ def run_recorded(
         block_size=executor.block_size,
         hidden_block_size=executor.hidden_block_size,
     )
-    result = simulate(
-        config, hardware=hardware, workload=workload, policy=policy, executor=record, debug=True
-    )
+    result = simulate(config, hardware=hardware, workload=workload, policy=policy, executor=record, debug=True)
     return Run(
         decisions=policy.decisions,
         durations_s=recorders[0].durations_s,
@@ -207,9 +201,7 @@ def run_recorded(
     )
 
 
-def run_replayed(
-    config: SimulationConfig, hardware: Hardware, workload: Workload, recorded: Run
-) -> Run:
+def run_replayed(config: SimulationConfig, hardware: Hardware, workload: Workload, recorded: Run) -> Run:
     """Simulate the workload of `run_recorded` with its durations; `hardware` has the same pool.
 
     Raises:
@@ -226,9 +218,7 @@ def run_replayed(
         debug=True,
     )
     if replay.num_used != len(recorded.durations_s):
-        raise RuntimeError(
-            f"{replay.num_used} steps where {len(recorded.durations_s)} were recorded"
-        )
+        raise RuntimeError(f"{replay.num_used} steps where {len(recorded.durations_s)} were recorded")
     return Run(
         decisions=policy.decisions,
         durations_s=recorded.durations_s,

@@ -44,9 +44,7 @@ class TimedExecutor(Executor, Protocol):
 class Replica:
     """An engine with its clock, the requests sent to it, and what a router may know of it."""
 
-    def __init__(
-        self, engine: Engine, executor: TimedExecutor, clock: VirtualClock, overlap: bool
-    ) -> None:
+    def __init__(self, engine: Engine, executor: TimedExecutor, clock: VirtualClock, overlap: bool) -> None:
         self.engine, self.executor, self._clock = engine, executor, clock
         self._overlap = overlap
         self.next_s = math.inf
@@ -81,9 +79,7 @@ class Replica:
             num_blocks=view.total_blocks,
             free_blocks=view.free_blocks,
             queued_tokens=int(view.table.num_tokens[view.waiting].sum()),
-            tokens_per_s=self._rate.update(
-                self._clock.now_s(), self.engine.num_generated, self.executor.busy_s
-            ),
+            tokens_per_s=self._rate.update(self._clock.now_s(), self.engine.num_generated, self.executor.busy_s),
             least_blocks=engine.least_blocks,
         )
 

@@ -14,6 +14,7 @@ Prefix caching is on where the trace says which prompts begin alike (its column 
 that the engine finds what is common. Most traces tell lengths and no contents. Outputs are never found in a later prompt, since
 nothing is known of them, and a request that is drawn twice is found whole.
 """
+
 import collections
 import dataclasses
 import time
@@ -214,9 +215,7 @@ def simulate(
             f"trace {config.trace} has no column hash_ids: nothing is known of common beginnings (--enable-prefix-caching)"
         )
     if policy is not None and config.replicas > 1:
-        raise ConfigError(
-            "a policy object serves one replica: name the policy in the configuration"
-        )
+        raise ConfigError("a policy object serves one replica: name the policy in the configuration")
     bound = None
     of_cost_model = executor is None and step_s is None and hardware.programs is None
     alike = workload.slos is None and not workload.best_effort.any() and not prefixes
@@ -257,9 +256,7 @@ def simulate(
             hardware.kinds(config.cache, config.hidden_attention, rho_us=config.rho_us),
             scheduler,
             # Prompts of which only lengths are known are all alike, and would be found in the cache.
-            CacheConfig(
-                block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=prefixes
-            ),
+            CacheConfig(block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=prefixes),
             costs=costs,
             debug=debug,
             lengths_only=executor is None and step_s is None,
@@ -268,9 +265,7 @@ def simulate(
 
     replicas = [replica() for _ in range(config.replicas)]
     sent = engine_requests(workload, config)
-    requests, routed_to = _run(
-        replicas, sent, ROUTING_POLICIES[config.routing_policy](), progress, on_step
-    )
+    requests, routed_to = _run(replicas, sent, ROUTING_POLICIES[config.routing_policy](), progress, on_step)
     records = [
         RequestRecord(arrival_s=request.arrival_s, ok=False, slo=request.slo)
         if metrics is None
@@ -302,9 +297,7 @@ def simulate(
         / max(sum(one.generation_tokens for one in stats), 1),
         iterations=sum(replica.executor.num_steps for replica in replicas),
         iterations_by_type=dict(by_type),
-        device_busy_fraction=busy_fraction(
-            sum(replica.executor.busy_s for replica in replicas) / len(replicas)
-        ),
+        device_busy_fraction=busy_fraction(sum(replica.executor.busy_s for replica in replicas) / len(replicas)),
         schedule_ms=(
             max(one.schedule_p50_ms for one in stats),
             max(one.schedule_p99_ms for one in stats),
@@ -325,9 +318,7 @@ def simulate(
     )
 
 
-def _by_tenant(
-    tenant: NDArray[np.int32] | None, records: Sequence[RequestRecord]
-) -> tuple[TenantCounts, ...]:
+def _by_tenant(tenant: NDArray[np.int32] | None, records: Sequence[RequestRecord]) -> tuple[TenantCounts, ...]:
     if tenant is None:
         return ()
     counts = []

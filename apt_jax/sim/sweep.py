@@ -87,9 +87,7 @@ class Store:
                 with path.open("a") as file:
                     file.write("\n")
         except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be used to keep runs ({error.strerror}) (--store)"
-            ) from None
+            raise ConfigError(f"{path}: cannot be used to keep runs ({error.strerror}) (--store)") from None
 
     def get(self, key: str) -> dict[str, Any] | None:
         return self._runs.get(key)
@@ -221,8 +219,7 @@ def find_rates(
         names.append(row)
     _map(_find, tasks, store, workers, progress)
     return [
-        EffectiveRate(target=target, rates=tuple(float((store.get(k) or {})["rate"]) for k in row))
-        for row in names
+        EffectiveRate(target=target, rates=tuple(float((store.get(k) or {})["rate"]) for k in row)) for row in names
     ]
 
 
@@ -264,7 +261,5 @@ def _map(
 
 def check_hardware(configs: Iterable[SimulationConfig]) -> None:
     """Raise the `ConfigError` of an unknown model or hardware before any process is started."""
-    for model, hardware, devices in sorted(
-        {(c.model, c.hardware, c.num_devices) for c in configs}, key=str
-    ):
+    for model, hardware, devices in sorted({(c.model, c.hardware, c.num_devices) for c in configs}, key=str):
         load_hardware(model, hardware, devices)

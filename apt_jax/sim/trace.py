@@ -108,8 +108,7 @@ def _synthetic(name: str) -> Trace:
         prompt, output = np.minimum(prompt, 1024), np.minimum(output, 1024)  # OPT's 2,048 in all
     else:
         prompt, output = (
-            rng.integers(low, high, _NUM_SYNTHETIC, endpoint=True).astype(np.float64)
-            for low, high in _BROS_BEST_EFFORT
+            rng.integers(low, high, _NUM_SYNTHETIC, endpoint=True).astype(np.float64) for low, high in _BROS_BEST_EFFORT
         )
     return Trace(
         name=name,
@@ -125,9 +124,7 @@ def _synthetic(name: str) -> Trace:
 def known_traces() -> list[str]:
     """Names that `load_trace` takes."""
     folder = resources.files("apt_jax.sim") / "traces"
-    bundled = [
-        f.name.removesuffix(".csv.gz") for f in folder.iterdir() if f.name.endswith(".csv.gz")
-    ]
+    bundled = [f.name.removesuffix(".csv.gz") for f in folder.iterdir() if f.name.endswith(".csv.gz")]
     return sorted([*bundled, *SYNTHETIC])
 
 
@@ -149,9 +146,7 @@ def load_trace(name: str | Path) -> Trace:
             raise ConfigError(f"{text}: no such file (--trace)")
         near = difflib.get_close_matches(text, known_traces(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"trace {text!r} is neither a file nor one of {', '.join(known_traces())}{hint} (--trace)"
-        )
+        raise ConfigError(f"trace {text!r} is neither a file nor one of {', '.join(known_traces())}{hint} (--trace)")
     try:
         data = path.read_bytes()
         decoded = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
@@ -179,9 +174,7 @@ def _parse(text: str, name: str) -> Trace:
             continue
         line = reader.line_num
         if len(row) < len(header):
-            raise ConfigError(
-                f"{name} line {line}: {len(row)} values for {len(header)} columns (--trace)"
-            )
+            raise ConfigError(f"{name} line {line}: {len(row)} values for {len(header)} columns (--trace)")
         for column, values in lengths.items():
             values.append(_length(row[at[column]], name, line, column))
         if "arrival_s" in at:
@@ -194,9 +187,7 @@ def _parse(text: str, name: str) -> Trace:
         if "class" in at:
             cell = row[at["class"]].strip()
             if cell not in ("rt", "be"):
-                raise ConfigError(
-                    f"{name} line {line}: class={cell!r:.40} must be rt or be (--trace)"
-                )
+                raise ConfigError(f"{name} line {line}: class={cell!r:.40} must be rt or be (--trace)")
             best_effort.append(cell == "be")
         if "hash_ids" in at:
             hash_ids.append(_hashes(row[at["hash_ids"]], name, line))
@@ -249,9 +240,7 @@ def prompts_of(trace: Trace, block_tokens: int) -> list[NDArray[np.int32]]:
     """
     assert trace.hash_ids is not None
     prompts = []
-    for i, (length, names) in enumerate(
-        zip(trace.prompt_tokens.tolist(), trace.hash_ids, strict=True)
-    ):
+    for i, (length, names) in enumerate(zip(trace.prompt_tokens.tolist(), trace.hash_ids, strict=True)):
         num_blocks = -(-length // block_tokens)
         if names.size > num_blocks:
             where = f" line {trace.lines[i]}" if trace.lines is not None else ""
@@ -262,9 +251,7 @@ def prompts_of(trace: Trace, block_tokens: int) -> list[NDArray[np.int32]]:
         own = np.full(length - named.size, _scramble(np.array([i], np.uint64) ^ _OWN)[0])
         at = np.arange(length, dtype=np.uint64)
         at[: named.size] %= np.uint64(block_tokens)
-        prompts.append(
-            (_scramble(np.concatenate([named, own]) + at) >> np.uint64(34)).astype(np.int32)
-        )
+        prompts.append((_scramble(np.concatenate([named, own]) + at) >> np.uint64(34)).astype(np.int32))
     return prompts
 
 
@@ -293,9 +280,7 @@ def _number(cell: str, name: str, line: int) -> float:
 # --- arrivals ------------------------------------------------------------------------------------------------------
 
 
-def draw_arrivals(
-    num_requests: int, rate: float, cv: float, rng: np.random.Generator
-) -> NDArray[np.float64]:
+def draw_arrivals(num_requests: int, rate: float, cv: float, rng: np.random.Generator) -> NDArray[np.float64]:
     """Arrival times, seconds: gaps are Gamma with mean 1 / rate and coefficient of variation `cv` (1: Poisson).
 
     The same generator state gives the same pattern at every rate, only stretched.

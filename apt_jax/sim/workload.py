@@ -67,9 +67,7 @@ def fitting(trace: Trace, hardware: Hardware, config: SimulationConfig) -> Trace
     fits = total <= limit
     if fits.all():
         return trace
-    if not (
-        config.drop_too_long or trace.lines is None or not config.trace.endswith((".csv", ".gz"))
-    ):
+    if not (config.drop_too_long or trace.lines is None or not config.trace.endswith((".csv", ".gz"))):
         i = int(np.flatnonzero(~fits)[0])
         raise ConfigError(
             f"{trace.name} line {trace.lines[i]}: {trace.prompt_tokens[i]} prompt and {trace.output_tokens[i]} output "
@@ -78,9 +76,7 @@ def fitting(trace: Trace, hardware: Hardware, config: SimulationConfig) -> Trace
         )
     kept = trace.take(np.flatnonzero(fits))
     if not kept.num_requests:
-        raise ConfigError(
-            f"{trace.name}: no request fits {config.model} on {hardware.name} ({limit} tokens a request)"
-        )
+        raise ConfigError(f"{trace.name}: no request fits {config.model} on {hardware.name} ({limit} tokens a request)")
     return kept
 
 
@@ -96,9 +92,7 @@ def draw_workload(trace: Trace, config: SimulationConfig) -> Workload:
         arrival_s = scale_arrivals(picked.arrival_s, config.rate)
     else:
         if config.rate is None:
-            raise ConfigError(
-                f"trace {trace.name} has no arrivals: say how many requests a second (--rate)"
-            )
+            raise ConfigError(f"trace {trace.name} has no arrivals: say how many requests a second (--rate)")
         # Without replacement while there are enough.
         index = rng.permutation(trace.num_requests)[:n]
         if n > index.size:
@@ -145,9 +139,7 @@ def engine_requests(workload: Workload, config: SimulationConfig) -> list[Engine
             EngineRequest(
                 request_id=str(i),
                 prompt=None,
-                prompt_token_ids=_prompt(prompt_len)
-                if workload.prompts is None
-                else workload.prompts[i],
+                prompt_token_ids=_prompt(prompt_len) if workload.prompts is None else workload.prompts[i],
                 params=params,
                 slo=workload.slo(i, config.slo),
                 arrival_s=arrival_s,

@@ -116,9 +116,7 @@ def serve() -> None:
         from llguidance import LLParserLimits, LLTokenizer
 
         limits = LLParserLimits(**setup["limits"])
-        tokenizer = LLTokenizer(
-            setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["eos"]
-        )
+        tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["eos"])
     except Exception as error:
         answer(error=str(error) or type(error).__name__)
         return

@@ -137,19 +137,13 @@ def from_response_format(response_format: object) -> StructuredOutputsParams | N
     if response_format is None:
         return None
     if not isinstance(response_format, Mapping):
-        raise InvalidRequestError(
-            "response_format", f"{type(response_format).__name__} is not an object"
-        )
+        raise InvalidRequestError("response_format", f"{type(response_format).__name__} is not an object")
     kind = response_format.get("type")
     known = {"json_schema": {"type", "json_schema"}}.get(str(kind), {"type"})
     if kind not in ("text", "json_object", "json_schema"):
-        raise InvalidRequestError(
-            "response_format", "type must be 'text', 'json_object' or 'json_schema'"
-        )
+        raise InvalidRequestError("response_format", "type must be 'text', 'json_object' or 'json_schema'")
     if unknown := response_format.keys() - known:
-        raise InvalidRequestError(
-            "response_format", f"unknown field {str(min(map(str, unknown)))[:40]!r}"
-        )
+        raise InvalidRequestError("response_format", f"unknown field {str(min(map(str, unknown)))[:40]!r}")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -282,9 +276,7 @@ class MaskFiller:
     """Fills the masks of a step, side by side where there are cores and rows enough."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = (
-            max(1, (os.cpu_count() or 1) - 1) if num_threads is None else num_threads
-        )
+        self._num_threads = max(1, (os.cpu_count() or 1) - 1) if num_threads is None else num_threads
         self._executor: Any = None
 
     def __call__(
@@ -300,9 +292,7 @@ class MaskFiller:
             self._executor = LLExecutor(num_threads=self._num_threads)
         ours = [c for c in constraints if isinstance(c, LLConstraint)]
         pairs = [(c.matcher, row) for c, row in zip(ours, rows, strict=True)]
-        self._executor.unsafe_compute_mask_ptr(
-            pairs, masks.ctypes.data, masks.strides[0], masks.shape[0]
-        )
+        self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], masks.shape[0])
         return [_outcome(c.check_mask, masks[row]) for c, row in zip(ours, rows, strict=True)]
 
 
@@ -481,17 +471,11 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         try:
-            tokenizer = LLTokenizer(
-                self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=list(self._their_eos)
-            )
+            tokenizer = LLTokenizer(self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=list(self._their_eos))
         except Exception as error:
             logger.warning("structured outputs: llguidance cannot use this tokenizer: %s", error)
-            raise InvalidRequestError(
-                FIELD, "this model's tokenizer cannot be used for it"
-            ) from None
-        self._vocabulary = _Vocabulary(
-            tokenizer=tokenizer, their_eos=self._their_eos, our_eos=self._our_eos
-        )
+            raise InvalidRequestError(FIELD, "this model's tokenizer cannot be used for it") from None
+        self._vocabulary = _Vocabulary(tokenizer=tokenizer, their_eos=self._their_eos, our_eos=self._our_eos)
         return self._vocabulary
 
 
@@ -575,9 +559,7 @@ class _Worker:
         except ChildGoneError:
             raise _WorkerLostError("it could not be tried; send it again") from None
         except ChildDiedError:
-            raise _WorkerLostError(
-                "compiling it takes too much memory or nests too deeply; make it smaller"
-            ) from None
+            raise _WorkerLostError("compiling it takes too much memory or nests too deeply; make it smaller") from None
         return answer["error"], answer["bytes"]
 
     def kill(self) -> None:

@@ -104,7 +104,9 @@ class ChatTemplate:
         where: what messages call it: a file.
     """
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None, where: str = "chat template") -> None:
+    def __init__(
+        self, source: str, *, special_tokens: Mapping[str, str] | None = None, where: str = "chat template"
+    ) -> None:
         self.source = source
         self.where = where
         self.special_tokens = dict(special_tokens or {})
@@ -119,9 +121,7 @@ class ChatTemplate:
         try:
             import jinja2  # noqa: F401
         except ImportError:
-            raise ModelLoadError(
-                f"{self.where}: chat templates need the package jinja2 (pip install jinja2)"
-            ) from None
+            raise ModelLoadError(f"{self.where}: chat templates need the package jinja2 (pip install jinja2)") from None
         try:
             self._render([_PROBE], add_generation_prompt=True)
         except _TemplateFailed as error:
@@ -172,9 +172,7 @@ class ChatTemplate:
         """
         checked, functions = _checked(messages), checked_tools(tools)
         if functions and not self.takes_tools:
-            raise InvalidRequestError(
-                "tools", "the chat template of this model has no place for tools; leave them out"
-            )
+            raise InvalidRequestError("tools", "the chat template of this model has no place for tools; leave them out")
         nonce = "".join(secrets.choice("0123456789") for _ in range(12))
         marks: dict[str, str] = {}  # by the special token's text: few, however often they occur
 
@@ -194,24 +192,18 @@ class ChatTemplate:
             content = original["content"]
             message["content"] = f"\ue000{nonce}\ue001" if content.strip() else content
         try:
-            text, skeleton = self._render(
-                [marked, bare], add_generation_prompt, [marked_tools, bare_tools]
-            )
+            text, skeleton = self._render([marked, bare], add_generation_prompt, [marked_tools, bare_tools])
         except _TemplateFailed as error:
             raise self._refused(error) from None
         ids = tokenizer.encode_template(text, {mark: token for token, mark in marks.items()})
         special = tokenizer.special_ids
         most = sum(i in special for i in tokenizer.encode_template(skeleton, {}))
         if sum(i in special for i in ids) > most:
-            raise InvalidRequestError(
-                "messages", "the chat template would join parts of the content to special tokens"
-            )
+            raise InvalidRequestError("messages", "the chat template would join parts of the content to special tokens")
         return ids
 
     def _refused(self, error: _TemplateFailed) -> InvalidRequestError:
-        return InvalidRequestError(
-            "messages", f"the chat template refuses them: {one_line(str(error))[:300]}"
-        )
+        return InvalidRequestError("messages", f"the chat template refuses them: {one_line(str(error))[:300]}")
 
     def _render(
         self,
@@ -227,9 +219,7 @@ class ChatTemplate:
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
-            for messages, their_tools in zip(
-                conversations, tools or [None] * len(conversations), strict=True
-            )
+            for messages, their_tools in zip(conversations, tools or [None] * len(conversations), strict=True)
         ]
         size = sum(len(m["content"]) for messages in conversations for m in messages)
         return self._worker.render(contexts, _MAX_OUTPUT + 2 * size)
@@ -246,14 +236,9 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _changed_messages(
-    messages: Sequence[dict[str, Any]], change: Callable[[str], str]
-) -> list[dict[str, Any]]:
+def _changed_messages(messages: Sequence[dict[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:
     """Messages with every text in them changed but their roles, which are names that were checked."""
-    return [
-        {key: value if key == "role" else _changed(value, change) for key, value in m.items()}
-        for m in messages
-    ]
+    return [{key: value if key == "role" else _changed(value, change) for key, value in m.items()} for m in messages]
 
 
 def _plain(field: str, value: Any, depth: int = 0) -> Any:
@@ -318,9 +303,7 @@ def _checked_calls(field: str, calls: Any) -> list[dict[str, Any]]:
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InvalidRequestError(
-                field, 'a call must be {"function": {"name": ..., "arguments": ...}}'
-            )
+            raise InvalidRequestError(field, 'a call must be {"function": {"name": ..., "arguments": ...}}')
         plain = _plain(field, call)
         arguments = plain["function"].get("arguments")
         if isinstance(arguments, str):
@@ -362,17 +345,12 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
             raise refuse(f"[{number}] must have role and content")
         surplus = sorted(str(key) for key in given.keys() - set(_MESSAGE_FIELDS))
         if surplus:
-            raise refuse(
-                f"[{number}] has {surplus[0]!r:.40}; only {', '.join(_MESSAGE_FIELDS)} are supported"
-            )
+            raise refuse(f"[{number}] has {surplus[0]!r:.40}; only {', '.join(_MESSAGE_FIELDS)} are supported")
         role, content = given["role"], given.get("content", "")
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             raise refuse(f"[{number}] has the role {role!r:.40}, which is no name")
         if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-            texts = [
-                p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None
-                for p in content
-            ]
+            texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
             if not all(isinstance(text, str) for text in texts):
                 raise refuse(f"[{number}] has content that is not text")
             content = "".join(text for text in texts if text is not None)
@@ -421,9 +399,7 @@ def load_chat_template(path: Path | str, override: str | None = None) -> ChatTem
     if text is None:
         return None
     if len(text.encode("utf-8", "surrogatepass")) > _MAX_TEMPLATE_BYTES:
-        raise ModelLoadError(
-            f"{where}: the chat template is larger than {_MAX_TEMPLATE_BYTES >> 20} MiB"
-        )
+        raise ModelLoadError(f"{where}: the chat template is larger than {_MAX_TEMPLATE_BYTES >> 20} MiB")
     return ChatTemplate(text, special_tokens=tokens, where=where)
 
 
@@ -462,9 +438,7 @@ def _read(path: Path) -> str:
             text = file.read(_MAX_TEMPLATE_BYTES + 1)
         return text.decode("utf-8")
     except OSError as error:
-        raise ModelLoadError(
-            f"{path}: cannot be read ({error.strerror}) (--chat-template)"
-        ) from None
+        raise ModelLoadError(f"{path}: cannot be read ({error.strerror}) (--chat-template)") from None
     except UnicodeDecodeError:
         raise ModelLoadError(f"{path}: damaged, not UTF-8") from None
 

@@ -149,9 +149,7 @@ class OutputText:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special_tokens=skip_special_tokens
-        )
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._checker = StopChecker(stop, include_in_output=include_stop_str_in_output)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -166,9 +164,7 @@ class OutputText:
             return None
         text = self._detokenizer.push(token_id)
         if text:
-            shown, self.stop = self._checker.push(
-                text, may_match=self._num_tokens >= self._min_tokens
-            )
+            shown, self.stop = self._checker.push(text, may_match=self._num_tokens >= self._min_tokens)
             if shown:
                 self._unread.append(shown)
         return self.stop

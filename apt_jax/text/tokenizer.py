@@ -8,6 +8,7 @@
   nothing that was streamed has to be taken back.
 * `OutputText` joins both for one request.
 """
+
 import contextlib
 import functools
 import json
@@ -70,15 +71,11 @@ class Tokenizer:
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         decoder = json.loads(backend.to_str()).get("decoder") or {}
         self.is_byte_level = decoder.get("type") == "ByteLevel"
-        self._longest_token = max(
-            (len(_token_bytes(t)) if self.is_byte_level else len(t) for t in vocab), default=1
-        )
+        self._longest_token = max((len(_token_bytes(t)) if self.is_byte_level else len(t) for t in vocab), default=1)
         # A normaliser may shorten text (strip, compose characters), and an added token may swallow the spaces around
         # it: then lengths bound nothing.
         self._bounded = (
@@ -265,17 +262,11 @@ def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokeniz
         vocab = json.loads(_read_text(vocab_file))
     except (ValueError, RecursionError):
         raise ModelLoadError(f"{vocab_file}: damaged, not JSON") from None
-    if not isinstance(vocab, dict) or not all(
-        type(i) is int and 0 <= i < 2**31 for i in vocab.values()
-    ):
+    if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 2**31 for i in vocab.values()):
         raise ModelLoadError(f"{vocab_file}: damaged, must map tokens to ids")
     if not _BYTES.keys() <= vocab.keys():
-        raise ModelLoadError(
-            f"{vocab_file}: is not a byte-level vocabulary; a tokenizer.json is needed (--tokenizer)"
-        )
-    lines = [
-        line for line in _read_text(merges_file).split("\n") if not line.startswith("#version")
-    ]
+        raise ModelLoadError(f"{vocab_file}: is not a byte-level vocabulary; a tokenizer.json is needed (--tokenizer)")
+    lines = [line for line in _read_text(merges_file).split("\n") if not line.startswith("#version")]
     parts = [line.rstrip("\r").split(" ") for line in lines if line.strip()]
     if not all(len(pair) == 2 for pair in parts):
         raise ModelLoadError(f"{merges_file}: damaged, a line is not two tokens")

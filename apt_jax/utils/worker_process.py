@@ -75,9 +75,7 @@ class ChildProcess:
         """
         try:
             return self._ask(question, limit_s)
-        except (
-            BaseException
-        ):  # also an interruption: a late answer must not be taken for the next question's
+        except BaseException:  # also an interruption: a late answer must not be taken for the next question's
             self.close()
             raise
 

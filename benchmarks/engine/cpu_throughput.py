@@ -58,9 +58,7 @@ def machine_rates(dtype: str) -> dict[str, float]:
     n = 2048
     a = jnp.ones((n, n), dtype)
     product = jax.jit(
-        lambda x, y: jax.lax.dot_general(
-            x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     )
     big = jnp.ones(100_000_000, jnp.float32)
     total = jax.jit(jnp.sum)
@@ -174,20 +172,14 @@ def run_batch(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--model", default="opt-125m", help="a known size, random weights (default: opt-125m)"
-    )
+    parser.add_argument("--model", default="opt-125m", help="a known size, random weights (default: opt-125m)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument(
-        "--cache", nargs="+", default=["kv", "hybrid"], choices=["kv", "hidden", "hybrid"]
-    )
+    parser.add_argument("--cache", nargs="+", default=["kv", "hybrid"], choices=["kv", "hidden", "hybrid"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--prompt-len", type=int, default=128, help="tokens (default: 128)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens (default: 64)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument(
-        "--policy", default="fcfs", help="scheduling policy (default: fcfs, whole prompts first)"
-    )
+    parser.add_argument("--policy", default="fcfs", help="scheduling policy (default: fcfs, whole prompts first)")
     parser.add_argument(
         "--repeats",
         type=int,
@@ -218,9 +210,7 @@ def main() -> int:
         bars = ProgressBars()
         executor.warm_up(functools.partial(bars, f"compiling {dtype}"))
         compile_s = time.perf_counter() - start
-        costs = calibrate(
-            executor, args.calibration_s, functools.partial(bars, f"calibrating {dtype}")
-        )
+        costs = calibrate(executor, args.calibration_s, functools.partial(bars, f"calibrating {dtype}"))
         bars.close()
         machine[dtype] = {**machine_rates(dtype), "compile_s": compile_s}
         itemsize = jnp.dtype(dtype).itemsize

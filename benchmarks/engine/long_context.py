@@ -49,9 +49,7 @@ def model(rope: str, tokens: int, heads: int = 2) -> tuple[ModelConfig, ModelPar
     config = read_model_config(fields, tokens)[1]
     params = dummy_params(config, "float32", 0)
     louder = jax.tree.map(lambda a: a * 6 if a.ndim > 1 else a, params.layers)
-    return config, dataclasses.replace(
-        params, embed=params.embed * 20, layers=louder, head=params.head * 20
-    )
+    return config, dataclasses.replace(params, embed=params.embed * 20, layers=louder, head=params.head * 20)
 
 
 def run(
@@ -93,9 +91,7 @@ def run(
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; exit code 1 if a difference exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--tokens", type=int, default=100_000, help="of the prompt (default: 100000)"
-    )
+    parser.add_argument("--tokens", type=int, default=100_000, help="of the prompt (default: 100000)")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens a step (default: 2048)")
     parser.add_argument("--rope", nargs="+", default=["llama3"], choices=list(ROPES))
     parser.add_argument("--kind", nargs="+", default=["kv", "hidden"], choices=["kv", "hidden"])
@@ -116,7 +112,9 @@ def main(arguments: list[str] | None = None) -> int:
                     "difference": float(np.abs(got - whole).max()), "chunked_s": seconds, "one_pass_s": whole_s,
                     "pool_mib": pool / 2**20, "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                 })  # fmt: skip
-    print(f"{'rope':8}{'kind':8}{'tokens':>8}{'chunk':>7}{'logits to':>10}{'difference':>12}{'chunked s':>11}{'one pass s':>12}{'pool MiB':>10}{'peak MiB':>10}")
+    print(
+        f"{'rope':8}{'kind':8}{'tokens':>8}{'chunk':>7}{'logits to':>10}{'difference':>12}{'chunked s':>11}{'one pass s':>12}{'pool MiB':>10}{'peak MiB':>10}"
+    )
     for r in rows:
         print(
             f"{r['rope']:8}{r['kind']:8}{r['tokens']:8}{r['chunk']:7}{r['largest_logit']:10.2f}{r['difference']:12.1e}"

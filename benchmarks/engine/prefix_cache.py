@@ -65,9 +65,7 @@ def fresh(parts: EngineParts, policy: str, prefix_caching: bool) -> EngineParts:
     )  # fmt: skip
 
 
-def serve(
-    parts: EngineParts, talks: list[list[NDArray[np.int32]]], max_tokens: int, open_at_once: int
-) -> Run:
+def serve(parts: EngineParts, talks: list[list[NDArray[np.int32]]], max_tokens: int, open_at_once: int) -> Run:
     """Serve conversations; the first part of each is its system prompt with the first turn."""
     engine, executor = parts.engine, parts.executor
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -197,7 +195,9 @@ def main() -> int:
         for policy in args.policies
         for on in (False, True)
     ]
-    print(f"{'policy':9} {'cache':5} {'turns':>5} {'time':>8} {'TTFT p50':>9} {'TTFT p99':>9} {'prompt':>8} {'computed':>8} {'hits':>5} {'host':>8}")
+    print(
+        f"{'policy':9} {'cache':5} {'turns':>5} {'time':>8} {'TTFT p50':>9} {'TTFT p99':>9} {'prompt':>8} {'computed':>8} {'hits':>5} {'host':>8}"
+    )
     for r in runs:
         print(
             f"{r.policy:9} {'on' if r.prefix_caching else 'off':5} {r.turns:5} {r.duration_s:6.2f} s {r.ttft_p50_ms:6.1f} ms {r.ttft_p99_ms:6.1f} ms "

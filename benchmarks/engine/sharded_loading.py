@@ -69,7 +69,10 @@ def write(path: Path, gib: float) -> None:
         end += size
     text = json.dumps(header).encode()
     rng = np.random.default_rng(0)
-    with (path / "model.safetensors").open("wb") as file, tqdm(total=end, unit="B", unit_scale=True, desc="writing") as bar:
+    with (
+        (path / "model.safetensors").open("wb") as file,
+        tqdm(total=end, unit="B", unit_scale=True, desc="writing") as bar,
+    ):
         file.write(len(text).to_bytes(8, "little") + text)
         for shape in shapes.values():
             for start in range(0, math.prod(shape), 1 << 22):

@@ -36,10 +36,7 @@ from benchmarks.engine.random_schemas import SchemaMaker
 
 
 def schemas(count: int, first_seed: int) -> list[dict[str, Any]]:
-    return [
-        SchemaMaker(np.random.default_rng(seed)).make()
-        for seed in range(first_seed, first_seed + count)
-    ]
+    return [SchemaMaker(np.random.default_rng(seed)).make() for seed in range(first_seed, first_seed + count)]
 
 
 def run(llm: LLM, params: list[SamplingParams]) -> tuple[float, list[RequestOutput]]:
@@ -65,8 +62,7 @@ def tokens(llm: LLM, concurrency: int, temperature: float, repeats: int) -> dict
     _, outputs = run(llm, forms)
     lengths = [len(o.outputs[0].token_ids) for o in outputs]
     plain = [
-        SamplingParams(max_tokens=n, temperature=temperature, seed=i, ignore_eos=True)
-        for i, n in enumerate(lengths)
+        SamplingParams(max_tokens=n, temperature=temperature, seed=i, ignore_eos=True) for i, n in enumerate(lengths)
     ]
     run(llm, plain)
     seconds: dict[str, list[float]] = {"structured": [], "plain": []}
@@ -104,7 +100,13 @@ def compiler_of(llm: LLM) -> GrammarCompiler:
 
 def percentiles(name: str, seconds: list[float]) -> dict[str, Any]:
     p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
-    return {"what": name, "count": len(seconds), "p50_ms": float(p50), "p99_ms": float(p99), "max_ms": 1e3 * max(seconds)}
+    return {
+        "what": name,
+        "count": len(seconds),
+        "p50_ms": float(p50),
+        "p99_ms": float(p99),
+        "max_ms": 1e3 * max(seconds),
+    }
 
 
 def checked(llm: LLM, schema: dict[str, Any], **options: Any) -> StructuredOutputsParams:
@@ -182,7 +184,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes = figure.subplots()
     names = [f"{r['concurrency']}\n{r['sampling']}" for r in rows]
     places = np.arange(len(rows))
-    for shift, key, label in ((-0.2, "plain_ms_per_token", "any text"), (0.2, "structured_ms_per_token", "JSON schemas")):
+    for shift, key, label in (
+        (-0.2, "plain_ms_per_token", "any text"),
+        (0.2, "structured_ms_per_token", "JSON schemas"),
+    ):
         axes.bar(places + shift, [r[key] for r in rows], 0.4, label=label)
     axes.set_xticks(places, names)
     axes.set_xlabel("requests at once")
@@ -219,7 +224,15 @@ def main() -> int:
             print(rows[-1], file=sys.stderr, flush=True)
     stats = llm.engine.stats()
     times = host(llm, args.forms)
-    times.append({"what": "masks of one step, served", "count": 4096, "p50_ms": stats.mask_p50_ms, "p99_ms": stats.mask_p99_ms, "max_ms": float("nan")})
+    times.append(
+        {
+            "what": "masks of one step, served",
+            "count": 4096,
+            "p50_ms": stats.mask_p50_ms,
+            "p99_ms": stats.mask_p99_ms,
+            "max_ms": float("nan"),
+        }
+    )
     print(f"{'C':>3} {'sampling':8} {'tokens':>7} {'plain':>10} {'structured':>11} {'cost':>9}")
     for r in rows:
         print(
@@ -227,7 +240,9 @@ def main() -> int:
             f"{r['cost_ms_per_token']:+6.3f} ms ({r['cost_percent']:+.0f} %)"
         )
     for t in times:
-        print(f"{t['what']:32} p50 {t['p50_ms']:8.4f} ms  p99 {t['p99_ms']:8.4f} ms  max {t['max_ms']:8.3f} ms  n={t['count']}")
+        print(
+            f"{t['what']:32} p50 {t['p50_ms']:8.4f} ms  p99 {t['p99_ms']:8.4f} ms  max {t['max_ms']:8.3f} ms  n={t['count']}"
+        )
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         for name, table in (("tokens", rows), ("host", times)):

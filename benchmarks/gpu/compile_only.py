@@ -137,9 +137,7 @@ def disassemble(cubin: bytes, chip: Chip, *, num_warps: int, shared_bytes: int) 
         file.write(cubin)
         file.flush()
         usage, sass = (
-            subprocess.run(
-                [tools / tool, option, file.name], capture_output=True, text=True, check=True
-            ).stdout
+            subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
             for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
         )
 
@@ -157,9 +155,7 @@ def disassemble(cubin: bytes, chip: Chip, *, num_warps: int, shared_bytes: int) 
         stack_bytes=resource("STACK"),
         spill_ops=count("STL|LDL"),
         shared_bytes=shared_bytes,
-        ctas_per_sm=occupancy(
-            chip, registers=registers, num_warps=num_warps, shared_bytes=shared_bytes
-        ),
+        ctas_per_sm=occupancy(chip, registers=registers, num_warps=num_warps, shared_bytes=shared_bytes),
         hmma=count("HMMA"),
         hgmma=count("HGMMA"),
         async_copies=count("LDGSTS|UTMALDG|UBLKCP"),
@@ -273,9 +269,7 @@ def compile_kernel(code: KernelCode, chip: Chip) -> KernelReport:
             target=_target(chip),
             options=_options(code.num_warps, code.num_stages),
         )
-    return disassemble(
-        kernel.asm["cubin"], chip, num_warps=code.num_warps, shared_bytes=kernel.metadata.shared
-    )
+    return disassemble(kernel.asm["cubin"], chip, num_warps=code.num_warps, shared_bytes=kernel.metadata.shared)
 
 
 def compile_triton(
@@ -323,9 +317,7 @@ def compile_triton(
         num_stages=num_stages,
         grid=(1, 1, 1),
     )
-    report = disassemble(
-        kernel.asm["cubin"], chip, num_warps=num_warps, shared_bytes=kernel.metadata.shared
-    )
+    report = disassemble(kernel.asm["cubin"], chip, num_warps=num_warps, shared_bytes=kernel.metadata.shared)
     return code, report
 
 

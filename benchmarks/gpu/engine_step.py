@@ -147,17 +147,13 @@ def _engine_step(case: StepCase, config: ModelConfig, ops: AttentionOps) -> tupl
 def _params(case: StepCase, config: ModelConfig) -> tuple[ModelParams, ModelParams]:
     """Shapes of the weights, and how they are cut."""
     params = abstract_params(config, jnp.dtype(case.dtype))
-    specs = jax.tree.map(
-        functools.partial(parallel.leaf_spec, config, case.num_devices), param_names(config)
-    )
+    specs = jax.tree.map(functools.partial(parallel.leaf_spec, config, case.num_devices), param_names(config))
     if case.num_devices == 1 or not (case.kinds[1] and case.absorb):
         return params, specs
 
     def with_inputs(tree: ModelParams, *inputs: Any) -> ModelParams:
         layers = [
-            dataclasses.replace(
-                p, **dict(zip(("wk_inputs", "wv_inputs"), inputs or (p.wk, p.wv), strict=True))
-            )
+            dataclasses.replace(p, **dict(zip(("wk_inputs", "wv_inputs"), inputs or (p.wk, p.wv), strict=True)))
             for p in tree.layers
         ]
         return dataclasses.replace(tree, layers=tuple(layers))
@@ -168,17 +164,13 @@ def _params(case: StepCase, config: ModelConfig) -> tuple[ModelParams, ModelPara
 
 def _placed(tree: Any, specs: Any, mesh: Any) -> Any:
     return jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
-        ),
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
         tree,
         specs,
     )
 
 
-def _sharded_step(
-    case: StepCase, config: ModelConfig, ops: AttentionOps, mesh: Any
-) -> tuple[Any, Any, Any]:
+def _sharded_step(case: StepCase, config: ModelConfig, ops: AttentionOps, mesh: Any) -> tuple[Any, Any, Any]:
     """A step over several GPUs, as `JaxExecutor` runs it; as `_engine_step`."""
     tensor, ops = parallel.TensorParallel(case.num_devices, config), over_devices(ops)
     own = parallel.own_config(config, case.num_devices)

@@ -266,9 +266,7 @@ def step(stage: Stage) -> list[str]:
         if row["status"] == "ok":
             numbers = (float(row[c]) for c in ("alone_ms", "pipelined_ms", "host_ms", "floor_ms", "of_floor"))
             lines.append(
-                "{:24s}{:>9s}{:10.2f}{:10.2f}{:8.2f}{:8.2f}{:9.2f}".format(
-                    row["case"], row["cached_tokens"], *numbers
-                )
+                "{:24s}{:>9s}{:10.2f}{:10.2f}{:8.2f}{:8.2f}{:9.2f}".format(row["case"], row["cached_tokens"], *numbers)
             )
         else:
             lines.append(f"{row['case']:24s} {row['status'][:90]}")
@@ -413,9 +411,7 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
     )
     print(f"  {quality}", flush=True)
 
-    limited = Limited(
-        executor, 64 if stage.tiny else int(SERVED_POOL_BYTES // executor.block_bytes)
-    )
+    limited = Limited(executor, 64 if stage.tiny else int(SERVED_POOL_BYTES // executor.block_bytes))
     slo = SLO(ttft_s=1.0, tbt_s=1.0 if stage.tiny else 0.1)
     longest = min(executor.max_model_len, limited.num_blocks // 2 * BLOCK_SIZE)
 
@@ -444,7 +440,11 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
         executor.reset()
         limited.steps.clear()
         summary, unfinished = _serve(parts, configured(policy, cache, count), workload, 2.5 * seconds)
-        return _of(summary) | {"unfinished": unfinished, "iterations": len(limited.steps), "compilations": executor.compilations}
+        return _of(summary) | {
+            "unfinished": unfinished,
+            "iterations": len(limited.steps),
+            "compilations": executor.compilations,
+        }
 
     def simulated(policy: str, cache: str) -> dict[str, Any]:
         result = simulate(configured(policy, cache, count), hardware=hardware, workload=workload)
@@ -472,11 +472,21 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
         for policy, cache in cases:
             case = f"{side} {policy} {cache}"
             if stage.wanted(table, case):
-                stage.run(table, case, lambda: {"side": side, "policy": policy, "cache": cache, "rate": rate, "requests": count} | run(policy, cache), 120.0)  # noqa: B023
+                stage.run(
+                    table,
+                    case,
+                    lambda: (
+                        {"side": side, "policy": policy, "cache": cache, "rate": rate, "requests": count}
+                        | run(policy, cache)
+                    ),
+                    120.0,
+                )  # noqa: B023
     return [quality, *_serve_lines(table.path), f"{stage.num_skipped} not reached"]
 
 
-def _find_rate(size: _Size, hardware: Any, configured: Callable[..., SimulationConfig], longest: int, seconds: float, tiny: bool) -> float:
+def _find_rate(
+    size: _Size, hardware: Any, configured: Callable[..., SimulationConfig], longest: int, seconds: float, tiny: bool
+) -> float:
     """The lowest of some rates at which the simulator sees `apt` over KV alone attain less than two thirds."""
     rates = (20.0,) if tiny else (2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0)
     for rate in rates:
@@ -498,7 +508,9 @@ def _write_predictions(path: Path, steps: Sequence[Any], measured: Any, predicte
 
 
 def _serve_lines(path: Path) -> list[str]:
-    lines = [f"{'':28s}{'req/s':>6s}{'n':>5s}{'attain':>8s}{'tok/s':>8s}{'TTFT p50':>9s}{'p99':>8s}{'TBT p50':>9s}{'p99':>8s}{'step err':>9s}"]
+    lines = [
+        f"{'':28s}{'req/s':>6s}{'n':>5s}{'attain':>8s}{'tok/s':>8s}{'TTFT p50':>9s}{'p99':>8s}{'TBT p50':>9s}{'p99':>8s}{'step err':>9s}"
+    ]
     for row in read_rows(path):
         if row["status"] != "ok":
             lines.append(f"{row['case']:28s} {row['status'][:90]}")

@@ -119,9 +119,7 @@ def kernel_cases() -> list[KernelCase]:
             cases.append(KernelCase(op=op, shape=name, dtype=dtype, arch=arch, variant=variant))
     # One shape is enough for what other shapes do not change: rows that share blocks, contexts cut into pieces, and few
     # prompt tokens, which absorb the projection of their prefix.
-    for op, arch in itertools.product(
-        ("decode_kv", "decode_absorbed", "decode_reprojected"), CHIPS
-    ):
+    for op, arch in itertools.product(("decode_kv", "decode_absorbed", "decode_reprojected"), CHIPS):
         common: dict[str, Any] = {"op": op, "shape": "opt-13b", "dtype": "bfloat16", "arch": arch}
         cases.append(KernelCase(**common, variant="shared blocks"))
         cases.append(KernelCase(**common, variant="one row", num_rows=1))
@@ -429,8 +427,7 @@ def as_text(rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned for a terminal."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
 
 
@@ -478,9 +475,7 @@ def write(outcomes: Sequence[Outcome], document: Path, results: Path) -> None:
             for outcome in outcomes:
                 if isinstance(outcome.report, kind):
                     o, values = outcome, dataclasses.asdict(outcome.report)
-                    writer.writerow(
-                        [o.kernel, o.op, o.shape, o.dtype, o.num_devices, o.arch, *values.values()]
-                    )
+                    writer.writerow([o.kernel, o.op, o.shape, o.dtype, o.num_devices, o.arch, *values.values()])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

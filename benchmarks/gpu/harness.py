@@ -236,11 +236,7 @@ def ceilings(out: Path) -> dict[str, float]:
 
 def floor_s(num_bytes: float, flop: float, rates: dict[str, float]) -> float:
     """The larger of the times that bytes and operations take at the measured rates; 0 where they were not measured."""
-    times = [
-        amount / rates[rate]
-        for amount, rate in ((num_bytes, "bytes_s"), (flop, "flop_s"))
-        if rates[rate]
-    ]
+    times = [amount / rates[rate] for amount, rate in ((num_bytes, "bytes_s"), (flop, "flop_s")) if rates[rate]]
     return max(times, default=0.0)
 
 

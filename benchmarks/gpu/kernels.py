@@ -91,10 +91,7 @@ def bandwidth(stage: Stage) -> list[str]:
         return {"gb_s": 2e-9 * times * elements / median, "ms": 1e3 * median, "spread_ms": 1e3 * spread}
 
     def product(size: int, dtype: str) -> dict[str, Any]:
-        a, b = (
-            problems._random(jax.random.key(i), (size, size), jnp.dtype(dtype), 1.0)
-            for i in range(2)
-        )
+        a, b = (problems._random(jax.random.key(i), (size, size), jnp.dtype(dtype), 1.0) for i in range(2))
         compiled = jax.jit(jnp.dot)
         median, spread = time_it(lambda: compiled(a, b))
         return {"tflop_s": 2e-12 * size**3 / median, "ms": 1e3 * median, "spread_ms": 1e3 * spread}
@@ -142,9 +139,7 @@ def _checks(tiny: bool) -> Iterator[_Check]:
     modest = (0, 1, 15, 16, 17, 129, 300, 700)
     for name in ("opt-13b", "llama-2-7b", "opt-66b", "opt-6.7b", "llama-3-8b", "gpt-neox-20b"):
         shape = shapes.PUBLISHED[name]
-        for op, (dtype, ranges) in itertools.product(
-            problems.ops_for(shape), (("bfloat16", False), ("float16", True))
-        ):
+        for op, (dtype, ranges) in itertools.product(problems.ops_for(shape), (("bfloat16", False), ("float16", True))):
             yield _Check(shape=shape, op=op, dtype=dtype, ranges=ranges, lens=modest, chunk=130)
     variants = (("bfloat16", False), ("float16", True), ("float32", True), ("bfloat16", True))
     for dtype, ranges in variants:
@@ -301,7 +296,13 @@ def _timed(tiny: bool) -> Iterator[Timed]:
     for tokens in (small, large):
         for kernel, op in [*((op, op) for op in _DECODE), *_PARTS, _PEERS[0]]:
             yield Timed(kernel=kernel, op=op, shape=opt13, tokens=tokens, batch=64)
-    yield Timed(kernel="decode_v_absorbed", op="decode_v_absorbed", shape=shapes.PUBLISHED["llama-2-7b"], tokens=middle, batch=64)
+    yield Timed(
+        kernel="decode_v_absorbed",
+        op="decode_v_absorbed",
+        shape=shapes.PUBLISHED["llama-2-7b"],
+        tokens=middle,
+        batch=64,
+    )
     others = [shapes.PUBLISHED[name] for name in ("opt-6.7b", "opt-66b")]
     for shape, tokens in itertools.product(others, (middle, small, large)):
         for op in _DECODE:
@@ -394,10 +395,7 @@ def _half_of_absorbed(half: str, ops: AttentionOps, a: Arrays) -> Any:
 
 def _gather_einsum(kv_heads: int, head_dim: int, a: Arrays) -> Any:
     """Padded to the longest row, masked, as one would write it without a kernel."""
-    keys, values = (
-        a["pool"][a["tables"][:, i]].reshape(a["q"].shape[0], -1, kv_heads, head_dim)
-        for i in range(2)
-    )
+    keys, values = (a["pool"][a["tables"][:, i]].reshape(a["q"].shape[0], -1, kv_heads, head_dim) for i in range(2))
     group = a["q"].shape[1] // kv_heads
     q = a["q"].reshape(-1, kv_heads, group, head_dim)
     scores = jnp.einsum("bkgh,bskh->bkgs", q, keys, preferred_element_type=jnp.float32)
@@ -455,7 +453,9 @@ def kernels(stage: Stage) -> list[str]:
         seconds, spread = time_call(lambda: program(shared, own), tiny=stage.tiny)
         seconds, spread = seconds / len(own), spread / len(own)
         lens = problems.ragged(case.tokens, case.batch, 2) if case.tokens else [0] * case.batch
-        work = problems.work_of(case.op, case.shape, lens, jnp.dtype(case.dtype).itemsize, case.chunk, case.hidden_prefix)
+        work = problems.work_of(
+            case.op, case.shape, lens, jnp.dtype(case.dtype).itemsize, case.chunk, case.hidden_prefix
+        )
         if case.kernel.startswith("absorbed "):  # one of two kernels does half of the work
             work = dataclasses.replace(work, moved_bytes=work.num_bytes, flop=work.flop / 2)
         floor = floor_s(work.num_bytes, work.flop, rates)
@@ -470,7 +470,9 @@ def kernels(stage: Stage) -> list[str]:
     for case, program in stage.compiled(lowered(), lambda case: case.name, workers=num_workers(), together=16):
         if stage.wanted(table, case.name):
             stage.run(table, case.name, functools.partial(measure, case, program))
-    lines = [f"{'kernel':32s}{'shape':12s}{'tokens':>8s}{'batch':>6s}{'us':>9s}{'GB/s':>7s}{'TF/s':>7s}{'floor':>7s}{'design':>7s}"]
+    lines = [
+        f"{'kernel':32s}{'shape':12s}{'tokens':>8s}{'batch':>6s}{'us':>9s}{'GB/s':>7s}{'TF/s':>7s}{'floor':>7s}{'design':>7s}"
+    ]
     for row in _rows(stage):
         if row["status"] == "ok" and row["batch"] in ("64", "1", "4", "2"):
             lines.append(

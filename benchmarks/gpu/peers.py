@@ -49,7 +49,9 @@ def _median_s(torch: Any, call: Callable[[int], Any], tiny: bool) -> float:
     return sorted(times)[2]
 
 
-def _cases(torch: Any, shape: AttentionShape, tokens: int, batch: int, dtype: Any, device: str) -> dict[str, tuple[str, Callable[[], Callable[[int], Any]]]]:
+def _cases(
+    torch: Any, shape: AttentionShape, tokens: int, batch: int, dtype: Any, device: str
+) -> dict[str, tuple[str, Callable[[], Callable[[int], Any]]]]:
     """By name: the op that it is a peer of, and what makes its call."""
     heads, kv, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
     lens = problems.ragged(tokens, batch, seed=2)
@@ -150,7 +152,13 @@ def peers(stage: Stage) -> list[str]:
             "of_floor": floor_s(work.num_bytes, work.flop, rates) / seconds, "torch": torch.__version__,
         }  # fmt: skip
 
-    names = ("torch gather + sdpa", "torch sdpa", "torch sdpa, equal rows", "torch gather + matmul", "torch flex_attention")
+    names = (
+        "torch gather + sdpa",
+        "torch sdpa",
+        "torch sdpa, equal rows",
+        "torch gather + matmul",
+        "torch flex_attention",
+    )
     for shape, tokens, batch in sizes:
         for name in names:
             case = f"{name} {shape.name} {tokens} {batch}"
@@ -160,6 +168,10 @@ def peers(stage: Stage) -> list[str]:
                     torch.cuda.empty_cache()
     lines = []
     for row in read_rows(table.path):
-        done = f"{float(row['us']):9.1f} us {float(row['gb_s']):6.0f} GB/s {float(row['of_floor']):5.2f} of the floor" if row["status"] == "ok" else row["status"][:90]
+        done = (
+            f"{float(row['us']):9.1f} us {float(row['gb_s']):6.0f} GB/s {float(row['of_floor']):5.2f} of the floor"
+            if row["status"] == "ok"
+            else row["status"][:90]
+        )
         lines.append(f"{row['case']:46s} {done}")
     return [*lines, f"{stage.num_skipped} not reached"]

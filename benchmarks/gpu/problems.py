@@ -87,9 +87,7 @@ def random_pool(seed: int, num_blocks: int, lane: int, dtype: str) -> Any:
             start = jnp.minimum(i * size, max(0, num_blocks - size))
             return jax.lax.dynamic_update_slice_in_dim(out, rows[:num_blocks], start, axis=0)
 
-        return jax.lax.fori_loop(
-            0, 16, piece, jnp.zeros((num_blocks, BLOCK_SIZE * lane), jnp.dtype(dtype))
-        )
+        return jax.lax.fori_loop(0, 16, piece, jnp.zeros((num_blocks, BLOCK_SIZE * lane), jnp.dtype(dtype)))
 
     return pool(jax.random.key(seed))
 
@@ -195,7 +193,9 @@ class Work:
     flop: float
 
 
-def work_of(op: str, shape: AttentionShape, lens: Sequence[int], itemsize: int, chunk: int = 0, hidden_prefix: bool = False) -> Work:
+def work_of(
+    op: str, shape: AttentionShape, lens: Sequence[int], itemsize: int, chunk: int = 0, hidden_prefix: bool = False
+) -> Work:
     """Bytes and operations of a decode op, or of a `prefill` over prefixes of one kind; results in float32."""
     n, h, d, e, r = (
         shape.num_heads, shape.head_dim, shape.hidden_size, shape.lane, shape.rotary_dim,

@@ -92,7 +92,17 @@ def _in_processes(name: str, budget_s: float, ends: float, args: argparse.Namesp
         left = budget_s - (time.monotonic() - begin)
         if left <= 0:
             break
-        command = [sys.executable, "-m", "benchmarks.gpu.run", "--child", name, "--out", str(args.out), "--seconds", f"{left:.1f}"]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.run",
+            "--child",
+            name,
+            "--out",
+            str(args.out),
+            "--seconds",
+            f"{left:.1f}",
+        ]
         command += ["--only", args.only, "--arrivals-s", str(args.arrivals_s)]
         command += ["--tiny"] if args.tiny else []
         command += ["--resume"] if resume else []
@@ -119,9 +129,7 @@ def _in_processes(name: str, budget_s: float, ends: float, args: argparse.Namesp
             case = marker.read_text()
             _blame(args.out / f"{name}.csv", case, status)
             notes.append(f"{case}: ended the process ({status})")
-        elif (
-            careful or isinstance(status, str) or status == 1
-        ):  # 1: a Python error, nothing to find
+        elif careful or isinstance(status, str) or status == 1:  # 1: a Python error, nothing to find
             notes.append(f"ended ({status}); its own output is above")
             break
         careful = careful or status != HUNG
@@ -140,14 +148,10 @@ def _blame(path: Path, case: str, status: int | str) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for CSV and JSON files")
     parser.add_argument("--stages", default=",".join(DEFAULT), help=f"of {', '.join(BUDGETS_S)}")
-    parser.add_argument(
-        "--seconds", type=float, help="for all stages together; by default 460 for the default ones"
-    )
+    parser.add_argument("--seconds", type=float, help="for all stages together; by default 460 for the default ones")
     parser.add_argument("--only", default="", help="run cases whose names contain this")
     parser.add_argument("--resume", action="store_true", help="keep rows that are there, run the rest")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")

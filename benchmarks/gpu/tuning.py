@@ -116,9 +116,7 @@ def _trials(chip: str, tiny: bool) -> Iterator[_Trial]:
         return case, (tunable.kernel, chip, shape.num_heads, width), default
 
     def of_prefill(tunable: _Tunable, shape: AttentionShape) -> tuple[Timed, tuple[Any, ...], Any]:
-        case = Timed(
-            kernel=tunable.timed, op="prefill", shape=shape, tokens=4096, batch=4, chunk=512
-        )
+        case = Timed(kernel=tunable.timed, op="prefill", shape=shape, tokens=4096, batch=4, chunk=512)
         key = (tunable.kernel, chip)
         return case, key, _table_of(tunable)[key]
 
@@ -129,9 +127,7 @@ def _trials(chip: str, tiny: bool) -> Iterator[_Trial]:
             case, key, default = (of_prefill if tunable.prefill else of_decode)(tunable, shape)
             choices = {"warps": (8,)} if tiny else {**tunable.choices, **_COMMON}
             for tile in _neighbours(default, choices, changed):
-                yield _Trial(
-                    tunable=tunable, case=case, key=key, tile=tile, default=tile == default
-                )
+                yield _Trial(tunable=tunable, case=case, key=key, tile=tile, default=tile == default)
 
 
 def tune(stage: Stage) -> list[str]:

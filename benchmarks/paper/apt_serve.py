@@ -114,9 +114,7 @@ _load_trace = functools.cache(load_trace)
 """Read once a process: parsing takes a tenth of a short run."""
 
 
-def _simulate(
-    config: SimulationConfig, on_step: Callable[[Engine], None] | None = None
-) -> SimulationResult:
+def _simulate(config: SimulationConfig, on_step: Callable[[Engine], None] | None = None) -> SimulationResult:
     hardware = load_hardware(config.model, config.hardware, config.num_devices)
     workload = draw_workload(fitting(_load_trace(config.trace), hardware, config), config)
     return simulate(config, hardware=hardware, workload=workload, on_step=on_step)
@@ -192,9 +190,7 @@ _STEPS = 3
 """Rates tried are powers of two in thirds, the same for all systems, so that curves can be compared point by point."""
 
 
-def crossings(
-    config: SimulationConfig, wanted: Sequence[float], starts: Sequence[float]
-) -> dict[str, Any]:
+def crossings(config: SimulationConfig, wanted: Sequence[float], starts: Sequence[float]) -> dict[str, Any]:
     """The rates at which attainment falls to each of `wanted` (falling shares), and attainment at the rates tried.
 
     Brackets each share between neighbouring rates by doubling steps and bisection, and interpolates in the log of the
@@ -309,14 +305,10 @@ def fig2(runs: Runs) -> None:
     for target, rate in (("S31-lim26", 2.6), ("S31-lim30", 3.0)):
         for key, text in (("full", "no room for a mean request"), ("waiting", "requests wait")):
             rises = mean(percent(results[3.0], key)) > mean(percent(results[2.6], key))
-            rows.append(
-                compare(target, percent(results[rate], key), agrees=rises, variant=text, requests=n)
-            )
-    lost = [
-        mean(percent(r, "ttft")) < mean(percent(r, "tbt"))
-        for r in results.values()
-        if mean(percent(r)) < 99
-    ] or [False]
+            rows.append(compare(target, percent(results[rate], key), agrees=rises, variant=text, requests=n))
+    lost = [mean(percent(r, "ttft")) < mean(percent(r, "tbt")) for r in results.values() if mean(percent(r)) < 99] or [
+        False
+    ]
     rows.append(claim("C-fig1", "Fig 1, 2b", "loss is in TTFT: TTFT attainment below TBT's, where any is lost", lost))
     figure, ((left, right),) = new_figure(1, 2)
     for key in ("slo", "ttft", "tbt"):
@@ -361,10 +353,7 @@ def fig4(runs: Runs) -> None:
         {"policy": policy, "rate": rate, **cells(r), "requests": runs.num_requests}
         for (policy, rate), r in results.items()
     ]
-    above = [
-        mean(percent(results["random", rate])) >= mean(percent(results["fcfs", rate]))
-        for rate in rates
-    ]
+    above = [mean(percent(results["random", rate])) >= mean(percent(results["fcfs", rate])) for rate in rates]
     runs_of_missed = [
         _mean_cluster(results["fcfs", at][i], 1.0) > _mean_cluster(results["random", at][i], 1.0)
         for i in range(len(runs.seeds))
@@ -380,9 +369,7 @@ def fig4(runs: Runs) -> None:
         first = results[policy, at][0]
         axes[0][1].plot(first["ttft_s"], ".", markersize=3, label=policy)
         axes[0][2].plot(first["tbt_s"], ".", markersize=3, label=policy)
-    label(
-        axes[0][0], "requests/s", "attainment (%)", f"ShareGPT, 13B, {runs.num_requests} requests"
-    )
+    label(axes[0][0], "requests/s", "attainment (%)", f"ShareGPT, 13B, {runs.num_requests} requests")
     label(axes[0][1], "request", "TTFT (s)", f"{at:g} requests/s")
     label(axes[0][2], "request", "P99 TBT (s)", f"{at:g} requests/s")
     for axis in axes[0]:
@@ -455,9 +442,7 @@ def _rates(results: Sequence[Mapping[str, Any]], share: float) -> np.ndarray:
     return np.array([r["rates"][WANTED.index(share)] for r in results])
 
 
-def _effective_table(
-    runs: Runs, found: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]
-) -> Rows:
+def _effective_table(runs: Runs, found: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]) -> Rows:
     return [
         {
             "dataset": dataset,
@@ -509,9 +494,7 @@ def fig8(runs: Runs) -> None:
     """Fig. 8 and §6.3: effective throughput of five systems, three data sets, three models."""
     models = ("13B",) if runs.quick else tuple(MODELS)
     datasets = ("HumanEval",) if runs.quick else tuple(TRACES)
-    found = _effective(
-        runs, "fig8", [(d, m, s) for d in datasets for m in models for s in FIG8_SYSTEMS]
-    )
+    found = _effective(runs, "fig8", [(d, m, s) for d in datasets for m in models for s in FIG8_SYSTEMS])
     rows = []
     n = runs.num_requests
     for share in WANTED:
@@ -520,10 +503,7 @@ def fig8(runs: Runs) -> None:
             for baseline in BASELINES:
                 ratios = {  # (models, seeds)
                     d: np.array(
-                        [
-                            _rates(found[d, m, apt], share) / _rates(found[d, m, baseline], share)
-                            for m in models
-                        ]
+                        [_rates(found[d, m, apt], share) / _rates(found[d, m, baseline], share) for m in models]
                     )
                     for d in datasets
                 }
@@ -551,9 +531,7 @@ def fig8(runs: Runs) -> None:
                 gain = {s: (_rates(ours, s) / _rates(base, s)).mean() for s in WANTED}
                 larger.append(bool(gain[0.6] > gain[0.9]))
                 ahead += [
-                    bool(_rates(ours, s).mean() > _rates(found[d, m, b], s).mean())
-                    for s in WANTED
-                    for b in BASELINES
+                    bool(_rates(ours, s).mean() > _rates(found[d, m, b], s).mean()) for s in WANTED for b in BASELINES
                 ]
         rows.append(claim("C-fig8-60", "Sec 6.3", "gain over vLLM is larger at 60 % than at 90 %", larger, variant=apt))
         rows.append(claim("C-fig8-best", "Fig 8", "above every baseline", ahead, variant=apt))
@@ -602,13 +580,13 @@ def fig11(runs: Runs) -> None:
                 for share in WANTED
             ]
             name = "sarathi" if other == SARATHI else "apt"
-            rows.append(claim(f"C-fig11-{name}", "Fig 11", f"Apt-Serve-S is above {other} at 90 and 60 %", holds, variant=cache))
+            rows.append(
+                claim(f"C-fig11-{name}", "Fig 11", f"Apt-Serve-S is above {other} at 90 and 60 %", holds, variant=cache)
+            )
     finish(runs, "fig11", _effective_table(runs, found), rows, _draw_row(found, datasets))
 
 
-def _draw_row(
-    found: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]], datasets: Sequence[str]
-) -> Any:
+def _draw_row(found: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]], datasets: Sequence[str]) -> Any:
     figure, axes = new_figure(1, len(datasets))
     for axis, dataset in zip(axes[0], datasets, strict=True):
         for (d, _, system), results in found.items():
@@ -773,7 +751,12 @@ def table4(runs: Runs) -> None:
         place = _TABLE45_SHAPES[d, scale].index(rate)
         name = f"{d}-{_TABLE45_SHAPES[d, 0.6 if d == 'LongBench' else 1.0][place]:g}-cv{cv:g}"
         paper = {of: targets()[f"T{4 if of != 'fcfs' else 5}-{name}-{of}"].number for of in ("kv", "hybrid", "fcfs")}
-        for system, base in (("hybrid", "kv"), ("hybrid, true rho", "kv"), ("hybrid, violated not counted", "kv"), ("hybrid", "fcfs")):
+        for system, base in (
+            ("hybrid", "kv"),
+            ("hybrid, true rho", "kv"),
+            ("hybrid, violated not counted", "kv"),
+            ("hybrid", "fcfs"),
+        ):
             if system not in cell:
                 continue
             gain, half = paired(cell[system], cell[base])
@@ -786,11 +769,7 @@ def table4(runs: Runs) -> None:
         if scale == 1.0 and d == "LongBench":
             continue  # at other rates than the paper's: the gains alone are comparable
         for target, system in ((f"T4-{name}-kv", "kv"), (f"T4-{name}-hybrid", "hybrid"), (f"T5-{name}-fcfs", "fcfs")):
-            rows.append(
-                compare(
-                    target, cell[system], variant=outputs, requests=_table45_size(runs, shape)[0]
-                )
-            )
+            rows.append(compare(target, cell[system], variant=outputs, requests=_table45_size(runs, shape)[0]))
         if "fcfs, as released" in cell:
             rows.append(
                 compare(
@@ -804,8 +783,24 @@ def table4(runs: Runs) -> None:
         of = [g for g in gains if g["system"] == system and g["over"] == "kv"]
         if not of:
             continue
-        rows.append(claim("C-T4", "Table 4", "hybrid cache is not significantly worse than KV", [g["gain"] >= -g["half_width"] for g in of], variant=system))
-        rows.append(claim("C-T4+", "Table 4", "hybrid cache is significantly better than KV", [g["gain"] > g["half_width"] for g in of], variant=system))
+        rows.append(
+            claim(
+                "C-T4",
+                "Table 4",
+                "hybrid cache is not significantly worse than KV",
+                [g["gain"] >= -g["half_width"] for g in of],
+                variant=system,
+            )
+        )
+        rows.append(
+            claim(
+                "C-T4+",
+                "Table 4",
+                "hybrid cache is significantly better than KV",
+                [g["gain"] > g["half_width"] for g in of],
+                variant=system,
+            )
+        )
     adaptive = [g["gain"] > g["half_width"] for g in gains if g["over"] == "fcfs"]
     rows.append(claim("C-T5", "Table 5", "adaptive schedule is significantly above FCFS", adaptive))
     write_csv(runs.out / "apt_serve_table4_gains.csv", gains)
@@ -864,7 +859,11 @@ def fig10(runs: Runs) -> None:
     n = runs.num_requests
     for d in datasets:
         fcfs = percent(results[d, "FCFS"])
-        rows.append(compare(f"S66-{d}-fcfs", fcfs, agrees=mean(fcfs) < mean(percent(results[d, "Apt-Serve, hybrid"])), requests=n))
+        rows.append(
+            compare(
+                f"S66-{d}-fcfs", fcfs, agrees=mean(fcfs) < mean(percent(results[d, "Apt-Serve, hybrid"])), requests=n
+            )
+        )
         for cache in ("KV", "hybrid"):
             apt = percent(results[d, f"Apt-Serve, {cache}"])
             rows.append(compare(f"S66-{d}-apt", apt, agrees=mean(apt) > mean(fcfs), variant=cache, requests=n))
@@ -878,15 +877,22 @@ def fig10(runs: Runs) -> None:
             )
             for i in range(len(runs.seeds))
         ]  # fmt: skip
-        rows.append(compare("S66-starve", starved, variant=f"TTFT over {_STARVED:g} times its objective, {cache}", agrees=mean(starved) > 0, requests=n))
+        rows.append(
+            compare(
+                "S66-starve",
+                starved,
+                variant=f"TTFT over {_STARVED:g} times its objective, {cache}",
+                agrees=mean(starved) > 0,
+                requests=n,
+            )
+        )
 
         def tail(name: str, d: str) -> float:
             return mean([float(np.percentile(r["ttft_s"], 99)) for r in results[d, name]])
 
         shorter = [tail(f"Apt-Serve*, {cache}", d) < tail(f"Apt-Serve, {cache}", d) for d in datasets]
         above = [
-            mean(percent(results[d, f"Apt-Serve*, {cache}"])) > mean(percent(results[d, "FCFS"]))
-            for d in datasets
+            mean(percent(results[d, f"Apt-Serve*, {cache}"])) > mean(percent(results[d, "FCFS"])) for d in datasets
         ]
         rows += [
             claim("C-fig10-tail", "Fig 10", "factor 0.4: P99 of TTFT is below that without", shorter, variant=cache),
@@ -927,10 +933,7 @@ def table6(runs: Runs) -> None:
         paper = targets()[f"T6-{n}"].number
         for variant, ms in (("solve_greedy", solver), ("AptPolicy.schedule", whole)):
             rows.append(compare(f"T6-{n}", ms, agrees=ms < paper, variant=variant))
-    rows += [
-        compare("S66-decode50", 1e3 * step_s, variant=variant)
-        for variant, step_s in _decode_steps(50)
-    ]
+    rows += [compare("S66-decode50", 1e3 * step_s, variant=variant) for variant, step_s in _decode_steps(50)]
     finish(runs, "table6", table, rows)
 
 
@@ -1055,8 +1058,7 @@ def fig12(runs: Runs) -> None:
     pairs = [(d, m, rate) for d, m, s, rate in keys if s == VLLM]
     for key, text in (("slo", "SLO"), ("ttft", "TTFT")):
         above = [
-            mean(percent(results[d, m, APT_KV, rate], key))
-            >= mean(percent(results[d, m, VLLM, rate], key))
+            mean(percent(results[d, m, APT_KV, rate], key)) >= mean(percent(results[d, m, VLLM, rate], key))
             for d, m, rate in pairs
         ]
         rows.append(claim(f"C-fig12-{key}", "Fig 12", f"{text} attainment at or above vLLM", above))
@@ -1120,15 +1122,17 @@ def report(path: Path) -> str:
         means = {}
         with path.with_name("apt_serve_table4.csv").open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                means[
-                    row["dataset"], row["output_scale"], row["rate"], row["cv"], row["system"]
-                ] = row
+                means[row["dataset"], row["output_scale"], row["rate"], row["cv"], row["system"]] = row
         lines = []
         for row in gains:
             if row["system"] != "hybrid" or row["over"] != "kv":
                 continue
             shape = (row["cell"].split("-")[0], row["output_scale"], row["rate"], row["cv"])
-            of = {(g["system"], g["over"]): g for g in gains if (g["cell"], g["output_scale"]) == (row["cell"], row["output_scale"])}
+            of = {
+                (g["system"], g["over"]): g
+                for g in gains
+                if (g["cell"], g["output_scale"]) == (row["cell"], row["output_scale"])
+            }
             kv, hybrid = means[*shape, "kv"], means[*shape, "hybrid"]
 
             def gain(system: str, over: str, of: dict[tuple[str, str], dict[str, str]] = of) -> str:
@@ -1146,10 +1150,21 @@ def report(path: Path) -> str:
                 f"{float(of['hybrid', 'fcfs']['paper_gain']):+.1f}", gain("hybrid", "fcfs"),
                 f"{float(kv['tokens_per_s']):.0f}, {float(hybrid['tokens_per_s']):.0f}", row["seeds"] + " × " + row["requests"],
             ))  # fmt: skip
-        head = ("cell", "over 100 gaps", "KV", "paper", "gain of hybrid: paper", "rho 70 µs", "rho 15.9 µs", "rho 70 µs, violated not counted", "gain over FCFS: paper", "ours", "tokens/s KV, hybrid", "seeds × requests")
-        table(
-            "Tables 4 and 5, attainment in %, paired differences with 95 % intervals", head, lines
+        head = (
+            "cell",
+            "over 100 gaps",
+            "KV",
+            "paper",
+            "gain of hybrid: paper",
+            "rho 70 µs",
+            "rho 15.9 µs",
+            "rho 70 µs, violated not counted",
+            "gain over FCFS: paper",
+            "ours",
+            "tokens/s KV, hybrid",
+            "seeds × requests",
         )
+        table("Tables 4 and 5, attainment in %, paired differences with 95 % intervals", head, lines)
     rest = [
         (f"{row['where']}: {row['metric']} {row['dataset']} {row['setting']}".strip(), variant, row["paper"] + " " + row["unit"], cell(target, variant))
         for (target, variant), row in found.items()
@@ -1197,11 +1212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "report":
         print(report(args.out / "apt_serve_targets.csv"))
         return 0
-    wanted = (
-        list(COMMANDS)
-        if args.command == "all"
-        else [_ALIASES.get(str(args.command), str(args.command))]
-    )
+    wanted = list(COMMANDS) if args.command == "all" else [_ALIASES.get(str(args.command), str(args.command))]
     for name in wanted:
         function, args.default_requests, args.default_seeds = COMMANDS[name]
         print(f"--- {name}: {(function.__doc__ or '').splitlines()[0]}", flush=True)

@@ -91,9 +91,7 @@ VARIANTS: dict[str, Callable[[], Policy]] = {
     "round-robin-phases": lambda: RoundRobinPolicy(mixed=False),
     "bros-groups": lambda: BrosPolicy(token_group=8),
     "bros-any": lambda: BrosPolicy(replacement="any", most_replacements=None),
-    "bros-literal": lambda: BrosPolicy(
-        aging_tokens_per_s=0.0, replacement="any", most_replacements=None
-    ),
+    "bros-literal": lambda: BrosPolicy(aging_tokens_per_s=0.0, replacement="any", most_replacements=None),
 }
 """Policies that have no name, or have one with other settings."""
 
@@ -154,9 +152,7 @@ class Watched:
 class Feed:
     """An engine in virtual time, with RT requests at their arrivals and batches of BE requests one after the other."""
 
-    def __init__(
-        self, case: Mixed, real_time: Trace, arrival_s: np.ndarray, rng: np.random.Generator
-    ) -> None:
+    def __init__(self, case: Mixed, real_time: Trace, arrival_s: np.ndarray, rng: np.random.Generator) -> None:
         self.case, self.real_time, self.arrival_s, self.rng = case, real_time, arrival_s, rng
         name, devices, _, budget = MODELS[case.model]
         hardware = load_hardware(case.model, name, devices)
@@ -177,9 +173,7 @@ class Feed:
             max_num_seqs=case.max_num_seqs,
         )
         self.policy = Watched(
-            VARIANTS[case.policy]()
-            if case.policy in VARIANTS
-            else make_policy(config=config, seed=case.seed)
+            VARIANTS[case.policy]() if case.policy in VARIANTS else make_policy(config=config, seed=case.seed)
         )
         self.engine = Engine(
             self.executor,
@@ -314,9 +308,7 @@ class Options:
     def points(self) -> list[tuple[str, float]]:
         """Model and rate, 15 a data set in the paper; of nine, the lowest, the middle and the highest rate of each."""
         step = 1 if self.num_points == 15 else 2
-        points = [
-            (model, rate) for model, (_, _, rates, _) in MODELS.items() for rate in rates[::step]
-        ]
+        points = [(model, rate) for model, (_, _, rates, _) in MODELS.items() for rate in rates[::step]]
         return points if self.num_points > 2 else points[1:3]
 
     def case(self, policy: str, dataset: str, point: tuple[str, float], seed: int) -> Mixed:
@@ -338,32 +330,22 @@ Results = dict[Mixed, dict[str, Any]]
 def _measure(options: Options, policies: Sequence[str], name: str) -> Results:
     cases = [
         options.case(policy, dataset, point, seed)
-        for point, dataset, seed, policy in itertools.product(
-            options.points, DATASETS, options.seeds, policies
-        )
+        for point, dataset, seed, policy in itertools.product(options.points, DATASETS, options.seeds, policies)
     ]
     results = run_cases(cases, options.store, options.workers)
-    write_csv(
-        options.out / f"bros_{name}.csv", [{**dataclasses.asdict(c), **results[c]} for c in cases]
-    )
+    write_csv(options.out / f"bros_{name}.csv", [{**dataclasses.asdict(c), **results[c]} for c in cases])
     return results
 
 
-def _by_seed(
-    options: Options, results: Results, policy: str, dataset: str, metric: str
-) -> list[float]:
+def _by_seed(options: Options, results: Results, policy: str, dataset: str, metric: str) -> list[float]:
     """Mean over the cases of a data set, one a seed."""
     return [
-        float(
-            np.mean([results[options.case(policy, dataset, p, s)][metric] for p in options.points])
-        )
+        float(np.mean([results[options.case(policy, dataset, p, s)][metric] for p in options.points]))
         for s in options.seeds
     ]
 
 
-def _plot(
-    options: Options, results: Results, policies: Sequence[str], metrics: dict[str, str], name: str
-) -> None:
+def _plot(options: Options, results: Results, policies: Sequence[str], metrics: dict[str, str], name: str) -> None:
     models = list(dict.fromkeys(model for model, _ in options.points))
     panels = list(itertools.product(DATASETS, metrics))
     figure, axes = new_figure(len(panels), len(models), height=2.3)
@@ -373,10 +355,7 @@ def _plot(
             for policy in policies:
                 values = np.array(
                     [
-                        [
-                            results[options.case(policy, dataset, (model, r), s)][metric]
-                            for r in rates
-                        ]
+                        [results[options.case(policy, dataset, (model, r), s)][metric] for r in rates]
                         for s in options.seeds
                     ]
                 )
@@ -397,18 +376,12 @@ def _plot(
 def fig10(options: Options) -> list[Row]:
     results = _measure(options, tuple(POLICIES), "fig10_11")
     rows = []
-    for dataset, (other, tag) in itertools.product(
-        DATASETS, (("fcfs", "vllm"), ("round-robin", "rr"))
-    ):
+    for dataset, (other, tag) in itertools.product(DATASETS, (("fcfs", "vllm"), ("round-robin", "rr"))):
         for kind, metric in (("lat", "normalised_latency_s"), ("be", "be_per_s")):
             ours, theirs = (_by_seed(options, results, p, dataset, metric) for p in ("bros", other))
             cut = [100 * (1 - a / b) if b else 0.0 for a, b in zip(ours, theirs, strict=True)]
             target = f"B-{kind}-{dataset}-{tag}"
-            rows.append(
-                effect(target, cut)
-                if kind == "lat"
-                else compare(target, cut, agrees=float(np.mean(cut)) > 0)
-            )
+            rows.append(effect(target, cut) if kind == "lat" else compare(target, cut, agrees=float(np.mean(cut)) > 0))
     metrics = {"normalised_latency_s": "s/token", "be_per_s": "BE requests/s"}
     _plot(options, results, tuple(POLICIES), metrics, "fig10")
     return rows
@@ -436,10 +409,7 @@ def fig11(options: Options) -> list[Row]:
         never = [
             15
             / len(options.points)
-            * sum(
-                results[options.case("fcfs", dataset, p, s)]["ttft_attainment"] == 0
-                for p in options.points
-            )
+            * sum(results[options.case("fcfs", dataset, p, s)]["ttft_attainment"] == 0 for p in options.points)
             for s in options.seeds
         ]
         rows.append(compare("B-vllm-zero", never, variant=dataset))
@@ -496,18 +466,13 @@ def fig3(options: Options) -> list[Row]:
 
     cases = [case(*of) for of in itertools.product(policies, rates, options.seeds)]
     results = run_cases(cases, options.store, options.workers)
-    write_csv(
-        options.out / "bros_fig3.csv", [{**dataclasses.asdict(c), **results[c]} for c in cases]
-    )
+    write_csv(options.out / "bros_fig3.csv", [{**dataclasses.asdict(c), **results[c]} for c in cases])
     metrics = {"normalised_latency_s": "s/token", "queueing_share": "share of queueing"}
     figure, axes = new_figure(1, 2)
     rows = []
     for axis, (metric, label) in zip(axes[0], metrics.items(), strict=True):
         means = {
-            p: [
-                float(np.mean([results[case(p, r, s)][metric] for s in options.seeds]))
-                for r in rates
-            ]
+            p: [float(np.mean([results[case(p, r, s)][metric] for s in options.seeds])) for r in rates]
             for p in policies
         }
         for policy, values in means.items():
@@ -578,10 +543,7 @@ def variants(options: Options) -> list[Row]:
     metrics = ("normalised_latency_s", "ttft_attainment", "tpot_attainment", "be_per_s")
     print(f"{'':<20}" + "".join(f"{m:>22}" for m in metrics))
     for name in names:
-        of = [
-            np.mean([_by_seed(options, results, name, dataset, m) for dataset in DATASETS])
-            for m in metrics
-        ]
+        of = [np.mean([_by_seed(options, results, name, dataset, m) for dataset in DATASETS]) for m in metrics]
         print(f"{name:<20}" + "".join(f"{value:>22.4g}" for value in of))
     return []
 
@@ -605,9 +567,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--duration", type=float, help="of RT arrivals, s; default 60, quick 10")
     parser.add_argument("--be-batch", type=int, help="BE requests at once; default 256, quick 64")
-    parser.add_argument(
-        "--max-num-seqs", type=int, help="of all policies; default 256, bros and tgi 1024"
-    )
+    parser.add_argument("--max-num-seqs", type=int, help="of all policies; default 256, bros and tgi 1024")
     parser.add_argument(
         "--points",
         type=int,

@@ -43,9 +43,7 @@ def _sources(policy: str) -> str:
     """Digest of the modules that a policy's decisions come from, of the simulator and of the cost models."""
     files = set((ROOT / "apt_jax/sim/descriptions").glob("*.json"))
     files |= {ROOT / "apt_jax/sim/simulator.py", ROOT / "benchmarks/paper/infermax_fig15.py"}
-    files |= {
-        ROOT / "apt_jax/sched" / name for name in ("fcfs.py", "policy.py", "unified.py", "view.py")
-    }
+    files |= {ROOT / "apt_jax/sched" / name for name in ("fcfs.py", "policy.py", "unified.py", "view.py")}
     if policy in POLICIES:
         made = POLICIES[policy](SchedulerConfig(policy=policy), 0)
         files.add(Path(str(sys.modules[type(made).__module__].__file__)))
@@ -58,9 +56,7 @@ def _sources(policy: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def run_cases(
-    cases: Sequence[AnyCase], store: Path | None, workers: int
-) -> dict[AnyCase, dict[str, Any]]:
+def run_cases(cases: Sequence[AnyCase], store: Path | None, workers: int) -> dict[AnyCase, dict[str, Any]]:
     """Results by case; progress goes to stderr."""
     kept = Store(store)
     sources: dict[str, str] = {}
@@ -95,9 +91,7 @@ def run_cases(
     return {case: kept.get(k) or {} for case, k in keys.items()}
 
 
-def effect(
-    target_id: str, ours: Sequence[float] | float, *, variant: str = "", where: str = ""
-) -> dict[str, Any]:
+def effect(target_id: str, ours: Sequence[float] | float, *, variant: str = "", where: str = "") -> dict[str, Any]:
     """A row of the table of targets for the effect of one system over another.
 
     The sign is the paper's where ours is at least 2 % of an effect: a factor of 1.02, or 2 of a percentage.

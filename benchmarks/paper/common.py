@@ -138,13 +138,9 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def add_options(
-    parser: argparse.ArgumentParser, *, requests: int, seeds: int = 3, out: Path = RESULTS
-) -> None:
+def add_options(parser: argparse.ArgumentParser, *, requests: int, seeds: int = 3, out: Path = RESULTS) -> None:
     """Options that every command has; `requests`, `seeds` and `out` are the defaults."""
-    parser.add_argument(
-        "--quick", action="store_true", help="few requests, one seed: seconds instead of minutes"
-    )
+    parser.add_argument("--quick", action="store_true", help="few requests, one seed: seconds instead of minutes")
     parser.add_argument("--seeds", type=int, metavar="N", help=f"default {seeds}; quick: 1")
     parser.add_argument("--requests", type=int, metavar="N", help=f"default {requests}; quick: 100")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes")
@@ -233,7 +229,23 @@ class Runs:
 # --- comparison ----------------------------------------------------------------------------------------------------
 
 _CLOSE = 0.1
-_COLUMNS = ["id", "variant", "where", "metric", "dataset", "setting", "unit", "paper", "ours", "spread", "half_width", "seeds", "requests", "ratio", "verdict"]
+_COLUMNS = [
+    "id",
+    "variant",
+    "where",
+    "metric",
+    "dataset",
+    "setting",
+    "unit",
+    "paper",
+    "ours",
+    "spread",
+    "half_width",
+    "seeds",
+    "requests",
+    "ratio",
+    "verdict",
+]
 
 
 def mean(values: Sequence[float]) -> float:
@@ -320,9 +332,7 @@ def compare(
     }
 
 
-def claim(
-    claim_id: str, where: str, text: str, holds: Sequence[bool], *, variant: str = ""
-) -> dict[str, Any]:
+def claim(claim_id: str, where: str, text: str, holds: Sequence[bool], *, variant: str = "") -> dict[str, Any]:
     """A row for a statement without a number: ours is the share of the cases in which it holds."""
     share = sum(holds) / len(holds)
     said = "reproduced" if share == 1 else "same direction" if share > 0.5 else "differs"

@@ -168,9 +168,7 @@ class Offline:
         described = load_hardware("llama-2-7b", "a100-80gb")
         fitted = {"linear": linear_costs, "per-prefill": per_prefill_costs}
         costs = described.costs if self.costs == "measured" else {"reproject": fitted[self.costs]()}
-        return dataclasses.replace(
-            described, block_size=1, num_blocks=2 * self.capacity, costs=costs, fit={}
-        )
+        return dataclasses.replace(described, block_size=1, num_blocks=2 * self.capacity, costs=costs, fit={})
 
     def run(self) -> dict[str, Any]:
         prompt, output = self.lengths()
@@ -217,9 +215,7 @@ class Hour:
             best_effort=np.zeros(trace.num_requests, np.bool_),
         )
         described = load_hardware("llama-3-70b", "a100-80gb", 4)
-        hardware = dataclasses.replace(
-            described, num_blocks=2 * -(-self.capacity // described.block_size)
-        )
+        hardware = dataclasses.replace(described, num_blocks=2 * -(-self.capacity // described.block_size))
         config = SimulationConfig(
             model="llama-3-70b",
             hardware="a100-80gb",
@@ -366,9 +362,7 @@ def fig3(options: Options) -> list[Row]:
         slope, bias = np.polyfit(size, ms, 1)
         r2 = 1 - float(((ms - bias - slope * size) ** 2).sum() / ((ms - ms.mean()) ** 2).sum())
         rows.append(compare(target, r2))
-        table += [
-            {"part": part, "size": s, "ms": t, "fit_ms": bias + slope * s} for s, t in points[part]
-        ]
+        table += [{"part": part, "size": s, "ms": t, "fit_ms": bias + slope * s} for s, t in points[part]]
         axis.plot(size, ms, ".", label="measured")
         ends = np.array([size.min(), size.max()])
         axis.plot(ends, bias + slope * ends, "r", label=f"R2 = {r2:.3f}")
@@ -391,9 +385,7 @@ def _operators(directory: Path) -> dict[str, list[tuple[float, float]]]:
     ]
     lengths = [2**k for k in range(4, 17)]
     attention: dict[str, list[tuple[float, float]]] = {"decode": [], "prefill": []}
-    for phase, batch, length in itertools.product(
-        attention, (1, 2, 4, 8, 16, 32, 64, 128, 256), lengths
-    ):
+    for phase, batch, length in itertools.product(attention, (1, 2, 4, 8, 16, 32, 64, 128, 256), lengths):
         prefill = phase == "prefill"
         if (batch > 8 or length > 4096) if prefill else batch * length > 131072:
             continue
@@ -435,11 +427,7 @@ def fig4(options: Options) -> list[Row]:
             ("I-42-sar-long", "Sarathi's TPOT is below vLLM's at O = 32, I = 1024", [of(x, "sarathi", "tpot_s") < of(x, "fcfs", "tpot_s") for x in several if x[1:] == (32, 1024)]),
             ("I-42-nohy", "Sarathi without mixed steps has the most latency at I of 256 or more, O of 32 or more", [of(x, "sarathi-nohy") >= max(of(x, p) for p in policies) for x in long]),
         )  # fmt: skip
-        rows += [
-            claim(name, "Sec 4.2 / Fig 4", text, holds, variant=c)
-            for name, text, holds in claims
-            if holds
-        ]
+        rows += [claim(name, "Sec 4.2 / Fig 4", text, holds, variant=c) for name, text, holds in claims if holds]
         panels: list[Panel] = [
             (
                 f"O = {o}",
@@ -478,11 +466,7 @@ def fig5(options: Options) -> list[Row]:
             rows.append(effect(target, most, variant=c, where=where))
         for policy, like in ALIKE.items():
             holds = [
-                abs(
-                    results[case(*x, policy)]["latency_s"] / results[case(*x, like)]["latency_s"]
-                    - 1
-                )
-                <= 0.1
+                abs(results[case(*x, policy)]["latency_s"] / results[case(*x, like)]["latency_s"] - 1) <= 0.1
                 for x in cells
                 if x[0] == c
             ]
@@ -492,10 +476,7 @@ def fig5(options: Options) -> list[Row]:
             (
                 f"O = {o}",
                 label,
-                {
-                    shown(p): (prompts, [results[case(c, o, i, p)][m] for i in prompts])
-                    for p in BASES
-                },
+                {shown(p): (prompts, [results[case(c, o, i, p)][m] for i in prompts]) for p in BASES},
             )
             for m, label in METRICS
             for o in outputs
@@ -507,9 +488,7 @@ def fig5(options: Options) -> list[Row]:
 def fig6(options: Options) -> list[Row]:
     prompts, outputs, costs = options.prompts, options.outputs, options.costs
     case = functools.partial(_high, options)
-    results = options.run(
-        [case(*cell, p) for cell in itertools.product(costs, outputs, prompts) for p in BASES]
-    )
+    results = options.run([case(*cell, p) for cell in itertools.product(costs, outputs, prompts) for p in BASES])
     write_csv(options.out / "infermax_fig6.csv", _rows(results))
     rows = []
     for c in costs:
@@ -549,13 +528,9 @@ def fig8(options: Options) -> list[Row]:
     shown_here = ("algorithm-1", *TWINS)
 
     def case(c: str, i: int, p: str) -> Offline:
-        return Offline(
-            policy=p, num_requests=num, prompt=i, output=output, capacity=capacity, costs=c
-        )
+        return Offline(policy=p, num_requests=num, prompt=i, output=output, capacity=capacity, costs=c)
 
-    results = options.run(
-        list(itertools.starmap(case, itertools.product(costs, prompts, shown_here)))
-    )
+    results = options.run(list(itertools.starmap(case, itertools.product(costs, prompts, shown_here))))
     kind = "" if costs == COSTS[:1] else "_" + "_".join(costs)
     write_csv(options.out / f"infermax_fig8{kind}.csv", _rows(results))
     targets = {
@@ -585,10 +560,7 @@ def fig8(options: Options) -> list[Row]:
             (
                 "",
                 label,
-                {
-                    shown(p): (prompts, [results[case(c, i, p)][m] for i in prompts])
-                    for p in shown_here
-                },
+                {shown(p): (prompts, [results[case(c, i, p)][m] for i in prompts]) for p in shown_here},
             )
             for m, label in (*METRICS, ("running", "running requests"))
         ]
@@ -611,16 +583,13 @@ def fig9(options: Options) -> list[Row]:
     def case(c: str, m: int, i: int, p: str) -> Offline:
         return Offline(policy=p, num_requests=num, prompt=i, output=32, capacity=m, costs=c)
 
-    results = options.run(
-        [case(c, m, i, p) for c in costs for m in capacities for i in prompts(m) for p in twins]
-    )
+    results = options.run([case(c, m, i, p) for c in costs for m in capacities for i in prompts(m) for p in twins])
     write_csv(options.out / "infermax_fig9.csv", _rows(results))
 
     def gain(c: str, base: str, m: int) -> dict[str, float]:
         """TPS with evictions over TPS without."""
         return {
-            f"I={i}": results[case(c, m, i, base)]["tokens_per_s"]
-            / results[case(c, m, i, twin(base))]["tokens_per_s"]
+            f"I={i}": results[case(c, m, i, base)]["tokens_per_s"] / results[case(c, m, i, twin(base))]["tokens_per_s"]
             for i in prompts(m)
         }
 
@@ -642,9 +611,7 @@ def fig9(options: Options) -> list[Row]:
                 rows.append(effect(name, most, variant=bare, where=where))
         for name, m in (("I-45-real-10k", 10_000), ("I-45-real-100k", 100_000)):
             if m in capacities:
-                most, where = largest(
-                    {f"{shown(p)} {i}": 1 / g for p in bases for i, g in gain(c, p, m).items()}
-                )
+                most, where = largest({f"{shown(p)} {i}": 1 / g for p in bases for i, g in gain(c, p, m).items()})
                 rows.append(effect(name, most, variant=c, where=where))
         if (m := 1_000_000) in capacities:
             use = max(results[case(c, m, i, "sarathi")]["memory_use"] for i in prompts(m))
@@ -653,10 +620,7 @@ def fig9(options: Options) -> list[Row]:
             (
                 f"M = {m}",
                 label,
-                {
-                    shown(p): (prompts(m), [results[case(c, m, i, p)][n] for i in prompts(m)])
-                    for p in twins
-                },
+                {shown(p): (prompts(m), [results[case(c, m, i, p)][n] for i in prompts(m)]) for p in twins},
             )
             for n, label in METRICS
             for m in capacities
@@ -675,9 +639,7 @@ def fig10_12(options: Options) -> list[Row]:
     def case(c: str, mix: str, b: int, s: int, p: str) -> Offline:
         return Offline(policy=p, num_requests=b, mix=mix, costs=c, seed=s)
 
-    results = options.run(
-        list(itertools.starmap(case, itertools.product(costs, mixes, sizes, seeds, policies)))
-    )
+    results = options.run(list(itertools.starmap(case, itertools.product(costs, mixes, sizes, seeds, policies))))
     # Runs with other sizes stand beside those with all.
     part = "" if sizes == SIZES or options.quick else f"_B{max(sizes)}"
     write_csv(options.out / f"infermax_fig10_12{part}.csv", _rows(results))
@@ -695,9 +657,7 @@ def fig10_12(options: Options) -> list[Row]:
         for name, metric, ahead, behind, which in claims:
             by_seed = {
                 f"{mix} B={b} over {shown(p)}": [
-                    results[case(c, mix, b, s, p)][metric]
-                    / results[case(c, mix, b, s, ahead)][metric]
-                    for s in seeds
+                    results[case(c, mix, b, s, p)][metric] / results[case(c, mix, b, s, ahead)][metric] for s in seeds
                 ]
                 for mix, b, p in itertools.product(mixes, sizes, behind)
                 if mix in which
@@ -753,17 +713,13 @@ def sorting(options: Options) -> list[Row]:
     for c, base, policy in itertools.product(options.costs, bases, ours):
         by_seed = {
             mix: [
-                results[mixed(c, mix, s, base)]["latency_s"]
-                / results[mixed(c, mix, s, policy)]["latency_s"]
+                results[mixed(c, mix, s, base)]["latency_s"] / results[mixed(c, mix, s, policy)]["latency_s"]
                 for s in seeds
             ]
             for mix in mixes
         }
         by_seed |= {
-            f"I={i} O={o}": [
-                results[same(c, i, o, base)]["latency_s"]
-                / results[same(c, i, o, policy)]["latency_s"]
-            ]
+            f"I={i} O={o}": [results[same(c, i, o, base)]["latency_s"] / results[same(c, i, o, policy)]["latency_s"]]
             for i, o in equal
         }
         name = f"{c}, {shown(policy)} over {shown(base)}"
@@ -804,10 +760,7 @@ def fig13(options: Options) -> list[Row]:
     ]
     same_order = [
         (results[case(*x, a)]["latency_s"] < results[case(*x, b)]["latency_s"])
-        == (
-            results[case(*x, a)]["simulated_latency_s"]
-            < results[case(*x, b)]["simulated_latency_s"]
-        )
+        == (results[case(*x, a)]["simulated_latency_s"] < results[case(*x, b)]["simulated_latency_s"])
         for x in cells
         for a, b in itertools.combinations(BASES, 2)
         if abs(results[case(*x, a)]["latency_s"] / results[case(*x, b)]["latency_s"] - 1) > 0.1
@@ -826,10 +779,7 @@ def fig13(options: Options) -> list[Row]:
             )
         panels.append((f"O = {o}", "device time (s)", curves))
     for o in outputs:
-        curves = {
-            shown(p): (lengths, [100 * results[case(o, i, p)]["error"] for i in lengths])
-            for p in BASES
-        }
+        curves = {shown(p): (lengths, [100 * results[case(o, i, p)]["error"] for i in lengths]) for p in BASES}
         panels.append((f"O = {o}", "error of the simulator (%)", curves))
     _plot(options.out / "infermax_fig13.png", panels, columns=len(outputs), x="I")
     return rows
@@ -859,9 +809,7 @@ def fig14(options: Options) -> list[Row]:
         )
 
     twins = [p for base in bases for p in (base, twin(base))]
-    results = run_cases(
-        [case(m, i, p) for m in capacities for i in prompts(m) for p in twins], options.store, 1
-    )
+    results = run_cases([case(m, i, p) for m in capacities for i in prompts(m) for p in twins], options.store, 1)
     write_csv(options.out / "infermax_fig14.csv", _rows(results))
     rows = []
     for m, target in zip(
@@ -870,8 +818,7 @@ def fig14(options: Options) -> list[Row]:
         strict=False,
     ):
         gains = {
-            f"{shown(p)} I={i}": results[case(m, i, p)]["tokens_per_s"]
-            / results[case(m, i, twin(p))]["tokens_per_s"]
+            f"{shown(p)} I={i}": results[case(m, i, p)]["tokens_per_s"] / results[case(m, i, twin(p))]["tokens_per_s"]
             for p in bases
             for i in prompts(m)
         }
@@ -883,10 +830,7 @@ def fig14(options: Options) -> list[Row]:
         (
             f"M = {m}",
             label,
-            {
-                shown(p): (prompts(m), [results[case(m, i, p)][metric] for i in prompts(m)])
-                for p in twins
-            },
+            {shown(p): (prompts(m), [results[case(m, i, p)][metric] for i in prompts(m)]) for p in twins},
         )
         for metric, label in METRICS[:5]
         for m in capacities
@@ -927,10 +871,7 @@ def fig16(options: Options) -> list[Row]:
         for other in ("sorting", "infermax-c"):
             gain = seconds[name] / seconds[shown(other)]
             rows.append(effect("I-abs-real", gain, variant=f"{shown(other)} over {name}"))
-    rows += [
-        effect("I-abs-bound", seconds[name] / seconds[bound], variant=f"over {name}")
-        for name in baselines
-    ]
+    rows += [effect("I-abs-bound", seconds[name] / seconds[bound], variant=f"over {name}") for name in baselines]
     figure, axes = new_figure(1, 1, width=6, height=3)
     axis = axes[0][0]
     axis.barh(list(seconds)[::-1], list(seconds.values())[::-1])
@@ -975,9 +916,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="B of Fig. 10 to 12; of sorting the largest",
     )
     parser.add_argument("--prompts", nargs="+", type=int, help="I, instead of the grid's")
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="shuffles of Fig. 10 to 12 and of sorting; default 3"
-    )
+    parser.add_argument("--seeds", type=int, default=3, help="shuffles of Fig. 10 to 12 and of sorting; default 3")
     parser.add_argument(
         "--engine-model",
         default="tiny-opt",

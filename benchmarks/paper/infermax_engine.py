@@ -92,9 +92,7 @@ def machine(model: str, seconds: float) -> tuple[JaxExecutor, Hardware, dict[str
             num_blocks_override=2 * POOL_TOKENS // BLOCK_SIZE,
             enable_prefix_caching=False,
         ),
-        scheduler=SchedulerConfig(
-            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
-        ),
+        scheduler=SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS),
         max_model_len=512,
     )
     parts = build_engine(config, calibrate=False)
@@ -149,9 +147,7 @@ class OnEngine:
             (self._serve(executor, hardware, config, workload) for _ in range(self.repeats)),
             key=lambda run: run[1],
         )
-        simulated = simulate(
-            config, hardware=hardware, workload=workload, policy=policy_of(self.policy)
-        )
+        simulated = simulate(config, hardware=hardware, workload=workload, policy=policy_of(self.policy))
         measured, predicted = _measure(real), _measure(simulated)
         return {
             **measured,
@@ -190,9 +186,7 @@ class OnEngine:
 
 
 def _measure(result: SimulationResult) -> dict[str, Any]:
-    ended: list[RequestMetrics] = [
-        m for m in result.requests if m is not None and m.finished_s is not None
-    ]
+    ended: list[RequestMetrics] = [m for m in result.requests if m is not None and m.finished_s is not None]
     latency_s = max((m.finished_s or 0.0 for m in ended), default=math.nan)
     gaps_s = [
         (m.token_times_s[-1] - m.token_times_s[0]) / (len(m.token_times_s) - 1)

@@ -87,9 +87,7 @@ def problem(prompt: int, costs: StepCosts, *, eviction: bool) -> OptimalProblem:
     )
 
 
-def measure(
-    name: str, prompt: int, costs: StepCosts, time_limit_s: float
-) -> tuple[dict[str, Any], OptimalSchedule]:
+def measure(name: str, prompt: int, costs: StepCosts, time_limit_s: float) -> tuple[dict[str, Any], OptimalSchedule]:
     start_s = time.perf_counter()
     free = solve_optimal(problem(prompt, costs, eviction=True), time_limit_s=time_limit_s)
     kept = solve_optimal(problem(prompt, costs, eviction=False), time_limit_s=time_limit_s)
@@ -112,9 +110,7 @@ def measure(
     }, free
 
 
-def draw(
-    rows: list[dict[str, Any]], schedules: dict[int, OptimalSchedule], costs: StepCosts, path: Path
-) -> None:
+def draw(rows: list[dict[str, Any]], schedules: dict[int, OptimalSchedule], costs: StepCosts, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -122,9 +118,7 @@ def draw(
 
     from serve.cli.commands.optimal import plot_schedule
 
-    figure, axes = plt.subplots(
-        1, len(schedules) + 1, figsize=(5 * len(schedules) + 5, 3), layout="constrained"
-    )
+    figure, axes = plt.subplots(1, len(schedules) + 1, figsize=(5 * len(schedules) + 5, 3), layout="constrained")
     for axis, (prompt, schedule) in zip(axes, schedules.items(), strict=False):
         of = problem(prompt, costs, eviction=True)
         plot_schedule(axis, of, schedule, check_schedule(of, schedule))

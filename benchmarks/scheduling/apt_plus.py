@@ -75,9 +75,7 @@ class LargestFirst(AptPlusPolicy):
 
     interface_version = INTERFACE_VERSION
 
-    def _pause_order(
-        self, view: SchedulerView, decoding: Rows
-    ) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+    def _pause_order(self, view: SchedulerView, decoding: Rows) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         is_free = self.may_wait(view, decoding)
         return np.lexsort((-view.table.num_blocks.take(decoding), ~is_free)), is_free
 
@@ -220,7 +218,11 @@ def cells(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
 def parts(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
     """Rules left out, on the tuning seeds."""
     runs = dataclasses.replace(runs, seeds=tuple(FIRST_TUNING_SEED + s for s in runs.seeds))
-    shapes = [s for s in (("sharegpt", 1.0, 14.0), ("sharegpt", 5.0, 8.0), ("longbench", 1.0, 1.75)) if s[0] in traces and s[1] in cvs]
+    shapes = [
+        s
+        for s in (("sharegpt", 1.0, 14.0), ("sharegpt", 5.0, 8.0), ("longbench", 1.0, 1.75))
+        if s[0] in traces and s[1] in cvs
+    ]
     found = _measured(runs, "parts", shapes, PARTS)
     table = []
     for shape in shapes:
@@ -239,7 +241,10 @@ def parts(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
 
 def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
     """Arrivals a second that attain their objectives (rate times attainment), against the rate; arrivals of the first CV."""
-    rates_of = {"sharegpt": (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0), "longbench": (0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)}
+    rates_of = {
+        "sharegpt": (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0),
+        "longbench": (0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0),
+    }
     traces = [trace for trace in traces if trace in rates_of]
     shapes = [(trace, cvs[0], rate) for trace in traces for rate in rates_of[trace]]
     found = _measured(runs, "picture", shapes, PICTURED)
@@ -247,10 +252,7 @@ def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
     table = []
     for axis, trace in zip(axes[0], traces, strict=True):
         for name in PICTURED:
-            y = [
-                [rate * r["slo"] for r in found[trace, cvs[0], rate, name]]
-                for rate in rates_of[trace]
-            ]
+            y = [[rate * r["slo"] for r in found[trace, cvs[0], rate, name]] for rate in rates_of[trace]]
             axis.errorbar(rates_of[trace], [mean(v) for v in y], [half_width(v) for v in y], label=name, marker=".", capsize=2,
                           lw=2.4 if name == PLUS else 1.2)  # fmt: skip
             table += [
@@ -259,7 +261,11 @@ def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
                 for rate, v in zip(rates_of[trace], y, strict=True)
             ]  # fmt: skip
         axis.plot(rates_of[trace], rates_of[trace], color="gray", ls=":", lw=0.8)
-        axis.set(xlabel="requests that arrive a second", ylabel="of these, within their objectives", title=f"{trace}, OPT-13B, one A100 40 GB, simulated")
+        axis.set(
+            xlabel="requests that arrive a second",
+            ylabel="of these, within their objectives",
+            title=f"{trace}, OPT-13B, one A100 40 GB, simulated",
+        )
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize="small")
@@ -277,14 +283,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (function, requests, seeds, traces) in COMMANDS.items():
-        one = commands.add_parser(
-            name, help=(function.__doc__ or "").splitlines()[0].replace("%", "%%")
-        )
+        one = commands.add_parser(name, help=(function.__doc__ or "").splitlines()[0].replace("%", "%%"))
         add_options(one, requests=requests, seeds=seeds, out=RESULTS)
         one.add_argument("--traces", nargs="+", choices=list(TRACES), default=list(traces))
         one.add_argument(

@@ -64,9 +64,7 @@ def small_problem(rng: np.random.Generator) -> KnapsackProblem:
     tokens = rng.integers(1, int(rng.choice([20, 300])), n)
     groups = -(-tokens // int(rng.choice([1, 4, 16])))
     cost = groups[:, None] * np.arange(k, 0, -1)
-    pending_s = (
-        rng.exponential(1.0, n) if rng.random() < 0.8 else rng.integers(1, 4, n).astype(float)
-    )
+    pending_s = rng.exponential(1.0, n) if rng.random() < 0.8 else rng.integers(1, 4, n).astype(float)
     penalty = rng.choice([0.0, 1e-3, 1e-2, -1e-2]) * rng.exponential(1.0, (n, k)) * tokens[:, None]
     penalty[:, 0] = 0.0
     value = pending_s[:, None] - penalty
@@ -93,9 +91,7 @@ def measure_solver(rng: np.random.Generator) -> list[dict[str, float]]:
     return results
 
 
-def serving_view(
-    rng: np.random.Generator, num_running: int, num_waiting: int, num_blocks: int
-) -> SchedulerView:
+def serving_view(rng: np.random.Generator, num_running: int, num_waiting: int, num_blocks: int) -> SchedulerView:
     table = RequestTable(num_running + num_waiting)
     now_s = 10.0
     for i in range(num_running + num_waiting):
@@ -134,9 +130,7 @@ def serving_view(
     )
 
 
-def measure_policies(
-    rng: np.random.Generator, names: list[str], repeats: int
-) -> list[dict[str, object]]:
+def measure_policies(rng: np.random.Generator, names: list[str], repeats: int) -> list[dict[str, object]]:
     cases = (
         ("64 running, 200 waiting", 64, 200, 8000),
         ("64 running, pool full", 64, 0, 0),
@@ -218,9 +212,7 @@ def main() -> None:
         default=20_000,
         help="random problems for the ratio; 0: skip it (default %(default)s)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the random problems (default %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random problems (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
     parser.add_argument(
         "--policies",

@@ -86,9 +86,7 @@ def run_model(name: str, args: argparse.Namespace) -> list[dict[str, object]]:
     took_s = np.mean([served("fcfs", at_once, TUNING_SEED + i).duration_s for i in range(2)])
     alone_s = np.mean([simulated("fcfs", at_once, TUNING_SEED + i, hardware).duration_s for i in range(2)])
     capacity, ratio = float(args.requests / took_s), float(took_s / alone_s)
-    programs = dataclasses.replace(
-        model.programs, coefficients=tuple(ratio * c for c in model.programs.coefficients)
-    )
+    programs = dataclasses.replace(model.programs, coefficients=tuple(ratio * c for c in model.programs.coefficients))
     hardware = dataclasses.replace(hardware, programs=programs)
     print(
         f"{name}: {capacity:.2f} requests/s, objectives TTFT {slo.ttft_s:.3f} s, TBT {slo.tbt_s:.3f} s; "
@@ -127,9 +125,7 @@ def run_model(name: str, args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tiny-opt", "opt-125m"])
     parser.add_argument("--policies", nargs="+", default=["fcfs", "sarathi", "apt", "apt-plus"])
     parser.add_argument("--requests", type=int, default=200, help="of a run; default 200")

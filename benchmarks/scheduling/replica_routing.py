@@ -174,14 +174,9 @@ def plot(cells: Cells, path: Path) -> None:
             axes = grid[i][j]
             for policy in ROUTING_POLICIES:
                 rates = [key[2] for key in cells if key == (load, replicas, key[2], policy)]
-                values = [
-                    [100 * r["slo_attainment"] for r in cells[load, replicas, rate, policy]]
-                    for rate in rates
-                ]
+                values = [[100 * r["slo_attainment"] for r in cells[load, replicas, rate, policy]] for rate in rates]
                 axes.plot(rates, [np.mean(v) for v in values], marker="o", label=policy)
-                axes.fill_between(
-                    rates, [min(v) for v in values], [max(v) for v in values], alpha=0.15
-                )
+                axes.fill_between(rates, [min(v) for v in values], [max(v) for v in values], alpha=0.15)
             axes.set(title=f"{load}, {replicas} replicas", xlabel="requests/s for each replica")
             axes.grid(alpha=0.3)
     grid[0][0].legend()
@@ -191,9 +186,7 @@ def plot(cells: Cells, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4], metavar="N")
     parser.add_argument("--requests", type=int, default=100, help="for each replica")
     parser.add_argument("--seeds", type=int, default=2)

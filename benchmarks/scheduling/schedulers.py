@@ -146,11 +146,7 @@ def plot(path: Path, rows: Sequence[dict[str, Any]], datasets: Sequence[str]) ->
     policies = list(dict.fromkeys(policy for policy, _ in shown))
     for (left, right), dataset in zip(axes, datasets, strict=True):
         for variant in shown:
-            mine = [
-                row
-                for row in rows
-                if (row["policy"], row["cache"]) == variant and row["dataset"] == dataset
-            ]
+            mine = [row for row in rows if (row["policy"], row["cache"]) == variant and row["dataset"] == dataset]
             style = {
                 "color": colors[policies.index(variant[0]) % len(colors)],
                 "linestyle": "--" if variant[1] == "hybrid" else "-",
@@ -218,9 +214,7 @@ def _rates(text: str) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_options(parser, requests=1000, seeds=5, out=RESULTS)
     parser.add_argument(
         "--policies",

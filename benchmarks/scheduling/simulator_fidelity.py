@@ -126,9 +126,7 @@ def percentiles(s: Summary) -> list[float]:
     return [1e3 * (v or 0.0) for v in values]
 
 
-def calibrated(
-    config: EngineConfig, seconds: float
-) -> tuple[EngineParts, JaxExecutor, CostModel, Hardware]:
+def calibrated(config: EngineConfig, seconds: float) -> tuple[EngineParts, JaxExecutor, CostModel, Hardware]:
     """An engine that weighs this machine's costs, its executor, the costs, and what it is to the simulator.
 
     Args:
@@ -147,9 +145,7 @@ def calibrated(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--rate", type=float, default=6.0, help="requests/s")
     parser.add_argument("--seconds", type=float, default=30.0, help="for calibration")
@@ -166,9 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parts, executor, model, hardware = calibrated(config, args.seconds)
     workload = draw(args.requests, args.rate, executor.max_model_len, seed=1)
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}"
-    )
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}")
     print(
         f"calibration, held back: prefill R² {model.prefill_quality.r2:.3f}, mean error "
         f"{100 * model.prefill_quality.mean_relative_error:.0f} %, worst {100 * model.prefill_quality.worst_relative_error:.0f} %; "

@@ -139,9 +139,7 @@ def vllm_steps(case: Case) -> list[Step]:
     }
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(shape))
-        model = ModelConfig(
-            model=directory, dtype="float32", skip_tokenizer_init=True, max_model_len=positions
-        )
+        model = ModelConfig(model=directory, dtype="float32", skip_tokenizer_init=True, max_model_len=positions)
         cache = CacheConfig(block_size=case.block_size, enable_prefix_caching=False)
         cache.num_gpu_blocks = case.num_blocks + 1  # vLLM keeps one for itself
         config = VllmConfig(
@@ -156,9 +154,7 @@ def vllm_steps(case: Case) -> list[Step]:
                 async_scheduling=False,
             ),
         )
-    spec = FullAttentionSpec(
-        block_size=case.block_size, num_kv_heads=1, head_size=16, dtype=torch.float32
-    )
+    spec = FullAttentionSpec(block_size=case.block_size, num_kv_heads=1, head_size=16, dtype=torch.float32)
     scheduler = Scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
@@ -176,9 +172,7 @@ def vllm_steps(case: Case) -> list[Step]:
         while todo and todo[0][1][0] <= iteration:
             index, (_, prompt, output) = todo.pop(0)
             params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
-            scheduler.add_request(
-                Request(str(index), [1] * prompt, params, None, arrival_time=float(iteration))
-            )
+            scheduler.add_request(Request(str(index), [1] * prompt, params, None, arrival_time=float(iteration)))
         iteration += 1
         if not scheduler.has_unfinished_requests():
             continue
@@ -236,10 +230,7 @@ def our_steps(case: Case, policy: str = "vllm-v1") -> list[Step]:
             return plan
 
     clock = VirtualClock()
-    kinds = tuple(
-        KindSpec(name=name, blocks_per_group=n, offered=n == 2)
-        for name, n in (("kv", 2), ("hidden", 1))
-    )
+    kinds = tuple(KindSpec(name=name, blocks_per_group=n, offered=n == 2) for name, n in (("kv", 2), ("hidden", 1)))
     engine = Engine(
         SimulatedExecutor(
             clock,
@@ -356,9 +347,7 @@ def summary(steps: Sequence[Step]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
     args = parser.parse_args(argv)

@@ -30,8 +30,20 @@ def main(arguments: list[str] | None = None) -> int:
         text = (module.__doc__ or "").strip()
         one = runs.add_parser(name, help=text.splitlines()[0], description=text)
         one.add_argument("--model", default="tiny-opt", help="as for apt-jax serve (default: tiny-opt)")
-        one.add_argument("--engine-flags", type=str.split, default=[], metavar="'FLAGS'", help="further flags of the engine, in one argument")
-        one.add_argument("--server-flags", type=str.split, default=[], metavar="'FLAGS'", help="further flags of the server, likewise")
+        one.add_argument(
+            "--engine-flags",
+            type=str.split,
+            default=[],
+            metavar="'FLAGS'",
+            help="further flags of the engine, in one argument",
+        )
+        one.add_argument(
+            "--server-flags",
+            type=str.split,
+            default=[],
+            metavar="'FLAGS'",
+            help="further flags of the server, likewise",
+        )
         one.add_argument("--processes", type=int, default=2, help="of clients (default: 2)")
         one.add_argument("--seed", type=int, default=0)
         one.add_argument("--json", type=Path, metavar="FILE")

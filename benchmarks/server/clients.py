@@ -147,7 +147,14 @@ def add_ask_arguments(
     """Flags of requests, for `asks_of`, with these defaults."""
     for name, default in (("--prompt-len", prompt_len), ("--output-len", output_len)):
         least, most = default
-        parser.add_argument(name, type=int, nargs=2, default=default, metavar=("LEAST", "MOST"), help=f"tokens (default: {least} {most})")
+        parser.add_argument(
+            name,
+            type=int,
+            nargs=2,
+            default=default,
+            metavar=("LEAST", "MOST"),
+            help=f"tokens (default: {least} {most})",
+        )
     parser.add_argument("--vocab-size", type=int, default=4000, help="prompts have token ids below it (default: 4000)")
 
 
@@ -159,7 +166,13 @@ def asks_of(args: argparse.Namespace, count: int) -> list[Ask]:
 
 
 def draw_asks(
-    count: int, *, vocab_size: int, prompt_len: tuple[int, int], output_len: tuple[int, int], seed: int, sampled_share: float = 0.5
+    count: int,
+    *,
+    vocab_size: int,
+    prompt_len: tuple[int, int],
+    output_len: tuple[int, int],
+    seed: int,
+    sampled_share: float = 0.5,
 ) -> list[Ask]:
     """Different requests: random token ids, greedy ones and others with a seed. Some share a beginning, which prefix caching finds.
 
@@ -267,9 +280,7 @@ def _turns(load: Load) -> Iterable[tuple[int, str, int | None]]:
         number += 1
 
 
-async def _follow(
-    load: Load, number: int, name: str, door: Door, leave_after: int | None
-) -> Record:
+async def _follow(load: Load, number: int, name: str, door: Door, leave_after: int | None) -> Record:
     """One request to its end."""
     ask = load.asks[number]
     answer = None if load.answers is None else load.answers[number]

@@ -10,9 +10,7 @@ from serve.cli import main
 
 def _end_engine_thread(*_: object) -> None:
     thread = next(t for t in threading.enumerate() if t.name == "apt-jax-engine")
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
-    )
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
 if __name__ == "__main__":

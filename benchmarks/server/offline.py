@@ -54,9 +54,7 @@ class Offline:
         cores: it may run on these alone; None: on all.
     """
 
-    def __init__(
-        self, model: str, flags: Sequence[str], *, cores: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, model: str, flags: Sequence[str], *, cores: Sequence[int] | None = None) -> None:
         self._pool = concurrent.futures.ProcessPoolExecutor(
             1, multiprocessing.get_context("spawn"), _start, (model, tuple(flags), cores)
         )
@@ -116,18 +114,13 @@ def _start(model: str, flags: Sequence[str], cores: Sequence[int] | None) -> Non
 
 
 def _generate(asks: Sequence[Ask]) -> list[Any]:
-    return _llm.generate(
-        [list(ask.prompt_ids) for ask in asks], [ask.params for ask in asks], use_tqdm=False
-    )
+    return _llm.generate([list(ask.prompt_ids) for ask in asks], [ask.params for ask in asks], use_tqdm=False)
 
 
 def _answers(asks: Sequence[Ask]) -> tuple[list[Answer], list[bool]]:
     """With whether each is the only one."""
     outputs = [request.outputs[0] for request in _generate(asks)]
-    answers = [
-        Answer(token_ids=tuple(o.token_ids), text=o.text, finish_reason=o.finish_reason)
-        for o in outputs
-    ]
+    answers = [Answer(token_ids=tuple(o.token_ids), text=o.text, finish_reason=o.finish_reason) for o in outputs]
     if _config.dtype != "float32" or _config.quantization is not None:
         return answers, [True] * len(answers)
     leads = _compiled_leads(_config)

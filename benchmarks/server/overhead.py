@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> Run:
         rows = _measure(args, way, asks)
         found.values["rows"] += rows
         bare = rows[0]
-        found.say(f"{way}: bare engine {bare['tokens_per_s']:.0f} tokens/s, {bare['cpu_us_per_token']:.0f} us of CPU a token")
+        found.say(
+            f"{way}: bare engine {bare['tokens_per_s']:.0f} tokens/s, {bare['cpu_us_per_token']:.0f} us of CPU a token"
+        )
         for row in rows[1:]:
             text = f"{row['tokens_per_s']:.0f} tokens/s ({row['wall_overhead']:+.1%}), {row['cpu_us_per_token']:.0f} us ({row['cpu_overhead']:+.1%})"
             if row["what"] in _BARE:
@@ -63,7 +65,11 @@ def run(args: argparse.Namespace) -> Run:
                 continue
             measured = row["wall_overhead"] if way == "apart" else row["cpu_overhead"]
             what = "wall time" if way == "apart" else "CPU time of the server"
-            found.promise(f"{way}, {row['what']}: {what} a token under {args.limit:+.0%}", measured < args.limit, f"{text}; event loop {row['loop_us_per_token']:.0f} us ({row['loop_share']:.1%}), clients {row['client_us_per_token']:.0f} us")
+            found.promise(
+                f"{way}, {row['what']}: {what} a token under {args.limit:+.0%}",
+                measured < args.limit,
+                f"{text}; event loop {row['loop_us_per_token']:.0f} us ({row['loop_share']:.1%}), clients {row['client_us_per_token']:.0f} us",
+            )
     return found
 
 
@@ -115,9 +121,7 @@ def _measure(args: argparse.Namespace, way: str, asks: list[Ask]) -> list[dict[s
     return rows
 
 
-def _through(
-    args: argparse.Namespace, server: Server, door: str, asks: list[Ask], cores: list[int]
-) -> _Measured:
+def _through(args: argparse.Namespace, server: Server, door: str, asks: list[Ask], cores: list[int]) -> _Measured:
     """All requests through one door."""
     load = Load(
         http=server.http, grpc=server.grpc, asks=asks, doors=(door,), streams=args.streams, in_order=True, token_ids=False, cores=cores

@@ -25,19 +25,25 @@ _HEALTH_PERIOD_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--duration", type=float, default=120.0, metavar="S", help="of the overload, seconds (default: 120)")
-    parser.add_argument("--capacity-duration", type=float, default=20.0, metavar="S", help="of the closed loop, seconds (default: 20)")
+    parser.add_argument(
+        "--duration", type=float, default=120.0, metavar="S", help="of the overload, seconds (default: 120)"
+    )
+    parser.add_argument(
+        "--capacity-duration", type=float, default=20.0, metavar="S", help="of the closed loop, seconds (default: 20)"
+    )
     parser.add_argument("--requests", type=int, default=100, help="different ones (default: 100)")
-    parser.add_argument("--capacity-streams", type=int, help="of the closed loop (default: --max-num-seqs's default and half of --queued)")
+    parser.add_argument(
+        "--capacity-streams",
+        type=int,
+        help="of the closed loop (default: --max-num-seqs's default and half of --queued)",
+    )
     parser.add_argument("--times", type=float, default=10.0, help="the capacity (default: 10)")
-    parser.add_argument(
-        "--slo-ttft-ms", type=float, default=1000.0, help="objective (default: 1000)"
-    )
+    parser.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="objective (default: 1000)")
     parser.add_argument("--slo-tbt-ms", type=float, default=200.0, help="objective (default: 200)")
+    parser.add_argument("--queued", type=int, default=64, help="--max-num-queued-reqs (default: 64)")
     parser.add_argument(
-        "--queued", type=int, default=64, help="--max-num-queued-reqs (default: 64)"
+        "--refusal-ms", type=float, default=50.0, help="within which 99 of 100 refusals must come (default: 50)"
     )
-    parser.add_argument("--refusal-ms", type=float, default=50.0, help="within which 99 of 100 refusals must come (default: 50)")
     parser.add_argument("--attainment", type=float, default=0.8, help="of accepted requests (default: 0.8)")
     add_ask_arguments(parser, prompt_len=(16, 160), output_len=(96, 160))
 
@@ -84,7 +90,10 @@ def run(args: argparse.Namespace) -> Run:
     refused = [record for record in records if record.status in REFUSALS]
     accepted = [record for record in records if record.status not in REFUSALS]
     refusal_ms = _percentiles_ms(record.ended_s - record.started_s for record in refused)
-    by_door = {door: _percentiles_ms(r.ended_s - r.started_s for r in refused if r.door == door) for door in sorted({r.door for r in refused})}
+    by_door = {
+        door: _percentiles_ms(r.ended_s - r.started_s for r in refused if r.door == door)
+        for door in sorted({r.door for r in refused})
+    }
     judged = [record for record in accepted if record.door != "vllm"]  # which does not say
     client_view = _share(_attained(record, args) for record in accepted)
     server_view = _share(record.attained is True for record in judged)
@@ -115,16 +124,30 @@ def run(args: argparse.Namespace) -> Run:
         "client_cores": sum(report.cpu_s for report in reports) / wall_s,
         "problems": dict(problems),
     }  # fmt: skip
-    found.promise(f"99 of 100 refusals within {args.refusal_ms:g} ms", bool(refused) and refusal_ms["p99"] <= args.refusal_ms, f"{len(refused)} refused: {_shown(refusal_ms)}")
-    found.promise(f"attainment of accepted requests above {args.attainment:.0%}", min(client_view, server_view) > args.attainment, f"{client_view:.1%} by the clients, {server_view:.1%} by the server, of {len(accepted)}")
-    found.promise("accepted requests complete", all(r.status == "complete" for r in accepted), found.values["statuses"])
     found.promise(
-        "what they say equals the offline answers", not problems, dict(problems) or "it does"
+        f"99 of 100 refusals within {args.refusal_ms:g} ms",
+        bool(refused) and refusal_ms["p99"] <= args.refusal_ms,
+        f"{len(refused)} refused: {_shown(refusal_ms)}",
     )
-    found.promise("/health is 200 all the while", not health.failures, f"asked {len(health.times_s)} times: {_shown(health_ms)}")
+    found.promise(
+        f"attainment of accepted requests above {args.attainment:.0%}",
+        min(client_view, server_view) > args.attainment,
+        f"{client_view:.1%} by the clients, {server_view:.1%} by the server, of {len(accepted)}",
+    )
+    found.promise("accepted requests complete", all(r.status == "complete" for r in accepted), found.values["statuses"])
+    found.promise("what they say equals the offline answers", not problems, dict(problems) or "it does")
+    found.promise(
+        "/health is 200 all the while", not health.failures, f"asked {len(health.times_s)} times: {_shown(health_ms)}"
+    )
     well = states == (200, 200, True) and all(r.status == "complete" for r in last)
-    found.promise("healthy afterwards, all blocks free", well and not left and after.free_blocks == after.total_blocks, f"{after.free_blocks} of {after.total_blocks} blocks")
-    found.say(f"clients' event loops lagged {_shown(lag_ms)}; server {found.values['server_cores']:.2f} cores, clients {found.values['client_cores']:.2f}")
+    found.promise(
+        "healthy afterwards, all blocks free",
+        well and not left and after.free_blocks == after.total_blocks,
+        f"{after.free_blocks} of {after.total_blocks} blocks",
+    )
+    found.say(
+        f"clients' event loops lagged {_shown(lag_ms)}; server {found.values['server_cores']:.2f} cores, clients {found.values['client_cores']:.2f}"
+    )
     found.say(f"accepted {found.values['accepted_per_s']:.1f} requests/s: TTFT {_shown(found.values['ttft_ms'])}")
     return found
 

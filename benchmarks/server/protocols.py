@@ -76,7 +76,13 @@ class HttpDoor:
         self._session, self._url = session, f"http://{address}/v1/completions"
 
     async def ask(self, ask: Ask, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
-        body = {"prompt": list(ask.prompt_ids), "stream": True, **ask.params, "aptjax_timings": ask.slo_ttft_ms is not None, "return_token_ids": token_ids}
+        body = {
+            "prompt": list(ask.prompt_ids),
+            "stream": True,
+            **ask.params,
+            "aptjax_timings": ask.slo_ttft_ms is not None,
+            "return_token_ids": token_ids,
+        }
         body |= {k: v for k, v in (("slo_ttft_ms", ask.slo_ttft_ms), ("slo_tbt_ms", ask.slo_tbt_ms)) if v is not None}
         done = False
         try:
@@ -117,7 +123,9 @@ class GrpcDoor:
         self._client = client
 
     async def ask(self, ask: Ask, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
-        call = self._client.generate(ask.prompt_ids, slo_ttft_ms=ask.slo_ttft_ms, slo_tbt_ms=ask.slo_tbt_ms, **ask.params)
+        call = self._client.generate(
+            ask.prompt_ids, slo_ttft_ms=ask.slo_ttft_ms, slo_tbt_ms=ask.slo_tbt_ms, **ask.params
+        )
         ended = False
         try:
             async for message in call:
@@ -148,14 +156,10 @@ class VllmDoor:
         self._num_asked = 0
 
     async def ask(self, ask: Ask, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
-        message = vllm.GenerateRequest(
-            stream=True, sampling_params=vllm.SamplingParams(n=1, **ask.params)
-        )
+        message = vllm.GenerateRequest(stream=True, sampling_params=vllm.SamplingParams(n=1, **ask.params))
         message.tokenized.input_ids.extend(ask.prompt_ids)
         objectives = (("x-slo-ttft-ms", ask.slo_ttft_ms), ("x-slo-tpot-ms", ask.slo_tbt_ms))
-        call = self._stub.Generate(
-            message, metadata=[(k, f"{v:g}") for k, v in objectives if v is not None]
-        )
+        call = self._stub.Generate(message, metadata=[(k, f"{v:g}") for k, v in objectives if v is not None])
         seen: list[int] = []
         ended = False
         try:
@@ -187,9 +191,7 @@ class Doors:
     async def __aenter__(self) -> Mapping[str, Door]:
         # Idle connections are given up before the server does it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
-        self._session = aiohttp.ClientSession(
-            connector=connector, timeout=aiohttp.ClientTimeout(total=None)
-        )
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         self._client = AsyncAptClient(self._grpc)
         return {
             "http": HttpDoor(self._session, self._http),

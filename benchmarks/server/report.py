@@ -52,7 +52,13 @@ class Run:
 
     def show(self) -> None:
         """Print it."""
-        table = Table(title=f"{self.name}: {time.monotonic() - self._begun_s:.0f} s", show_header=False, box=None, title_justify="left", title_style="bold")
+        table = Table(
+            title=f"{self.name}: {time.monotonic() - self._begun_s:.0f} s",
+            show_header=False,
+            box=None,
+            title_justify="left",
+            title_style="bold",
+        )
         for _ in range(3):
             table.add_column(overflow="fold")
         # What was tried several times is one line: how it broke first, else how it went last.

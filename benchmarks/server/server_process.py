@@ -45,7 +45,20 @@ class Server:
     ) -> None:
         module = "benchmarks.server.crash_on_signal" if mortal else "serve.cli"
         self.flags = tuple(flags)
-        command = [sys.executable, "-m", module, "serve", model, "--port", "0", "--grpc-port", "0", "--log-level", "warning", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            "serve",
+            model,
+            "--port",
+            "0",
+            "--grpc-port",
+            "0",
+            "--log-level",
+            "warning",
+            *flags,
+        ]
         if cores is not None:
             command = ["taskset", "-c", ",".join(map(str, cores)), *command]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`

@@ -26,7 +26,9 @@ _EXIT_S = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=64, help="at a time (default: 64)")
     parser.add_argument("--repeats", type=int, default=3, help="of each end (default: 3)")
-    parser.add_argument("--load-time", type=float, default=3.0, metavar="S", help="seconds before each end (default: 3)")
+    parser.add_argument(
+        "--load-time", type=float, default=3.0, metavar="S", help="seconds before each end (default: 3)"
+    )
     add_ask_arguments(parser, prompt_len=(16, 160), output_len=(64, 512))
 
 
@@ -36,7 +38,12 @@ def run(args: argparse.Namespace) -> Run:
     with Offline(args.model, args.engine_flags) as offline:
         asks, answers = offline.answers(asks)
     found.say(f"{len(asks)} of 100 offline answers do not hang on rounding")
-    ends = (("SIGTERM, 30 s", signal.SIGTERM, 30.0), ("SIGTERM, 0.5 s", signal.SIGTERM, 0.5), ("kill -9", signal.SIGKILL, 0.0), ("engine thread", signal.SIGUSR1, 0.0))
+    ends = (
+        ("SIGTERM, 30 s", signal.SIGTERM, 30.0),
+        ("SIGTERM, 0.5 s", signal.SIGTERM, 0.5),
+        ("kill -9", signal.SIGKILL, 0.0),
+        ("engine thread", signal.SIGUSR1, 0.0),
+    )
     found.values["ends"] = []
     with progress("stop", len(ends) * args.repeats, "end") as bar:
         for number in range(args.repeats):
@@ -47,9 +54,7 @@ def run(args: argparse.Namespace) -> Run:
     return found
 
 
-def _end(
-    found: Run, args: argparse.Namespace, name: str, sent: signal.Signals, timeout_s: float, load: Load
-) -> None:
+def _end(found: Run, args: argparse.Namespace, name: str, sent: signal.Signals, timeout_s: float, load: Load) -> None:
     """Load a server, end it, and judge."""
     flags = [*args.engine_flags, *args.server_flags, "--shutdown-timeout", f"{timeout_s:g}"]
     with Server(args.model, flags, mortal=sent is signal.SIGUSR1) as server:
@@ -77,14 +82,28 @@ def _end(
     found.promise(f"{name}: what came equals the offline answers", not problems, problems[:3] or "it does")
     if sent is signal.SIGTERM:
         allowed = {"complete"} if timeout_s > _EXIT_S else {"complete", *CLEAR}
-        found.promise(f"{name}: open requests {'complete' if len(allowed) == 1 else 'complete or end with a status'}", bool(open_then) and {r.status for r in open_then} <= allowed, summary)
-        found.promise(f"{name}: exit code 0 within the timeout", code == 0 and exit_s < timeout_s + _EXIT_S, f"{exit_s:.1f} s")
+        found.promise(
+            f"{name}: open requests {'complete' if len(allowed) == 1 else 'complete or end with a status'}",
+            bool(open_then) and {r.status for r in open_then} <= allowed,
+            summary,
+        )
+        found.promise(
+            f"{name}: exit code 0 within the timeout", code == 0 and exit_s < timeout_s + _EXIT_S, f"{exit_s:.1f} s"
+        )
         return
     allowed = set(_GONE) if sent is signal.SIGKILL else set(CLEAR)
     late_s = max((r.ended_s - sent_s for r in open_then), default=0.0)
     ended = {r.status for r in open_then if r.ended_s - sent_s > 0.05} <= {*allowed, "complete"}
-    found.promise(f"{name}: streams end with an error within {_HEALTH_S:g} s", bool(open_then) and ended and late_s < _HEALTH_S, f"{summary}; the last after {late_s:.2f} s")
-    found.promise(f"{name}: health turns within {_HEALTH_S:g} s", flipped_s is not None and flipped_s < _HEALTH_S, f"{flipped_s} s")
+    found.promise(
+        f"{name}: streams end with an error within {_HEALTH_S:g} s",
+        bool(open_then) and ended and late_s < _HEALTH_S,
+        f"{summary}; the last after {late_s:.2f} s",
+    )
+    found.promise(
+        f"{name}: health turns within {_HEALTH_S:g} s",
+        flipped_s is not None and flipped_s < _HEALTH_S,
+        f"{flipped_s} s",
+    )
     if sent is signal.SIGUSR1:
         found.promise(f"{name}: exit code 1", code == 1, code)
 

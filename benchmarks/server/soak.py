@@ -22,10 +22,14 @@ _SAMPLE_S = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=200, help="at a time (default: 200)")
     parser.add_argument("--duration", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
-    parser.add_argument("--warm-up", type=float, default=120.0, metavar="S", help="seconds before memory counts (default: 120)")
+    parser.add_argument(
+        "--warm-up", type=float, default=120.0, metavar="S", help="seconds before memory counts (default: 120)"
+    )
     parser.add_argument("--requests", type=int, default=300, help="different ones (default: 300)")
     parser.add_argument("--leave-share", type=float, default=0.1, help="of clients that leave early (default: 0.1)")
-    parser.add_argument("--memory-share", type=float, default=0.05, help="by which memory may differ from its median (default: 0.05)")
+    parser.add_argument(
+        "--memory-share", type=float, default=0.05, help="by which memory may differ from its median (default: 0.05)"
+    )
     add_ask_arguments(parser, prompt_len=(16, 160), output_len=(8, 96))
     parser.add_argument("--num-blocks", type=int, default=640, help="of the pool (default: 640)")
 
@@ -85,13 +89,31 @@ def run(args: argparse.Namespace) -> Run:
         **_memory(memory, args.warm_up),
     }
     found.promise("no errors", set(statuses) <= {"complete", "left"}, dict(statuses))
-    found.promise("every stream equals the offline answer", not problems, dict(problems) or f"{len(records)} streams, {tokens} tokens")
+    found.promise(
+        "every stream equals the offline answer",
+        not problems,
+        dict(problems) or f"{len(records)} streams, {tokens} tokens",
+    )
     deviation = found.values["memory_deviation"]
-    found.promise(f"memory within {args.memory_share:.0%} after {args.warm_up:g} s", deviation <= args.memory_share, f"{deviation:.2%} of {found.values['memory_median_mib']:.0f} MiB, {found.values['memory_slope_mib_per_min']:+.2f} MiB a minute")
+    found.promise(
+        f"memory within {args.memory_share:.0%} after {args.warm_up:g} s",
+        deviation <= args.memory_share,
+        f"{deviation:.2%} of {found.values['memory_median_mib']:.0f} MiB, {found.values['memory_slope_mib_per_min']:+.2f} MiB a minute",
+    )
     left = after.num_waiting + after.num_running + after.num_ending
-    found.promise("all blocks free afterwards", not left and after.free_blocks == after.total_blocks, f"{after.free_blocks} of {after.total_blocks}")
-    found.promise("ready afterwards, nothing compiled, no step failed", ready == 200 and not after.compilations and not after.step_failures, f"{after.num_preemptions} preemptions, {sum(after.kind_switches.values())} switches of kind")
-    found.say(f"{tokens / wall_s:.0f} tokens/s; server {cpu_s:.0f} s of CPU, clients {found.values['client_cpu_s']:.0f} s")
+    found.promise(
+        "all blocks free afterwards",
+        not left and after.free_blocks == after.total_blocks,
+        f"{after.free_blocks} of {after.total_blocks}",
+    )
+    found.promise(
+        "ready afterwards, nothing compiled, no step failed",
+        ready == 200 and not after.compilations and not after.step_failures,
+        f"{after.num_preemptions} preemptions, {sum(after.kind_switches.values())} switches of kind",
+    )
+    found.say(
+        f"{tokens / wall_s:.0f} tokens/s; server {cpu_s:.0f} s of CPU, clients {found.values['client_cpu_s']:.0f} s"
+    )
     return found
 
 

@@ -22,9 +22,7 @@ _OPEN_TIMEOUT_S = 10.0
 async def open_grpc(name: str, target: Target) -> Backend:
     """See `serve.bench.registry.open_backend`."""
     try:
-        client = AsyncAptClient(
-            target.address, api_key=target.api_key, credentials=channel_credentials(target.tls_ca)
-        )
+        client = AsyncAptClient(target.address, api_key=target.api_key, credentials=channel_credentials(target.tls_ca))
     except ValueError as error:
         raise ConfigError(f"{error} (--target)") from None
     auth = () if target.api_key is None else (("authorization", f"Bearer {target.api_key}"),)
@@ -35,9 +33,7 @@ async def open_grpc(name: str, target: Target) -> Backend:
             stats = await client.stats(_OPEN_TIMEOUT_S)
             served, max_len = served or stats.model, stats.max_model_len
         if vocab_size is None or name == "vllm-grpc":
-            info = await stub.GetModelInfo(
-                vllm.GetModelInfoRequest(), timeout=_OPEN_TIMEOUT_S, metadata=auth
-            )
+            info = await stub.GetModelInfo(vllm.GetModelInfoRequest(), timeout=_OPEN_TIMEOUT_S, metadata=auth)
             vocab_size, max_len = vocab_size or info.vocab_size, max_len or info.max_context_length
             served = served or info.served_model_name
     except grpc.aio.AioRpcError as error:
@@ -126,9 +122,7 @@ class VllmBackend:
     model = ""
     max_model_len: int | None = None
 
-    def __init__(
-        self, client: AsyncAptClient, stub: Any, auth: Any, target: Target, vocab_size: int
-    ) -> None:
+    def __init__(self, client: AsyncAptClient, stub: Any, auth: Any, target: Target, vocab_size: int) -> None:
         self._client, self._stub, self._target = client, stub, target
         self._metadata = (*auth, *target.slo_headers().items())
         self._vocab_size = vocab_size

@@ -42,9 +42,7 @@ class HttpBackend:
         headers = {} if target.api_key is None else {"authorization": f"Bearer {target.api_key}"}
         # Idle connections are dropped before servers do it (uvicorn: after 5 s), which would lose a request.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4, ssl=_tls(target))
-        session = aiohttp.ClientSession(
-            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None)
-        )
+        session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
         backend = cls(session, target, chat)
         try:
             await backend._ask_model()
@@ -81,9 +79,7 @@ class HttpBackend:
         self._tokens_per_word = len(tokens) / len(_WORDS)
         if self._chat:
             messages = [{"role": "user", "content": _TEXT}]
-            self._extra_tokens = max(
-                0, len(await self._tokenize({"messages": messages})) - len(tokens)
-            )
+            self._extra_tokens = max(0, len(await self._tokenize({"messages": messages})) - len(tokens))
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
         body = {"model": self.model, **body}
@@ -133,9 +129,7 @@ class HttpBackend:
         headers = {"content-type": "application/json", **self._target.slo_headers()}
         seen, done = 0, False
         try:
-            async with self._session.post(
-                self._base + path, data=prepared, headers=headers
-            ) as response:
+            async with self._session.post(self._base + path, data=prepared, headers=headers) as response:
                 if response.status != 200:
                     text = _error_text(await _json(response))
                     raise RequestFailed(str(response.status), text)

@@ -117,14 +117,10 @@ def prompts_source(path: str, *, output_len: int) -> Source:
             raise ConfigError(f"{where}: not JSON (--prompts)") from None
         prompt = entry.get("prompt", entry.get("messages")) if isinstance(entry, dict) else None
         if not prompt or not isinstance(prompt, str | list):
-            raise ConfigError(
-                f"{where}: needs prompt, a text or token ids, or messages (--prompts)"
-            )
+            raise ConfigError(f"{where}: needs prompt, a text or token ids, or messages (--prompts)")
         tokens = entry.get("output_tokens", output_len)
         if type(tokens) is not int or not 1 <= tokens <= _MOST_REQUESTS:
-            raise ConfigError(
-                f"{where}: output_tokens={tokens!r:.40} must be a whole number of at least 1 (--prompts)"
-            )
+            raise ConfigError(f"{where}: output_tokens={tokens!r:.40} must be a whole number of at least 1 (--prompts)")
         prompts.append(prompt)
         outputs.append(tokens)
     if not prompts:
@@ -148,9 +144,7 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
     """
     trace, rate = source.trace, arrivals.rate
     if source.prompts is not None:  # a trace of positions: what is drawn are lines of the file
-        trace = dataclasses.replace(
-            trace, prompt_tokens=np.arange(trace.num_requests, dtype=np.int32)
-        )
+        trace = dataclasses.replace(trace, prompt_tokens=np.arange(trace.num_requests, dtype=np.int32))
     recorded = trace.arrival_s is not None and arrivals.cv is None
     at_once = rate is not None and math.isinf(rate)
     count = arrivals.num_requests
@@ -178,13 +172,9 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
             break
         count *= 2
         if count > _MOST_REQUESTS:
-            raise ConfigError(
-                f"more than {_MOST_REQUESTS} requests in {arrivals.duration_s:g} s (--duration)"
-            )
+            raise ConfigError(f"more than {_MOST_REQUESTS} requests in {arrivals.duration_s:g} s (--duration)")
     if not kept:
-        raise ConfigError(
-            f"no request arrives within {arrivals.duration_s:g} s (--duration, --request-rate)"
-        )
+        raise ConfigError(f"no request arrives within {arrivals.duration_s:g} s (--duration, --request-rate)")
     return [
         _request(source, drawn.prompt_tokens, drawn.output_tokens, drawn.best_effort, i, float(at_s[i]), seed)
         for i in range(kept)
@@ -198,12 +188,8 @@ def endless(source: Source, seed: int) -> Iterator[BenchRequest]:
     while True:
         for position in rng.permutation(trace.num_requests):
             picked = trace.take(np.array([position]))
-            prompt = (
-                picked.prompt_tokens if source.prompts is None else np.array([position], np.int32)
-            )
-            best_effort = (
-                np.zeros(1, np.bool_) if picked.best_effort is None else picked.best_effort
-            )
+            prompt = picked.prompt_tokens if source.prompts is None else np.array([position], np.int32)
+            best_effort = np.zeros(1, np.bool_) if picked.best_effort is None else picked.best_effort
             request = _request(source, prompt, picked.output_tokens, best_effort, 0, 0.0, seed)
             yield dataclasses.replace(request, index=done)
             done += 1

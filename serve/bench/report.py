@@ -46,9 +46,7 @@ def summary(run: Run) -> dict[str, Any]:
     e2e = [r.finished_s - r.arrival_s for r in done if r.finished_s is not None]
     gaps = list(itertools.chain.from_iterable(gaps_s(r.token_times_s) for r in done))
     span_s = totals.duration_s
-    prompt_tokens = sum(
-        o.prompt_tokens or o.request.prompt_tokens for o in outcomes if o.status == "ok"
-    )
+    prompt_tokens = sum(o.prompt_tokens or o.request.prompt_tokens for o in outcomes if o.status == "ok")
     output_tokens = sum(len(r.token_times_s) for r in records)
     preempted = [o.num_preemptions for o in outcomes if o.num_preemptions is not None]
     recomputed = [o.recomputed_tokens for o in outcomes if o.recomputed_tokens is not None]
@@ -118,9 +116,7 @@ def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
 
     def span(name: str, scale: float = 1e3) -> str:
         p = values[name]
-        return " / ".join(
-            "-" if p[q] is None else f"{scale * p[q]:.1f}" for q in ("p50", "p90", "p99")
-        )
+        return " / ".join("-" if p[q] is None else f"{scale * p[q]:.1f}" for q in ("p50", "p90", "p99"))
 
     def pair(facts: dict[str, float | None]) -> str:
         return ", ".join("-" if v is None else f"{v:.2f}" for v in facts.values())
@@ -306,9 +302,7 @@ def _cumulative(axes: Any, values: Sequence[float], label: str, objective_s: flo
     x = np.sort(np.asarray(values)) * 1e3
     axes.step(x, 100 * np.arange(1, x.size + 1) / x.size, where="post", label=label)
     if objective_s is not None and objective_s < float("inf"):
-        axes.axvline(
-            objective_s * 1e3, color="#c8553d", linewidth=1, linestyle="--", label="objective"
-        )
+        axes.axvline(objective_s * 1e3, color="#c8553d", linewidth=1, linestyle="--", label="objective")
     axes.set_ylim(0, 102)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8)

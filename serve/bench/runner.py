@@ -123,11 +123,7 @@ class Runner:
             stop: set it to break the run off.
         """
         prepared = [(request, self._backend.prepare(request)) for request in requests]
-        room = (
-            contextlib.nullcontext()
-            if self._max_concurrency is None
-            else asyncio.Semaphore(self._max_concurrency)
-        )
+        room = contextlib.nullcontext() if self._max_concurrency is None else asyncio.Semaphore(self._max_concurrency)
         start_s = time.perf_counter() + _LEAD_S
 
         async def bounded(request: BenchRequest, data: Any, due_s: float) -> None:
@@ -247,9 +243,7 @@ class Runner:
         else:
             if outcome.finish_reason not in ("stop", "length"):
                 outcome.status = outcome.finish_reason or "broken"
-                outcome.error = (
-                    "the stream ended without a reason" if outcome.status == "broken" else ""
-                )
+                outcome.error = "the stream ended without a reason" if outcome.status == "broken" else ""
             elif not outcome.token_times_s:
                 outcome.status = "empty"
 

@@ -77,7 +77,5 @@ def find_rates(
             bounded &= any(float(r) > rate and a < target for r, a in runs.items())
             rates.append(rate)
             begin[seed] = rate or guess
-        found[target] = Found(
-            rate=EffectiveRate(target=target, rates=tuple(rates)), bounded=bounded
-        )
+        found[target] = Found(rate=EffectiveRate(target=target, rates=tuple(rates)), bounded=bounded)
     return [found[target] for target in targets]

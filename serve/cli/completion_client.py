@@ -37,7 +37,14 @@ class Completer(Protocol):
         """Whether there is a chat template, so that `stream` takes messages too."""
         ...
 
-    def stream(self, prompt: str | Sequence[Message], *, slo_ttft_ms: float | None = None, slo_tbt_ms: float | None = None, **sampling: Any) -> AsyncGenerator[Piece]: ...
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        slo_ttft_ms: float | None = None,
+        slo_tbt_ms: float | None = None,
+        **sampling: Any,
+    ) -> AsyncGenerator[Piece]: ...
 
     async def max_model_len(self) -> int: ...
 
@@ -63,9 +70,7 @@ class LocalCompleter:
         parts, given = self._engine.parts, {"prompt": prompt}
         if not isinstance(prompt, str):
             given = {"prompt_token_ids": await asyncio.to_thread(parts.chat_prompt, prompt)}
-        request = parts.build_request(
-            **given, params=sampling, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms
-        )
+        request = parts.build_request(**given, params=sampling, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms)
         stream = self._engine.submit(request)
         num_tokens = 0
         try:
@@ -99,9 +104,7 @@ class RemoteCompleter:
         **sampling: Any,
     ) -> AsyncGenerator[Piece]:
         assert isinstance(prompt, str)
-        call = self._client.generate(
-            prompt, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling
-        )
+        call = self._client.generate(prompt, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling)
         try:
             async with contextlib.aclosing(call):
                 async for message in call:

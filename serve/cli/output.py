@@ -17,9 +17,7 @@ from serve.errors import CommandError
 
 def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
     """Print two columns: name and value."""
-    table = Table(
-        title=title, show_header=False, box=None, title_justify="left", title_style="bold"
-    )
+    table = Table(title=title, show_header=False, box=None, title_justify="left", title_style="bold")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
@@ -41,9 +39,7 @@ def rounded(value: Any, places: int = 6) -> Any:
     """Round fractions to six places, values of names in ``_ms`` to three (microseconds), but keep six digits."""
     match value:
         case dict():
-            return {
-                k: rounded(v, 3 if str(k).endswith("_ms") else places) for k, v in value.items()
-            }
+            return {k: rounded(v, 3 if str(k).endswith("_ms") else places) for k, v in value.items()}
         case list() | tuple():
             return [rounded(item, places) for item in value]
         case float() if value and math.isfinite(value):

@@ -324,8 +324,7 @@ def _read(
         found = {request_id: log.of(request_id) for request_id in ids}
         owners = {request_id: one.tenant for request_id, one in found.items() if one is not None}
         requests = {
-            tenant: [one.summary() for one in last]
-            for tenant, last in log.last(tenants, _MOST_REQUESTS).items()
+            tenant: [one.summary() for one in last] for tenant, last in log.last(tenants, _MOST_REQUESTS).items()
         }
     return _Reading(
         at_s=engine.parts.clock.now_s(),

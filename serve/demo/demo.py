@@ -52,9 +52,7 @@ MAX_MODEL_LEN = 512
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument(
-        "--model", metavar="MODEL", default="tiny-opt", help="model to serve (default: tiny-opt)"
-    )
+    parser.add_argument("--model", metavar="MODEL", default="tiny-opt", help="model to serve (default: tiny-opt)")
     parser.add_argument(
         "--num-blocks",
         type=int,
@@ -83,9 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("demo-results"),
         help="folder for the plot and the numbers (default: demo-results)",
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the numbers to this file"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
 
 
 def demo_config(model: str, num_blocks: int) -> EngineConfig:
@@ -143,9 +139,7 @@ class DemoDisplay:
         self._bar.update(self._task, completed=self._done, state=state)
 
 
-async def _run(
-    parts: EngineParts, workload: Workload, board: DemoDisplay
-) -> tuple[list[Answer], pb.GetStatsResponse]:
+async def _run(parts: EngineParts, workload: Workload, board: DemoDisplay) -> tuple[list[Answer], pb.GetStatsResponse]:
     """One policy behind its own gRPC server on an ephemeral port, and the load through its client."""
     engine = AsyncEngine(parts)
     server = GrpcServer(ServerConfig(port=0))
@@ -154,9 +148,7 @@ async def _run(
     try:
         async with AsyncAptClient(f"grpc://127.0.0.1:{server.port}") as client:
 
-            async def send(
-                arrival: Arrival, slo: SLO
-            ) -> AsyncIterator[tuple[int, str, dict[str, Any]]]:
+            async def send(arrival: Arrival, slo: SLO) -> AsyncIterator[tuple[int, str, dict[str, Any]]]:
                 stream = client.generate(
                     arrival.prompt,
                     max_tokens=arrival.max_tokens,
@@ -170,9 +162,7 @@ async def _run(
                 async for message in stream:
                     facts: dict[str, Any] = {}
                     if message.HasField("finish"):
-                        kind = (
-                            pb.CacheKind.Name(message.finish.cache_kind).rpartition("_")[2].lower()
-                        )
+                        kind = pb.CacheKind.Name(message.finish.cache_kind).rpartition("_")[2].lower()
                         facts = {
                             "cache_kind": kind,
                             "num_preemptions": message.finish.num_preemptions,
@@ -251,17 +241,11 @@ def run(args: argparse.Namespace) -> int:
     stats: dict[str, pb.GetStatsResponse] = {}
     for title, policy, mode in RUNS:
         board = DemoDisplay(title, len(workload.arrivals), console)
-        runs[title], stats[title] = asyncio.run(
-            _run(with_scheduler(parts, policy, mode), workload, board)
-        )
+        runs[title], stats[title] = asyncio.run(_run(with_scheduler(parts, policy, mode), workload, board))
     console.print(_table(runs))
     compiled = sum(s.compilations for s in stats.values())
-    host = ", ".join(
-        f"{s.host_p50_ms:.2f} ms p50, {s.host_p99_ms:.2f} ms p99" for s in list(stats.values())[-1:]
-    )
-    console.print(
-        f"Programs compiled while serving: {compiled}. Host work an iteration under the last load: {host}."
-    )
+    host = ", ".join(f"{s.host_p50_ms:.2f} ms p50, {s.host_p99_ms:.2f} ms p99" for s in list(stats.values())[-1:])
+    console.print(f"Programs compiled while serving: {compiled}. Host work an iteration under the last load: {host}.")
     last = runs[RUNS[-1][0]]
     for answer in last[:2]:
         console.print(

@@ -91,9 +91,7 @@ def sustained_rate(
 def _prompt_s(model: CostModel, length: int) -> float:
     """Predicted time of one prompt on its own, in as many steps as it takes, seconds."""
     most = model.programs.max_num_batched_tokens
-    return sum(
-        model.prefill_s([min(most, length - done)], [done]) for done in range(0, length, most)
-    )
+    return sum(model.prefill_s([min(most, length - done)], [done]) for done in range(0, length, most))
 
 
 def derive_workload(
@@ -231,9 +229,7 @@ def plot_runs(runs: dict[str, list[Answer]], workload: Workload, path: Path | No
             (True, "#2a7f62", "objectives met"),
             (False, "#c8553d", "missed"),
         ):
-            chosen = [
-                a for a in answers if a.record.slo_attained is met and a.record.ttft_s is not None
-            ]
+            chosen = [a for a in answers if a.record.slo_attained is met and a.record.ttft_s is not None]
             left.scatter(
                 [a.arrival.at_s for a in chosen],
                 [a.record.ttft_s for a in chosen],
@@ -247,9 +243,7 @@ def plot_runs(runs: dict[str, list[Answer]], workload: Workload, path: Path | No
         left.set_title(name, loc="left", fontsize=10)
         s = summary_of(answers)
         bars = {"both": s.slo_attainment, "TBT": s.tbt_attainment, "TTFT": s.ttft_attainment}
-        drawn = right.barh(
-            list(bars), [100 * v for v in bars.values()], color=["#2a7f62", "#9fc5b4", "#9fc5b4"]
-        )
+        drawn = right.barh(list(bars), [100 * v for v in bars.values()], color=["#2a7f62", "#9fc5b4", "#9fc5b4"])
         right.bar_label(drawn, fmt="%.0f %%", padding=3, fontsize=8)
         right.set_xlim(0, 118)
     axes[0][0].legend(loc="upper left", fontsize=8)

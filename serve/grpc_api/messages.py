@@ -18,9 +18,7 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 
 _SAMPLING_SCALARS = tuple(
-    field.name
-    for field in pb.SamplingParams.DESCRIPTOR.fields
-    if not field.is_repeated and field.message_type is None
+    field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.is_repeated and field.message_type is None
 )
 _FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
@@ -66,9 +64,7 @@ def slo_fields(
 
 
 def _sampling_fields(params: pb.SamplingParams) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        name: getattr(params, name) for name in _SAMPLING_SCALARS if params.HasField(name)
-    }
+    fields: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_SCALARS if params.HasField(name)}
     if params.logit_bias:
         fields["logit_bias"] = dict(params.logit_bias)
     if params.stop:
@@ -97,11 +93,7 @@ def structured_outputs(fields: Mapping[str, Any]) -> pb.StructuredOutputs:
         ValueError, TypeError: a field or value that the message cannot hold.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    forms = [
-        f.name
-        for f in pb.StructuredOutputs.DESCRIPTOR.oneofs_by_name["form"].fields
-        if f.name in given
-    ]
+    forms = [f.name for f in pb.StructuredOutputs.DESCRIPTOR.oneofs_by_name["form"].fields if f.name in given]
     if len(forms) > 1 and given.get("json_object") is False:
         forms.remove("json_object")
         del given["json_object"]
@@ -120,9 +112,7 @@ def _slo_class(value: int, headers: Mapping[str, str | bytes]) -> str | None:
     if value == pb.SLO_CLASS_BE:
         return "be"
     if value != pb.SLO_CLASS_UNSPECIFIED:
-        raise InvalidRequestError(
-            "slo_class", f"{value} must be SLO_CLASS_RT (1) or SLO_CLASS_BE (2)"
-        )
+        raise InvalidRequestError("slo_class", f"{value} must be SLO_CLASS_RT (1) or SLO_CLASS_BE (2)")
     return class_of_tier(headers.get(TIER_KEY))
 
 
@@ -151,9 +141,7 @@ def _logprob(token_id: int, entry: Logprob) -> pb.Logprob:
 
 
 def _token_logprobs(token_id: int, entries: Mapping[int, Logprob]) -> pb.TokenLogprobs:
-    ranked = sorted(
-        ((e.rank, t, e) for t, e in entries.items() if e.rank is not None), key=lambda x: x[:2]
-    )
+    ranked = sorted(((e.rank, t, e) for t, e in entries.items() if e.rank is not None), key=lambda x: x[:2])
     return pb.TokenLogprobs(
         sampled=_logprob(token_id, entries[token_id]),
         top=[_logprob(t, e) for _, t, e in ranked],
@@ -249,9 +237,7 @@ def _iteration(iteration: Iteration, served_since_s: float) -> pb.Iteration:
             for row in iteration.scheduled
         ],
         preempted=[
-            pb.PreemptedRow(
-                request_id=row.request_id, num_tokens=row.num_tokens, kind=_CACHE_KINDS[row.kind]
-            )
+            pb.PreemptedRow(request_id=row.request_id, num_tokens=row.num_tokens, kind=_CACHE_KINDS[row.kind])
             for row in iteration.preempted
         ],
         switched=[

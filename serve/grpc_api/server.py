@@ -125,9 +125,7 @@ class GrpcServer:
         self._server = server = grpc.aio.server(
             options=config.options(),
             maximum_concurrent_rpcs=config.max_concurrent_rpcs,
-            interceptors=[]
-            if config.keys is None
-            else [KeyInterceptor(config.keys, self._calls.service.log)],
+            interceptors=[] if config.keys is None else [KeyInterceptor(config.keys, self._calls.service.log)],
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
         _probe(config.host, config.port)
@@ -145,9 +143,7 @@ class GrpcServer:
         server.add_generic_rpc_handlers((AptServe(self._calls).handler(), vllm.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if config.reflection:
-            reflection.enable_server_reflection(
-                (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-            )
+            reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(serving=False)
         await server.start()
 
@@ -173,10 +169,6 @@ class GrpcServer:
         self._calls.service.close()
 
     async def _set_health(self, *, serving: bool) -> None:
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if serving
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", *_SERVICES):
             await self._health.set(service, status)

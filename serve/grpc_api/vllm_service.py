@@ -183,15 +183,11 @@ def _output_logprobs(
         return None
     message = pb.OutputLogProbs(
         token_ids=token_ids,
-        token_logprobs=[
-            entry[token].logprob for token, entry in zip(token_ids, entries, strict=True)
-        ],
+        token_logprobs=[entry[token].logprob for token, entry in zip(token_ids, entries, strict=True)],
     )
     for entry in entries if delta.request.params.logprobs else ():
         ranked = sorted((e.rank, t) for t, e in entry.items() if e.rank is not None)
-        message.top_logprobs.add(
-            token_ids=[t for _, t in ranked], values=[entry[t].logprob for _, t in ranked]
-        )
+        message.top_logprobs.add(token_ids=[t for _, t in ranked], values=[entry[t].logprob for _, t in ranked])
     return message
 
 
@@ -255,13 +251,9 @@ class VllmEngine:
         )
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> None:
-        await self._calls.generate(
-            VllmGenerateCodec(request, metadata_of(context)), context, SERVICE
-        )
+        await self._calls.generate(VllmGenerateCodec(request, metadata_of(context)), context, SERVICE)
 
-    async def GetTokenizer(
-        self, request: Any, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[Any]:
+    async def GetTokenizer(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """Stream the ZIP archive in chunks; the last one has its SHA-256."""
         try:
             require_decoded(request)

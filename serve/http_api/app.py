@@ -324,7 +324,10 @@ def _error_response(error: HttpError) -> Response:
 
 async def _on_routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    codes = {404: ("not_found", "there is nothing at this path"), 405: ("method_not_allowed", "this path does not take this method")}
+    codes = {
+        404: ("not_found", "there is nothing at this path"),
+        405: ("method_not_allowed", "this path does not take this method"),
+    }
     code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
     rejected = BadCallError(error.status_code, code, message, error.headers)
     return _error_response(to_http_error(rejected, NO_ID))

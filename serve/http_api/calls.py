@@ -72,7 +72,9 @@ async def read_body(config: AppConfig, request: Request) -> bytes:
     headers = request.headers
     media = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
-        raise BadCallError(415, "unsupported_media_type", "the body must be JSON: send 'content-type: application/json'")
+        raise BadCallError(
+            415, "unsupported_media_type", "the body must be JSON: send 'content-type: application/json'"
+        )
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise BadCallError(415, "unsupported_encoding", "the body must not be compressed")
     # The connection stays open: closing it while the client still sends would lose the response. What arrives is discarded,

@@ -29,9 +29,7 @@ class BadCallError(Exception):
         headers: of the response.
     """
 
-    def __init__(
-        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.headers = status, code, dict(headers or {})
 

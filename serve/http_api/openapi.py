@@ -457,10 +457,16 @@ def _answers() -> Schema:
         "top_logprobs": _many({"type": "object", "additionalProperties": _NUMBER}),
         "text_offset": _many(_COUNT),
     }
-    end = {"finish_reason": {"enum": ["stop", "length", "abort"]}, "stop_reason": {"type": ["integer", "string", "null"]}}
+    end = {
+        "finish_reason": {"enum": ["stop", "length", "abort"]},
+        "stop_reason": {"type": ["integer", "string", "null"]},
+    }
     more = {"token_ids": _many(_COUNT), "prompt_token_ids": _many(_COUNT), "aptjax": served}
     made: Schema = {}
-    for name, kind, logprobs in (("Completion", "text_completion", of_text), ("ChatCompletion", "chat.completion", of_chat)):
+    for name, kind, logprobs in (
+        ("Completion", "text_completion", of_text),
+        ("ChatCompletion", "chat.completion", of_chat),
+    ):
         is_chat = name == "ChatCompletion"
         common = {"index": _COUNT, "logprobs": _or_null(_all(logprobs))}
         said = {"role": {"const": "assistant"}, "content": _STRING}
@@ -471,7 +477,9 @@ def _answers() -> Schema:
         news = _all({**common, **piece, **going, **more}, optional=("stop_reason", *more))
         made[name] = _all({**head, "object": {"const": kind}, "choices": _many(choice), "usage": usage})
         kind += ".chunk" if is_chat else ""
-        made[f"{name}Chunk"] = _all({**head, "object": {"const": kind}, "choices": _many(news), "usage": _or_null(usage)}, optional=("usage",))
+        made[f"{name}Chunk"] = _all(
+            {**head, "object": {"const": kind}, "choices": _many(news), "usage": _or_null(usage)}, optional=("usage",)
+        )
     model = _all({
         **{name: _STRING for name in ("id", "root")},
         "object": {"const": "model"},

@@ -58,9 +58,7 @@ class LimitedHttpProtocol(H11Protocol):
         *args, **kwargs: uvicorn's.
     """
 
-    def __init__(
-        self, *args: Any, limits: ConnectionLimits, stalled: StalledClientDetector, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, stalled: StalledClientDetector, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._stalled = stalled
@@ -135,7 +133,9 @@ class LimitedHttpProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Respond to bytes that are not HTTP."""
         if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
-            self._reject(431, "headers_too_large", f"the head of a request must fit {self._limits.max_header_bytes >> 10} KiB")
+            self._reject(
+                431, "headers_too_large", f"the head of a request must fit {self._limits.max_header_bytes >> 10} KiB"
+            )
         else:
             self._reject(400, "malformed_request", "this is no HTTP/1.1 request")
 
@@ -147,7 +147,9 @@ class LimitedHttpProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self._received:
-            self._reject(408, "headers_timeout", f"the head of a request must come within {self._limits.header_timeout_s:g} s")
+            self._reject(
+                408, "headers_timeout", f"the head of a request must come within {self._limits.header_timeout_s:g} s"
+            )
         else:
             self.transport.close()
 
@@ -163,9 +165,7 @@ class LimitedHttpProtocol(H11Protocol):
         if now_s - since_s >= self._limits.write_stall_s:
             self._cut_off()
         else:
-            self._write_timer = self.loop.call_later(
-                _STALL_TICK_S, self._check_writes, least, since_s
-            )
+            self._write_timer = self.loop.call_later(_STALL_TICK_S, self._check_writes, least, since_s)
 
     def _cut_off(self) -> None:
         logger.info("a client took nothing for %g s and is cut off", self._limits.write_stall_s)

@@ -71,8 +71,7 @@ class _Uvicorn(uvicorn.Server):
         if config.ssl is not None:
             tls = {"ssl": config.ssl, "ssl_handshake_timeout": _HANDSHAKE_TIMEOUT_S}
         self.servers = [
-            await loop.create_server(make, sock=sock, backlog=config.backlog, **tls)
-            for sock in sockets or ()
+            await loop.create_server(make, sock=sock, backlog=config.backlog, **tls) for sock in sockets or ()
         ]
         self.started = True
 
@@ -163,9 +162,7 @@ class HttpServer:
 def _bound(host: str, port: int) -> socket.socket:
     """A socket on the first address of the host."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)  # type: ignore[arg-type]
     except OSError as error:
         # `create_server` appends the address, which stands in our message already.

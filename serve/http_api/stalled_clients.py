@@ -70,9 +70,7 @@ class StalledClientDetector:
 class _Reader:
     """The other end of a connection."""
 
-    def __init__(
-        self, connection: socket.socket, name: tuple[str, str], stopped: Callable[[], None]
-    ) -> None:
+    def __init__(self, connection: socket.socket, name: tuple[str, str], stopped: Callable[[], None]) -> None:
         self.family, self.name, self.stopped = connection.family, name, stopped
         self._connection = connection
         self._read = -1
@@ -98,9 +96,7 @@ class _Reader:
             return None
         return _ACKNOWLEDGED.unpack_from(data)[0] if len(data) >= _ACKNOWLEDGED.size else None
 
-    def has_stopped(
-        self, acknowledged: int | None, unread: int | None, now_s: float, limit_s: float
-    ) -> bool:
+    def has_stopped(self, acknowledged: int | None, unread: int | None, now_s: float, limit_s: float) -> bool:
         """Whether something has been unread and nothing read for `limit_s`."""
         # More may be unread than was acknowledged a moment ago; the first look counts as a beginning all the same.
         read = max((acknowledged or 0) - (unread or 0), 0)

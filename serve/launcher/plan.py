@@ -167,7 +167,9 @@ def _check_gateway(args: argparse.Namespace) -> None:
         ("--tls-client-ca", args.tls_client_ca),
     ):
         if value is not None:
-            raise ConfigError(f"{flag}: the gateway has neither keys nor TLS; put a proxy that has before it, or start a single replica with apt-jax serve")
+            raise ConfigError(
+                f"{flag}: the gateway has neither keys nor TLS; put a proxy that has before it, or start a single replica with apt-jax serve"
+            )
     host = _gateway_host(args)
     if not is_loopback(host) and not args.insecure_open:
         raise ConfigError(

@@ -66,15 +66,11 @@ class TextFormatter(logging.Formatter):
 
 def json_formatter() -> logging.Formatter:
     """An object a line: timestamp (UTC), level, logger, message, and the fields of calls (docs/serving.md)."""
-    return _Json(
-        ["levelname", "name", "message"], rename_fields={"levelname": "level", "name": "logger"}
-    )
+    return _Json(["levelname", "name", "message"], rename_fields={"levelname": "level", "name": "logger"})
 
 
 class _Json(JsonFormatter):
-    def add_fields(
-        self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
-    ) -> None:
+    def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         log_data["timestamp"] = at.isoformat(timespec="milliseconds")
         super().add_fields(log_data, record, message_dict)

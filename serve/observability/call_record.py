@@ -75,9 +75,7 @@ class CallRecord:
         """Note that its client has disconnected."""
         self.reason, self.outcome = reason, "cancelled"
 
-    def failed(
-        self, error: BaseException, reason: str, code: str | None = None, *, internal: bool
-    ) -> None:
+    def failed(self, error: BaseException, reason: str, code: str | None = None, *, internal: bool) -> None:
         """Note that it ends with an error.
 
         Args:

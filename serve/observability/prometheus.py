@@ -179,18 +179,23 @@ class _Scrape(Collector):
 
     def _histogram(self, name: str, text: str, values: Distribution) -> Metric:
         family = HistogramMetricFamily(name, text, labels=list(LABELS))
-        buckets = [
-            ("+Inf" if math.isinf(bound) else str(float(bound)), count)
-            for bound, count in values.cumulative()
-        ]
+        buckets = [("+Inf" if math.isinf(bound) else str(float(bound)), count) for bound, count in values.cumulative()]
         family.add_metric(list(self._values), buckets, values.sum)
         return family
 
     def _gauges(self) -> Iterable[Metric]:
         stats, parts = self._stats, self._parts
-        yield self._gauge("vllm:num_requests_running", "Requests that have begun and not ended; waiting ones apart.", [((), stats.num_running + stats.num_ending)])
+        yield self._gauge(
+            "vllm:num_requests_running",
+            "Requests that have begun and not ended; waiting ones apart.",
+            [((), stats.num_running + stats.num_ending)],
+        )
         yield self._gauge("vllm:num_requests_waiting", "Requests without cache.", [((), stats.num_waiting)])
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the block pool in use, 0 to 1.", [((), stats.used_blocks / stats.total_blocks)])
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "Share of the block pool in use, 0 to 1.",
+            [((), stats.used_blocks / stats.total_blocks)],
+        )
         groups = (parts.limits.max_pool_tokens or 0) // parts.executor.block_size
         facts = {
             "block_size": str(parts.executor.block_size),
@@ -198,18 +203,45 @@ class _Scrape(Collector):
             "enable_prefix_caching": str(parts.config.cache.enable_prefix_caching),
             "cache_mode": parts.config.cache.mode,
         }
-        yield self._gauge("vllm:cache_config_info", "The cache; num_gpu_blocks counts blocks of block_size tokens of its smallest kind.", [(tuple(facts.values()), 1)], tuple(facts))
+        yield self._gauge(
+            "vllm:cache_config_info",
+            "The cache; num_gpu_blocks counts blocks of block_size tokens of its smallest kind.",
+            [(tuple(facts.values()), 1)],
+            tuple(facts),
+        )
         blocks = [((kind,), count) for kind, count in stats.blocks_by_kind.items()]
-        yield self._gauge("aptjax:blocks", "Blocks of the pool: in use by kind, free ones with cached prefixes, other free ones.", [*blocks, (("cached",), stats.cached_blocks), (("free",), stats.free_blocks - stats.cached_blocks)], ("kind",))
+        yield self._gauge(
+            "aptjax:blocks",
+            "Blocks of the pool: in use by kind, free ones with cached prefixes, other free ones.",
+            [*blocks, (("cached",), stats.cached_blocks), (("free",), stats.free_blocks - stats.cached_blocks)],
+            ("kind",),
+        )
         if stats.expected_wait_s is not None:
-            yield self._gauge("aptjax:expected_wait_seconds", "How long a new request with objectives would wait for others, by the cost model.", [((), stats.expected_wait_s)])
+            yield self._gauge(
+                "aptjax:expected_wait_seconds",
+                "How long a new request with objectives would wait for others, by the cost model.",
+                [((), stats.expected_wait_s)],
+            )
         served = [((phase,), error) for phase, error in sorted(stats.cost_errors.items())]
         if served:
-            yield self._gauge("aptjax:cost_model_serving_error_ratio", "Mean relative error of the step times that the scheduler reckons with, over the last steps served.", served, ("phase",))
+            yield self._gauge(
+                "aptjax:cost_model_serving_error_ratio",
+                "Mean relative error of the step times that the scheduler reckons with, over the last steps served.",
+                served,
+                ("phase",),
+            )
         model = parts.cost_model
         if model is not None:
-            errors = [(("prefill",), model.prefill_quality.mean_relative_error), (("decode",), model.decode_quality.mean_relative_error)]
-            yield self._gauge("aptjax:cost_model_error_ratio", "Mean relative error of predicted step times, on the calibration's points held back.", errors, ("phase",))
+            errors = [
+                (("prefill",), model.prefill_quality.mean_relative_error),
+                (("decode",), model.decode_quality.mean_relative_error),
+            ]
+            yield self._gauge(
+                "aptjax:cost_model_error_ratio",
+                "Mean relative error of predicted step times, on the calibration's points held back.",
+                errors,
+                ("phase",),
+            )
 
     def _counters(self) -> Iterable[Metric]:
         stats, sums = self._stats, self._sums
@@ -217,13 +249,37 @@ class _Scrape(Collector):
             ("vllm:num_preemptions", "Times that a request's cache was taken away.", stats.num_preemptions),
             ("vllm:prompt_tokens", "Prompt tokens of requests that have delivered a token.", stats.prompt_tokens),
             ("vllm:generation_tokens", "Tokens delivered.", stats.generation_tokens),
-            ("vllm:prefix_cache_queries", "Tokens of requests that were scheduled for the first time.", stats.prefix_cache_queries),
+            (
+                "vllm:prefix_cache_queries",
+                "Tokens of requests that were scheduled for the first time.",
+                stats.prefix_cache_queries,
+            ),
             ("vllm:prefix_cache_hits", "Those of them whose cache was there.", stats.prefix_cache_hits),
-            ("aptjax:cache_conversions", "Times that a running request went from layer inputs to keys and values.", stats.num_conversions),
-            ("aptjax:recomputed_tokens", "Positions computed again after preemptions and failures.", stats.recomputed_tokens),
-            ("aptjax:scheduler_fallbacks", "Iterations that fcfs scheduled, because the policy raised or its plan broke a promise.", stats.fallback_iterations),
-            ("aptjax:requests_refused", "Requests that the engine did not take: queue full, too large, id in use.", stats.num_refused),
-            ("aptjax:requests_doubtful", "Requests let in although their TTFT objective looked out of reach.", stats.num_doubtful),
+            (
+                "aptjax:cache_conversions",
+                "Times that a running request went from layer inputs to keys and values.",
+                stats.num_conversions,
+            ),
+            (
+                "aptjax:recomputed_tokens",
+                "Positions computed again after preemptions and failures.",
+                stats.recomputed_tokens,
+            ),
+            (
+                "aptjax:scheduler_fallbacks",
+                "Iterations that fcfs scheduled, because the policy raised or its plan broke a promise.",
+                stats.fallback_iterations,
+            ),
+            (
+                "aptjax:requests_refused",
+                "Requests that the engine did not take: queue full, too large, id in use.",
+                stats.num_refused,
+            ),
+            (
+                "aptjax:requests_doubtful",
+                "Requests let in although their TTFT objective looked out of reach.",
+                stats.num_doubtful,
+            ),
         ):
             yield self._counter(name, text, [((), value)])
         ends = [((reason,), stats.finished.get(reason, 0)) for reason in _REASONS]
@@ -235,22 +291,41 @@ class _Scrape(Collector):
         ):
             yield self._counter(name, text, [(pair, counter[pair]) for pair in pairs], ("slo", "class"))
         switches = list(stats.kind_switches.items())
-        yield self._counter("aptjax:cache_kind_switch", "Times that a request came back with another kind of cache.", switches, ("from", "to"))
+        yield self._counter(
+            "aptjax:cache_kind_switch",
+            "Times that a request came back with another kind of cache.",
+            switches,
+            ("from", "to"),
+        )
         actions = {
             **dict.fromkeys(("prefill", "decode", "mixed"), 0),
             **stats.iterations,
             "preempt": stats.num_preemptions,
             "defer": stats.deferred_rows,
         }
-        yield self._counter("aptjax:scheduler_decision", "Steps by type, and requests preempted or put off.", [((action,), count) for action, count in actions.items()], ("action",))
-        yield self._counter("aptjax:compilations", "Programs compiled after warm-up; anything but 0 is a fault.", [(("serving",), stats.compilations)], ("phase",))
+        yield self._counter(
+            "aptjax:scheduler_decision",
+            "Steps by type, and requests preempted or put off.",
+            [((action,), count) for action, count in actions.items()],
+            ("action",),
+        )
+        yield self._counter(
+            "aptjax:compilations",
+            "Programs compiled after warm-up; anything but 0 is a fault.",
+            [(("serving",), stats.compilations)],
+            ("phase",),
+        )
 
     def _histograms(self) -> Iterable[Metric]:
         stats, sums = self._stats, self._sums
         for name, text, values in (
             ("vllm:time_to_first_token_seconds", "Arrival to first token.", sums.ttft_s),
             ("vllm:inter_token_latency_seconds", "Gaps between the tokens of a request.", sums.inter_token_s),
-            ("vllm:e2e_request_latency_seconds", "Arrival to end, of requests that ended with stop or length.", sums.latency_s),
+            (
+                "vllm:e2e_request_latency_seconds",
+                "Arrival to end, of requests that ended with stop or length.",
+                sums.latency_s,
+            ),
             ("vllm:request_queue_time_seconds", "Arrival to first step, likewise.", sums.queue_s),
             ("vllm:request_prompt_tokens", "Prompt tokens a request, likewise.", sums.prompt_tokens),
             ("vllm:request_generation_tokens", "Output tokens a request, likewise.", sums.generation_tokens),

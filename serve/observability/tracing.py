@@ -91,9 +91,7 @@ class Tracer:
             if record.outcome in ("rejected", "failed"):
                 span.set_attribute("error.type", record.code or record.reason)
                 span.set_status(StatusCode.ERROR, record.code or record.reason)
-            for index, (request, metrics) in enumerate(
-                zip(record.requests, record.metrics, strict=True)
-            ):
+            for index, (request, metrics) in enumerate(zip(record.requests, record.metrics, strict=True)):
                 if metrics is not None:
                     self._send_request(span, record, index, request, metrics)
         span.end(record.ended_unix_ns)

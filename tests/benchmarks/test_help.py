@@ -9,8 +9,16 @@ pytest.importorskip("matplotlib")
 
 @pytest.mark.parametrize(
     "module",
-    ["apt_plus", "live_attainment", "schedulers", "simulator_fidelity", "vllm_scheduler", "paper.apt_serve", "paper.bros",
-     "paper.infermax"],
+    [
+        "apt_plus",
+        "live_attainment",
+        "schedulers",
+        "simulator_fidelity",
+        "vllm_scheduler",
+        "paper.apt_serve",
+        "paper.bros",
+        "paper.infermax",
+    ],
 )
 def test_help(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

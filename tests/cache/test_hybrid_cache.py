@@ -150,9 +150,7 @@ class TestHybridCache:
             assert together.reserve_rows(owners, seats, tokens, kinds).all()
             assert together.reserve_rows(owners, seats, more, kinds).all()
             for sizes in (tokens, more):
-                for owner, size, kind in zip(
-                    owners.tolist(), sizes.tolist(), kinds.tolist(), strict=True
-                ):
+                for owner, size, kind in zip(owners.tolist(), sizes.tolist(), kinds.tolist(), strict=True):
                     assert alone.reserve(owner, size, kind)
             for name in (
                 "tables",
@@ -400,9 +398,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def match(self, kind: int, tokens: tuple[int, ...]) -> int:
         num, size = 0, self.SIZES[kind]
-        while (num + 1) * size <= len(tokens) and (
-            kind, tokens[: (num + 1) * size]
-        ) in self.registered:
+        while (num + 1) * size <= len(tokens) and (kind, tokens[: (num + 1) * size]) in self.registered:
             num += 1
         return num
 
@@ -577,9 +573,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = HybridCache(
-            num_blocks=13, block_size=3, hidden_block_size=self.INPUTS, max_num_seqs=4
-        )
+        self.cache = HybridCache(num_blocks=13, block_size=3, hidden_block_size=self.INPUTS, max_num_seqs=4)
         self.held: dict[int, tuple[int, int]] = {}
 
     def cost(self, tokens: int, kind: int) -> int:
@@ -601,16 +595,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.held[owner] = tokens + more, held_kind
 
     @precondition(lambda self: self.held)
-    @rule(
-        more=st.lists(st.integers(1, 4), min_size=7, max_size=7), kind=st.sampled_from([KV, HIDDEN])
-    )
+    @rule(more=st.lists(st.integers(1, 4), min_size=7, max_size=7), kind=st.sampled_from([KV, HIDDEN]))
     def reserve_rows(self, more, kind):
         owners = np.arange(7)
         seats = np.array([self.cache.seat_of(o) for o in range(7)], np.int32)
-        wanted = [
-            (self.held.get(o, (0, 0))[0] + more[o], self.held.get(o, (0, kind))[1])
-            for o in range(7)
-        ]
+        wanted = [(self.held.get(o, (0, 0))[0] + more[o], self.held.get(o, (0, kind))[1]) for o in range(7)]
         ok = self.cache.reserve_rows(
             owners,
             seats,

@@ -22,7 +22,17 @@ from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_o
 from tests.support.paged_driver import CONFIG
 
 # Rows, width, outputs: whole tiles; one row; all that is odd; outputs that end in a tile, in a task; rows of two tasks.
-SHAPES = [(16, 64, 128), (1, 576, 960), (3, 37, 50), (33, 96, 130), (70, 32, 17), (300, 64, 272), (5, 64, 7), (256, 11008, 34), (0, 32, 32)]
+SHAPES = [
+    (16, 64, 128),
+    (1, 576, 960),
+    (3, 37, 50),
+    (33, 96, 130),
+    (70, 32, 17),
+    (300, 64, 272),
+    (5, 64, 7),
+    (256, 11008, 34),
+    (0, 32, 32),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +50,7 @@ needs_tiles = pytest.mark.skipif("not build.has_tiles()", reason="this CPU has n
 LAYOUTS = ["float32", "bfloat16", pytest.param("tiles", marks=needs_tiles)]
 
 
-def _laid_out(
-    rows: int, width: int, outputs: int, layout: str
-) -> tuple[jax.Array, jax.Array, jax.Array | TiledMatrix]:
+def _laid_out(rows: int, width: int, outputs: int, layout: str) -> tuple[jax.Array, jax.Array, jax.Array | TiledMatrix]:
     """Rows, a matrix, and the matrix as it is given to the kernels."""
     x, w = _arrays(rows, width, outputs, "float32" if layout == "float32" else "bfloat16")
     return x, w, tiles.tile_matrix(w) if layout == "tiles" else w
@@ -50,9 +58,7 @@ def _laid_out(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dense_equals_float64(
-    shape: tuple[int, int, int], layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_equals_float64(shape: tuple[int, int, int], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_MAX_ROWS", 1 << 30)
     x, w, given = _laid_out(*shape, layout)
     actual = jax.jit(ops.dense)(x, given)
@@ -63,9 +69,7 @@ def test_dense_equals_float64(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 64, 40_000)])
-def test_argmax_of_products_equals_that_of_written_ones(
-    shape: tuple[int, int, int], layout: str
-) -> None:
+def test_argmax_of_products_equals_that_of_written_ones(shape: tuple[int, int, int], layout: str) -> None:
     x, _, given = _laid_out(*shape, layout)
     x = x.at[1:2].multiply(0)  # all equal: the first one
     tokens, trusted = jax.jit(ops.dense_argmax)(x, given)
@@ -127,9 +131,7 @@ def test_gated_equals_its_parts(shape: tuple[int, int, int], activation: str) ->
     expected = np.asarray(linear.activate(jnp.asarray(gate, jnp.float32), activation)) * up
     actual = jax.jit(ops.gated, static_argnums=2)(x, tiles.tile_matrix(w), activation)
     assert actual.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        np.asarray(actual, np.float64), expected, rtol=2**-8, atol=1e-5 * np.abs(expected).max()
-    )
+    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=2**-8, atol=1e-5 * np.abs(expected).max())
 
 
 @needs_tiles
@@ -204,7 +206,9 @@ def test_split_qkv_equals_its_parts(half: int | None, dtype: str) -> None:
     for actual, wanted in zip((q, k, v), expected, strict=True):
         assert actual.dtype == jnp.dtype(dtype)
         flat = np.asarray(wanted.reshape(21, -1), np.float64)
-        np.testing.assert_allclose(np.asarray(actual, np.float64), flat, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float64), flat, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -255,9 +259,7 @@ def test_without_a_compiler_xla_serves_and_says_so(
         choose_attention("cpu", "cpu", None, frozenset())
 
 
-def test_a_compiler_that_fails_is_named_with_its_error(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_fails_is_named_with_its_error(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = _compiler(fresh / "cc", "echo 'kernels.cc:1: error: no such instruction' >&2; exit 1")
     monkeypatch.setenv("CXX", broken)
     with pytest.raises(build.KernelBuildError, match=r"cc failed: .*no such instruction"):
@@ -281,9 +283,7 @@ def test_what_the_compiler_made_is_kept(fresh: Path, monkeypatch: pytest.MonkeyP
     assert count.read_text().split() == ["x"]
 
 
-def test_kernels_of_a_directory_that_others_write_are_not_loaded(
-    fresh: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_of_a_directory_that_others_write_are_not_loaded(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = fresh / "cache" / "kernels"
     directory.mkdir(parents=True)
     directory.chmod(0o777)

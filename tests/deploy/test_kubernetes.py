@@ -79,7 +79,11 @@ def test_command_lines_are_accepted(path, tmp_path):
                 args.api_key_file = str(keys)
             assert (args.join_key_file is not None) == (args.nnodes > 1)
             if args.join_key_file is not None:
-                mounted = {m["name"] for m in container["volumeMounts"] if m["mountPath"] == str(Path(args.join_key_file).parent)}
+                mounted = {
+                    m["name"]
+                    for m in container["volumeMounts"]
+                    if m["mountPath"] == str(Path(args.join_key_file).parent)
+                }
                 secrets = [v["secret"] for v in pod["spec"]["volumes"] if v["name"] in mounted]
                 assert [(s["secretName"], s["defaultMode"]) for s in secrets] == [("apt-jax-join-key", 0o440)]
             serve.check(args)
@@ -126,9 +130,7 @@ def test_names_that_refer_to_each_other_exist(path):
             assert spec["serviceName"] in services
             urls = [word for _, c in containers(path) for word in command(c) if "://" in word]
             name = document["metadata"]["name"]
-            assert urls == [
-                f"grpc://{name}-{i}.{spec['serviceName']}:50051" for i in range(spec["replicas"])
-            ]
+            assert urls == [f"grpc://{name}-{i}.{spec['serviceName']}:50051" for i in range(spec["replicas"])]
     for pod, container in containers(path):
         named = {port["name"] for port in container.get("ports", ())}
         probes = [container[key] for key in container if key.endswith("Probe")]

@@ -23,7 +23,9 @@ BODY = {"prompt": "The king said", "max_tokens": 24, "temperature": 0}
 
 def said() -> str:
     """By the engine in process."""
-    llm = LLM("tiny-opt", warm_up=False, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, num_blocks_override=256)
+    llm = LLM(
+        "tiny-opt", warm_up=False, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, num_blocks_override=256
+    )
     [answer] = llm.generate([BODY["prompt"]], {"max_tokens": 24, "temperature": 0.0}, use_tqdm=False)
     return answer.outputs[0].text
 
@@ -34,9 +36,7 @@ class Lifespan:
     def __init__(self, app: EngineApp) -> None:
         self._told: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
-        self._task = asyncio.ensure_future(
-            app({"type": "lifespan"}, self._told.get, self._answers.put)
-        )
+        self._task = asyncio.ensure_future(app({"type": "lifespan"}, self._told.get, self._answers.put))
 
     async def tell(self, event: str) -> Any:
         await self._told.put({"type": f"lifespan.{event}"})
@@ -97,12 +97,12 @@ print("STATUS", serve.grpc_api.errors().applications["default"].status.value)
 serve.shutdown()
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    whole, stream = (
-        json.loads(x.removeprefix("ANSWER ")) for x in lines if x.startswith("ANSWER ")
-    )
+    whole, stream = (json.loads(x.removeprefix("ANSWER ")) for x in lines if x.startswith("ANSWER "))
     expected = said()
     assert json.loads(whole)["choices"][0]["text"] == expected
     assert text_of(stream) == expected

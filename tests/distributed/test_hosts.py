@@ -209,8 +209,14 @@ def test_rank_0_is_told_when_another_is_asked_to_end(ranks):
     ("other", "says"),
     [
         ({"dtype": "bfloat16"}, "has dtype 'bfloat16', rank 0 has 'float32'; give all ranks the same flags"),
-        ({"scheduler": SchedulerConfig(max_num_seqs=8)}, "has max_num_seqs 8, rank 0 has 64; give all ranks the same flags"),
-        ({"model": dataclasses.replace(MODEL, num_layers=3)}, "has the model's num_layers 3, rank 0 has 2; give all ranks the same model"),
+        (
+            {"scheduler": SchedulerConfig(max_num_seqs=8)},
+            "has max_num_seqs 8, rank 0 has 64; give all ranks the same flags",
+        ),
+        (
+            {"model": dataclasses.replace(MODEL, num_layers=3)},
+            "has the model's num_layers 3, rank 0 has 2; give all ranks the same model",
+        ),
         ({"nnodes": 4}, "has tensor_parallel_size 4, rank 0 has 3; give all ranks the same flags"),
     ],
 )
@@ -282,15 +288,21 @@ def test_a_port_in_use(ranks):
 
 
 def test_an_address_of_another_host(ranks, key):
-    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, master_addr="192.0.2.1", master_port=ranks.port, join_key_file=key)
+    parallel = ParallelConfig(
+        nnodes=2, tensor_parallel_size=2, master_addr="192.0.2.1", master_port=ranks.port, join_key_file=key
+    )
     with pytest.raises(ConfigError, match=r"rank 0 cannot listen on 192\.0\.2\.1"):
         join(EngineConfig(model="x", parallel=parallel), MODEL, RESOLVED)
 
 
 def test_a_name_that_is_loopback_here(ranks, key, monkeypatch):
     create = socket.create_server
-    monkeypatch.setattr(rendezvous.socket, "create_server", lambda address, **kw: create(("127.0.0.1", address[1]), **kw))
-    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, master_addr="host0", master_port=ranks.port, join_key_file=key)
+    monkeypatch.setattr(
+        rendezvous.socket, "create_server", lambda address, **kw: create(("127.0.0.1", address[1]), **kw)
+    )
+    parallel = ParallelConfig(
+        nnodes=2, tensor_parallel_size=2, master_addr="host0", master_port=ranks.port, join_key_file=key
+    )
     with pytest.raises(ConfigError, match=r"host0 is 127\.0\.0\.1 on this host, where no other can reach it"):
         join(EngineConfig(model="x", parallel=parallel), MODEL, RESOLVED)
 

@@ -27,7 +27,9 @@ def results(case: str, sizes: list[int]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("several", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "several", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_one_device_and_the_pool_is_cut(case, several):
     found = results(case, [1, several])

@@ -35,12 +35,7 @@ def test_notebook_runs(path: Path, whole: bool) -> None:
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
-    printed = "".join(
-        o.get("text", "")
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for o in cell.outputs
-    )
+    printed = "".join(o.get("text", "") for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs)
     assert PRINTS[path.stem] in printed
 
 

@@ -134,9 +134,7 @@ class WrongKind(_Tampered):
         return start_with_the_old_kind
 
     def making(self, make):
-        return lambda rows, *args: dataclasses.replace(
-            make(rows, *args), kind=self.table.kind[rows]
-        )
+        return lambda rows, *args: dataclasses.replace(make(rows, *args), kind=self.table.kind[rows])
 
 
 class ForgottenToken(_Delivering):

@@ -75,9 +75,7 @@ def test_every_promise_holds_and_rare_states_occur():
 
 
 def test_every_policy_is_drawn():
-    drawn = {
-        draw_scenario(scenario_rng(seed)).policy.partition("+")[0] for seed in range(NUM_SEEDS)
-    }
+    drawn = {draw_scenario(scenario_rng(seed)).policy.partition("+")[0] for seed in range(NUM_SEEDS)}
     assert drawn >= set(REAL_POLICIES)
 
 

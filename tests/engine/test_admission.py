@@ -273,9 +273,7 @@ def overload(slo_admission: str, rate: float, *, seconds: float = 120.0) -> dict
 
 def test_what_is_cached_of_a_prompt_takes_no_time():
     clock = VirtualClock()
-    executor = HashExecutor(
-        num_blocks=256, block_size=4, max_num_seqs=4, vocab_size=97, clock=clock
-    )
+    executor = HashExecutor(num_blocks=256, block_size=4, max_num_seqs=4, vocab_size=97, clock=clock)
     config = SchedulerConfig(policy="fcfs", max_num_seqs=4, max_num_batched_tokens=64, slo_admission="on")
     kinds = (KindSpec(name="kv", blocks_per_group=2), KindSpec(name="hidden", blocks_per_group=1))
     engine = Engine(

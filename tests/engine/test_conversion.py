@@ -261,9 +261,7 @@ def test_what_a_policy_may_not_convert_stays_as_it_is():
     """As in a server, which reports the promise once and goes on."""
     policy = Converter(after=1)
     policy.checks = False
-    made = served(
-        policy, num_blocks=8, debug=False
-    )  # 16 positions as KV: 20 can be held as layer inputs alone
+    made = served(policy, num_blocks=8, debug=False)  # 16 positions as KV: 20 can be held as layer inputs alone
     made.engine._policies.check_plans = False  # as of a policy of the package
     made.add(prompt(14), 6)
     made.drain()

@@ -79,9 +79,7 @@ class Harness:
                 KindSpec(name="kv", blocks_per_group=2, offered=offered[0]),
                 KindSpec(name="hidden", blocks_per_group=1, offered=offered[1]),
             ),
-            SchedulerConfig(
-                max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, overlap=overlap, **config
-            ),
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, overlap=overlap, **config),
             CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
             vocab_size=VOCAB_SIZE,
             output_processor=processor,
@@ -102,11 +100,7 @@ class Harness:
         **params,
     ) -> str:
         name = name or f"r{next(self._names)}"
-        prompt = (
-            np.random.default_rng(len(self.requests))
-            .integers(0, VOCAB_SIZE, prompt_len)
-            .astype(np.int32)
-        )
+        prompt = np.random.default_rng(len(self.requests)).integers(0, VOCAB_SIZE, prompt_len).astype(np.int32)
         request = EngineRequest(
             request_id=name,
             prompt=None,
@@ -249,9 +243,7 @@ class TestEnds:
         assert (h.last["r0"].finish_reason, h.last["r0"].stop_reason) == ("stop", stop)
 
     def test_stop_token_is_not_heeded_before_min_tokens(self, overlap):
-        stop = reference_tokens(
-            np.random.default_rng(0).integers(0, VOCAB_SIZE, 5), 1, vocab_size=VOCAB_SIZE
-        )[0]
+        stop = reference_tokens(np.random.default_rng(0).integers(0, VOCAB_SIZE, 5), 1, vocab_size=VOCAB_SIZE)[0]
         h = Harness(overlap=overlap)
         h.add(max_tokens=8, stop_token_ids=(stop,), min_tokens=5)
         h.drain()
@@ -298,9 +290,7 @@ class TestEnds:
         h = Harness(
             overlap=overlap,
             processor=Processor(),
-            fault=lambda _: (
-                Fault(kind=FaultKind.NOT_FINITE) if "bad" in causes and next(count) == 2 else None
-            ),
+            fault=lambda _: Fault(kind=FaultKind.NOT_FINITE) if "bad" in causes and next(count) == 2 else None,
         )
         h.add(max_tokens=3, stop_token_ids=(token,) if "stop token" in causes else ())
         h.drain()
@@ -358,9 +348,7 @@ class TestEnds:
     @pytest.mark.parametrize("row", [1, 4])
     def test_E7_E8_a_bad_row_ends_one_request(self, kind, row, overlap):
         count = itertools.count()
-        h = Harness(
-            overlap=overlap, fault=lambda b: Fault(kind=kind, row=row) if next(count) == 2 else None
-        )
+        h = Harness(overlap=overlap, fault=lambda b: Fault(kind=kind, row=row) if next(count) == 2 else None)
         names = [h.add() for _ in range(3)]
         h.drain()
         assert h.last[names[1]].finish_reason == "error"
@@ -380,11 +368,7 @@ class TestEnds:
                 assert output.logprobs is None
             else:
                 assert output.logprobs is not None
-                assert (
-                    output.logprobs[0].top_ids.shape
-                    == output.logprobs[0].top_logprobs.shape
-                    == (3,)
-                )
+                assert output.logprobs[0].top_ids.shape == output.logprobs[0].top_logprobs.shape == (3,)
                 assert output.logprobs[0].top_ids[0] == output.new_token_ids[0]
 
 
@@ -415,9 +399,7 @@ class TestAdmission:
         with pytest.raises(QueueFullError, match="--max-num-queued-tokens 10"):
             h.add(prompt_len=1)
 
-    @pytest.mark.parametrize(
-        ("offered", "most"), [((True, False), 32), (BOTH, 64), ((False, True), 64)]
-    )
+    @pytest.mark.parametrize(("offered", "most"), [((True, False), 32), (BOTH, 64), ((False, True), 64)])
     def test_R3_what_cannot_fit_is_refused(self, offered, most):
         h = Harness(num_blocks=16, offered=offered)
         h.add(prompt_len=most - 3, max_tokens=3)
@@ -506,9 +488,7 @@ class TestOverlap:
 
     def test_E11_a_stop_token_drops_the_row_in_flight(self):
         h = Harness()
-        expected = reference_tokens(
-            np.random.default_rng(0).integers(0, VOCAB_SIZE, 5), 2, vocab_size=VOCAB_SIZE
-        )
+        expected = reference_tokens(np.random.default_rng(0).integers(0, VOCAB_SIZE, 5), 2, vocab_size=VOCAB_SIZE)
         h.add(max_tokens=8, stop_token_ids=(expected[1],))
         h.drain()
         h.assert_all_as_expected()
@@ -517,9 +497,7 @@ class TestOverlap:
 
     def test_E11_blocks_of_a_dropped_row_serve_the_next_request(self):
         h = Harness(num_blocks=4, max_num_seqs=1, offered=(True, False))
-        expected = reference_tokens(
-            np.random.default_rng(0).integers(0, VOCAB_SIZE, 4), 2, vocab_size=VOCAB_SIZE
-        )
+        expected = reference_tokens(np.random.default_rng(0).integers(0, VOCAB_SIZE, 4), 2, vocab_size=VOCAB_SIZE)
         h.add(prompt_len=4, max_tokens=4, stop_token_ids=(expected[0],))
         h.add(prompt_len=4, max_tokens=4)
         h.drain()
@@ -556,12 +534,8 @@ class TestPreemption:
         stats = h.engine.stats()
         assert stats.num_preemptions > 2
         assert min(stats.kind_switches.values()) > 0
-        assert (
-            stats.recomputed_tokens == sum(o.metrics.recomputed_tokens for o in h.last.values()) > 0
-        )
-        assert sum(stats.kind_switches.values()) == sum(
-            o.metrics.num_kind_switches for o in h.last.values()
-        )
+        assert stats.recomputed_tokens == sum(o.metrics.recomputed_tokens for o in h.last.values()) > 0
+        assert sum(stats.kind_switches.values()) == sum(o.metrics.num_kind_switches for o in h.last.values())
 
     def test_in_mid_prompt_and_again(self, overlap):
         h = Harness(budget=8, overlap=overlap)
@@ -840,11 +814,7 @@ class TestFailures:
 
     def test_rows_that_wait_for_each_others_blocks_are_parted(self):
         def plan(view: SchedulerView) -> Plan:
-            rows = (
-                view.running
-                if view.running.size > 1
-                else np.concatenate([view.running, view.waiting])
-            )
+            rows = view.running if view.running.size > 1 else np.concatenate([view.running, view.waiting])
             whole = plan_all(dataclasses.replace(view, running=rows[:0], waiting=rows))
             return dataclasses.replace(whole, num_tokens=np.minimum(whole.num_tokens, 4))
 
@@ -860,10 +830,7 @@ class TestFailures:
 def broken_plans() -> dict[str, Callable[[SchedulerView, Plan], Plan]]:
     def changed(**values) -> Callable[[SchedulerView, Plan], Plan]:
         def change(view: SchedulerView, plan: Plan) -> Plan:
-            new = {
-                name: getattr(plan, name).copy()
-                for name in ("rows", "num_tokens", "kind", "preempt")
-            }
+            new = {name: getattr(plan, name).copy() for name in ("rows", "num_tokens", "kind", "preempt")}
             for name, value in values.items():
                 if name == "preempt":
                     new[name] = np.append(new[name], np.int32(value))
@@ -953,9 +920,7 @@ def test_metrics_and_stats(overlap):
 
 
 def test_gauges_by_kind():
-    h = Harness(
-        policy=ScriptedPolicy(lambda view: plan_all(view, kind=HIDDEN if view.running.size else KV))
-    )
+    h = Harness(policy=ScriptedPolicy(lambda view: plan_all(view, kind=HIDDEN if view.running.size else KV)))
     h.add(prompt_len=5)
     h.step()
     h.add(prompt_len=5)
@@ -1003,9 +968,7 @@ def test_ten_thousand_requests_leave_nothing_behind():
         prompt = rng.integers(0, VOCAB_SIZE, int(prompt_lens[i])).astype(np.int32)
         name, params = str(i), SamplingParams(max_tokens=int(lengths[i]), temperature=0.0)
         if i % 20 == 0:
-            expected[name] = reference_tokens(
-                prompt, params.max_tokens, vocab_size=VOCAB_SIZE, params=params
-            )
+            expected[name] = reference_tokens(prompt, params.max_tokens, vocab_size=VOCAB_SIZE, params=params)
             got[name] = []
         engine.add_request(
             EngineRequest(
@@ -1283,9 +1246,7 @@ def test_every_token_and_preemption_of_a_crowd_is_there_and_waits_have_reasons()
         assert by["switched"] == metrics.num_kind_switches
         computed = sum(e["tokens"] for e in found if e["event"] in ("prefill", "decode"))
         lost = sum(e["tokens"] for e in found if e["event"] == "preempted")
-        cached = sum(
-            e.get("cached", 0) for e in found if e["event"] == "prefill" and e["steps"] == 1
-        )
+        cached = sum(e.get("cached", 0) for e in found if e["event"] == "prefill" and e["steps"] == 1)
         assert computed <= 17 + 19 + lost
         assert computed + cached + lost >= 17 + 19
         for e in found:

@@ -15,7 +15,9 @@ from tests.support.fake_executor import Fault, FaultKind
 from tests.support.toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
 
 
-def run(parts: EngineParts, prompts: list[int], max_tokens: int = 24) -> tuple[list[Iteration], dict[str, RequestMetrics]]:
+def run(
+    parts: EngineParts, prompts: list[int], max_tokens: int = 24
+) -> tuple[list[Iteration], dict[str, RequestMetrics]]:
     """Serve prompts of these lengths; what was told, and the metrics of each request."""
     told: list[Iteration] = []
     engine = parts.engine
@@ -78,9 +80,7 @@ def test_the_decisions_add_up_to_what_was_computed(policy, overlap):
             held[name] = (row.kind, row.start + row.num_tokens)
             kinds[name] = row.kind
             computed[name] += row.num_tokens
-        assert iteration.prefill_tokens + iteration.decode_tokens == sum(
-            row.num_tokens for row in iteration.scheduled
-        )
+        assert iteration.prefill_tokens + iteration.decode_tokens == sum(row.num_tokens for row in iteration.scheduled)
         assert (iteration.step_s is None) == (not iteration.scheduled)
         assert not iteration.failed
         assert iteration.schedule_s >= 0.0
@@ -111,9 +111,7 @@ def test_steps_that_fail_are_told_and_those_after_them_too():
 def test_step_times_are_those_of_the_device_not_of_the_queue():
     told, _ = run(toy_parts(step_s=0.01), [5], max_tokens=20)
     times = sorted(i.step_s for i in told if i.step_s is not None)
-    assert (
-        0.009 < times[len(times) // 2] < 0.018
-    )  # with overlap a step is dispatched one step early
+    assert 0.009 < times[len(times) // 2] < 0.018  # with overlap a step is dispatched one step early
 
 
 def test_watched_or_not_the_decisions_are_numbered():
@@ -127,9 +125,7 @@ def test_watched_or_not_the_decisions_are_numbered():
             parts.assembler.delta(output)
     told: list[Iteration] = []
     parts.engine.on_iteration = told.append
-    parts.engine.add_request(
-        parts.build_request(prompt="x", params={"max_tokens": 1, "ignore_eos": True})
-    )
+    parts.engine.add_request(parts.build_request(prompt="x", params={"max_tokens": 1, "ignore_eos": True}))
     while parts.engine.has_work:
         for output in parts.engine.step():
             parts.assembler.delta(output)
@@ -256,9 +252,7 @@ def test_where_the_last_requests_of_each_tenant_stand():
 
         def submit(name: str, tenant: str, **more):
             return engine.submit(
-                engine.parts.build_request(
-                    prompt="hello", params={**params, **more}, request_id=name, tenant=tenant
-                )
+                engine.parts.build_request(prompt="hello", params={**params, **more}, request_id=name, tenant=tenant)
             )
 
         for name, tenant in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("a3", "a")):
@@ -270,10 +264,7 @@ def test_where_the_last_requests_of_each_tenant_stand():
         assert log is not None
         found = await asyncio.wrap_future(
             engine.call(
-                lambda: {
-                    tenant: [one.summary() for one in last]
-                    for tenant, last in log.last({"a", "c"}, 4).items()
-                }
+                lambda: {tenant: [one.summary() for one in last] for tenant, last in log.last({"a", "c"}, 4).items()}
             )
         )
         assert found["c"] == []

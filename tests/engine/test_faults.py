@@ -41,9 +41,7 @@ def request_of(parts: EngineParts, name: str, prompt: str, max_tokens: int) -> E
     return parts.build_request(prompt=prompt, params=params, request_id=name)
 
 
-def run_all(
-    parts: EngineParts, requests: list[EngineRequest]
-) -> dict[str, tuple[list[int], str | None]]:
+def run_all(parts: EngineParts, requests: list[EngineRequest]) -> dict[str, tuple[list[int], str | None]]:
     """Tokens and finish reason of each, all served at once; nothing may be left."""
     got: dict[str, tuple[list[int], str | None]] = {r.request_id: ([], None) for r in requests}
     for request in requests:
@@ -185,9 +183,7 @@ def test_D1_a_second_time_within_a_minute_ends_the_engine_and_later_halves_again
     faulty.plan = {faulty.num_steps: StepFault("memory")}
     second = request_of(parts, "two", "y" * 60, 4)
     assert run_all(parts, [second])["two"] == (expected_tokens(second), "length")
-    assert (
-        parts.engine.view().max_num_batched_tokens == 16
-    )  # half of half of the prompt of 61 is less than the least
+    assert parts.engine.view().max_num_batched_tokens == 16  # half of half of the prompt of 61 is less than the least
 
 
 def test_D1_steps_stay_large_enough_for_prompts_to_go_on():
@@ -210,9 +206,7 @@ def test_D2_a_pool_that_is_too_large_is_one_line_with_bytes_and_flags():
     config = EngineConfig(model="tiny-opt", cache=CacheConfig(num_blocks_override=1 << 40))
     with pytest.raises(ConfigError) as caught:
         build_engine(config, warm_up=False, calibrate=False)
-    assert_says(
-        caught.value, "--num-blocks-override", "--device-memory-utilization", f"{1 << 40} blocks"
-    )
+    assert_says(caught.value, "--num-blocks-override", "--device-memory-utilization", f"{1 << 40} blocks")
 
 
 def assert_says(error: Exception, *parts: str) -> None:

@@ -65,9 +65,7 @@ class TestDigests:
 
 class TestHits:
     def test_a_second_identical_prompt_computes_its_last_block_only(self, offered, overlap):
-        served = Served(
-            num_blocks=600, block_size=16, budget=1024, offered=offered, overlap=overlap
-        )
+        served = Served(num_blocks=600, block_size=16, budget=1024, offered=offered, overlap=overlap)
         first = served.serve(prompt(1000), 1)
         num = len(served.batches)
         second = served.serve(prompt(1000), 1)
@@ -215,9 +213,7 @@ class TestEviction:
         hits = []
         for seed in (1, 2, 3):
             name = served.add(prompt(24, seed)[:16] if seed < 3 else prompt(24, 3))
-            hits.append(
-                int(served.engine.table.hit_tokens[served.engine.states.by_id[name].row, KV])
-            )
+            hits.append(int(served.engine.table.hit_tokens[served.engine.states.by_id[name].row, KV]))
         assert hits == [12, 12, 23]
         served.drain()
         served.assert_as_expected()
@@ -239,9 +235,7 @@ class TestFaults:
     @pytest.mark.parametrize("kind", [FaultKind.NOT_FINITE, FaultKind.BAD_TOKEN])
     def test_E7_a_bad_row_is_never_found(self, kind, overlap):
         count = itertools.count()
-        served = Served(
-            overlap=overlap, fault=lambda b: Fault(kind=kind) if next(count) == 0 else None
-        )
+        served = Served(overlap=overlap, fault=lambda b: Fault(kind=kind) if next(count) == 0 else None)
         assert served.ended[served.serve(prompt(16))] == "error"
         assert served.engine.stats().cached_blocks == 0
         num = len(served.batches)
@@ -301,9 +295,7 @@ class TestFaults:
     @pytest.mark.parametrize("kind", [FaultKind.RAISE_AFTER, FaultKind.RAISE_IN_RESULT])
     def test_after_a_failed_step_nothing_is_found(self, kind, overlap):
         count = itertools.count()
-        served = Served(
-            overlap=overlap, fault=lambda b: Fault(kind=kind) if next(count) == 8 else None
-        )
+        served = Served(overlap=overlap, fault=lambda b: Fault(kind=kind) if next(count) == 8 else None)
         served.serve(prompt(16))
         served.add([*prompt(16), *prompt(4, 1)], 8)
         waiting = served.add(prompt(16))
@@ -328,9 +320,7 @@ class TestPlantedBugs:
                 filled = self._fill(batch, rows, end)
                 for f in filled:
                     state = self.states.state(int(rows[f.index]))
-                    self.cache.register(
-                        state.rank, f.kind, state.digests[f.kind], f.begin, f.firsts, f.generations
-                    )
+                    self.cache.register(state.rank, f.kind, state.digests[f.kind], f.begin, f.firsts, f.generations)
                 return filled
 
         for engine_class, right in ((Engine, True), (TooEarly, False)):
@@ -338,9 +328,7 @@ class TestPlantedBugs:
             served = Served(
                 debug=False,
                 engine_class=engine_class,
-                fault=lambda b, count=count: (
-                    Fault(kind=FaultKind.NOT_FINITE) if next(count) == 0 else None
-                ),
+                fault=lambda b, count=count: Fault(kind=FaultKind.NOT_FINITE) if next(count) == 0 else None,
             )
             served.add(prompt(16))
             served.step()
@@ -398,9 +386,7 @@ def converse(served: Served, num: int, seed: int, p_preempt: float) -> int:
                 for _ in range(int(rng.integers(1, 4)))
             ]
             if rng.random() < 0.2:
-                turns = [
-                    prompt(c - systems[0].size % c, 5)
-                ]  # many say the same, up to a whole group
+                turns = [prompt(c - systems[0].size % c, 5)]  # many say the same, up to a whole group
             system = systems[0] if len(turns) == 1 else systems[int(rng.integers(len(systems)))]
             say(Conversation(turns, system))
         for name in served.step():

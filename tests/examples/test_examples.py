@@ -17,7 +17,16 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL_SERVER = ("--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--num-blocks-override", "64", "--calibration-time", "0")
+SMALL_SERVER = (
+    "--max-num-seqs",
+    "2",
+    "--max-num-batched-tokens",
+    "64",
+    "--num-blocks-override",
+    "64",
+    "--calibration-time",
+    "0",
+)
 
 
 def run(name: str, *args: object) -> None:
@@ -56,7 +65,14 @@ def running(*command: str, ready: str) -> Iterator[None]:
 
 def test_every_example_is_here():
     names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert names == {"custom_policy.py", "offline.py", "openai_client.py", "structured_output.py", "two_replicas.md", "what_if.py"}
+    assert names == {
+        "custom_policy.py",
+        "offline.py",
+        "openai_client.py",
+        "structured_output.py",
+        "two_replicas.md",
+        "what_if.py",
+    }
 
 
 def test_offline(capsys):

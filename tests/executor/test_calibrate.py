@@ -122,9 +122,7 @@ def brute_force_tiles(lens: list[int], kinds: list[int], which: int, rows: int) 
     order = sorted(range(len(lens)), key=lambda i: (kinds[i], -lens[i]))
     total = 0
     for first in range(0, len(order), rows):
-        longest = max(
-            (lens[i] for i in order[first : first + rows] if kinds[i] == which), default=0
-        )
+        longest = max((lens[i] for i in order[first : first + rows] if kinds[i] == which), default=0)
         total += -(-longest // SHAPES.tokens_per_tile)
     return total
 
@@ -137,9 +135,7 @@ def test_tiles_are_counted_as_the_executor_visits_them(seed: int) -> None:
     step = StepPoint(num_tokens=[1] * n, start=starts, kind=kinds, time_s=1.0)
     found = dict(zip(SHAPES.feature_names(), SHAPES.features(*step.arrays()), strict=True))
     padded = next(b for b in SHAPES.decode_buckets if b >= n)
-    assert [name for name in found if name.startswith("program") and found[name]] == [
-        f"program_{padded}_0"
-    ]
+    assert [name for name in found if name.startswith("program") and found[name]] == [f"program_{padded}_0"]
     rows = min(padded, SHAPES.rows_per_tile)
     lens = [s + 1 for s in starts]
     for which, name in ((KV, "kv"), (HIDDEN, "hidden")):
@@ -178,10 +174,7 @@ def test_hiccups_of_the_machine_hardly_move_a_fit() -> None:
     truth = ProgramCosts(shapes=SHAPES, coefficients=(1e-3,) * len(SHAPES.feature_names()))
     points = [draw_step(rng) for _ in range(400)]
     slowed = [
-        dataclasses.replace(
-            p, time_s=truth.step_s(*p.arrays()) * (5.0 if rng.random() < 0.1 else 1.0)
-        )
-        for p in points
+        dataclasses.replace(p, time_s=truth.step_s(*p.arrays()) * (5.0 if rng.random() < 0.1 else 1.0)) for p in points
     ]
     model = fit_cost_model(slowed, SHAPES)
     ratio = [model.programs.step_s(*p.arrays()) / truth.step_s(*p.arrays()) for p in points]
@@ -196,11 +189,7 @@ def test_every_cache_mode_can_be_calibrated(mode: CacheMode, mixed: bool) -> Non
     model = calibrate(executor, 0.2, lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
     assert model.prefill_s([32], [0]) > 0
-    offered = [
-        lens
-        for kind, lens in enumerate(([([20], [])], [([], [20])]))
-        if executor.kinds_offered[kind]
-    ]
+    offered = [lens for kind, lens in enumerate(([([20], [])], [([], [20])])) if executor.kinds_offered[kind]]
     assert all(model.decode_s(*pair) > 0 for pairs in offered for pair in pairs)
     kind = KV if executor.kinds_offered[KV] else HIDDEN
     for rows, tokens in model.programs.shapes.programs():
@@ -251,9 +240,7 @@ def bounded_executor(
 @pytest.mark.parametrize("mode", ["hybrid", "kv", "hidden"])
 def test_measured_steps_are_ones_that_serving_can_have(mode: CacheMode, mixed: bool) -> None:
     rng = np.random.default_rng(0)
-    for block_size, seqs, tokens, length in itertools.product(
-        (1, 1024), (1, 3, 8), (1, 8, 31, 200), (2, 3, 4, 8, 128)
-    ):
+    for block_size, seqs, tokens, length in itertools.product((1, 1024), (1, 3, 8), (1, 8, 31, 200), (2, 3, 4, 8, 128)):
         if tokens < seqs:
             continue
         executor = bounded_executor(mode, block_size, seqs, tokens, length, mixed)
@@ -343,9 +330,7 @@ def test_calibrations_are_stored_by_what_they_depend_on_and_loaded(tmp_path, mon
     assert load_or_calibrate(executor, 0.2) != first
 
 
-QUALITY = FitQuality(
-    num_points=9, num_held_back=2, r2=0.99, worst_relative_error=0.1, mean_relative_error=0.05
-)
+QUALITY = FitQuality(num_points=9, num_held_back=2, r2=0.99, worst_relative_error=0.1, mean_relative_error=0.05)
 MODEL = CostModel(
     costs=StepCosts(
         prefill_base_s=5e-3,
@@ -425,8 +410,7 @@ def test_the_simulator_times_steps_by_what_was_measured(tmp_path: Path) -> None:
     result = simulate(SimulationConfig(policy="fcfs"), hardware=hardware, workload=workload)
     steps = [([20], [0], [0]), ([1], [20], [0])]
     expected = sum(
-        MODEL.programs.step_s(*StepPoint(num_tokens=n, start=s, kind=k, time_s=0).arrays())
-        for n, s, k in steps
+        MODEL.programs.step_s(*StepPoint(num_tokens=n, start=s, kind=k, time_s=0).arrays()) for n, s, k in steps
     )
     assert result.summary.duration_s == pytest.approx(expected)
     with pytest.raises(ConfigError, match=r"max_num_seqs=9 is more than .* calibrated for, 8 "):

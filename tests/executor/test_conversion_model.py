@@ -41,9 +41,7 @@ def executor_of(
     params = dummy_params(config, dtype, 7)
     # Random tiny models say the same whatever was said before, unless their matrices are large.
     layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)
-    params = dataclasses.replace(
-        params, embed=params.embed * 8, head=params.head * 20, layers=layers
-    )
+    params = dataclasses.replace(params, embed=params.embed * 8, head=params.head * 20, layers=layers)
     executor = JaxExecutor(
         params, config, cache=CacheConfig(block_size=4, num_blocks_override=num_blocks, hidden_attention=attention),
         max_num_seqs=4, max_num_batched_tokens=32, max_model_len=96, attention=ops, conversion=conversion,
@@ -55,9 +53,7 @@ def executor_of(
 # --- what is written -------------------------------------------------------------------------------------------------
 
 
-def chunk(
-    kind: int, tokens: list[int], start: int, table: np.ndarray, conversions: Conversions | None
-) -> StepBatch:
+def chunk(kind: int, tokens: list[int], start: int, table: np.ndarray, conversions: Conversions | None) -> StepBatch:
     """A step of one row."""
     return StepBatch(
         seats=np.zeros(1, np.int32),
@@ -103,9 +99,7 @@ def test_converted_rows_hold_what_kv_rows_hold(name, dtype):
         inputs = hidden[None, : -(-start // per_block)].astype(np.int32)
         wanted = Conversions(rows=np.zeros(1, np.int64), inputs=inputs)
         tokens = [
-            executor.execute(chunk(KV, text[start : start + 1], start, table, c))
-            .result()
-            .token_ids.tolist()
+            executor.execute(chunk(KV, text[start : start + 1], start, table, c)).result().token_ids.tolist()
             for table, c in ((kv, None), (new, wanted))
         ]
         after = cached(executor, new, start)

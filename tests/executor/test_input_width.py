@@ -106,9 +106,7 @@ def test_blocks_of_a_request_are_those_of_laying_its_vectors_down_one_by_one(wid
 
     keys, hidden = laid_down(lane), laid_down(width)
     assert (min(tokens, block_size), min(tokens, inputs)) == (keys[1], hidden[1])
-    cache = HybridCache(
-        num_blocks=500, block_size=block_size, hidden_block_size=inputs, max_num_seqs=2
-    )
+    cache = HybridCache(num_blocks=500, block_size=block_size, hidden_block_size=inputs, max_num_seqs=2)
     view = SchedulerView(
         now_s=0.0, table=RequestTable(1), waiting=np.zeros(0, np.int32), running=np.zeros(0, np.int32), free_blocks=500,
         total_blocks=500, block_size=block_size, hidden_block_size=inputs, kinds=KINDS, max_num_seqs=1,
@@ -129,8 +127,13 @@ def test_blocks_of_a_request_are_those_of_laying_its_vectors_down_one_by_one(wid
 @pytest.mark.parametrize(
     ("name", "block_size", "inputs"),
     [
-        ("gemma-7b", 16, 21), ("gemma-7b", 24, 32), ("gemma-2-9b", 16, 9), ("gemma-2-9b", 14, 8),
-        ("opt-13b", 16, 16), ("llama-2-7b", 16, 16), ("qwen3-0.6b", 16, 16),
+        ("gemma-7b", 16, 21),
+        ("gemma-7b", 24, 32),
+        ("gemma-2-9b", 16, 9),
+        ("gemma-2-9b", 14, 8),
+        ("opt-13b", 16, 16),
+        ("llama-2-7b", 16, 16),
+        ("qwen3-0.6b", 16, 16),
     ],
 )
 def test_published_models(name, block_size, inputs):
@@ -221,9 +224,7 @@ class Served:
         )  # fmt: skip
         scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32)
         cache = dataclasses.replace(executor.cache_config, enable_prefix_caching=prefix_caching)
-        self.engine = Engine(
-            executor, policy, WallClock(), kinds, scheduler, cache, vocab_size=97, debug=True
-        )
+        self.engine = Engine(executor, policy, WallClock(), kinds, scheduler, cache, vocab_size=97, debug=True)
         self.rng, self.p_preempt = np.random.default_rng(0), p_preempt
         self.tokens: dict[str, list[int]] = {}
         self.kinds: set[int] = set()
@@ -263,8 +264,7 @@ def conversations(served: Served) -> list[list[list[int]]]:
     for _ in range(3):
         said.append(served.serve(talks, 12))
         talks = [
-            [*talk, *answer, *rng.integers(3, 97, 5).tolist()]
-            for talk, answer in zip(talks, said[-1], strict=True)
+            [*talk, *answer, *rng.integers(3, 97, 5).tolist()] for talk, answer in zip(talks, said[-1], strict=True)
         ]
     return said
 
@@ -314,9 +314,7 @@ def test_bytes_of_the_pool_that_a_token_takes(name, block_size, exact):
     taken: list[int] = []
     modes: list[CacheMode] = ["kv", "hidden"]
     for kind, width in ((KV, 2 * config.lane), (HIDDEN, config.hidden_size)):
-        executor = executor_of(
-            name, block_size, mode=modes[kind], config=config, max_model_len=tokens + 1
-        )
+        executor = executor_of(name, block_size, mode=modes[kind], config=config, max_model_len=tokens + 1)
         executor.buckets.decode, executor.buckets.prefill = [4], [32]
         served = Served(executor, KINDS[kind].name, "fcfs", prefix_caching=False)
         served.serve([np.random.default_rng(0).integers(3, 97, tokens).tolist()], 1)

@@ -41,12 +41,8 @@ def only(*ids: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("attention", ["reproject", "absorb"])
-@pytest.mark.parametrize(
-    ("mixed", "ops"), [(False, None), (True, None), (False, GRAPHS), (True, GRAPHS)]
-)
-def test_tokens_equal_a_plain_forward_pass(
-    attention: HiddenAttention, mixed: bool, ops: AttentionOps | None
-) -> None:
+@pytest.mark.parametrize(("mixed", "ops"), [(False, None), (True, None), (False, GRAPHS), (True, GRAPHS)])
+def test_tokens_equal_a_plain_forward_pass(attention: HiddenAttention, mixed: bool, ops: AttentionOps | None) -> None:
     """Both kinds side by side, chunked prompts over a cached prefix, decodes beside chunks, tokens fed on the device."""
     driver = Driver(make_executor(attention=attention, mixed=mixed, ops=ops))
     for kind_of in ({0: KV, 1: HIDDEN, 2: HIDDEN, 3: KV}, {0: HIDDEN, 1: KV, 2: KV, 3: HIDDEN}):
@@ -58,9 +54,7 @@ def test_tokens_equal_a_plain_forward_pass(
         for i in range(12):
             driver.step({0: 1, 1: 1, 2: 1, 3: 1}, on_device=i % 2 == 0)
         for seat, prompt in PROMPTS.items():
-            assert driver.tokens[seat] == reference_greedy(
-                prompt, len(driver.tokens[seat]) - len(prompt)
-            ), seat
+            assert driver.tokens[seat] == reference_greedy(prompt, len(driver.tokens[seat]) - len(prompt)), seat
 
 
 LAYOUTS = {
@@ -74,9 +68,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("attention", ["reproject", "absorb"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probabilities_of_every_layout_are_those_of_the_plain_pass(
-    layout: str, attention: HiddenAttention
-) -> None:
+def test_log_probabilities_of_every_layout_are_those_of_the_plain_pass(layout: str, attention: HiddenAttention) -> None:
     """float32, within 1e-4, both kinds, for a whole prompt, a chunk over a cached prefix, and a decode step."""
     config = dataclasses.replace(CONFIG, **LAYOUTS[layout])
     params = dummy_params(config, "float32", 3)
@@ -94,9 +86,7 @@ def test_log_probabilities_of_every_layout_are_those_of_the_plain_pass(
             result = driver.step({0: len(tokens) - cut}, wanted)
             assert result.top_logprobs is not None
             assert result.top_ids is not None
-            np.testing.assert_allclose(
-                result.top_logprobs[0], expected[result.top_ids[0]], atol=1e-4
-            )
+            np.testing.assert_allclose(result.top_logprobs[0], expected[result.top_ids[0]], atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["kv", "hidden"])
@@ -127,15 +117,11 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
     assert result.top_logprobs is not None
     assert result.top_ids is not None
     for row in range(2):
-        np.testing.assert_allclose(
-            result.top_logprobs[row], expected[result.top_ids[row]], atol=0.05
-        )
+        np.testing.assert_allclose(result.top_logprobs[row], expected[result.top_ids[row]], atol=0.05)
 
 
 @pytest.mark.parametrize(("mode", "ops", "seats"), [("hybrid", None, 8), ("kv", GRAPHS, 2)])
-def test_Q8_serving_after_warm_up_compiles_nothing(
-    mode: CacheMode, ops: AttentionOps | None, seats: int
-) -> None:
+def test_Q8_serving_after_warm_up_compiles_nothing(mode: CacheMode, ops: AttentionOps | None, seats: int) -> None:
     executor = make_executor(mode, mixed=True, ops=ops, max_num_seqs=seats)
     seen = []
     executor.warm_up(lambda done, total: seen.append((done, total)))
@@ -172,9 +158,7 @@ def test_Q8_serving_after_warm_up_compiles_nothing(
 def test_M6_nan_stays_with_its_own_request(kind: int) -> None:
     """A request whose numbers break is flagged alone; neither its neighbour nor the next owner of its blocks sees NaN."""
     broken = dataclasses.replace(PARAMS, embed=PARAMS.embed.at[50].set(jnp.nan), head=PARAMS.embed)
-    executor = make_executor(
-        params=broken, config=dataclasses.replace(CONFIG, tie_embeddings=False)
-    )
+    executor = make_executor(params=broken, config=dataclasses.replace(CONFIG, tie_embeddings=False))
     driver = Driver(executor)
     driver.add(0, [5, 6, 7], kind)
     driver.add(1, [5, 50, 7, 9, 50], kind)
@@ -256,16 +240,12 @@ def test_R25_a_mask_goes_with_every_setting(name: str, four_seats: JaxExecutor) 
         masks = {1: only(*range(20, 30)), 2: only(40, 96), 3: only(*range(97))} if masked else None
         driver.step({0: 3, 1: 37, 2: 1, 3: 17}, params, masks=masks)
         for i in range(5):
-            result = driver.step(
-                {0: 1, 1: 1, 2: 1, 3: 1}, params, on_device=i % 2 == 0, masks=masks
-            )
+            result = driver.step({0: 1, 1: 1, 2: 1, 3: 1}, params, on_device=i % 2 == 0, masks=masks)
         streams.append({s: driver.tokens[s][len(p) :] for s, p in PROMPTS.items()})
         if params.logprobs is not None:
             assert result.top_logprobs is not None
             assert result.logprob is not None
-            assert (
-                result.logprob <= result.top_logprobs[:, 0] + 1e-6
-            ).all()  # of the model's own distribution
+            assert (result.logprob <= result.top_logprobs[:, 0] + 1e-6).all()  # of the model's own distribution
     assert set(streams[0][1]) <= set(range(20, 30))
     assert set(streams[0][2]) <= {40, 96}
     assert streams[0][0] == streams[1][0]
@@ -277,9 +257,7 @@ def test_R25_a_mask_goes_with_every_setting(name: str, four_seats: JaxExecutor) 
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3, repetition_penalty=1.2)])
-def test_R21_a_row_whose_mask_leaves_nothing_has_no_token(
-    params: SamplingParams, four_seats: JaxExecutor
-) -> None:
+def test_R21_a_row_whose_mask_leaves_nothing_has_no_token(params: SamplingParams, four_seats: JaxExecutor) -> None:
     """Alone, and as something else than a row whose logits are not finite."""
     driver = Driver(four_seats)
     driver.add(0, [5, 6, 7], KV)

@@ -33,9 +33,7 @@ class Served:
             cache=dataclasses.replace(parts.config.cache, enable_prefix_caching=prefix_caching),
             scheduler=dataclasses.replace(parts.config.scheduler, policy=policy),
         )
-        kinds = [
-            dataclasses.replace(k, offered=kind in (k.name, "hybrid")) for k in parts.engine.kinds
-        ]
+        kinds = [dataclasses.replace(k, offered=kind in (k.name, "hybrid")) for k in parts.engine.kinds]
         self.parts = make_parts(
             config,
             parts.executor,

@@ -313,10 +313,7 @@ def test_C8_a_deadline_ends_a_running_and_a_queued_request():
         deadline_s = engine.parts.clock.now_s() + 0.1
         running = request(engine, params={"max_tokens": 200})
         queued = request(engine, params={"max_tokens": 200})
-        tasks = [
-            asyncio.create_task(collect(engine, r, deadline_s=deadline_s))
-            for r in (running, queued)
-        ]
+        tasks = [asyncio.create_task(collect(engine, r, deadline_s=deadline_s)) for r in (running, queued)]
         for task in tasks:
             with pytest.raises(TimeoutError):
                 await task
@@ -334,9 +331,7 @@ def test_C5_a_reader_that_never_reads_blocks_nobody_and_loses_nothing():
         lazy_request = request(engine, "lazy", params={"max_tokens": 100, "logprobs": 1})
         lazy = engine.submit(lazy_request)
         others = [request(engine, "x" * n) for n in range(1, 6)]
-        for req, tokens in zip(
-            others, await asyncio.gather(*(collect(engine, r) for r in others)), strict=True
-        ):
+        for req, tokens in zip(others, await asyncio.gather(*(collect(engine, r) for r in others)), strict=True):
             assert tokens == expected_tokens(req)
         await until(lambda: lazy.ended)
         delta = await anext(lazy)  # one delta holds everything
@@ -758,9 +753,7 @@ def test_an_observer_is_told_of_every_request_once(caplog):
         left.cancel()
         late = engine.parts.clock.now_s() + 0.03
         with pytest.raises(TimeoutError):
-            async for _ in engine.submit(
-                request(engine, request_id="late", params=long), deadline_s=late
-            ):
+            async for _ in engine.submit(request(engine, request_id="late", params=long), deadline_s=late):
                 pass
         executor_of(engine.parts).gate.clear()
         streams = [engine.submit(request(engine, request_id=f"r{i}")) for i in range(3)]

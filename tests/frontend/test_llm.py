@@ -139,9 +139,7 @@ def test_log_probabilities():
 
 def test_stop_tokens_and_stop_strings():
     llm = toy()
-    (whole,) = generate(
-        llm, "hello", SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    )
+    (whole,) = generate(llm, "hello", SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     ids, text = only(whole).token_ids, only(whole).text
     stop_id = ids[5]
 
@@ -225,7 +223,18 @@ def test_R3_a_prompt_that_can_never_fit_the_pool():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"cache": "hybird"}, {"scheduling_policy": "atp"}, {"tensor_parallel_size": 2}, {"max_num_seqs": 0}, {"dtype": "int8"}, {"num_blocks_override": 1}, {"block_size": 0}, {"load_format": "zip"}, {"seed": -1}, {"max_model_len": 1}],
+    [
+        {"cache": "hybird"},
+        {"scheduling_policy": "atp"},
+        {"tensor_parallel_size": 2},
+        {"max_num_seqs": 0},
+        {"dtype": "int8"},
+        {"num_blocks_override": 1},
+        {"block_size": 0},
+        {"load_format": "zip"},
+        {"seed": -1},
+        {"max_model_len": 1},
+    ],
 )
 def test_wrong_configurations_name_their_flag(fields):
     with pytest.raises(ConfigError, match=r"\(-{1,2}[a-z-]+\)"):
@@ -266,19 +275,14 @@ def test_options_are_the_fields_of_the_configuration():
 
 
 def test_options_replace_those_of_a_configuration():
-    config = EngineConfig(
-        model="other", max_model_len=99, scheduler=SchedulerConfig(default_slo=SLO(ttft_s=1.0))
-    )
+    config = EngineConfig(model="other", max_model_len=99, scheduler=SchedulerConfig(default_slo=SLO(ttft_s=1.0)))
     changed = configure("m", config, {"max_model_len": None, "default_slo": None, "seed": 5})
     assert changed == dataclasses.replace(config, model="m", max_model_len=None, seed=5)
 
 
 def test_more_requests_than_tokens_in_a_step_raise_the_tokens():
     assert configure("m", None, {"max_num_seqs": 700}).scheduler.max_num_batched_tokens == 700
-    assert (
-        configure("m", None, {"max_num_batched_tokens": None}).scheduler.max_num_batched_tokens
-        == 512
-    )
+    assert configure("m", None, {"max_num_batched_tokens": None}).scheduler.max_num_batched_tokens == 512
     with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
         configure("m", None, {"max_num_seqs": 700, "max_num_batched_tokens": 699})
 
@@ -339,9 +343,7 @@ def test_an_interruption_leaves_a_clean_engine():
 def test_a_reused_id_does_not_mix_texts():
     parts = toy_parts()
     assembler = OutputAssembler(byte_tokenizer())
-    first, second = (
-        parts.build_request(prompt=p, request_id="same", params=GREEDY) for p in ("a", "b")
-    )
+    first, second = (parts.build_request(prompt=p, request_id="same", params=GREEDY) for p in ("a", "b"))
     assembler.on_token(first, 3 + ord("h") - ord("!"))
     assembler.on_token(second, 3 + ord("w") - ord("!"))
     assert assembler.num_open == 2
@@ -364,9 +366,7 @@ def test_another_policy_keeps_the_padded_vocabulary():
     )
     first = only(generate(LLM.from_parts(parts), "hello", GREEDY)[0])
     executor.reset()
-    second = only(
-        generate(LLM.from_parts(with_scheduler(parts, "apt", "hybrid")), "hello", GREEDY)[0]
-    )
+    second = only(generate(LLM.from_parts(with_scheduler(parts, "apt", "hybrid")), "hello", GREEDY)[0])
     assert max(first.token_ids) >= VOCAB_SIZE
     assert (second.token_ids, second.finish_reason) == (first.token_ids, "length")
 
@@ -403,7 +403,14 @@ def small_model(tmp_path, monkeypatch):
 
 
 def small_llm(path, **kwargs) -> LLM:
-    defaults = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks_override": 40, "warm_up": False, "use_tqdm": False}
+    defaults = {
+        "load_format": "dummy",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "num_blocks_override": 40,
+        "warm_up": False,
+        "use_tqdm": False,
+    }
     return LLM(str(path), **{**defaults, **kwargs})
 
 
@@ -458,7 +465,14 @@ def test_stored_costs_are_used_and_progress_is_told(small_model):
 # --- the bundled model ---------------------------------------------------------------------------------------------
 
 BUNDLED = Path(str(importlib.resources.files("apt_jax") / "assets" / "tiny-opt"))
-FEW_PROGRAMS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "num_blocks_override": 64, "warm_up": False, "use_tqdm": False}
+FEW_PROGRAMS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 128,
+    "num_blocks_override": 64,
+    "warm_up": False,
+    "use_tqdm": False,
+}
 LINES = ["Once upon a time", "The king said: «où?» — 你好 🙂", "a"]
 
 
@@ -587,9 +601,7 @@ DAMAGES = {
     "other_width": lambda path: _config(path, hidden_size=512),
     "more_layers": lambda path: _config(path, num_hidden_layers=99),
     "other_vocabulary": lambda path: _config(path, vocab_size=5000),
-    "another_architecture": lambda path: _config(
-        path, model_type="bert", architectures=["BertModel"]
-    ),
+    "another_architecture": lambda path: _config(path, model_type="bert", architectures=["BertModel"]),
     "no_tokenizer": lambda path: (path / "tokenizer.json").unlink(),
 }
 

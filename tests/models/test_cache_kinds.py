@@ -56,7 +56,13 @@ def test_what_the_published_sizes_offer():
 
 
 def test_a_model_that_clips_keys_has_no_hidden_kind():
-    fields = {"architectures": ["MptForCausalLM"], "d_model": 32, "n_heads": 4, "n_layers": 1, "attn_config": {"clip_qkv": 8}}
+    fields = {
+        "architectures": ["MptForCausalLM"],
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 1,
+        "attn_config": {"clip_qkv": 8},
+    }
     row = cache_kind_info("clipped", read_model_config(fields)[1])
     assert row.mode == "refused"
     assert "clip_qkv" in (row.refusal or "")

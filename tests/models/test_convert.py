@@ -172,10 +172,7 @@ def test_a_target_that_cannot_be_written_is_one_line(tmp_path):
 def test_the_format_is_found_and_another_one_refused(tmp_path, wanted, works):
     convert_model(str(_source(tmp_path)), tmp_path / "t")
     if works:
-        assert (
-            load_model(EngineConfig(model=str(tmp_path / "t"), load_format=wanted)).format
-            == "orbax"
-        )
+        assert load_model(EngineConfig(model=str(tmp_path / "t"), load_format=wanted)).format == "orbax"
         return
     with pytest.raises(ModelLoadError, match=f"--load-format {wanted}"):
         load_model(EngineConfig(model=str(tmp_path / "t"), load_format=wanted))
@@ -247,9 +244,7 @@ def test_the_host_holds_one_tensor_and_a_piece_while_loading(tmp_path, monkeypat
         write_gguf(tmp_path / "m.gguf", "gpt2", tensors, extra=add)
         source = tmp_path / "m.gguf"
     else:
-        write_model(
-            tmp_path / "m", TINY, {name: embed.astype(np.float16 if kind == "F16" else np.float32)}
-        )
+        write_model(tmp_path / "m", TINY, {name: embed.astype(np.float16 if kind == "F16" else np.float32)})
         source = tmp_path / "m"
     del embed
     largest = vocab * width * 4

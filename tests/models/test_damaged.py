@@ -108,9 +108,7 @@ def test_a_damaged_gguf_file_is_refused_in_one_line_that_names_it(tmp_path, kind
 
 
 def test_hostile_counts_take_no_memory(tmp_path):
-    hostile = [
-        content for kind, (content, _) in GGUF_DAMAGE.items() if "huge" in kind or "longer" in kind
-    ]
+    hostile = [content for kind, (content, _) in GGUF_DAMAGE.items() if "huge" in kind or "longer" in kind]
     path = tmp_path / "m.gguf"
     tracemalloc.start()
     for content in hostile:
@@ -156,9 +154,7 @@ def test_mutated_gguf_files_open_or_are_refused(tmp_path):
             if kind == 0:
                 data[at] ^= 1 << rng.randrange(8)
             elif kind == 1:
-                data[at : at + 8] = rng.choice((0, 1, 2**31, 2**63, 2**64 - 1)).to_bytes(
-                    8, "little"
-                )
+                data[at : at + 8] = rng.choice((0, 1, 2**31, 2**63, 2**64 - 1)).to_bytes(8, "little")
             elif kind == 2:
                 del data[at : at + rng.randrange(1, 20)]
             else:
@@ -279,9 +275,7 @@ def _gpt2_files(path: Path, **changes: str) -> None:
     vocab = {token: i for i, token in enumerate([*alphabet, "<|endoftext|>", "he"])}
     files = {"vocab.json": json.dumps(vocab), "merges.txt": "#version: 0.2\nh e\n"} | changes
     for name, content in files.items():
-        (path / name.replace("_", ".")).write_text(
-            content, encoding="utf-8", errors="surrogateescape"
-        )
+        (path / name.replace("_", ".")).write_text(content, encoding="utf-8", errors="surrogateescape")
 
 
 def test_a_vocabulary_and_merges_are_a_tokenizer(tmp_path):
@@ -329,9 +323,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     backend = Backend(models.BPE(vocab={f"t{i}": i for i in range(100)}, merges=[]))
     backend.decoder = decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
-    assert "do not belong together" in refusal(
-        lambda: load_tokenizer(tmp_path, model_vocab_size=99)
-    )
+    assert "do not belong together" in refusal(lambda: load_tokenizer(tmp_path, model_vocab_size=99))
 
 
 TEMPLATE_DAMAGE = {
@@ -381,8 +373,6 @@ def test_weights_that_hold_nan_are_refused_from_every_format(tmp_path):
     tensors["model.decoder.layers.0.fc1.weight"][0, 0] = np.nan
     write_model(tmp_path / "m", TINY, tensors)
     assert "holds NaN" in refusal(lambda: load_model(EngineConfig(model=str(tmp_path / "m"))))
-    assert "holds NaN" in refusal(
-        lambda: convert_model(str(tmp_path / "m"), tmp_path / "n", format="safetensors")
-    )
+    assert "holds NaN" in refusal(lambda: convert_model(str(tmp_path / "m"), tmp_path / "n", format="safetensors"))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m"]
     assert safetensors_bytes(tensors)

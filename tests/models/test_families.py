@@ -65,14 +65,10 @@ def test_other_names_of_the_same_field():
         4,
         64,
     )
-    with pytest.raises(
-        ModelLoadError, match=r"n_heads=4, num_attention_heads=8 are the same field and differ"
-    ):
+    with pytest.raises(ModelLoadError, match=r"n_heads=4, num_attention_heads=8 are the same field and differ"):
         read_model_config(MPT | {"num_attention_heads": 8})
     assert read_model_config(LLAMA | {"architectures": ["LLaMAForCausalLM"]})[1].family == "llama"
-    assert (
-        read_model_config(LLAMA | {"architectures": [], "model_type": "qwen2"})[1].family == "qwen2"
-    )
+    assert read_model_config(LLAMA | {"architectures": [], "model_type": "qwen2"})[1].family == "qwen2"
 
 
 def test_labels_outside_of_the_vocabulary_are_absent():
@@ -84,9 +80,7 @@ def test_labels_outside_of_the_vocabulary_are_absent():
 
 def test_rope_scaling_takes_the_place_of_rope_parameters():
     linear = {"type": "linear", "factor": 8.0}
-    rope = read_model_config(
-        LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": linear}
-    )[1].rope
+    rope = read_model_config(LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": linear})[1].rope
     assert rope is not None
     assert rope.inv_freq[0] == pytest.approx(1 / 8)
 
@@ -104,16 +98,23 @@ def test_gpt_neox_has_its_own_names_for_rotary_fields():
     assert rope.inv_freq[1] == pytest.approx(5000 ** (-1 / 8))
 
 
-@pytest.mark.parametrize(("architecture", "fields", "windows"), [
-    ("MistralForCausalLM", {"sliding_window": 32, "layer_types": ["full_attention"] * 2}, (32, 32)),
-    ("MistralForCausalLM", {"sliding_window": None}, ()),
-    ("MistralForCausalLM", {}, (4096, 4096)),
-    ("Qwen2ForCausalLM", {"sliding_window": 32}, ()),
-    ("Qwen2ForCausalLM", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, (None, 32)),
-    ("Qwen3ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, (8, None)),
-    ("Phi3ForCausalLM", {"sliding_window": 8}, (8, 8)),
-    ("Gemma2ForCausalLM", {"sliding_window": 8}, (8, None)),
-])
+@pytest.mark.parametrize(
+    ("architecture", "fields", "windows"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 32, "layer_types": ["full_attention"] * 2}, (32, 32)),
+        ("MistralForCausalLM", {"sliding_window": None}, ()),
+        ("MistralForCausalLM", {}, (4096, 4096)),
+        ("Qwen2ForCausalLM", {"sliding_window": 32}, ()),
+        ("Qwen2ForCausalLM", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, (None, 32)),
+        (
+            "Qwen3ForCausalLM",
+            {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            (8, None),
+        ),
+        ("Phi3ForCausalLM", {"sliding_window": 8}, (8, 8)),
+        ("Gemma2ForCausalLM", {"sliding_window": 8}, (8, None)),
+    ],
+)
 def test_windows(architecture, fields, windows):
     config = read_model_config(_of(architecture, num_key_value_heads=2, **fields))[1]
     assert config.layer_windows == windows
@@ -199,13 +200,7 @@ def test_every_field_of_every_family_survives_any_value():
     rope = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
     for family in {f.name: f for f in FAMILIES.values()}.values():
         fields = dict(next(iter(family.presets.values())))
-        tried = [
-            fields | {name: value}
-            for name in {*fields, *more} - {"architectures"}
-            for value in values
-        ]
-        tried += [
-            fields | {"rope_scaling": rope | {name: value}} for name in rope for value in values
-        ]
+        tried = [fields | {name: value} for name in {*fields, *more} - {"architectures"} for value in values]
+        tried += [fields | {"rope_scaling": rope | {name: value}} for name in rope for value in values]
         for candidate in tried:
             assert "\n" not in _complaint(candidate)

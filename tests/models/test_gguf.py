@@ -89,18 +89,14 @@ def test_rotary_rows_are_put_back_half_a_head_apart(tmp_path):
 
 @pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1])
 def test_quantised_tensors_are_read_as_the_library_reads_them(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(
-        gguf_file, "_CHUNK_BYTES", 4 * 32 * 3
-    )  # several pieces, the last one shorter
+    monkeypatch.setattr(gguf_file, "_CHUNK_BYTES", 4 * 32 * 3)  # several pieces, the last one shorter
     values = np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32)
     stored = gguf.quants.quantize(values, kind)
 
     def add(writer: gguf.GGUFWriter) -> None:
         writer.add_tensor("blk.0.ffn_up.weight", stored, raw_dtype=kind)
 
-    tensors = {
-        n: v for n, v in hf_tensors("llama").items() if n != "model.layers.0.mlp.up_proj.weight"
-    }
+    tensors = {n: v for n, v in hf_tensors("llama").items() if n != "model.layers.0.mlp.up_proj.weight"}
     write_gguf(tmp_path / "m.gguf", "llama", tensors, extra=add)
     checkpoint, _ = open_gguf(tmp_path / "m.gguf")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -111,9 +107,7 @@ def test_quantised_tensors_are_read_as_the_library_reads_them(tmp_path, monkeypa
     np.testing.assert_allclose(read, values, atol=0.6)
 
 
-@pytest.mark.parametrize(
-    "kind", [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.TQ1_0]
-)
+@pytest.mark.parametrize("kind", [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.TQ1_0])
 def test_blocks_of_256_are_read_as_the_library_reads_them(tmp_path, kind):
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     # Small bytes: no scale of these blocks is infinite.
@@ -122,9 +116,7 @@ def test_blocks_of_256_are_read_as_the_library_reads_them(tmp_path, kind):
     def add(writer: gguf.GGUFWriter) -> None:
         writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=kind)
 
-    tensors = {
-        n: v for n, v in hf_tensors("llama").items() if n != "model.layers.0.mlp.up_proj.weight"
-    }
+    tensors = {n: v for n, v in hf_tensors("llama").items() if n != "model.layers.0.mlp.up_proj.weight"}
     write_gguf(tmp_path / "m.gguf", "llama", tensors, extra=add)
     checkpoint, _ = open_gguf(tmp_path / "m.gguf")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -138,9 +130,7 @@ def test_a_type_that_cannot_be_dequantised_is_named(tmp_path):
     def add(writer: gguf.GGUFWriter) -> None:
         writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=Q.Q8_K)
 
-    tensors = {
-        n: v for n, v in hf_tensors("llama").items() if n != "model.layers.0.mlp.up_proj.weight"
-    }
+    tensors = {n: v for n, v in hf_tensors("llama").items() if n != "model.layers.0.mlp.up_proj.weight"}
     write_gguf(tmp_path / "m.gguf", "llama", tensors, extra=add)
     checkpoint, _ = open_gguf(tmp_path / "m.gguf")
     with pytest.raises(ModelLoadError, match=r"ffn_up.*Q8_K, which is not supported"):
@@ -305,9 +295,7 @@ def test_a_file_of_every_architecture_loads_as_its_hugging_face_checkpoint_does(
     write_model(tmp_path / "hf", fields, tensors)
     same = load_model(EngineConfig(model=str(tmp_path / "hf")))
     assert model.config == same.config
-    for ours, theirs in zip(
-        jax.tree.leaves(model.params), jax.tree.leaves(same.params), strict=True
-    ):
+    for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(same.params), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
@@ -385,9 +373,7 @@ def test_a_byte_level_tokenizer_splits_as_its_name_says(tmp_path):
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_found_in_text(tmp_path):
-    file = _tokenizer_file(
-        tmp_path / "m.gguf", _byte_level("gpt-2", add_bos_token=True, add_eos_token=True)
-    )
+    file = _tokenizer_file(tmp_path / "m.gguf", _byte_level("gpt-2", add_bos_token=True, add_eos_token=True))
     tokenizer = Tokenizer(gguf_tokenizer(file))
     assert tokenizer.special_ids == {0, 1}
     assert tokenizer.encode("<s><tool>")[0] == 0
@@ -463,7 +449,10 @@ def test_pieces_of_byte_fallback_tokenizers_together_are_the_decoded_text(tmp_pa
     [
         (lambda w: w.add_tokenizer_model("rwkv"), "tokenizer.ggml.model='rwkv' is not known"),
         (lambda w: (w.add_tokenizer_model("gpt2"), w.add_token_list(["a"])), "merges is missing"),
-        (lambda w: (w.add_tokenizer_model("gpt2"), w.add_string("tokenizer.ggml.tokens", "a")), "tokens is missing or no list"),
+        (
+            lambda w: (w.add_tokenizer_model("gpt2"), w.add_string("tokenizer.ggml.tokens", "a")),
+            "tokens is missing or no list",
+        ),
         (
             lambda w: (w.add_tokenizer_model("gpt2"), w.add_token_list(["a", "b"]), w.add_token_merges(["a b"])),
             "merges[0]='a b' does not join",
@@ -546,9 +535,7 @@ def test_pieces_of_smollm2_together_are_the_decoded_text():
         for skip in (True, False):
             detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
             pieces = [detokenizer.push(i) for i in ids]
-            assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(
-                ids, skip_special_tokens=skip
-            )
+            assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @needs_smollm2

@@ -56,9 +56,7 @@ def test_a_cached_model_is_loaded_without_asking(tmp_path, monkeypatch):
     snapshot = _cache(tmp_path, monkeypatch)
     model = load_model(EngineConfig(model="owner/model"))
     assert model.path == snapshot
-    np.testing.assert_array_equal(
-        model.params.embed, random_tensors(TINY)["model.decoder.embed_tokens.weight"]
-    )
+    np.testing.assert_array_equal(model.params.embed, random_tensors(TINY)["model.decoder.embed_tokens.weight"])
 
 
 def test_a_revision_is_found_in_the_cache(tmp_path, monkeypatch):
@@ -68,9 +66,7 @@ def test_a_revision_is_found_in_the_cache(tmp_path, monkeypatch):
 
 def test_a_model_that_is_not_cached_is_one_line_when_offline(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        ModelLoadError, match="not in the local cache, and the hub cannot be reached"
-    ) as error:
+    with pytest.raises(ModelLoadError, match="not in the local cache, and the hub cannot be reached") as error:
         resolve_model("owner/absent")
     assert "\n" not in str(error.value)
 

@@ -54,9 +54,7 @@ def _assert_equal(model: LoadedModel, tensors: dict[str, np.ndarray]) -> None:
     d, n = model.config.hidden_size, model.config.num_heads
     get = tensors.__getitem__
     np.testing.assert_array_equal(model.params.embed, get("model.decoder.embed_tokens.weight"))
-    np.testing.assert_array_equal(
-        model.params.position, get("model.decoder.embed_positions.weight")
-    )
+    np.testing.assert_array_equal(model.params.position, get("model.decoder.embed_positions.weight"))
     for i, layer in enumerate(model.params.layers):
         name = f"model.decoder.layers.{i}."
         for leaf, projection in ((layer.wq, "q"), (layer.wk, "k"), (layer.wv, "v")):
@@ -76,9 +74,7 @@ def _assert_equal(model: LoadedModel, tensors: dict[str, np.ndarray]) -> None:
         assert layer.attn_norm is not None
         assert layer.ffn_norm is not None
         if f"{name}final_layer_norm.weight" in tensors:
-            np.testing.assert_array_equal(
-                layer.attn_norm.scale, get(f"{name}self_attn_layer_norm.weight")
-            )
+            np.testing.assert_array_equal(layer.attn_norm.scale, get(f"{name}self_attn_layer_norm.weight"))
             np.testing.assert_array_equal(layer.ffn_norm.bias, get(f"{name}final_layer_norm.bias"))
         else:
             np.testing.assert_array_equal(layer.attn_norm.scale, np.ones(d))
@@ -86,12 +82,8 @@ def _assert_equal(model: LoadedModel, tensors: dict[str, np.ndarray]) -> None:
     if model.params.head is not None:
         np.testing.assert_array_equal(model.params.head, get("lm_head.weight"))
     if model.params.project_in is not None:
-        np.testing.assert_array_equal(
-            model.params.project_in, get("model.decoder.project_in.weight")
-        )
-        np.testing.assert_array_equal(
-            model.params.project_out, get("model.decoder.project_out.weight")
-        )
+        np.testing.assert_array_equal(model.params.project_in, get("model.decoder.project_in.weight"))
+        np.testing.assert_array_equal(model.params.project_out, get("model.decoder.project_out.weight"))
 
 
 @pytest.mark.parametrize("shards", [0, 3])
@@ -512,9 +504,7 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path):
 # F9: paths
 
 
-@pytest.mark.parametrize(
-    "name", ["../other.safetensors", "/etc/passwd", "a/b", "", ".", "..", "x\0"]
-)
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/b", "", ".", "..", "x\0"])
 def test_an_index_that_points_elsewhere_is_refused(tmp_path, name):
     write_model(tmp_path / "model", TINY, random_tensors(TINY), shards=2)
     (tmp_path / "other.safetensors").write_bytes(safetensors_bytes(random_tensors(TINY)))

@@ -58,8 +58,6 @@ def test_what_is_advised_helps_and_what_would_not_is_not(trouble, advised):
     assert named == advised | {"devices with more memory"}
     for name in named:
         plan(**{**trouble, **HELPS[name]})
-    for name in (
-        HELPS.keys() - named - {"--num-blocks-override"}
-    ):  # which helps a share that is too small as well
+    for name in HELPS.keys() - named - {"--num-blocks-override"}:  # which helps a share that is too small as well
         with pytest.raises(ConfigError):
             plan(**{**trouble, **HELPS[name]})

@@ -35,9 +35,7 @@ def test_restrictions_keep_the_same_tokens_as_sorting(seed: int, borders: sampli
     restrict = jax.jit(sampling.restrict, static_argnames="borders")
     kept = np.isfinite(np.asarray(restrict(scores, top_k, top_p, min_p, borders=borders)))
     for r in range(b):
-        expected = restrict_by_sorting(
-            scores[r].astype(np.float64), int(top_k[r]), float(top_p[r]), float(min_p[r])
-        )
+        expected = restrict_by_sorting(scores[r].astype(np.float64), int(top_k[r]), float(top_p[r]), float(min_p[r]))
         np.testing.assert_array_equal(kept[r], expected)
 
 
@@ -64,15 +62,11 @@ def test_ties_at_the_border_stay() -> None:
     zeros = jnp.array([[0.0, -0.0, -1.0]])  # equal, whatever their sign bits
     restrict = jax.jit(sampling.restrict, static_argnames="borders")
     for borders in ("maybe", "yes"):
-        kept = restrict(
-            zeros, jnp.array([1], jnp.int32), jnp.ones(1), jnp.zeros(1), borders=borders
-        )
+        kept = restrict(zeros, jnp.array([1], jnp.int32), jnp.ones(1), jnp.zeros(1), borders=borders)
         assert np.isfinite(np.asarray(kept))[0].tolist() == [True, True, False]
 
 
-def _rows(
-    b: int, temperature: float, seed: int = 0, position: int = 0, top_k: int = 0
-) -> sampling.SamplingRows:
+def _rows(b: int, temperature: float, seed: int = 0, position: int = 0, top_k: int = 0) -> sampling.SamplingRows:
     return sampling.SamplingRows(
         temperature=jnp.full(b, temperature, jnp.float32),
         top_k=jnp.full(b, top_k, jnp.int32),
@@ -95,9 +89,7 @@ def test_draws_follow_the_distribution_and_the_temperature() -> None:
     sharp = sampling.SamplingRows(**{**vars(rows), "temperature": jnp.full(b, 0.5, jnp.float32)})
     tokens, _ = jax.jit(sampling.sample)(jnp.tile(scores[None], (b, 1)), sharp)
     expected = probabilities**2 / (probabilities**2).sum()
-    np.testing.assert_allclose(
-        np.bincount(np.asarray(tokens), minlength=4) / b, expected, atol=4 * np.sqrt(0.25 / b)
-    )
+    np.testing.assert_allclose(np.bincount(np.asarray(tokens), minlength=4) / b, expected, atol=4 * np.sqrt(0.25 / b))
 
 
 def test_a_draw_depends_on_seed_and_position_and_not_on_neighbours() -> None:
@@ -117,9 +109,7 @@ def test_a_draw_depends_on_seed_and_position_and_not_on_neighbours() -> None:
 
 
 def test_greedy_rows_take_the_top_and_bad_rows_are_flagged() -> None:
-    scores = jnp.array(
-        [[0.0, 3.0, 3.0], [jnp.nan, 1.0, 2.0], [-jnp.inf, -jnp.inf, -jnp.inf], [0.0, jnp.inf, 1.0]]
-    )
+    scores = jnp.array([[0.0, 3.0, 3.0], [jnp.nan, 1.0, 2.0], [-jnp.inf, -jnp.inf, -jnp.inf], [0.0, jnp.inf, 1.0]])
     tokens, finite = sampling.sample(scores, _rows(4, 0.0))
     assert int(tokens[0]) == 1
     assert finite.tolist() == [True, False, False, False]
@@ -155,9 +145,7 @@ def test_penalties_and_bias_follow_the_published_rules() -> None:
             output.append(last_tokens[last_seat[r]])
         expected = scores[r].astype(np.float64)
         for t in set(prompt) | set(output):
-            expected[t] = (
-                expected[t] / repetition[r] if expected[t] > 0 else expected[t] * repetition[r]
-            )
+            expected[t] = expected[t] / repetition[r] if expected[t] > 0 else expected[t] * repetition[r]
         for t in set(output):
             expected[t] -= frequency[r] * output.count(t) + presence[r]
         if r == 1:

@@ -72,9 +72,7 @@ def place(
     return Blocks(num_blocks, tables, ranges if shared else None, owner)
 
 
-def fill(
-    rng: np.random.Generator, blocks: Blocks, lanes: int, dtype: str, rows: Any = None
-) -> jax.Array:
+def fill(rng: np.random.Generator, blocks: Blocks, lanes: int, dtype: str, rows: Any = None) -> jax.Array:
     """A pool of normal numbers in the slots of `rows` (None: of all rows), NaN in all others."""
     pool = rng.standard_normal((*blocks.owner.shape, lanes)).astype(np.float32)
     keep = blocks.owner >= 0 if rows is None else np.isin(blocks.owner, rows)
@@ -86,9 +84,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: 
     return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32).astype(dtype)
 
 
-def weights(
-    rng: np.random.Generator, shape: AttentionShape, dtype: str, bias: bool = True
-) -> list[Any]:
+def weights(rng: np.random.Generator, shape: AttentionShape, dtype: str, bias: bool = True) -> list[Any]:
     """W_k, b_k, W_v, b_v of layer inputs as wide as a pool slot."""
     k, h, d = shape.num_kv_heads, shape.head_dim, shape.lane
     w = [normal(rng, s, dtype, d**-0.5) for s in ((k, h, d), (k, h), (k, h, d), (k, h))]
@@ -234,9 +230,7 @@ def test_two_requests_grow_towards_each_other() -> None:
     tables = jnp.asarray([[[1], [2]], [[1], [2]]], jnp.int32)
     ranges = jnp.asarray([[[0, 2]], [[4, 3]]], jnp.int32)
     q = jnp.zeros((2, 1, 1))
-    out = xla_decode.decode_kv(
-        q, pool, tables, jnp.asarray([2, 1], jnp.int32), block_size=4, slot_ranges=ranges
-    )
+    out = xla_decode.decode_kv(q, pool, tables, jnp.asarray([2, 1], jnp.int32), block_size=4, slot_ranges=ranges)
     np.testing.assert_allclose(np.asarray(out)[:, 0, 0], [15.0, 40.0])
     own, position = reference.own_slots(jnp.asarray([[4, 1]], jnp.int32), jnp.int32(3), 1, 4)
     np.testing.assert_array_equal(np.asarray(own), [False, True, True, True])
@@ -253,16 +247,12 @@ def test_rows_outside_the_range_are_left_out(name: str, op: str) -> None:
     blocks = place(rng, lens, halves)
     first, last, named = decode_case(rng, op, shape, "float32", 64, 60)
     tables = jnp.asarray(blocks.tables if halves == 2 else blocks.tables[:, 0])
-    run = functools.partial(
-        jitted(getattr(attention_ops("cpu", name), op)), block_size=BLOCK, **named
-    )
+    run = functools.partial(jitted(getattr(attention_ops("cpu", name), op)), block_size=BLOCK, **named)
     pool = fill(np.random.default_rng(4), blocks, shape.lane, "float32")
     whole = np.asarray(run(*first, pool, tables, jnp.asarray(lens, jnp.int32), *last))
     for a, b in ((5, 43), (0, 64), (32, 33), (7, 7), (64, 64)):
         rows = (jnp.int32(a), jnp.int32(b))
-        others_poisoned = fill(
-            np.random.default_rng(4), blocks, shape.lane, "float32", list(range(a, b))
-        )
+        others_poisoned = fill(np.random.default_rng(4), blocks, shape.lane, "float32", list(range(a, b)))
         part = run(*first, others_poisoned, tables, jnp.asarray(lens, jnp.int32), *last, rows=rows)
         expected = np.zeros_like(whole)
         expected[a:b] = whole[a:b]
@@ -305,9 +295,7 @@ def test_half_absorption_equals_reprojection(dtype: str) -> None:
     wk, bk, wv, bv = weights(rng, shape, "float32")
     angles = angles_of(shape, max(lens))
     r, scale = shape.rotary_dim, shape.head_dim**-0.5
-    q = reference.rotate(
-        normal(rng, (len(lens), shape.num_heads, shape.head_dim), "float32"), angles[lengths - 1]
-    )
+    q = reference.rotate(normal(rng, (len(lens), shape.num_heads, shape.head_dim), "float32"), angles[lengths - 1])
     reprojected = xla_decode.decode_reprojected(
         q.astype(dtype),
         pool,
@@ -376,9 +364,7 @@ def test_prefill(name: str, layout: str, dtype: str, shared: bool) -> None:
     tables = np.concatenate([blocks.tables, np.zeros_like(blocks.tables[:1])])
     ranges = None
     if blocks.slot_ranges is not None:
-        ranges = jnp.asarray(
-            np.concatenate([blocks.slot_ranges, np.zeros_like(blocks.slot_ranges[:1])])
-        )
+        ranges = jnp.asarray(np.concatenate([blocks.slot_ranges, np.zeros_like(blocks.slot_ranges[:1])]))
     with_hidden = shape.has_hidden or shape.rotary_dim > 0
     arguments = (
         *(normal(rng, (tokens, a, h), dtype) for a in (n, k, k)),
@@ -441,9 +427,7 @@ def test_a_broken_prefix_stays_with_its_row_in_prefill(name: str, hidden: bool) 
         jnp.int32(3),
         *weights(rng, shape, "float32"),
     )
-    run = functools.partial(
-        attention_ops("cpu", name).prefill, block_size=BLOCK, with_hidden=hidden
-    )
+    run = functools.partial(attention_ops("cpu", name).prefill, block_size=BLOCK, with_hidden=hidden)
     pool = functools.partial(fill, blocks=blocks, lanes=shape.lane, dtype="float32")
     whole = np.asarray(run(q, k, v, pool(np.random.default_rng(8)), *args))
     broken = np.asarray(run(q, k, v, pool(np.random.default_rng(8), rows=[0, 2]), *args))

@@ -43,8 +43,7 @@ def _installed(*names: str) -> bool:
 
 needs_triton = pytest.mark.skipif(not _installed("triton"), reason="triton is not installed")
 needs_jax_triton = pytest.mark.skipif(
-    not _installed("triton", "jax_triton")
-    or not (_installed("jax_cuda12_plugin") or _installed("jax_cuda13_plugin")),
+    not _installed("triton", "jax_triton") or not (_installed("jax_cuda12_plugin") or _installed("jax_cuda13_plugin")),
     reason="triton, jax-triton or JAX's CUDA plugin, which launches kernels, is not installed",
 )
 
@@ -88,8 +87,9 @@ class InterpretedCalls:
     """Stands for the module jax_triton: runs kernels at once, on copies of the arguments."""
 
     @staticmethod
-    def triton_call(*args, kernel, out_type, grid, name, num_warps, num_stages,
-                    compute_capability, backend_options, **constants):
+    def triton_call(
+        *args, kernel, out_type, grid, name, num_warps, num_stages, compute_capability, backend_options, **constants
+    ):
         del name, num_warps, num_stages, compute_capability, backend_options
         leaves, tree = jax.tree.flatten(out_type)
         # NaN shows who reads what no program has written.
@@ -207,9 +207,7 @@ def _compile(kernel, types: dict[str, str], constants: dict[str, Any], chip: int
         # JAX's arrays are aligned; unless told so, Triton does not make 16-byte loads.
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
     )
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", chip, 32), options={"enable_fp_fusion": True, **options}
-    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options={"enable_fp_fusion": True, **options})
     tools = pathlib.Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -245,14 +243,20 @@ def test_kernels_compile_without_spills(name: str, chip: int) -> None:
     scores = {**inputs, "q": "*bf16", "p_out": "*bf16", "m_out": floats, "l_out": floats}
     output = {**inputs, "p_in": "*bf16", "m_in": floats, "l_in": floats, "out": floats}
     for ranged in (False, True):
-        constants = jax_triton_absorbed.constants(
-            shape.num_heads, shape.hidden_size, 128, BLOCK, ranged, tiles
-        )
+        constants = jax_triton_absorbed.constants(shape.num_heads, shape.hidden_size, 128, BLOCK, ranged, tiles)
         for kernel, types, lanes, options in (
-            (triton_kernels.absorbed_scores, scores, tiles.score_lanes,
-             {"num_warps": tiles.score_warps, "num_stages": tiles.score_stages}),
-            (triton_kernels.absorbed_output, output, tiles.output_lanes,
-             {"num_warps": tiles.output_warps, "num_stages": tiles.output_stages}),
+            (
+                triton_kernels.absorbed_scores,
+                scores,
+                tiles.score_lanes,
+                {"num_warps": tiles.score_warps, "num_stages": tiles.score_stages},
+            ),
+            (
+                triton_kernels.absorbed_output,
+                output,
+                tiles.output_lanes,
+                {"num_warps": tiles.output_warps, "num_stages": tiles.output_stages},
+            ),
         ):
             numbers = _compile(kernel, types, {**constants, "LANES": lanes}, chip, options)
             label = f"{name} sm_{chip} {kernel.__name__}{' ranged' if ranged else ''}"

@@ -32,9 +32,7 @@ def _normal(rng: np.random.Generator, *shape: int) -> Any:
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
-def _pool(
-    rng: np.random.Generator, lens: Any, per_block: int, width: int, halves: int
-) -> tuple[Any, Any]:
+def _pool(rng: np.random.Generator, lens: Any, per_block: int, width: int, halves: int) -> tuple[Any, Any]:
     """A pool with NaN wherever no position lies, and tables (B, halves, J)."""
     entries = max(1, -(-max(lens) // per_block))
     used = [-(-n // per_block) for n in lens]
@@ -63,15 +61,11 @@ def _weights(rng: np.random.Generator, lanes: int = H) -> list[Any]:
 def _norm(rng: np.random.Generator, kind: str | None) -> dict[str, Any]:
     if kind is None:
         return {}
-    return {
-        "key_norm": KeyNorm(scale=1.0 + 0.2 * _normal(rng, H if kind == "head" else E), eps=1e-6)
-    }
+    return {"key_norm": KeyNorm(scale=1.0 + 0.2 * _normal(rng, H if kind == "head" else E), eps=1e-6)}
 
 
 def _angles(positions: int, half: int) -> Any:
-    return jnp.asarray(
-        np.arange(positions)[:, None] * 100.0 ** -np.linspace(0, 1, half), jnp.float32
-    )
+    return jnp.asarray(np.arange(positions)[:, None] * 100.0 ** -np.linspace(0, 1, half), jnp.float32)
 
 
 def _close(op: str, args: tuple[Any, ...], **options: Any) -> None:

@@ -156,9 +156,7 @@ def _abstract_args(name: str, op: str, dtype, three_axes: bool = False, batch: i
 
 def _op(op: str, ranged: bool):
     def decode(q, pool, tables, lens, ranges):
-        return getattr(tpu_decode, op)(
-            q, pool, tables, lens, block_size=BLOCK, slot_ranges=ranges if ranged else None
-        )
+        return getattr(tpu_decode, op)(q, pool, tables, lens, block_size=BLOCK, slot_ranges=ranges if ranged else None)
 
     return decode
 
@@ -210,9 +208,7 @@ def test_the_decoder_lowers_for_a_tpu(decode: str, absorb: bool) -> None:
     )
     ops = attention_ops("tpu", "xla")
     if decode == "kernels":
-        ops = dataclasses.replace(
-            ops, decode_kv=tpu_decode.decode_kv, decode_absorbed=tpu_decode.decode_absorbed
-        )
+        ops = dataclasses.replace(ops, decode_kv=tpu_decode.decode_kv, decode_absorbed=tpu_decode.decode_absorbed)
     options = StepOptions(
         num_decode=8,
         block_size=BLOCK,

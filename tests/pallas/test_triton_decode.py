@@ -47,8 +47,7 @@ class Case:
     def expected(self, **more: Any) -> np.ndarray:
         """The reference in float32, over a pool with zeros for NaN."""
         args: list[Any] = [
-            a.astype(jnp.float32) if a is not None and jnp.issubdtype(a.dtype, jnp.floating) else a
-            for a in self.args
+            a.astype(jnp.float32) if a is not None and jnp.issubdtype(a.dtype, jnp.floating) else a for a in self.args
         ]
         args[self.pool_at] = jnp.nan_to_num(args[self.pool_at])
         op = getattr(reference, self.op)
@@ -230,9 +229,7 @@ def test_query_rows_can_share_a_table(op: str) -> None:
     case = _case(op, "rotary", "float32", [40, 0, 90])
     q, pool, tables, _ = case.args
     table_of_row = jnp.asarray([2, 0, 2, 2, 0], jnp.int32)
-    lens = jnp.asarray(
-        [90, 40, 1, 64, 0], jnp.int32
-    )  # a query row can see less than its table holds
+    lens = jnp.asarray([90, 40, 1, 64, 0], jnp.int32)  # a query row can see less than its table holds
     q = jnp.concatenate([q, 2 * q[:2]])
     actual = case.kernel(q, pool, tables, lens, table_of_row=table_of_row)
     case.args = [q, pool, tables[table_of_row], lens]
@@ -278,9 +275,7 @@ def test_tiles_fit_every_published_shape() -> None:
     for chip in (None, *CHIPS):
         for shape in (*PUBLISHED.values(), *SMALL.values()):
             for itemsize in (2, 4):
-                of = functools.partial(
-                    tile_for, chip=chip, heads=shape.num_heads, itemsize=itemsize
-                )
+                of = functools.partial(tile_for, chip=chip, heads=shape.num_heads, itemsize=itemsize)
                 tiles = {k: of(k, width=shape.hidden_size) for k in ("scores", "rotary_scores")}
                 output = of("output", width=shape.hidden_size)
                 assert all(tile.tokens % output.tokens == 0 for tile in tiles.values())

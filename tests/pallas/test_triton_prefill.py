@@ -136,9 +136,7 @@ def test_dtypes_in_shared_blocks(layout: str, dtype: str) -> None:
     np.testing.assert_array_equal(actual, again)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shared"), [("float32", True), ("bfloat16", False), ("float16", True)]
-)
+@pytest.mark.parametrize(("dtype", "shared"), [("float32", True), ("bfloat16", False), ("float16", True)])
 def test_few_tokens_absorb_the_projections(dtype: str, shared: bool) -> None:
     """No more tokens than lanes of a head: scores come from absorbed queries, and both parts join."""
     arguments, named = case(
@@ -154,9 +152,7 @@ def test_few_tokens_absorb_the_projections(dtype: str, shared: bool) -> None:
 
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
 def test_one_long_chunk_spans_several_programs(chip: str) -> None:
-    arguments, named = case(
-        SMALL["one-head"], "bfloat16", chunks=(3, 620), prefixes=(0, 300), hidden=(False, True)
-    )
+    arguments, named = case(SMALL["one-head"], "bfloat16", chunks=(3, 620), prefixes=(0, 300), hidden=(False, True))
     named["chip"] = chip
     actual = np.asarray(run(*arguments, **named, interpret=True))
     del named["chip"]

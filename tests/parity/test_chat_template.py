@@ -9,9 +9,7 @@ from apt_jax.text.chat import ChatTemplate
 from apt_jax.text.tokenizer import Tokenizer
 from tests.support.chat_templates import CONVERSATIONS, SPECIALS, TEMPLATES, WITH_SYSTEM
 
-transformers = pytest.importorskip(
-    "transformers", reason="runs in the reference environment (make reference)"
-)
+transformers = pytest.importorskip("transformers", reason="runs in the reference environment (make reference)")
 
 
 def _backend() -> tokenizers.Tokenizer:
@@ -46,8 +44,6 @@ def test_prompts_are_those_of_transformers(name, add_generation_prompt):
                 ours.render(messages, **options)
             continue
         assert ours.render(messages, **options) == text
-        ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **options)[
-            "input_ids"
-        ]
+        ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
         assert ours.encode(tokenizer, messages, **options) == ids
     ours.close()

@@ -29,9 +29,7 @@ def random_model(name: str, seed: int = 0) -> Any:
     config_class, fields = MODELS[name]
     torch.manual_seed(seed)
     config = getattr(transformers, config_class)(**fields)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter_name, value in model.named_parameters():
             if value.dim() == 1:  # biases and norms
@@ -140,9 +138,7 @@ def test_a_context_beyond_the_original_has_the_frequencies_of_its_length(kind, t
     fields = MODELS["llama"][1] | {"max_position_embeddings": 128 if kind == "longrope" else 32}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**fields, rope_parameters=LONGER[kind])
-    theirs = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    ).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for value in theirs.parameters():
             if value.dim() > 1:
@@ -154,8 +150,6 @@ def test_a_context_beyond_the_original_has_the_frequencies_of_its_length(kind, t
     assert plain.config.max_position == 32
     assert stretched.config.max_position == len(tokens)
     for ours, n in ((stretched, len(tokens)), (plain, 32)):
-        want = _their_logits(
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), tokens[:n]
-        )
+        want = _their_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), tokens[:n])
         got = forward(ours.params, jnp.asarray(tokens[:n], jnp.int32), ours.config)
         np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)

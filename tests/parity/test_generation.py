@@ -39,9 +39,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[list[int]]) -> list[list[int]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        ASSETS / "tiny-opt", dtype=torch.float32
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-opt", dtype=torch.float32)
     outputs = []
     for ids in prompts:
         tokens = torch.tensor([ids])
@@ -57,38 +55,27 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def executors(model):
-    return {
-        attention: make_executor(model.params, model.config, attention)
-        for attention in ("reproject", "absorb")
-    }
+    return {attention: make_executor(model.params, model.config, attention) for attention in ("reproject", "absorb")}
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("mode", MODES)
-def test_greedy_tokens_are_those_of_transformers(
-    mode, condition, executors, prompts, expected
-) -> None:
+def test_greedy_tokens_are_those_of_transformers(mode, condition, executors, prompts, expected) -> None:
     kind, attention = mode
     assert greedy(executors[attention], prompts, MAX_TOKENS, kind, condition) == expected
 
 
 @pytest.mark.parametrize("policy", ["apt", "fcfs"])
-def test_hybrid_on_a_tight_pool_gives_the_same_tokens(
-    policy: str, model, prompts, expected
-) -> None:
+def test_hybrid_on_a_tight_pool_gives_the_same_tokens(policy: str, model, prompts, expected) -> None:
     """A pool for about three KV requests: preemptions and both kinds happen by themselves."""
     executor = make_executor(model.params, model.config, "absorb", num_blocks=70)
     assert greedy(executor, prompts, MAX_TOKENS, "hybrid", "batched", policy) == expected
 
 
 @pytest.mark.parametrize("attention", ["reproject", "absorb"])
-def test_logits_of_the_paged_decoder_are_those_of_transformers(
-    attention: str, model, prompts, executors
-) -> None:
+def test_logits_of_the_paged_decoder_are_those_of_transformers(attention: str, model, prompts, executors) -> None:
     """float32, within 1e-4: the log probabilities of the 20 best tokens after a prefill and after a decode step of each kind."""
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        ASSETS / "tiny-opt", dtype=torch.float32
-    )
+    reference = transformers.AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-opt", dtype=torch.float32)
     executor = executors[attention]
     executor.reset()
     for ids in prompts[:6]:
@@ -108,6 +95,4 @@ def test_logits_of_the_paged_decoder_are_those_of_transformers(
                     result = driver.step({0: len(ids)}, params)
                 assert result.top_logprobs is not None
                 assert result.top_ids is not None
-                np.testing.assert_allclose(
-                    result.top_logprobs[0], log_p[result.top_ids[0]], atol=1e-4
-                )
+                np.testing.assert_allclose(result.top_logprobs[0], log_p[result.top_ids[0]], atol=1e-4)

@@ -70,9 +70,7 @@ def _their_choices(model: Any, prompt: list[int], output: list[int]) -> list[int
 def test_chat_prompts_are_tokenised_as_transformers_does(llm, their_tokenizer) -> None:
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
-        want = their_tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True
-        )
+        want = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
         want = want["input_ids"] if hasattr(want, "keys") else want
         assert llm.parts.chat_prompt(messages) == want
 
@@ -81,9 +79,7 @@ def test_greedy_text_is_that_of_transformers(llm, theirs, their_tokenizer) -> No
     """Twenty prompts: ten through the chat template, ten plain."""
     prompts = [llm.parts.chat_prompt([{"role": "user", "content": q}]) for q in QUESTIONS]
     prompts += [llm.tokenizer.encode(text) for text in TEXTS]
-    outputs = llm.generate(
-        prompts, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0), use_tqdm=False
-    )
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0), use_tqdm=False)
     for ids, output in zip(prompts, outputs, strict=True):
         tokens = output.outputs[0].token_ids
         assert tokens == _their_choices(theirs, ids, tokens)
@@ -98,9 +94,7 @@ def test_logits_of_a_long_text(llm, theirs) -> None:
     with torch.no_grad():
         logits = theirs(torch.tensor([ids])).logits[0, -1].numpy().astype(np.float64)
     log_p = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-    output = llm.generate(
-        ids, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20), use_tqdm=False
-    )[0]
+    output = llm.generate(ids, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20), use_tqdm=False)[0]
     entries = output.outputs[0].logprobs[0]
     assert len(entries) >= 20
     for token, entry in entries.items():

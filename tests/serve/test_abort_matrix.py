@@ -92,17 +92,9 @@ class Held:
 
         def holding(batch: StepBatch):
             victim = self.victim
-            if (
-                state == "preempted"
-                and victim is not None
-                and self.engine.table.num_outputs[victim.row] == 3
-            ):
+            if state == "preempted" and victim is not None and self.engine.table.num_outputs[victim.row] == 3:
                 served.engine.call(lambda: self.engine.preempt(victim.request.request_id))
-            if (
-                victim is not None
-                and state != "waiting for its mask"
-                and is_in(state, self.engine, victim, batch)
-            ):
+            if victim is not None and state != "waiting for its mask" and is_in(state, self.engine, victim, batch):
                 self.hold()
             self.steps_after += self.released.is_set() and self.takes_part(batch)
             return execute(batch)
@@ -132,9 +124,7 @@ class Held:
 
     @property
     def victim(self) -> RequestState | None:
-        return next(
-            (v for name, v in list(self.engine.states.by_id.items()) if name != BYSTANDER), None
-        )
+        return next((v for name, v in list(self.engine.states.by_id.items()) if name != BYSTANDER), None)
 
     def takes_part(self, batch: StepBatch) -> bool:
         victim = self.victim
@@ -150,12 +140,8 @@ class GrpcVictim:
         self.channel = grpc.aio.insecure_channel(
             f"127.0.0.1:{served.grpc_server.port}", options=[] if reads else UNREAD
         )
-        method = self.channel.unary_stream(
-            GENERATE, response_deserializer=pb.GenerateResponse.FromString
-        )
-        self.call: Any = method(
-            make_request(**fields, request_id=VICTIM, deadline_ms=600e3).SerializeToString()
-        )
+        method = self.channel.unary_stream(GENERATE, response_deserializer=pb.GenerateResponse.FromString)
+        self.call: Any = method(make_request(**fields, request_id=VICTIM, deadline_ms=600e3).SerializeToString())
         self.reading = asyncio.create_task(self._read()) if reads else None
 
     async def _read(self) -> None:
@@ -194,9 +180,7 @@ async def start(way: str, served: HttpServed, fields: dict[str, Any], reads: boo
     return GrpcVictim(served, fields, reads)
 
 
-async def give_up(
-    way: str, served: HttpServed, victim: Any, clock: JumpingClock, held: Held
-) -> None:
+async def give_up(way: str, served: HttpServed, victim: Any, clock: JumpingClock, held: Held) -> None:
     match way:
         case "gRPC cancel":
             victim.call.cancel()
@@ -247,9 +231,7 @@ def test_nothing_is_left(state, way):
         await served.until(lambda: parts.engine.num_live == 1)
         victim = await start(way, served, fields, reads)
         try:
-            if (
-                state != "compiling its form"
-            ):  # it may come in time for the step that is about to be held
+            if state != "compiling its form":  # it may come in time for the step that is about to be held
                 await served.until(lambda: served.engine._inbox or parts.engine.num_live == 2)
             gate.set()
             await served.until(held.reached.is_set, 40)
@@ -272,9 +254,7 @@ def test_nothing_is_left(state, way):
         await served.until(lambda: served.grpc_server.num_open == 0)
 
     async def whole() -> None:
-        room: dict[str, Any] = (
-            {"num_blocks": 4096, "max_model_len": 2048} if state == "blocked in a write" else {}
-        )
+        room: dict[str, Any] = {"num_blocks": 4096, "max_model_len": 2048} if state == "blocked in a write" else {}
         seats = 1 if state == "queued" else 4
         parts = toy_parts(clock=clock, max_num_seqs=seats, debug=not room, **room)
         async with http_serving(parts, grpc=KEEPALIVE, connections=PATIENCE) as served:

@@ -376,9 +376,7 @@ def test_P17_a_key_sees_ids_of_its_own_requests_and_no_others():
             (name,) = {name for name in names if name is not None}
             assert "mine-1" in name
             assert [row["request_id"] for row in seen["requests"]] == [name]
-            seen = await mine.snapshot(
-                lambda s: s["metrics"]["vllm:generation_tokens_total"][""] == 180
-            )
+            seen = await mine.snapshot(lambda s: s["metrics"]["vllm:generation_tokens_total"][""] == 180)
             await asyncio.gather(*tasks)
             changes = [row["request_id"] for row in seen["changes"]]
             assert changes
@@ -425,9 +423,7 @@ def test_the_page_is_ours_alone():
             assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
             assert not re.search(r"<script(?![^>]*src=)|<[^>]+\sstyle=|\son\w+=", text)
             assert (await served.http.head(path)).content == b""
-        assert (
-            (await served.http.head(EVENTS)).headers["content-type"].startswith("text/event-stream")
-        )
+        assert (await served.http.head(EVENTS)).headers["content-type"].startswith("text/event-stream")
         assert (await served.http.post(EVENTS)).status_code == 405
 
     run(scenario)
@@ -457,8 +453,16 @@ def browser(tmp_path) -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for argument in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path / 'profile'}",
     ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -483,7 +487,10 @@ class Page:
 
     async def open(self, size: tuple[int, int], theme: str) -> None:
         for command, value in (
-            ("setDeviceMetricsOverride", {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 600}),
+            (
+                "setDeviceMetricsOverride",
+                {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 600},
+            ),
             ("setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}),
         ):
             await self.do(self.driver.execute_cdp_cmd, f"Emulation.{command}", value)
@@ -540,14 +547,14 @@ def test_the_page_shows_what_metrics_says(browser, size, theme):
             values = numbers[name]
             wanted = [values[label] for label in labels.split()] if labels else values.values()
             assert text == with_commas(sum(wanted)), name
-        for cell, text in await page.js("return [...document.querySelectorAll('[data-slo]')].map((n) => [n.dataset.slo, n.textContent])"):
+        for cell, text in await page.js(
+            "return [...document.querySelectorAll('[data-slo]')].map((n) => [n.dataset.slo, n.textContent])"
+        ):
             met, missed = (numbers[f"aptjax:slo_{what}_total"][cell] for what in ("attained", "missed"))
             assert text.endswith(f"{met:.0f} of {met + missed:.0f}"), cell
         for chart, name in (("ttft", "time_to_first_token"), ("tbt", "inter_token_latency")):
             facts = await page.js(f"return {TEXT}", f"#{chart} .legend")
-            assert facts.startswith(
-                f"Count {with_commas(numbers[f'vllm:{name}_seconds_count'][''])}"
-            )
+            assert facts.startswith(f"Count {with_commas(numbers[f'vllm:{name}_seconds_count'][''])}")
             assert await page.js(f"return document.querySelectorAll('#{chart} rect').length") >= 8
         legend = await page.js(f"return {TEXT}", "#blocks .legend")
         blocks = numbers["aptjax:blocks"]
@@ -556,12 +563,19 @@ def test_the_page_shows_what_metrics_says(browser, size, theme):
 
         # One request, by the keyboard alone.
         assert await page.js("return document.documentElement.scrollWidth <= innerWidth")
-        assert len(await page.js("return [...document.querySelectorAll('#requests button')].map((n) => n.textContent)")) == 16
-        request_id = await page.js("const b = document.querySelector('#requests button'); b.focus(); return b.textContent")
+        assert (
+            len(await page.js("return [...document.querySelectorAll('#requests button')].map((n) => n.textContent)"))
+            == 16
+        )
+        request_id = await page.js(
+            "const b = document.querySelector('#requests button'); b.focus(); return b.textContent"
+        )
         await page.keys("\ue007")
         await page.until("document.querySelectorAll('#decisions tbody tr').length >= 3")
         told = (await served.http.get(f"/v1/requests/{request_id}/decisions")).json()
-        rows = await page.js("return [...document.querySelectorAll('#decisions tbody tr')].map((r) => r.cells[0].textContent)")
+        rows = await page.js(
+            "return [...document.querySelectorAll('#decisions tbody tr')].map((r) => r.cells[0].textContent)"
+        )
         assert rows == [event["event"] for event in told["events"]]
         assert await page.js(f"return {TEXT}", "#request-id") == request_id
         assert await page.js("return document.documentElement.scrollWidth <= innerWidth")
@@ -638,7 +652,9 @@ def test_the_page_tells_how_the_server_is_and_comes_back(browser):
             assert await page.js("return document.querySelector('#banner').hidden")
             await server.stop(0)
             await page.until(state, "stopped")
-            text = await page.until("!document.querySelector('#banner').hidden && document.querySelector('#banner').textContent")
+            text = await page.until(
+                "!document.querySelector('#banner').hidden && document.querySelector('#banner').textContent"
+            )
             assert text.startswith("The server has stopped. Trying again in ")
             assert await page.js("return document.body.dataset.live") == "false"
 

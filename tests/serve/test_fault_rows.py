@@ -59,15 +59,11 @@ def test_C16_a_retry_of_a_live_request_is_a_request_of_its_own_and_counts():
         gate.clear()
         body = {"prompt": "same", "max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
         tasks = [asyncio.create_task(served.post("/v1/completions", body))]
-        await served.until(
-            lambda: served.engine._gate.snapshot is not None
-        )  # its step runs, it waits no more
+        await served.until(lambda: served.engine._gate.snapshot is not None)  # its step runs, it waits no more
         tasks.append(asyncio.create_task(served.post("/v1/completions", body)))
         await served.until(lambda: len(served.engine._inbox) + served.parts.engine.num_live == 2)
         third = asyncio.create_task(served.post("/v1/completions", body))
-        await served.until(
-            lambda: third.done() or len(served.engine._inbox) + served.parts.engine.num_live == 3
-        )
+        await served.until(lambda: third.done() or len(served.engine._inbox) + served.parts.engine.num_live == 3)
         gate.set()
         first, second = [r.json() for r in await asyncio.gather(*tasks)]
         assert first["id"] != second["id"]
@@ -101,9 +97,7 @@ def test_Q2_a_burst_is_refused_early_and_the_loop_goes_on():
         assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 429)
         assert most[0] <= 16
         assert worst < 3.0  # a tenth of it on a quiet machine, client included
-        request = served.parts.build_request(
-            prompt="hello", params={k: v for k, v in body.items() if k != "prompt"}
-        )
+        request = served.parts.build_request(prompt="hello", params={k: v for k, v in body.items() if k != "prompt"})
         text = served.parts.tokenizer.decode(expected_tokens(request))  # type: ignore[union-attr]
         assert all(a.json()["choices"][0]["text"] == text for a in answers if a.status_code == 200)
 
@@ -132,9 +126,7 @@ class FaultyServer:
             str(self.http_port),
             plan,
         ]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def is_healthy(self) -> tuple[bool, bool]:
         """What HTTP and gRPC say."""

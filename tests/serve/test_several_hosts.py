@@ -31,7 +31,15 @@ PROMPTS = ["Once upon a time", "the quick brown fox", "hello", "Once upon a time
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight heads in two layers, random weights."""
     path = tmp_path_factory.mktemp("model")
-    config = {**TINY, "vocab_size": 280, "hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 8, "ffn_dim": 96, "max_position_embeddings": 512}
+    config = {
+        **TINY,
+        "vocab_size": 280,
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "num_attention_heads": 8,
+        "ffn_dim": 96,
+        "max_position_embeddings": 512,
+    }
     (path / "config.json").write_text(json.dumps(config))
     byte_tokenizer().backend.save(str(path / "tokenizer.json"))
     return path
@@ -63,7 +71,13 @@ class Rank:
             f"--master-port={port}", "--max-num-seqs=4", "--max-num-batched-tokens=64",
             "--calibration-time=0", "--served-model-name=small", "--join-timeout=60", f"--join-key-file={key}", *of_rank, *flags,
         ]  # fmt: skip
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": QUICK, "APT_JAX_CACHE_DIR": str(model / "cache")}
+        env = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "XLA_FLAGS": QUICK,
+            "APT_JAX_CACHE_DIR": str(model / "cache"),
+        }
         with self.log.open("w") as file:
             self.process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
 
@@ -79,9 +93,7 @@ class Rank:
 class Replica:
     """Two ranks."""
 
-    def __init__(
-        self, model: Path, log: Path, *flags: str, devices: int = 1, verb: str = "serve"
-    ) -> None:
+    def __init__(self, model: Path, log: Path, *flags: str, devices: int = 1, verb: str = "serve") -> None:
         port = free_ports(4)
         self.base = f"http://127.0.0.1:{port + 3}"
         flags = (f"-tp={2 * devices}", *flags)
@@ -96,7 +108,14 @@ class Replica:
             time.sleep(0.1)
 
     def complete(self, **fields: Any) -> Any:
-        body = {"model": "small", "temperature": 0.0, "ignore_eos": True, "max_tokens": 16, "return_token_ids": True, **fields}
+        body = {
+            "model": "small",
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "max_tokens": 16,
+            "return_token_ids": True,
+            **fields,
+        }
         answer = httpx2.post(f"{self.base}/v1/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]
@@ -117,9 +136,7 @@ class Replica:
 
 
 @contextlib.contextmanager
-def replica(
-    model: Path, log: Path, *flags: str, devices: int = 1, verb: str = "serve"
-) -> Iterator[Replica]:
+def replica(model: Path, log: Path, *flags: str, devices: int = 1, verb: str = "serve") -> Iterator[Replica]:
     made = Replica(model, log, *flags, devices=devices, verb=verb)
     try:
         yield made
@@ -129,9 +146,7 @@ def replica(
 
 def test_two_processes_serve_what_one_serves(model, tmp_path):
     """4 devices each. Then a rank is asked to end: open requests end as they should, and so do both."""
-    llm = LLM(
-        str(model), load_format="dummy", max_num_seqs=4, num_blocks_override=64, max_model_len=512
-    )
+    llm = LLM(str(model), load_format="dummy", max_num_seqs=4, num_blocks_override=64, max_model_len=512)
     with replica(
         model,
         tmp_path,
@@ -266,13 +281,29 @@ def test_a_model_that_one_rank_cannot_load(model, tmp_path):
         (["--nnodes=0"], "nnodes=0 must be at least 1 (--nnodes)"),
         (["--nnodes=2", "-tp=2", "--master-port=65535"], "master_port=65535 must lie in"),
         (["--nnodes=2", "-tp=2", "--master-addr="], "master_addr must not be empty"),
-        (["--nnodes=2", "-tp=2", "--master-addr=192.0.2.1"], "other machines may reach 192.0.2.1; give all ranks the same key (--join-key-file)"),
-        (["--nnodes=2", "-tp=2", "--join-key-file=/no/key"], "/no/key: cannot be read (No such file or directory) (--join-key-file)"),
+        (
+            ["--nnodes=2", "-tp=2", "--master-addr=192.0.2.1"],
+            "other machines may reach 192.0.2.1; give all ranks the same key (--join-key-file)",
+        ),
+        (
+            ["--nnodes=2", "-tp=2", "--join-key-file=/no/key"],
+            "/no/key: cannot be read (No such file or directory) (--join-key-file)",
+        ),
         (["--nnodes=16", "-tp=16"], "tensor_parallel_size=16 does not divide this model (8 query heads"),
     ],
 )
 def test_flags_that_cannot_be(model, flags, says):
-    command = [sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format=dummy", "--port=0", "--grpc-port=0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "serve.cli",
+        "serve",
+        str(model),
+        "--load-format=dummy",
+        "--port=0",
+        "--grpc-port=0",
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert says in done.stderr.splitlines()[-1]

@@ -17,9 +17,7 @@ SHAPES = ProgramShapes(
     query_tile=32,
     key_tile=32,
 )
-QUALITY = FitQuality(
-    num_points=9, num_held_back=2, r2=0.99, worst_relative_error=0.1, mean_relative_error=0.05
-)
+QUALITY = FitQuality(num_points=9, num_held_back=2, r2=0.99, worst_relative_error=0.1, mean_relative_error=0.05)
 MODEL = CostModel(
     costs=StepCosts(),
     programs=ProgramCosts(shapes=SHAPES, coefficients=tuple(1e-3 for _ in SHAPES.feature_names())),

@@ -78,7 +78,9 @@ def test_replicas_and_prompts_that_take_too_long():
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sarathi", "vllm-v1", "qoserve", "apt", "apt-plus"])
-@pytest.mark.parametrize(("trace", "rate", "cv", "ttft_s"), [("longbench", 2.0, 10.0, 4.0), ("sharegpt", 20.0, 8.0, 0.3)])
+@pytest.mark.parametrize(
+    ("trace", "rate", "cv", "ttft_s"), [("longbench", 2.0, 10.0, 4.0), ("sharegpt", 20.0, 8.0, 0.3)]
+)
 def test_no_policy_attains_more(policy, trace, rate, cv, ttft_s):
     config = SimulationConfig(
         trace=trace, rate=rate, cv=cv, num_requests=60, policy=policy, slo=SLO(ttft_s=ttft_s, tbt_s=1.0)

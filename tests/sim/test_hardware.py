@@ -17,9 +17,7 @@ KNOWN = known_hardware()
 
 
 def prefill_s(costs: StepCosts, chunk: int, prefix: int = 0, kind: int = KV) -> float:
-    return costs.step_s(
-        np.array([chunk], np.int32), np.array([prefix], np.int32), np.array([kind], np.int8)
-    )
+    return costs.step_s(np.array([chunk], np.int32), np.array([prefix], np.int32), np.array([kind], np.int8))
 
 
 def decode_s(costs: StepCosts, batch: int, cached: int, kind: int = KV) -> float:
@@ -67,13 +65,9 @@ def test_opt_13b_meets_the_published_prefill_time(opt: Hardware) -> None:
     assert 0.03 < decode_s(opt.step_costs(), 50, 500) < 0.12
 
 
-@pytest.mark.parametrize(
-    ("context", "ratio"), [(256, 1.31), (469, 1.17), (1024, 1.08), (2048, 1.04)]
-)
+@pytest.mark.parametrize(("context", "ratio"), [(256, 1.31), (469, 1.17), (1024, 1.08), (2048, 1.04)])
 @pytest.mark.parametrize("card", ["a100-40gb", "h200"])
-def test_absorption_costs_little_more_than_keys_and_values(
-    card: str, context: int, ratio: float
-) -> None:
+def test_absorption_costs_little_more_than_keys_and_values(card: str, context: int, ratio: float) -> None:
     # Two kernels over X against KV attention, OPT-13B on one GPU.
     costs = load_hardware("opt-13b", card, 1).step_costs("absorb")
     extra_request_s = costs.decode_per_hidden_request_s - costs.decode_per_request_s
@@ -82,9 +76,7 @@ def test_absorption_costs_little_more_than_keys_and_values(
 
 
 @pytest.mark.parametrize(("model", "name", "num_devices"), KNOWN)
-def test_every_description_loads_and_predicts_more_time_for_more_work(
-    model: str, name: str, num_devices: int
-) -> None:
+def test_every_description_loads_and_predicts_more_time_for_more_work(model: str, name: str, num_devices: int) -> None:
     hardware = load_hardware(model, name, num_devices)
     assert (hardware.model, hardware.name, hardware.num_devices) == (model, name, num_devices)
     assert hardware.source
@@ -123,9 +115,7 @@ def test_more_devices_are_faster_and_hold_more() -> None:
 
 
 def test_fits_are_stated_and_good() -> None:
-    fitted = [
-        load_hardware(*key) for key in KNOWN if not key[0].startswith("opt") or key[1][0] == "h"
-    ]
+    fitted = [load_hardware(*key) for key in KNOWN if not key[0].startswith("opt") or key[1][0] == "h"]
     assert len(fitted) >= 15
     for hardware in fitted:
         assert set(hardware.fit) == {"prefill", "decode"}
@@ -186,9 +176,7 @@ def test_unknown_options_are_refused(opt: Hardware) -> None:
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ConfigError) as unknown_model:
         load_hardware("gpt-7", "a100-40gb")
-    assert "'gpt-7'; known: llama-2-7b, llama-3-70b, llama-3-8b, opt-13b" in str(
-        unknown_model.value
-    )
+    assert "'gpt-7'; known: llama-2-7b, llama-3-70b, llama-3-8b, opt-13b" in str(unknown_model.value)
     with pytest.raises(ConfigError) as unknown_card:
         load_hardware("opt-13b", "b200")
     assert "known: a100-40gb x1, a100-40gb x2, h100-80gb x1, h200 x1" in str(unknown_card.value)
@@ -228,9 +216,7 @@ def test_a_description_survives_a_file(opt: Hardware, tmp_path: Path) -> None:
         (("format",), 2, "format: 2 must be 1"),
         (("num_blocks",), 1, "num_blocks: 1 must be at least 2"),
         (("num_blocks",), "many", "num_blocks: 'many' must be an integer"),
-        pytest.param(
-            ("num_blocks",), 10**400, "num_blocks: the number is too large", id="huge_blocks"
-        ),
+        pytest.param(("num_blocks",), 10**400, "num_blocks: the number is too large", id="huge_blocks"),
         pytest.param(
             ("costs", "absorb", "prefill_base_s"),
             10**400,

@@ -67,9 +67,7 @@ def exhaustive(problem: OptimalProblem) -> float:
         groups = {}
         for request, state in zip(requests, states, strict=True):
             groups.setdefault(request, []).append(state)
-        return tuple(
-            groups[r].pop(0) for r in requests if [groups[r].sort() if len(groups[r]) > 1 else 0]
-        )
+        return tuple(groups[r].pop(0) for r in requests if [groups[r].sort() if len(groups[r]) > 1 else 0])
 
     def successors(states, now_s):
         for choice in itertools.product(*(moves(i, states[i], now_s) for i in range(n))):
@@ -87,9 +85,7 @@ def exhaustive(problem: OptimalProblem) -> float:
             if not problem.hybrid_batching and any(decode) and not all(decode):
                 continue
             used, after, first, last = 0, [], [], []
-            for i, ((generated, held, _), (tokens, evicts, k)) in enumerate(
-                zip(states, choice, strict=True)
-            ):
+            for i, ((generated, held, _), (tokens, evicts, k)) in enumerate(zip(states, choice, strict=True)):
                 held = 0 if evicts else held + tokens
                 if held:
                     sizes = (problem.block_size, problem.hidden_block_size or problem.block_size)
@@ -178,9 +174,7 @@ def test_one_request_takes_a_prefill_and_its_decodes():
         ((0,), (1,), (4,)),
     ]
     assert check_schedule(problem, schedule).used_blocks == (3, 4, 5)
-    assert schedule.latency_s == pytest.approx(
-        4 + 0.11 + 0.31 * 3 + 0.07 * 9 + 2 * (3 + 0.13) + 0.017 * (4 + 5)
-    )
+    assert schedule.latency_s == pytest.approx(4 + 0.11 + 0.31 * 3 + 0.07 * 9 + 2 * (3 + 0.13) + 0.017 * (4 + 5))
     assert schedule.status == "optimal"
 
 
@@ -197,11 +191,7 @@ def test_every_instance_of_up_to_two_requests_is_solved(eviction, hybrid_batchin
         for lengths, capacity in family(n, (1, 3), (1, 2, 3)):
             if capacity % 2 == hybrid_batching:  # the other half in the slow sweep
                 continue
-            check_optimal(
-                problem_of(
-                    *lengths, capacity=capacity, eviction=eviction, hybrid_batching=hybrid_batching
-                )
-            )
+            check_optimal(problem_of(*lengths, capacity=capacity, eviction=eviction, hybrid_batching=hybrid_batching))
 
 
 def test_every_equal_instance_of_three_and_four_requests_is_solved():
@@ -224,17 +214,14 @@ def random_problem(rng: np.random.Generator, num_requests: int) -> OptimalProble
     hard |= num_requests == 4 and (timed or chunked)
     kinds = BOTH_KINDS if rng.random() < 0.5 and not hard else None
     lengths = [
-        (int(rng.integers(1, most_prompt + 1)), int(rng.integers(1, most_outputs + 1)))
-        for _ in range(num_requests)
+        (int(rng.integers(1, most_prompt + 1)), int(rng.integers(1, most_outputs + 1))) for _ in range(num_requests)
     ]
     block_size = int(rng.choice([1, 2]))
     a_block = 2 if kinds else 1
     ends = [a_block * -(-(i + o - 1) // block_size) for i, o in lengths]
     least_tokens = max(i for i, _ in lengths)
     tokens = int(rng.integers(least_tokens, 4 * least_tokens + 1))
-    arrivals = (
-        np.sort(np.round(rng.uniform(0, 12, num_requests), 2)) if online else np.zeros(num_requests)
-    )
+    arrivals = np.sort(np.round(rng.uniform(0, 12, num_requests), 2)) if online else np.zeros(num_requests)
     return OptimalProblem(
         requests=tuple(
             OptimalRequest(
@@ -306,9 +293,7 @@ def test_a_batch_waits_for_an_arrival_where_that_pays():
         OptimalRequest(prompt_tokens=2, output_tokens=1),
         OptimalRequest(prompt_tokens=2, output_tokens=1, arrival_s=0.5),
     )
-    problem = OptimalProblem(
-        requests=requests, capacity_blocks=10, max_num_batched_tokens=10, costs=COSTS
-    )
+    problem = OptimalProblem(requests=requests, capacity_blocks=10, max_num_batched_tokens=10, costs=COSTS)
     schedule = solve_optimal(problem)
     assert [b.start_s for b in schedule.batches] == [0.5]
     assert schedule.latency_s == pytest.approx(exhaustive(problem))
@@ -434,9 +419,7 @@ def test_arrivals_are_waited_for():
         OptimalRequest(prompt_tokens=2, output_tokens=1),
         OptimalRequest(prompt_tokens=2, output_tokens=2, arrival_s=50.0),
     )
-    problem = OptimalProblem(
-        requests=requests, capacity_blocks=10, max_num_batched_tokens=10, costs=COSTS
-    )
+    problem = OptimalProblem(requests=requests, capacity_blocks=10, max_num_batched_tokens=10, costs=COSTS)
     start = policy_schedule(problem, make_policy("fcfs"))
     assert [b.start_s for b in start.batches][:2] == [0.0, 50.0]
 
@@ -469,9 +452,7 @@ def test_a_better_schedule_is_found_exactly_where_there_is_one(objective):
     for seed in range(6):
         rng = np.random.default_rng(seed)
         lengths = [(int(rng.integers(2, 9)), int(rng.integers(1, 4))) for _ in range(3)]
-        problem = dataclasses.replace(
-            problem_of(*lengths, capacity=int(rng.integers(12, 16))), objective=objective
-        )
+        problem = dataclasses.replace(problem_of(*lengths, capacity=int(rng.integers(12, 16))), objective=objective)
         if objective == "slo":
             requests = [dataclasses.replace(r, slo_ttft_s=14.0) for r in problem.requests]
             problem = dataclasses.replace(problem, requests=tuple(requests))

@@ -67,16 +67,12 @@ def workload(num: int = 14, seed: int = 0) -> Workload:
 
 
 def config_of(policy: str, cache: CacheMode) -> SimulationConfig:
-    return SimulationConfig(
-        policy=policy, cache=cache, seed=5, max_num_seqs=8, max_num_batched_tokens=64
-    )
+    return SimulationConfig(policy=policy, cache=cache, seed=5, max_num_seqs=8, max_num_batched_tokens=64)
 
 
 @pytest.mark.parametrize("cache", ["kv", "hybrid"])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_the_same_trace_and_times_give_the_same_decisions(
-    executor: JaxExecutor, policy: str, cache: CacheMode
-) -> None:
+def test_the_same_trace_and_times_give_the_same_decisions(executor: JaxExecutor, policy: str, cache: CacheMode) -> None:
     config, work = config_of(policy, cache), workload()
     real = run_recorded(config, HARDWARE, work, executor)
     assert all(m is not None and m.finished_s is not None for m in real.result.requests)

@@ -55,7 +55,9 @@ def served_alone(config: SimulationConfig, workload: Workload) -> list[RequestMe
     """One engine, fed as simply as can be: whatever has come by the clock is added, then a step is run."""
     hardware, clock = load_hardware(config.model, config.hardware), VirtualClock()
     costs = hardware.step_costs(config.hidden_attention)
-    scheduler = SchedulerConfig(policy=config.policy, max_num_seqs=256, max_num_batched_tokens=2048, max_num_queued_reqs=1000, overlap=False)
+    scheduler = SchedulerConfig(
+        policy=config.policy, max_num_seqs=256, max_num_batched_tokens=2048, max_num_queued_reqs=1000, overlap=False
+    )
     executor = SimulatedExecutor(
         clock, lambda b: costs.step_s(b.num_tokens, b.start, b.kind),
         num_blocks=config.num_blocks or hardware.num_blocks, block_size=16, max_num_seqs=256,

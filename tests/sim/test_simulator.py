@@ -46,13 +46,8 @@ def test_one_request_takes_the_time_that_the_cost_model_says():
     )
     metrics = result.requests[0]
     assert metrics is not None
-    prefill_s = (
-        costs.prefill_base_s + 1000 * costs.prefill_per_token_s + 1e6 * costs.prefill_per_pair_s
-    )
-    decode_s = [
-        costs.decode_base_s + costs.decode_per_request_s + n * costs.decode_per_token_s
-        for n in (1001, 1002)
-    ]
+    prefill_s = costs.prefill_base_s + 1000 * costs.prefill_per_token_s + 1e6 * costs.prefill_per_pair_s
+    decode_s = [costs.decode_base_s + costs.decode_per_request_s + n * costs.decode_per_token_s for n in (1001, 1002)]
     assert metrics.ttft_s == pytest.approx(prefill_s)
     assert np.diff(metrics.token_times_s) == pytest.approx(decode_s)
     assert result.iterations == 3
@@ -90,9 +85,7 @@ def test_rho_is_what_policies_charge_and_not_what_steps_take():
 
 
 def test_a_large_rho_keeps_apt_from_the_hidden_kind():
-    config = dataclasses.replace(
-        SMALL, policy="apt", rate=8.0, num_requests=100, hidden_attention="reproject"
-    )
+    config = dataclasses.replace(SMALL, policy="apt", rate=8.0, num_requests=100, hidden_attention="reproject")
     free = simulate(dataclasses.replace(config, rho_us=0.0))
     dear = simulate(dataclasses.replace(config, rho_us=1e4))
     assert free.hidden_token_fraction > 0.2
@@ -139,20 +132,14 @@ def test_with_overlap_an_idle_engine_starts_at_once():
 
 def test_time_of_the_host_is_hidden_behind_the_device_as_far_as_it_is_shorter():
     workload = of([(10, 50)])
-    assert overlapped(workload, overlap=True, host_s=0.03).duration_s == pytest.approx(
-        0.03 + 50 * 0.1
-    )
-    assert overlapped(workload, overlap=True, host_s=0.25).duration_s == pytest.approx(
-        50 * 0.25 + 0.1, rel=0.03
-    )
+    assert overlapped(workload, overlap=True, host_s=0.03).duration_s == pytest.approx(0.03 + 50 * 0.1)
+    assert overlapped(workload, overlap=True, host_s=0.25).duration_s == pytest.approx(50 * 0.25 + 0.1, rel=0.03)
     assert overlapped(workload, overlap=False, host_s=0.03).duration_s == pytest.approx(50 * 0.13)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_serves_all_with_overlap(policy):
-    config = dataclasses.replace(
-        SMALL, policy=policy, num_blocks=300, rate=8.0, overlap=True, num_requests=16
-    )
+    config = dataclasses.replace(SMALL, policy=policy, num_blocks=300, rate=8.0, overlap=True, num_requests=16)
     result = simulate(config, debug=True)
     lengths = draw_workload(load_trace("sharegpt"), config).output_tokens
     assert [len(m.token_times_s) for m in result.requests if m is not None] == lengths.tolist()
@@ -366,9 +353,7 @@ def test_prompts_are_equal_exactly_where_their_blocks_have_equal_names(tmp_path)
 def test_what_prompts_have_in_common_is_computed_once(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text(TURNS)
-    config = SimulationConfig(
-        trace=str(path), policy="fcfs", cache="kv", hash_block_tokens=128, num_requests=4
-    )
+    config = SimulationConfig(trace=str(path), policy="fcfs", cache="kv", hash_block_tokens=128, num_requests=4)
     shared = simulate(config, debug=True)
     alone = simulate(dataclasses.replace(config, enable_prefix_caching=False))
     cached = [m.num_cached_tokens for m in shared.requests if m is not None]
@@ -451,21 +436,14 @@ def test_objectives_decide_attainment():
 
 @pytest.mark.slow
 def test_a_hundred_thousand_requests():
-    result = simulate(
-        SimulationConfig(
-            trace="humaneval", rate=8.0, num_requests=100_000, policy="fcfs", cache="kv"
-        )
-    )
+    result = simulate(SimulationConfig(trace="humaneval", rate=8.0, num_requests=100_000, policy="fcfs", cache="kv"))
     assert result.summary.num_completed == 100_000
 
 
 def test_tenants_are_drawn_and_vtc_gives_the_small_ones_their_share():
     """Overload: the first of three tenants sends more than half of the requests."""
     config = dataclasses.replace(SMALL, rate=60.0, num_requests=120, tenants=3, cache="kv", num_blocks=400)
-    results = {
-        policy: simulate(dataclasses.replace(config, policy=policy))
-        for policy in ("vllm-v1", "vtc")
-    }
+    results = {policy: simulate(dataclasses.replace(config, policy=policy)) for policy in ("vllm-v1", "vtc")}
     for result in results.values():
         assert sum(t.num_sent for t in result.tenants) == 120
         assert result.tenants[0].num_sent > result.tenants[1].num_sent > result.tenants[2].num_sent

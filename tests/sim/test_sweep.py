@@ -41,9 +41,7 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
     assert len(path.read_text().splitlines()) == 3
 
     ran = []
-    monkeypatch.setattr(
-        "apt_jax.sim.sweep.simulate", lambda config: ran.append(config) or simulate(config)
-    )
+    monkeypatch.setattr("apt_jax.sim.sweep.simulate", lambda config: ran.append(config) or simulate(config))
     runs = sweep(GRID, store=Store(path), workers=1)
     assert ran == GRID[2:]
     assert [r["slo_attainment"] for r in runs] == [simulate(c).summary.slo_attainment for c in GRID]
@@ -64,9 +62,7 @@ def test_a_key_depends_on_the_configuration_and_on_files(tmp_path):
     assert first != run_key(config)
 
 
-@pytest.mark.parametrize(
-    ("true_rate", "guess"), [(3.3, 2.0), (3.3, 40.0), (0.07, 2.0), (55.0, 2.0)]
-)
+@pytest.mark.parametrize(("true_rate", "guess"), [(3.3, 2.0), (3.3, 40.0), (0.07, 2.0), (55.0, 2.0)])
 def test_bisection_finds_the_rate(true_rate, guess):
     def attainment(rate: float) -> float:
         return 0.95 if rate <= true_rate else 0.5
@@ -81,9 +77,7 @@ def test_a_target_out_of_reach_is_rate_zero():
 
 
 def test_effective_rate_with_its_spread():
-    (found,) = find_rates(
-        [SMALL], target=0.9, seeds=(0, 1), guesses=[8.0], tolerance=0.1, workers=1
-    )
+    (found,) = find_rates([SMALL], target=0.9, seeds=(0, 1), guesses=[8.0], tolerance=0.1, workers=1)
     assert len(found.rates) == 2
     assert found.mean == pytest.approx(sum(found.rates) / 2)
     assert found.std >= 0

@@ -367,9 +367,7 @@ def test_R11_the_cache_is_bounded_in_entries_and_bytes(tokenizer):
         small.compile(checked(choice=[str(i)]))
         assert small.cached_bytes <= 120 << 10
     assert 1 <= small.num_cached <= 7
-    assert small.compile(
-        checked(choice=["x" * 20_000])
-    ).start()  # larger than the cache: used, not kept
+    assert small.compile(checked(choice=["x" * 20_000])).start()  # larger than the cache: used, not kept
     small.close()
 
 
@@ -425,9 +423,7 @@ def test_an_output_that_goes_on_with_another_lexer_is_where_it_was(tokenizer, fe
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 1.0])
-def test_R11_an_output_that_needs_too_much_alone_is_an_error(
-    tokenizer, few_states, monkeypatch, limit_s
-):
+def test_R11_an_output_that_needs_too_much_alone_is_an_error(tokenizer, few_states, monkeypatch, limit_s):
     monkeypatch.setattr(grammar_module, "_OWN_LEXER_LIMIT_S", limit_s)
     made = compiler_of(tokenizer)
     grammar = made.compile(checked(regex=MANY_STATES))
@@ -462,7 +458,9 @@ def test_R11_a_form_counts_with_what_it_takes(tokenizer):
         pytest.skip("memory is not measured here")
     sizes = []
     for i in range(3):
-        names = {f"k{i}_{j}": {"type": "string", "pattern": f"^[a-z]{{1,{200 + j}}}(x|y){{3,{50 + i}}}$"} for j in range(120)}
+        names = {
+            f"k{i}_{j}": {"type": "string", "pattern": f"^[a-z]{{1,{200 + j}}}(x|y){{3,{50 + i}}}$"} for j in range(120)
+        }
         made.compile(checked(json={"type": "object", "properties": names}))
         sizes.append(list(made._entries.values())[-1].num_bytes)
     assert min(sizes) > 300_000
@@ -553,8 +551,17 @@ def test_response_formats():
     assert from_response_format({"type": "json_object"}) == Forms(json_object=True)
     named = {"name": "x", "strict": True, "schema": SCHEMA}
     assert from_response_format({"type": "json_schema", "json_schema": named}) == Forms(json=SCHEMA)
-    for bad in (5, [], {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": 5},
-                {"type": "json_schema", "json_schema": {"schema": "x"}}, {"type": "text", "x": 1}, {"type": ["text"]}):
+    for bad in (
+        5,
+        [],
+        {},
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": 5},
+        {"type": "json_schema", "json_schema": {"schema": "x"}},
+        {"type": "text", "x": 1},
+        {"type": ["text"]},
+    ):
         with pytest.raises(InvalidRequestError) as caught:
             from_response_format(bad)
         assert caught.value.field.startswith("response_format")

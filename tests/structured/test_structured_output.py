@@ -124,7 +124,14 @@ PAIRS = [(a, b) for a in COMBINED for b in COMBINED if a < b]
 
 
 def test_R25_all_pairs_of_settings_go_with_a_form(llm: LLM) -> None:
-    form = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"], "additionalProperties": False})
+    form = StructuredOutputsParams(
+        json={
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        }
+    )
     params = [
         SamplingParams(
             **{

@@ -42,9 +42,9 @@ def read(view: SchedulerView) -> tuple[list[Candidate], list[Candidate]]:
         has_token = table.num_outputs[row] > 0
         slo = table.slo_tbt_s[row] if has_token else table.slo_ttft_s[row]
         groups, whole = -(-tokens // view.block_size), -(-longest // view.block_size)
-        kinds = [
-            k for k in (KV, HIDDEN) if offered[k] and whole * (2 - k) <= view.total_blocks
-        ] or [HIDDEN if offered[HIDDEN] else KV]
+        kinds = [k for k in (KV, HIDDEN) if offered[k] and whole * (2 - k) <= view.total_blocks] or [
+            HIDDEN if offered[HIDDEN] else KV
+        ]
         n = int(table.num_tokens[row])
         return Candidate(
             row=row,
@@ -60,10 +60,7 @@ def read(view: SchedulerView) -> tuple[list[Candidate], list[Candidate]]:
     def longest(row: int) -> int:
         return int(table.max_tokens_total[row])
 
-    waiting = [
-        candidate(r, min(int(table.num_tokens[r]) + 1, longest(r)), longest(r))
-        for r in view.waiting.tolist()
-    ]
+    waiting = [candidate(r, min(int(table.num_tokens[r]) + 1, longest(r)), longest(r)) for r in view.waiting.tolist()]
     running = [candidate(r, int(table.num_tokens[r]), longest(r)) for r in view.running.tolist()]
     assert all(c.held == NO_KIND for c in waiting)
     return waiting, running
@@ -97,9 +94,7 @@ def marginal_gains(c: Candidate, g: dict[int, float]) -> list[tuple[float, int, 
     ]
 
 
-def algorithm_1(
-    candidates: list[Candidate], values: list[dict[int, float]], memory: int
-) -> dict[int, int]:
+def algorithm_1(candidates: list[Candidate], values: list[dict[int, float]], memory: int) -> dict[int, int]:
     """Row to kind of the chosen ones. Options larger than M are left out beforehand: Theorem 1 needs it."""
     schedules = []
     for position in (0, 1):  # equal gains: first increments before second ones, requests in order

@@ -157,9 +157,7 @@ def _refusal(error: grpc.aio.AioRpcError) -> Verdict:
     return "refused", _named(error.details() or "")
 
 
-def vllm_request(
-    prompt: Any = "hello", *, stream: bool = True, request_id: str = "", **sampling: Any
-) -> Any:
+def vllm_request(prompt: Any = "hello", *, stream: bool = True, request_id: str = "", **sampling: Any) -> Any:
     """A message of VllmEngine; `sampling` are the fields of `apt_jax.SamplingParams` with its defaults, and `n`.
 
     Raises:
@@ -177,9 +175,7 @@ def vllm_request(
             sampling["choice"] = pb.ChoiceConstraint(choices=value)
         else:
             sampling["json_schema" if name == "json" else name] = value
-    request = pb.GenerateRequest(
-        request_id=request_id, stream=stream, sampling_params=pb.SamplingParams(**sampling)
-    )
+    request = pb.GenerateRequest(request_id=request_id, stream=stream, sampling_params=pb.SamplingParams(**sampling))
     if isinstance(prompt, str):
         request.text = prompt
     else:

@@ -86,23 +86,16 @@ def _draw(
         allowed: (vocab_size,) for rows of which only some tokens may come; -1 where none is left.
     """
     salt = np.array([0 if p.is_greedy else ((p.seed or 0) << 1) + 1 for p in params], np.uint64)
-    state = _mix(
-        sums
-        + _mix(salt * np.uint64(0xA0761D6478BD642F) + position.astype(np.uint64) + np.uint64(7))
-    )
+    state = _mix(sums + _mix(salt * np.uint64(0xA0761D6478BD642F) + position.astype(np.uint64) + np.uint64(7)))
     tokens = (state % np.uint64(vocab_size)).astype(np.int32)
     for i, p in enumerate(params):
         if allowed is not None and i in allowed:
             left = allowed[i].copy()
-            left[[t for t in p.stop_token_ids if p.min_tokens > position[i] and t < left.size]] = (
-                False
-            )
+            left[[t for t in p.stop_token_ids if p.min_tokens > position[i] and t < left.size]] = False
             ids = np.flatnonzero(left)
             place = int(np.searchsorted(ids, tokens[i]))
             tokens[i] = ids[place % ids.size] if ids.size else -1
-        elif (
-            p.min_tokens > position[i] and p.stop_token_ids
-        ):  # masked, as a model's logits would be
+        elif p.min_tokens > position[i] and p.stop_token_ids:  # masked, as a model's logits would be
             while int(tokens[i]) in p.stop_token_ids:
                 tokens[i] = (tokens[i] + 1) % vocab_size
     return tokens
@@ -319,9 +312,7 @@ class HashExecutor:
         row = np.repeat(np.arange(n), batch.num_tokens)
         first = np.cumsum(batch.num_tokens) - batch.num_tokens
         position = np.arange(row.size) - first[row] + batch.start[row]
-        tokens = np.where(
-            batch.token_ids == TOKEN_ON_DEVICE, self._last_token[batch.seats[row]], batch.token_ids
-        )
+        tokens = np.where(batch.token_ids == TOKEN_ON_DEVICE, self._last_token[batch.seats[row]], batch.token_ids)
         if (tokens < 0).any():
             raise BatchContractError("a token on the device that was never sampled")
         group, slot = np.divmod(position, self._sizes(batch.kind[row]))
@@ -451,9 +442,7 @@ class HashExecutor:
         )
         require((batch.num_tokens >= 1).all() and (batch.start >= 0).all(), "an empty row")
         require(np.isin(batch.kind, (KV, HIDDEN)).all(), "an unknown kind")
-        require(
-            batch.token_ids.shape == (int(batch.num_tokens.sum()),), "token ids of another length"
-        )
+        require(batch.token_ids.shape == (int(batch.num_tokens.sum()),), "token ids of another length")
         on_device = np.flatnonzero(batch.token_ids == TOKEN_ON_DEVICE)
         require(
             np.isin(on_device, np.cumsum(batch.num_tokens) - 1).all(),
@@ -466,8 +455,7 @@ class HashExecutor:
         tables, hidden = batch.block_tables, (batch.kind == HIDDEN)[:, None]
         require(tables.min() >= 0 and tables.max() <= self.num_blocks, "a block that is not there")
         require(
-            ((tables[:, 0] != NULL_BLOCK) == used).all()
-            and ((tables[:, 1] != NULL_BLOCK) == (used & ~hidden)).all(),
+            ((tables[:, 0] != NULL_BLOCK) == used).all() and ((tables[:, 1] != NULL_BLOCK) == (used & ~hidden)).all(),
             "a block table with holes",
         )
         # Rows may read the same blocks, but what one writes, no other may hold.
@@ -511,7 +499,6 @@ class HashExecutor:
             "a copy of or to a block that is not there",
         )
         require(
-            np.unique(copies[:, 1]).size == copies.shape[0]
-            and np.isin(copies[:, 1], tables[both]).all(),
+            np.unique(copies[:, 1]).size == copies.shape[0] and np.isin(copies[:, 1], tables[both]).all(),
             "a copy to a block that no row writes",
         )

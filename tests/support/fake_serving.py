@@ -13,9 +13,7 @@ from apt_jax.utils.clock import VirtualClock
 from tests.support.fake_executor import HashExecutor, reference_tokens
 
 VOCAB_SIZE = 500
-COSTS = StepCosts(
-    prefill_base_s=0.01, prefill_per_token_s=1e-3, decode_base_s=0.01, decode_per_request_s=1e-3
-)
+COSTS = StepCosts(prefill_base_s=0.01, prefill_per_token_s=1e-3, decode_base_s=0.01, decode_per_request_s=1e-3)
 
 
 class Checked:
@@ -78,9 +76,7 @@ class Served:
             Checked(policy),
             self.clock,
             kinds,
-            SchedulerConfig(
-                max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, overlap=overlap
-            ),
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, overlap=overlap),
             CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
             costs=COSTS,
             vocab_size=VOCAB_SIZE,
@@ -132,9 +128,7 @@ class Served:
 
     def expected(self, name: str) -> list[int]:
         request = self.requests[name]
-        return reference_tokens(
-            request.prompt_token_ids, request.params.max_tokens, vocab_size=VOCAB_SIZE
-        )
+        return reference_tokens(request.prompt_token_ids, request.params.max_tokens, vocab_size=VOCAB_SIZE)
 
     def assert_as_expected(self) -> None:
         for name, tokens in self.tokens.items():

@@ -6,7 +6,14 @@ _BASE: dict[str, Any] = dict(
     vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
     max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
-_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 100.0,
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}
 _FACTORS = [1.0 + 0.1 * i for i in range(4)]
 

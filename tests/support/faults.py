@@ -218,9 +218,7 @@ class ClientProcess:
         self._process.join(10)
 
 
-def grpc_client(
-    ready: Callable[[], None], target: str, fields: dict[str, Any], reads: bool
-) -> None:
+def grpc_client(ready: Callable[[], None], target: str, fields: dict[str, Any], reads: bool) -> None:
     """For `ClientProcess`: asks for an answer, reads it or does not, and stays."""
     with grpc.insecure_channel(target, options=[] if reads else UNREAD) as channel:
         call: Any = channel.unary_stream(GENERATE)(make_request(**fields).SerializeToString())

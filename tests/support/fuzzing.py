@@ -40,18 +40,14 @@ class Fuzzed:
         num_cases: that `note` has counted.
     """
 
-    def __init__(
-        self, served: HttpServed, loop: asyncio.AbstractEventLoop, what: str, total: int
-    ) -> None:
+    def __init__(self, served: HttpServed, loop: asyncio.AbstractEventLoop, what: str, total: int) -> None:
         self.served, self._loop, self._what = served, loop, what
         self.parts = served.parts
         self.url = f"http://127.0.0.1:{served.server.port}"
         self.grpc_target = f"127.0.0.1:{served.grpc_server.port}"
         self.num_cases = 0
         self._num_tasks: int | None = None
-        self._bar = tqdm.tqdm(
-            total=total, desc=what, unit=" cases", file=sys.stderr, disable=not FULL
-        )
+        self._bar = tqdm.tqdm(total=total, desc=what, unit=" cases", file=sys.stderr, disable=not FULL)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """What a coroutine returns in the event loop of the servers."""

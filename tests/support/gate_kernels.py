@@ -37,9 +37,7 @@ def decode_kv(
         lane = n * head_dim + jnp.arange(head_dim)
         first_row = jnp.broadcast_to((jnp.arange(16) == 0)[:, None], (16, head_dim))
         zero = jnp.zeros((16,), jnp.int32)
-        q_tile = plt.load(
-            q_ref.at[b, n, zero[:, None], jnp.arange(head_dim)[None]], mask=first_row, other=0
-        )
+        q_tile = plt.load(q_ref.at[b, n, zero[:, None], jnp.arange(head_dim)[None]], mask=first_row, other=0)
 
         def fetch(half: int, own: Array, position: Array) -> Array:
             block = plt.load(tables_ref.at[b, half, position // block_size], mask=own, other=0)

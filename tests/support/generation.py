@@ -21,13 +21,9 @@ MODES: list[tuple[str, HiddenAttention]] = [
 """(kind that requests get, attention over hidden caches)"""
 
 
-def make_executor(
-    params, config: ModelConfig, attention: HiddenAttention, num_blocks: int = 1600
-) -> JaxExecutor:
+def make_executor(params, config: ModelConfig, attention: HiddenAttention, num_blocks: int = 1600) -> JaxExecutor:
     cache = CacheConfig(num_blocks_override=num_blocks, hidden_attention=attention)
-    return JaxExecutor(
-        params, config, cache=cache, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512
-    )
+    return JaxExecutor(params, config, cache=cache, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512)
 
 
 def greedy(

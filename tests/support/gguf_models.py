@@ -10,9 +10,7 @@ import numpy as np
 V, D, F, L, N, K, H, CONTEXT, THETA = 40, 16, 32, 2, 4, 2, 4, 64, 10000.0
 
 
-def _llama_shapes(
-    *, bias: bool = False, norms: bool = False, gemma2: bool = False
-) -> dict[str, tuple[int, ...]]:
+def _llama_shapes(*, bias: bool = False, norms: bool = False, gemma2: bool = False) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (V, D),
         "model.norm.weight": (D,),
@@ -31,9 +29,7 @@ def _llama_shapes(
             p + "mlp.down_proj.weight": (D, F),
         }
         if bias:
-            shapes |= {
-                p + f"self_attn.{n}_proj.bias": (m * H,) for n, m in (("q", N), ("k", K), ("v", K))
-            }
+            shapes |= {p + f"self_attn.{n}_proj.bias": (m * H,) for n, m in (("q", N), ("k", K), ("v", K))}
         if norms:
             shapes |= {p + f"self_attn.{n}_norm.weight": (H,) for n in "qk"}
         if gemma2:
@@ -60,9 +56,7 @@ def _phi3_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def _with_bias(names: Mapping[str, tuple[int, ...]], out: int = 0) -> dict[str, tuple[int, ...]]:
-    return {
-        k: v for n, s in names.items() for k, v in ((n + ".weight", s), (n + ".bias", (s[out],)))
-    }
+    return {k: v for n, s in names.items() for k, v in ((n + ".weight", s), (n + ".bias", (s[out],)))}
 
 
 def _gpt2_shapes() -> dict[str, tuple[int, ...]]:
@@ -147,9 +141,7 @@ def hf_tensors(arch: str, seed: int = 0) -> dict[str, np.ndarray]:
 def _permute(values: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp, convert_hf_to_gguf.py, LlamaModel.permute."""
     return (
-        values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(values.shape)
+        values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     )
 
 
@@ -230,9 +222,7 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(gguf_name(arch, name), converted)
         else:
-            writer.add_tensor(
-                gguf_name(arch, name), gguf.quants.quantize(converted, kind), raw_dtype=kind
-            )
+            writer.add_tensor(gguf_name(arch, name), gguf.quants.quantize(converted, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -254,11 +244,7 @@ def entry(key: str | bytes, kind: int, value: bytes) -> bytes:
 def tensor(name: str | bytes, sizes: tuple[int, ...], kind: int, offset: int) -> bytes:
     dims = b"".join(size.to_bytes(8, "little") for size in sizes)
     return (
-        text(name)
-        + len(sizes).to_bytes(4, "little")
-        + dims
-        + kind.to_bytes(4, "little")
-        + offset.to_bytes(8, "little")
+        text(name) + len(sizes).to_bytes(4, "little") + dims + kind.to_bytes(4, "little") + offset.to_bytes(8, "little")
     )
 
 

@@ -40,9 +40,7 @@ class HttpServed:
     ) -> None:
         self.parts, self.engine, self.server, self.grpc_server = parts, engine, server, grpc_server
         self.http = httpx2.AsyncClient(base_url=base, verify=verify, timeout=30)
-        self.openai = openai.AsyncOpenAI(
-            base_url=f"{base}/v1", api_key="none", max_retries=0, http_client=self.http
-        )
+        self.openai = openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, http_client=self.http)
         self.grpc = AsyncAptClient(f"127.0.0.1:{grpc_server.port}")
 
     async def post(self, path: str, body: Any, **kwargs: Any) -> httpx2.Response:
@@ -69,9 +67,7 @@ class HttpServed:
 
     async def idle(self, timeout_s: float = 20.0) -> None:
         """No request is left anywhere."""
-        await self.until(
-            lambda: self.parts.engine.num_live == 0 and self.server.num_open == 0, timeout_s
-        )
+        await self.until(lambda: self.parts.engine.num_live == 0 and self.server.num_open == 0, timeout_s)
 
 
 class RawConnection:
@@ -173,9 +169,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def run(
-    scenario: Callable[[HttpServed], Awaitable[None]], *, limit_s: float = 60, **kwargs: Any
-) -> None:
+def run(scenario: Callable[[HttpServed], Awaitable[None]], *, limit_s: float = 60, **kwargs: Any) -> None:
     """Run `scenario(served)` within a minute; nothing may be left. Further arguments are those of `http_serving`."""
 
     async def whole() -> None:

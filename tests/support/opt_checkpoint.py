@@ -29,9 +29,7 @@ def tensor_shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes as Hugging Face's `OPTForCausalLM` saves them, written down independently of the loader."""
     d, f, v = fields["hidden_size"], fields["ffn_dim"], fields["vocab_size"]
     e = fields.get("word_embed_proj_dim", d)
-    bias, affine = (
-        fields.get(key, True) for key in ("enable_bias", "layer_norm_elementwise_affine")
-    )
+    bias, affine = (fields.get(key, True) for key in ("enable_bias", "layer_norm_elementwise_affine"))
     shapes: dict[str, tuple[int, ...]] = {
         "model.decoder.embed_tokens.weight": (v, e),
         "model.decoder.embed_positions.weight": (fields["max_position_embeddings"] + 2, d),
@@ -68,8 +66,7 @@ def random_tensors(fields: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     """float32 values of ordinary size for every tensor."""
     rng = np.random.default_rng(seed)
     return {
-        name: rng.standard_normal(shape, np.float32) * np.float32(0.1)
-        for name, shape in tensor_shapes(fields).items()
+        name: rng.standard_normal(shape, np.float32) * np.float32(0.1) for name, shape in tensor_shapes(fields).items()
     }
 
 
@@ -98,9 +95,7 @@ def join_header(header: Any, data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def write_model(
-    path: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 0
-) -> None:
+def write_model(path: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 0) -> None:
     """Write config.json and the weights, as one file or as `shards` files with an index."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(fields))

@@ -15,16 +15,12 @@ class Latest:
     name = "latest"
     interface_version = INTERFACE_VERSION
 
-    def __init__(
-        self, seed: int, *, most: int | None = None, first: Literal["a", "b"] = "a"
-    ) -> None:
+    def __init__(self, seed: int, *, most: int | None = None, first: Literal["a", "b"] = "a") -> None:
         self.fcfs = FcfsPolicy()
         self.seed, self.most, self.first = seed, most, first
 
     def schedule(self, view: SchedulerView) -> Plan:
-        return self.fcfs.schedule(
-            dataclasses.replace(view, waiting=view.waiting[::-1][: self.most])
-        )
+        return self.fcfs.schedule(dataclasses.replace(view, waiting=view.waiting[::-1][: self.most]))
 
 
 def _changed(**values: Any) -> Callable[[SchedulerView, Plan], Any]:
@@ -43,10 +39,7 @@ def _changed(**values: Any) -> Callable[[SchedulerView, Plan], Any]:
 
 
 def _twice(view: SchedulerView, plan: Plan) -> Plan:
-    columns = {
-        n: np.append(getattr(plan, n), getattr(plan, n)[-1:])
-        for n in ("rows", "num_tokens", "kind")
-    }
+    columns = {n: np.append(getattr(plan, n), getattr(plan, n)[-1:]) for n in ("rows", "num_tokens", "kind")}
     return dataclasses.replace(plan, **columns)
 
 

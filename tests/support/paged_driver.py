@@ -20,9 +20,7 @@ CONFIG = ModelConfig(
     family="opt", vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, ffn_size=64, max_position=256, eos_token_id=2,
 )  # fmt: skip
 PARAMS = dummy_params(CONFIG, "float32", 7)
-PARAMS = dataclasses.replace(
-    PARAMS, embed=PARAMS.embed * 20
-)  # random tiny models are near-uniform otherwise
+PARAMS = dataclasses.replace(PARAMS, embed=PARAMS.embed * 20)  # random tiny models are near-uniform otherwise
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK = 4
 
@@ -65,13 +63,9 @@ class Driver:
 
     def add(self, seat: int, prompt: list[int], kind: int) -> None:
         per_row = 2 * (128 // BLOCK)
-        blocks = (
-            1 + (seat * 48 + np.random.default_rng(seat).permutation(48)) % self.executor.num_blocks
-        )
+        blocks = 1 + (seat * 48 + np.random.default_rng(seat).permutation(48)) % self.executor.num_blocks
         self.table[seat] = (
-            np.stack([blocks[:24], blocks[24:48]])
-            if kind == KV
-            else np.stack([blocks[:24], np.zeros(24, np.int64)])
+            np.stack([blocks[:24], blocks[24:48]]) if kind == KV else np.stack([blocks[:24], np.zeros(24, np.int64)])
         )
         assert per_row >= 48
         self.tokens[seat], self.cached[seat], self.kind[seat] = list(prompt), 0, kind
@@ -112,9 +106,7 @@ class Driver:
         if masks:
             assert batch.masked is not None
             assert all(samples[i] for i in batch.masked)
-            cast("MaskedStepHandle", handle).sample(
-                np.stack([masks[s] for s in seats if s in masks])
-            )
+            cast("MaskedStepHandle", handle).sample(np.stack([masks[s] for s in seats if s in masks]))
         result = handle.result()
         for i, s in enumerate(seats):
             self.cached[s] += counts[s]

@@ -40,9 +40,7 @@ LLAMA = BASE | {
 }  # fmt: skip
 
 
-_COLLECTIVE = re.compile(
-    r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(.*"
-)
+_COLLECTIVE = re.compile(r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(.*")
 
 
 def collectives_of(compiled: str, scope: str) -> dict[str, int]:
@@ -107,9 +105,7 @@ def make_executor(model: str, kind: str, attention: Any, size: int) -> JaxExecut
     # Random tiny models say the same whatever was said before, unless their matrices are large.
     params = dummy_params(config, "float32", 7)
     layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)
-    params = dataclasses.replace(
-        params, embed=params.embed * 8, head=params.head * 20, layers=layers
-    )
+    params = dataclasses.replace(params, embed=params.embed * 8, head=params.head * 20, layers=layers)
     cache = CacheConfig(
         block_size=4,
         num_blocks_override=120,

@@ -175,12 +175,7 @@ class PerturbedPolicy:
             other = 1 - kind
             flippable = not holds and view.kinds[other].offered
             flip = max(chaos.flip, chaos.convert if other == HIDDEN else 0.0)
-            if (
-                flippable
-                and flip
-                and rng.random() < flip
-                and _start_blocks(view, row, length, other) <= free
-            ):
+            if flippable and flip and rng.random() < flip and _start_blocks(view, row, length, other) <= free:
                 kind = other
             if holds:
                 held = int(table.num_blocks[row]) + int(table.num_shared[row])

@@ -30,11 +30,7 @@ def random_problem(
     if rng.random() < 0.2:
         value = np.where(rng.random((n, k)) < 0.3, -np.inf, value)
     total = int(cost.max(axis=1).sum())
-    capacity = (
-        int(rng.integers(0, total + 2))
-        if rng.random() < 0.8
-        else int(rng.integers(0, cost.max() + 1))
-    )
+    capacity = int(rng.integers(0, total + 2)) if rng.random() < 0.8 else int(rng.integers(0, cost.max() + 1))
     return KnapsackProblem(value, cost, capacity)
 
 
@@ -62,9 +58,7 @@ def brute_force(problem: KnapsackProblem) -> float:
     return float(sums[costs <= problem.capacity].max())
 
 
-def check_feasible(
-    problem: KnapsackProblem, kind: NDArray[np.int64], value: float, cost: int
-) -> None:
+def check_feasible(problem: KnapsackProblem, kind: NDArray[np.int64], value: float, cost: int) -> None:
     """The answer keeps to the capacity and to what is offered, and its sums are right."""
     chosen = np.flatnonzero(kind >= 0)
     assert kind.shape == (problem.num_requests,)

@@ -18,9 +18,7 @@ from apt_jax.sched import (
 )
 
 
-def kinds(
-    mode: str = "hybrid", base_s: float = 0.0, per_token_s: float = 1e-5
-) -> tuple[KindSpec, KindSpec]:
+def kinds(mode: str = "hybrid", base_s: float = 0.0, per_token_s: float = 1e-5) -> tuple[KindSpec, KindSpec]:
     """KV and hidden as `--cache MODE` offers them."""
     return (
         KindSpec(name="kv", blocks_per_group=2, offered=mode != "hidden"),
@@ -155,9 +153,7 @@ class World:
             table.num_cached[row] = table.num_blocks[row] = table.tokens_since_preemption[row] = 0
             table.num_preemptions[row] += 1
         self.now_s += seconds
-        for row, n, kind in zip(
-            plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True
-        ):
+        for row, n, kind in zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True):
             if row in plan.convert:
                 kind = KV
                 self.num_conversions += 1
@@ -214,9 +210,7 @@ def drain(world: World, policy: Policy, arrivals: list[Arrival], limit: int) -> 
         plan = world.step(policy)
         idle = 0 if plan.rows.size else idle + 1
         assert idle < 4, "nothing is scheduled although requests are there"
-    raise AssertionError(
-        f"{len(arrivals) - len(world.finished)} of {len(arrivals)} requests left after {limit} steps"
-    )
+    raise AssertionError(f"{len(arrivals) - len(world.finished)} of {len(arrivals)} requests left after {limit} steps")
 
 
 def random_world(rng: np.random.Generator) -> World:

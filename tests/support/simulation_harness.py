@@ -124,9 +124,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         max_num_batched_tokens=max_num_seqs + int(rng.choice([0, 1, 3, 8, 30, 100])),
         max_num_queued_reqs=int(rng.choice([3, 10, 1000])),
         max_num_queued_tokens=int(rng.choice([20, 100])) if rng.random() < 0.2 else None,
-        offered=((True, True), (True, True), (True, True), (True, False), (False, True))[
-            int(rng.integers(5))
-        ],
+        offered=((True, True), (True, True), (True, True), (True, False), (False, True))[int(rng.integers(5))],
         overlap=bool(rng.random() < 0.7),
         debug=bool(rng.random() < 0.5),
         policy=policy,
@@ -189,9 +187,7 @@ class _CheckedPolicy:
     def schedule(self, view: SchedulerView) -> Plan:
         table = view.table
         both = np.concatenate([view.waiting, view.running])
-        _expect(
-            np.unique(both).size == both.size and table.live[both].all(), "view: rows twice or dead"
-        )
+        _expect(np.unique(both).size == both.size and table.live[both].all(), "view: rows twice or dead")
         for rows in (view.waiting, view.running):
             _expect((np.diff(table.rank[rows]) > 0).all(), "view: rows not by rank")
         _expect((view.remaining(both) >= 1).all(), "view: a row with nothing to compute")
@@ -200,8 +196,7 @@ class _CheckedPolicy:
             "view: a row that has all its tokens",
         )
         _expect(
-            view.free_blocks + int(table.num_blocks[view.running].sum()) + view.shared_blocks
-            == view.total_blocks,
+            view.free_blocks + int(table.num_blocks[view.running].sum()) + view.shared_blocks == view.total_blocks,
             "view: blocks that nobody holds",
         )
         _expect(
@@ -219,9 +214,7 @@ class _CheckedPolicy:
         if plan.rows.size:
             starts = table.num_cached[plan.rows] == 0
             self._note["mixed prefill and decode"] += bool(starts.any() and not starts.all())
-            chunked = (
-                table.num_cached[plan.rows] + plan.num_tokens < table.num_tokens[plan.rows]
-            ).any()
+            chunked = (table.num_cached[plan.rows] + plan.num_tokens < table.num_tokens[plan.rows]).any()
             self._note["chunked prefill"] += bool(chunked)
         return plan
 
@@ -246,9 +239,7 @@ class Simulation:
         engine_class: the engine, or one with a planted bug.
     """
 
-    def __init__(
-        self, seed: int, *, full_checks: bool = True, engine_class: type[Engine] = Engine
-    ) -> None:
+    def __init__(self, seed: int, *, full_checks: bool = True, engine_class: type[Engine] = Engine) -> None:
         self.seed = seed
         self.full_checks = full_checks
         self.rng = scenario_rng(seed)
@@ -282,9 +273,7 @@ class Simulation:
                 extra_per_token_s=1e-6,
             ),
         )
-        self.policy = _CheckedPolicy(
-            make_policy_named(scenario.policy, seed, scenario.chaos, kinds), self.note
-        )
+        self.policy = _CheckedPolicy(make_policy_named(scenario.policy, seed, scenario.chaos, kinds), self.note)
         if not full_checks:
             self.policy = self.policy.inner
         self.engine = engine_class(
@@ -299,9 +288,7 @@ class Simulation:
                 max_num_queued_tokens=scenario.max_num_queued_tokens,
                 overlap=scenario.overlap,
             ),
-            CacheConfig(
-                block_size=scenario.block_size, enable_prefix_caching=scenario.prefix_caching
-            ),
+            CacheConfig(block_size=scenario.block_size, enable_prefix_caching=scenario.prefix_caching),
             costs=StepCosts(
                 prefill_base_s=0.01,
                 prefill_per_token_s=1e-4,
@@ -365,9 +352,7 @@ class Simulation:
 
         def noting_preempt(row: int) -> None:
             table = engine.table
-            note["preempted in mid-prompt"] += bool(
-                0 < table.num_cached[row] < table.prompt_len[row]
-            )
+            note["preempted in mid-prompt"] += bool(0 < table.num_cached[row] < table.prompt_len[row])
             note["preempted with a token in flight"] += bool(engine.states.in_flight[row] > 0)
             note["preempted before a new token"] += bool(
                 table.num_preemptions[row] and not table.tokens_since_preemption[row]
@@ -406,9 +391,7 @@ class Simulation:
                 note["conversion beside a copy"] += bool(len(batch.copies))
                 note["conversion within a prompt"] += bool((batch.num_tokens[rows] > 1).any())
                 note["conversion with a token in flight"] += bool((batch.token_ids == -1).any())
-                shared = np.isin(
-                    batch.conversions.inputs, batch.block_tables[batch.block_tables > 0]
-                )
+                shared = np.isin(batch.conversions.inputs, batch.block_tables[batch.block_tables > 0])
                 note["conversion of shared layer inputs"] += bool(shared.any())
             first = batch.block_tables[:, 0]
             both = np.bincount(first[first > 0]) > 1
@@ -445,21 +428,15 @@ class Simulation:
             prompt_len = max(1, c * int(rng.integers(1, 5)) + int(rng.integers(-1, 2)))
         else:
             prompt_len = int(rng.integers(1, (3, 12, 40)[kind - 1]))
-        max_tokens = (
-            int(rng.integers(1, 4)) if rng.random() < 0.3 else int(rng.integers(1, 3 * c + 4))
-        )
+        max_tokens = int(rng.integers(1, 4)) if rng.random() < 0.3 else int(rng.integers(1, 3 * c + 4))
         if rng.random() < 0.3:  # ends about a block border
-            max_tokens = max(
-                1, -(prompt_len + max_tokens) % c + max_tokens + int(rng.integers(-1, 2))
-            )
+            max_tokens = max(1, -(prompt_len + max_tokens) % c + max_tokens + int(rng.integers(-1, 2)))
         params = SamplingParams(
             max_tokens=max_tokens,
             min_tokens=int(rng.integers(0, max_tokens + 1)) if rng.random() < 0.2 else 0,
             temperature=float(rng.choice([0.0, 1.0])),
             seed=int(rng.integers(2**32)),
-            stop_token_ids=tuple(
-                rng.choice(VOCAB_SIZE, int(rng.integers(0, 4)), replace=False).tolist()
-            ),
+            stop_token_ids=tuple(rng.choice(VOCAB_SIZE, int(rng.integers(0, 4)), replace=False).tolist()),
             stop=(f"<{int(rng.integers(VOCAB_SIZE))}>",) if rng.random() < 0.3 else (),
             logprobs=int(rng.integers(0, 4)) if rng.random() < 0.2 else None,
         )
@@ -512,9 +489,7 @@ class Simulation:
             return
         _expect(fits, f"{request.request_id} was accepted although it never fits")
         self.note["pinned to hidden"] += fits == [HIDDEN] and scenario.offered == (True, True)
-        expected = reference_tokens(
-            request.prompt_token_ids, params.max_tokens, vocab_size=VOCAB_SIZE, params=params
-        )
+        expected = reference_tokens(request.prompt_token_ids, params.max_tokens, vocab_size=VOCAB_SIZE, params=params)
         reason: str = "length"
         stop_reason: int | str | None = None
         for count, token in enumerate(expected, 1):
@@ -560,10 +535,7 @@ class Simulation:
                 state = ("free", "waiting", "running", "ending")[engine.states.status[row]]
                 if state == "waiting" and engine.table.num_preemptions[row]:
                     state = "preempted"
-                if (
-                    state == "running"
-                    and engine.table.num_cached[row] < engine.table.prompt_len[row]
-                ):
+                if state == "running" and engine.table.num_cached[row] < engine.table.prompt_len[row]:
                     state = "prefill"
                 self.note[f"abort: {state}"] += 1
                 self.note["abort with a token in flight"] += bool(engine.states.in_flight[row] > 0)
@@ -691,9 +663,7 @@ class Simulation:
         if self.full_checks:
             engine.check_integrity()
         _expect(
-            engine.num_live == len(self.open)
-            or not outputs
-            or any(s.aborted for s in self.open.values()),
+            engine.num_live == len(self.open) or not outputs or any(s.aborted for s in self.open.values()),
             "live requests are miscounted",
         )
         return True
@@ -719,8 +689,7 @@ class Simulation:
         self._metrics[name] = metrics
         if output.new_token_ids and stream.request.params.logprobs is not None:
             _expect(
-                output.logprobs
-                and output.logprobs[0].top_ids.size == stream.request.params.logprobs,
+                output.logprobs and output.logprobs[0].top_ids.size == stream.request.params.logprobs,
                 f"{name}: logprobs",
             )
         self._digest.update(repr((name, output.new_token_ids, output.finish_reason)).encode())

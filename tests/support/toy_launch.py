@@ -30,11 +30,7 @@ def replica(argv: list[str]) -> int | None:
     logs.configure(args.log_format, args.log_level)
     parts = server_parts(STEP_S)
     config = ServerConfig(host=args.host, port=args.grpc_port)
-    return asyncio.run(
-        serve.serve(
-            parts.config, config, shutdown_timeout_s=args.shutdown_timeout, build=lambda: parts
-        )
-    )
+    return asyncio.run(serve.serve(parts.config, config, shutdown_timeout_s=args.shutdown_timeout, build=lambda: parts))
 
 
 if __name__ == "__main__":

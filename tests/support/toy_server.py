@@ -37,9 +37,7 @@ def ascii_tokenizer(path: Path | None = None) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIALS))
-    backend.post_processor = processors.TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", EOS)]
-    )
+    backend.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", EOS)])
     return Tokenizer(backend, path)
 
 
@@ -60,9 +58,7 @@ def main(step_ms: float) -> int | None:
     # A directory without a tokenizer.json: who looks there must ask the server.
     with tempfile.TemporaryDirectory() as path:
         parts = server_parts(step_ms / 1e3, Path(path))
-        return asyncio.run(
-            serve(parts.config, ServerConfig(port=0), shutdown_timeout_s=30, build=lambda: parts)
-        )
+        return asyncio.run(serve(parts.config, ServerConfig(port=0), shutdown_timeout_s=30, build=lambda: parts))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,7 @@ def byte_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIALS))
-    backend.post_processor = processors.TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", EOS)]
-    )
+    backend.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", EOS)])
     return Tokenizer(backend)
 
 

@@ -22,16 +22,12 @@ def byte_level_backend() -> tokenizers.Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("â", "Ĥ"), ("âĤ", "¬")]
     tokens = [*SPECIALS, *alphabet, *("".join(pair) for pair in merges)]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges)
-    )
+    backend = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIALS)
     backend.add_tokens(["＜tag＞"])
-    backend.post_processor = processors.TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", 2)]
-    )
+    backend.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
     return backend
 
 
@@ -42,9 +38,7 @@ def byte_fallback_backend() -> tokenizers.Tokenizer:
     vocab = {t: i for i, t in enumerate(tokens)}
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b"), ("▁", "▁")]
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -120,9 +114,7 @@ def test_a_missing_file_is_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff\xfe", b'{"model": {}}', b"null", b"[" * 100_000]
-)
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"model": {}}', b"null", b"[" * 100_000])
 def test_a_damaged_file_is_one_line(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json: damaged") as caught:
@@ -163,9 +155,7 @@ def streamed(tokenizer: Tokenizer, ids, skip: bool = True) -> list[str]:
 @given(data=st.data(), skip=st.booleans())
 def test_E9_pieces_together_are_the_decoded_text_of_any_ids(tokenizer, data, skip):
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
-    assert "".join(streamed(tokenizer, ids, skip)) == tokenizer.decode(
-        ids, skip_special_tokens=skip
-    )
+    assert "".join(streamed(tokenizer, ids, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @BOTH
@@ -180,9 +170,7 @@ _DECODERS = {
     "none": None,
     "metaspace": decoders.Metaspace(),
     "metaspace after bytes": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
-    "no space stripped": decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    ),
+    "no space stripped": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
     "words": decoders.WordPiece(),
 }
 
@@ -280,17 +268,13 @@ def test_overlapping_stop_strings_take_the_one_that_ends_first():
 @settings(max_examples=300)
 @given(
     text=st.text(alphabet=st.sampled_from("he llo w€🎉"), max_size=25),
-    stop=st.lists(
-        st.text(alphabet=st.sampled_from("he lo€🎉"), min_size=1, max_size=4), max_size=4
-    ),
+    stop=st.lists(st.text(alphabet=st.sampled_from("he lo€🎉"), min_size=1, max_size=4), max_size=4),
     min_tokens=st.integers(0, 8),
     include=st.booleans(),
 )
 def test_R10_output_text_equals_the_search_of_the_decoded_text(text, stop, min_tokens, include):
     ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
-    output = OutputText(
-        BYTE_LEVEL, stop=stop, min_tokens=min_tokens, include_stop_str_in_output=include
-    )
+    output = OutputText(BYTE_LEVEL, stop=stop, min_tokens=min_tokens, include_stop_str_in_output=include)
     shown, num_tokens, found = "", 0, None
     for token in ids:
         num_tokens += 1
@@ -327,9 +311,7 @@ def test_random_streams_of_the_real_alphabet_are_exact():
 
 # --- the bundled tokenizer -----------------------------------------------------------------------------------------
 
-BUNDLED = load_tokenizer(
-    Path(str(importlib.resources.files("apt_jax") / "assets" / "tiny-opt")), model_vocab_size=4096
-)
+BUNDLED = load_tokenizer(Path(str(importlib.resources.files("apt_jax") / "assets" / "tiny-opt")), model_vocab_size=4096)
 
 
 def test_the_bundled_tokenizer_begins_every_text_with_eos():

@@ -45,10 +45,7 @@ _VERBS = ("saw", "heard", "followed", "forgot", "praised")
 
 def _text() -> str:
     rng = np.random.default_rng(0)
-    sentences = [
-        f"On day {i}, {rng.choice(_NAMES)} {rng.choice(_VERBS)} {rng.choice(_NAMES)}."
-        for i in range(1500)
-    ]
+    sentences = [f"On day {i}, {rng.choice(_NAMES)} {rng.choice(_VERBS)} {rng.choice(_NAMES)}." for i in range(1500)]
     return "\n\n".join(" ".join(sentences[i : i + 5]) for i in range(0, len(sentences), 5))
 
 
@@ -259,9 +256,7 @@ def test_bundled_model_is_complete_and_small(bundled: Path) -> None:
         "",
     ],
 )
-def test_bundled_tokenizer_round_trips_and_prepends_the_start_token(
-    bundled: Path, text: str
-) -> None:
+def test_bundled_tokenizer_round_trips_and_prepends_the_start_token(bundled: Path, text: str) -> None:
     codec = Tokenizer.from_file(str(bundled / "tokenizer.json"))
     assert codec.get_vocab_size() == 4096
     ids = codec.encode(text).ids
@@ -272,9 +267,7 @@ def test_bundled_tokenizer_round_trips_and_prepends_the_start_token(
 def test_bundled_model_prefers_english_to_shuffled_english(bundled: Path) -> None:
     cfg, params = export.load(bundled)
     codec = Tokenizer.from_file(str(bundled / "tokenizer.json"))
-    ids = codec.encode(
-        "The captain went down to the sea in the morning, and saw that the ship was gone."
-    ).ids
+    ids = codec.encode("The captain went down to the sea in the morning, and saw that the ship was gone.").ids
     shuffled = [ids[0], *np.random.default_rng(0).permutation(ids[1:])]
 
     def loss(row: list[int]) -> float:

@@ -95,7 +95,14 @@ def test_deadlines_are_positive_and_a_day_at_most():
 def test_the_answers_of_one_call_are_limited():
     assert validation.check_sequences(1, 16) == 16
     assert validation.check_sequences(4, 4) == 4
-    for num_prompts, n, field in ((1, 17, "n"), (1, 0, "n"), (9, 2, "n"), (17, 1, "prompt"), (1, 1.0, "n"), (1, True, "n")):
+    for num_prompts, n, field in (
+        (1, 17, "n"),
+        (1, 0, "n"),
+        (9, 2, "n"),
+        (17, 1, "prompt"),
+        (1, 1.0, "n"),
+        (1, True, "n"),
+    ):
         with pytest.raises(InvalidRequestError) as caught:
             validation.check_sequences(num_prompts, n)
         assert caught.value.field == field
@@ -177,16 +184,12 @@ def test_R2_a_long_text_is_refused_before_it_is_tokenised():
 
 def test_R2_prompt_and_output_together_are_bounded_and_the_message_says_by_how_much():
     limits = dataclasses.replace(LIMITS, max_pool_tokens=None)
-    message = refused(
-        "max_tokens", prompt="x" * 50, limits=limits, params=SamplingParams(max_tokens=16)
-    )
+    message = refused("max_tokens", prompt="x" * 50, limits=limits, params=SamplingParams(max_tokens=16))
     assert "by 3" in message
     assert "13 at most" in message
     assert build("x" * 50, limits=limits, params=SamplingParams(max_tokens=13))
     refused("prompt", prompt="x" * 63, limits=limits, params=SamplingParams(max_tokens=1))
-    assert "64 tokens" in refused(
-        "prompt_token_ids", prompt=None, prompt_token_ids=[1] * 64, limits=limits
-    )
+    assert "64 tokens" in refused("prompt_token_ids", prompt=None, prompt_token_ids=[1] * 64, limits=limits)
 
 
 def test_R3_what_can_never_fit_the_pool_is_refused():
@@ -228,9 +231,7 @@ def test_R4_the_message_names_the_place():
         build(None, prompt_token_ids=[1, 2, 300])
 
 
-@pytest.mark.parametrize(
-    "ids", [np.array([1.0]), np.array([[1]]), np.array([300]), np.array([-1]), np.array([True])]
-)
+@pytest.mark.parametrize("ids", [np.array([1.0]), np.array([[1]]), np.array([300]), np.array([-1]), np.array([True])])
 def test_R4_arrays(ids):
     refused("prompt_token_ids", prompt=None, prompt_token_ids=ids)
 
@@ -282,9 +283,7 @@ def test_every_sampling_field_has_bad_values():
     assert set(BAD) == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
-@pytest.mark.parametrize(
-    ("field", "index"), [(field, i) for field, values in BAD.items() for i in range(len(values))]
-)
+@pytest.mark.parametrize(("field", "index"), [(field, i) for field, values in BAD.items() for i in range(len(values))])
 @pytest.mark.parametrize("mapping", [False, True])
 def test_R5_R7_R8_R9_R10_R14_sampling_fields(field, index, mapping):
     fields = {field: BAD[field][index]}
@@ -325,9 +324,7 @@ def test_values_on_the_border_are_taken(fields):
 
 
 def test_values_that_mean_off_are_made_one():
-    params = build(
-        params={"top_k": -1, "presence_penalty": -0.0, "logit_bias": {}, "stop": "x"}
-    ).params
+    params = build(params={"top_k": -1, "presence_penalty": -0.0, "logit_bias": {}, "stop": "x"}).params
     assert params.top_k == 0
     assert math.copysign(1.0, params.presence_penalty) == 1.0
     assert params.logit_bias is None
@@ -381,7 +378,19 @@ def test_R14_an_unknown_parameter_names_the_nearest():
     refused("params", params=[("top_k", 1)])
 
 
-@given(st.dictionaries(st.sampled_from(sorted(BAD)), st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=3))))
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(BAD)),
+        st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(),
+            st.floats(),
+            st.text(max_size=3),
+            st.lists(st.integers(), max_size=3),
+        ),
+    )
+)
 def test_whatever_comes_the_answer_is_a_request_or_one_line(fields):
     try:
         params = build(params=fields).params
@@ -426,9 +435,7 @@ BAD_FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("field", "index"), [(f, i) for f, values in BAD_FORMS.items() for i in range(len(values))]
-)
+@pytest.mark.parametrize(("field", "index"), [(f, i) for f, values in BAD_FORMS.items() for i in range(len(values))])
 @pytest.mark.parametrize("mapping", [False, True])
 def test_R11_R15_forms_that_are_refused_before_anything_is_compiled(field, index, mapping):
     form = {field: BAD_FORMS[field][index]}
@@ -472,7 +479,9 @@ def test_forms_reach_the_compiler_checked_and_last():
     assert forms[3].json == "false"
     assert source.wanted[-1] == (StructuredOutputsParams(regex="a"), True)
     before = len(source.wanted)
-    refused("max_tokens", prompt="x" * 60, params={"max_tokens": 9, "structured_outputs": {"regex": "a"}}, grammars=source)
+    refused(
+        "max_tokens", prompt="x" * 60, params={"max_tokens": 9, "structured_outputs": {"regex": "a"}}, grammars=source
+    )
     assert len(source.wanted) == before
 
 

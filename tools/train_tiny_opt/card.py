@@ -33,13 +33,10 @@ def plot_loss(loss_csv: Path, out: Path) -> None:
         return f'<polyline points="{joined}" fill="none" stroke="{color}" stroke-width="1.5"/>'
 
     def label(px: float, py: float, text: str, anchor: str = "middle", color: str = "#333") -> str:
-        return (
-            f'<text x="{px:.0f}" y="{py:.0f}" text-anchor="{anchor}" fill="{color}">{text}</text>'
-        )
+        return f'<text x="{px:.0f}" y="{py:.0f}" text-anchor="{anchor}" fill="{color}">{text}</text>'
 
     parts = [
-        f'<svg xmlns="{_SVG}" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        'font-size="12">',
+        f'<svg xmlns="{_SVG}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for loss in range(low, high + 1):
@@ -99,9 +96,7 @@ def write(work_dir: Path, model_dir: Path) -> None:
     perplexity = result["val_perplexity"]
     best = perplexity[max(perplexity, key=int)]
     phases = ", ".join(f"{n} up to {100 * end:.0f} %" for end, n in run["phases"])
-    ppl_rows = "\n".join(
-        f"| model, windows of {w} tokens | {v:.2f} |" for w, v in perplexity.items()
-    )
+    ppl_rows = "\n".join(f"| model, windows of {w} tokens | {v:.2f} |" for w, v in perplexity.items())
     extra = "" if all("package" in e for e in manifest["inputs"].values()) else " --extra-text DIR"
     length = f"--steps {run['steps']}"
     if run["max_minutes"] is not None:

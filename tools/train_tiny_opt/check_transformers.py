@@ -63,9 +63,7 @@ def main() -> None:
         assert ids == plain.encode(text).ids, (text, ids)
         assert ids[0] == tokenizer.bos_token_id == 2
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        args.model_dir, output_loading_info=True
-    )
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(args.model_dir, output_loading_info=True)
     assert not info["missing_keys"] or set(info["missing_keys"]) <= {"lm_head.weight"}, info
     assert not info["unexpected_keys"], info
     model.eval()

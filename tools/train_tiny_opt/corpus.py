@@ -107,12 +107,8 @@ def _split_long(text: str, max_chars: int) -> Iterator[str]:
 
 
 def _debian_file(package: Path, member: str) -> bytes:
-    tar = subprocess.run(
-        ["dpkg-deb", "--fsys-tarfile", str(package)], check=True, capture_output=True
-    ).stdout
-    found = subprocess.run(
-        ["tar", "-xO", "-f", "-", f"./{member}"], check=True, capture_output=True, input=tar
-    )
+    tar = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], check=True, capture_output=True).stdout
+    found = subprocess.run(["tar", "-xO", "-f", "-", f"./{member}"], check=True, capture_output=True, input=tar)
     return found.stdout
 
 
@@ -163,9 +159,7 @@ def _web_bible(package: Path) -> Iterator[str]:
             book = re.split(r'<div\b[^>]*type="glossary"', book)[0]
             for chapter in re.split(r"<chapter\b[^>]*\bsID=[^>]*>", book)[1:]:
                 chapter = " ".join(chapter.split())
-                chapter = re.sub(
-                    r'<div\b[^>]*\bsID=[^>]*type="x-p"[^>]*>|<lg\b', r"\n\n\g<0>", chapter
-                )
+                chapter = re.sub(r'<div\b[^>]*\bsID=[^>]*type="x-p"[^>]*>|<lg\b', r"\n\n\g<0>", chapter)
                 chapter = re.sub(r"<l\b[^>]*\bsID=[^>]*>", "\n", chapter)
                 chapter = re.sub(r"<[^>]*>", "", chapter).replace("\x00", " ")
                 chapter = re.sub(r" +([,.;:!?])", r"\1", chapter)
@@ -259,9 +253,7 @@ SOURCES = (
 )
 
 _KNOWN_FILES = {
-    "d58663195ba6780da5f029b920c7ac00cad1e435ee1df7e03bf9ec2470f8dea4": (
-        "sonnets of William Shakespeare (1609)"
-    ),
+    "d58663195ba6780da5f029b920c7ac00cad1e435ee1df7e03bf9ec2470f8dea4": ("sonnets of William Shakespeare (1609)"),
     "bed00f18e91cda6838950656f0a95e07e0f4dbe8649a4b959f7602a7e53fbc6e": (
         'plays of William Shakespeare, the collection known as "tinyshakespeare"'
     ),
@@ -298,8 +290,7 @@ def fetch(source: Source, download_dir: Path) -> Path:
     digest = _sha256(path.read_bytes())
     if digest != source.sha256:
         raise ValueError(
-            f"{path.name} has SHA-256 {digest}, expected {source.sha256}; "
-            "delete the file and fetch it again"
+            f"{path.name} has SHA-256 {digest}, expected {source.sha256}; delete the file and fetch it again"
         )
     return path
 

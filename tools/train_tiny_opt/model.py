@@ -201,9 +201,7 @@ class _Block(nn.Module):
             return y.transpose(0, 2, 1, 3).reshape(-1, seq_len, head_dim)
 
         h = nn.LayerNorm(epsilon=1e-5, name="self_attn_layer_norm", use_fast_variance=False)(x)
-        out = causal_attention(
-            heads("q_proj", h, head_dim**-0.5), heads("k_proj", h), heads("v_proj", h)
-        )
+        out = causal_attention(heads("q_proj", h, head_dim**-0.5), heads("k_proj", h), heads("v_proj", h))
         out = out.reshape(num_seqs, cfg.num_heads, seq_len, head_dim).transpose(0, 2, 1, 3)
         out = out.reshape(num_seqs, seq_len, width)
         x = x + _Linear(width, out_scale, cfg.matmul_dtype, name="out_proj")(out)
@@ -218,9 +216,7 @@ class OptModel(nn.Module):
     cfg: OptConfig
 
     @nn.compact
-    def __call__(
-        self, tokens: Int[Array, "B T"], offsets: Int[Array, " B"]
-    ) -> Float[Array, "B T V"]:
+    def __call__(self, tokens: Int[Array, "B T"], offsets: Int[Array, " B"]) -> Float[Array, "B T V"]:
         """Args: token ids, and the position of each sequence's first token (0 in a prompt)."""
         cfg = self.cfg
         init = nn.initializers.normal(0.02)

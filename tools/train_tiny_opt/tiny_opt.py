@@ -29,9 +29,7 @@ from tools.train_tiny_opt.model import OptConfig
 STAGES = ("corpus", "tokenizer", "train", "export", "card")
 _log = logging.getLogger(__name__)
 
-_TOY_MODEL = OptConfig(
-    vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, ffn_dim=128, max_len=256
-)
+_TOY_MODEL = OptConfig(vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, ffn_dim=128, max_len=256)
 _TOY_TRAIN = train.TrainConfig(
     steps=60,
     tokens_per_step=512,
@@ -51,20 +49,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("stage", choices=("all", *STAGES), help="what to run")
     parser.add_argument("--work-dir", type=Path, required=True, help="all intermediate files")
     parser.add_argument("--out", type=Path, help="model directory (default: WORK_DIR/tiny-opt)")
-    parser.add_argument(
-        "--data-dir", type=Path, help="train on the .txt files of this directory instead"
-    )
-    parser.add_argument(
-        "--extra-text", type=Path, help="add the .txt and .txt.gz files of this directory"
-    )
+    parser.add_argument("--data-dir", type=Path, help="train on the .txt files of this directory instead")
+    parser.add_argument("--extra-text", type=Path, help="add the .txt and .txt.gz files of this directory")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help="optimizer steps (default: 4000)")
-    length.add_argument(
-        "--max-minutes", type=float, help="training time; the schedule is fitted to it"
-    )
-    parser.add_argument(
-        "--toy", action="store_true", help="a far smaller model, to try the stages in seconds"
-    )
+    length.add_argument("--max-minutes", type=float, help="training time; the schedule is fitted to it")
+    parser.add_argument("--toy", action="store_true", help="a far smaller model, to try the stages in seconds")
     parser.add_argument("--seed", type=int, default=0, help="initialisation and sampling")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     return parser.parse_args(argv)

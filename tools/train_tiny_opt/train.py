@@ -201,9 +201,7 @@ def _abstract_state(model_cfg: OptConfig, cfg: TrainConfig) -> Any:
         }
 
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), jax.eval_shape(build)
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), jax.eval_shape(build))
 
 
 def restore(work_dir: Path, model_cfg: OptConfig, cfg: TrainConfig) -> tuple[int, Any] | None:
@@ -300,9 +298,7 @@ def train(
             if step % cfg.log_every == 0 or progress() >= 1.0:
                 val_loss: float | str = ""
                 if step % cfg.eval_every == 0:
-                    val_loss = evaluate(
-                        params, model_cfg, val_tokens, window=min(256, longest), max_tokens=32768
-                    )
+                    val_loss = evaluate(params, model_cfg, val_tokens, window=min(256, longest), max_tokens=32768)
                 train_loss = float(np.mean(recent))
                 recent.clear()
                 losses.add(
@@ -328,15 +324,12 @@ def train(
             "tokens_seen": tokens_seen,
             "train_s": round(elapsed_s, 1),
             "tokens_per_s": round(tokens_seen / max(elapsed_s, 1e-9), 1),
-            "unigram_perplexity": data.unigram_perplexity(
-                train_tokens, val_tokens, model_cfg.vocab_size
-            ),
+            "unigram_perplexity": data.unigram_perplexity(train_tokens, val_tokens, model_cfg.vocab_size),
             "val_perplexity": {
                 str(w): float(np.exp(evaluate(params, model_cfg, val_tokens, window=w)))
                 for w in sorted({n for _, n in cfg.phases})
             },
-            "device": f"{jax.device_count()} {jax.default_backend()} device(s), "
-            f"{os.cpu_count()} CPU cores",
+            "device": f"{jax.device_count()} {jax.default_backend()} device(s), {os.cpu_count()} CPU cores",
             "model": dataclasses.asdict(model_cfg),
             "train": dataclasses.asdict(cfg),
         }

@@ -124,8 +124,15 @@ def bare_name(name: str) -> str:
 
 
 def preset(
-    architecture: str, num_layers: int, hidden_size: int, num_heads: int, num_kv_heads: int, ffn_size: int, vocab_size: int,
-    max_position: int, **more: Any,
+    architecture: str,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    ffn_size: int,
+    vocab_size: int,
+    max_position: int,
+    **more: Any,
 ) -> dict[str, Any]:
     """Fields of a published ``config.json``."""
     return {

@@ -104,9 +104,7 @@ def join_chunks(checkpoint: Checkpoint, name: str) -> np.ndarray:
     values, done = np.empty(0, np.float32), 0
     for chunk in checkpoint.chunks(name):
         if not done:
-            values = np.empty(
-                math.prod(checkpoint.tensors[name].shape), chunk.dtype.newbyteorder("=")
-            )
+            values = np.empty(math.prod(checkpoint.tensors[name].shape), chunk.dtype.newbyteorder("="))
         values[done : done + chunk.size] = chunk
         done += chunk.size
     return checkpoint.arrange(name, values)
@@ -149,9 +147,7 @@ def _parse_json(text: bytes, where: str) -> dict[str, Any]:
         ValueError,
         RecursionError,
     ) as error:  # undecodable bytes, syntax, integers or nesting beyond any use
-        raise ModelLoadError(
-            f"{where}: not valid JSON ({type(error).__name__}: {one_line(str(error)):.120})"
-        ) from None
+        raise ModelLoadError(f"{where}: not valid JSON ({type(error).__name__}: {one_line(str(error)):.120})") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{where}: must hold a JSON object, not {type(value).__name__}")
     return value
@@ -160,9 +156,7 @@ def _parse_json(text: bytes, where: str) -> dict[str, Any]:
 def _inside(directory: Path, name: str, named_by: str) -> Path:
     """The path of a file that must lie in `directory` itself; `named_by` says where the name comes from."""
     if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
-        raise ModelLoadError(
-            f"{named_by}: {name!r:.80} must be the name of a file in the same directory"
-        )
+        raise ModelLoadError(f"{named_by}: {name!r:.80} must be the name of a file in the same directory")
     path = directory / name
     try:
         home, target = directory.resolve(strict=True), path.resolve()
@@ -191,9 +185,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     if len(text) > _MAX_JSON_BYTES:
-        raise ModelLoadError(
-            f"{path}: larger than {_MAX_JSON_BYTES} bytes, which no configuration is"
-        )
+        raise ModelLoadError(f"{path}: larger than {_MAX_JSON_BYTES} bytes, which no configuration is")
     return _parse_json(text, str(path))
 
 
@@ -215,15 +207,11 @@ def _tensor_info(name: str, entry: Any, path: Path) -> TensorInfo:
         or len(offsets) != 2
         or not all(type(n) is int and 0 <= n < 2**63 for n in offsets)
     ):
-        raise ModelLoadError(
-            f"{where} has data_offsets {offsets!r:.80}, which are not two byte offsets"
-        )
+        raise ModelLoadError(f"{where} has data_offsets {offsets!r:.80}, which are not two byte offsets")
     start, end = offsets
     num_bytes = math.prod(shape) * _BYTES_PER_ELEMENT[dtype]
     if end - start != num_bytes:
-        raise ModelLoadError(
-            f"{where} spans {end - start} bytes, but {dtype} of shape {shape!r:.80} takes {num_bytes}"
-        )
+        raise ModelLoadError(f"{where} spans {end - start} bytes, but {dtype} of shape {shape!r:.80} takes {num_bytes}")
     return TensorInfo(path.name, dtype, tuple(shape), start, num_bytes)
 
 
@@ -236,14 +224,10 @@ def _read_header(file: io.FileIO, path: Path) -> dict[str, TensorInfo]:
     if length > _MAX_HEADER_BYTES:
         raise ModelLoadError(f"{path}: claims a header of {length} bytes; not a safetensors file")
     if 8 + length > size:
-        raise ModelLoadError(
-            f"{path}: cut off within its header ({size} bytes of at least {8 + length})"
-        )
+        raise ModelLoadError(f"{path}: cut off within its header ({size} bytes of at least {8 + length})")
     header = _parse_json(file.read(length), f"{path}: header")
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelLoadError(f"{path}: __metadata__ must map strings to strings")
     infos = {name: _tensor_info(name, entry, path) for name, entry in header.items()}
     end = 0
@@ -258,16 +242,11 @@ def _read_header(file: io.FileIO, path: Path) -> dict[str, TensorInfo]:
     if expected != size:
         state = "cut off" if size < expected else "followed by bytes that belong to no tensor"
         raise ModelLoadError(f"{path}: {state} ({size} bytes, its header describes {expected})")
-    return {
-        name: dataclasses.replace(info, start=8 + length + info.start)
-        for name, info in infos.items()
-    }
+    return {name: dataclasses.replace(info, start=8 + length + info.start) for name, info in infos.items()}
 
 
 def open_without_waiting(path: str, flags: int) -> int:
-    return os.open(
-        path, flags | os.O_NONBLOCK
-    )  # a pipe of this name would block until somebody writes to it
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe of this name would block until somebody writes to it
 
 
 def read_bytes(file: io.FileIO, start: int, count: int) -> np.ndarray | None:
@@ -307,9 +286,7 @@ class SafetensorsCheckpoint:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
         for name, info in infos.items():
             if name in self.tensors:
-                raise ModelLoadError(
-                    f"{path}: tensor {name!r:.80} is in {self.tensors[name].file} too"
-                )
+                raise ModelLoadError(f"{path}: tensor {name!r:.80} is in {self.tensors[name].file} too")
             self.tensors[name] = info
 
     def read(self, name: str) -> np.ndarray:
@@ -321,13 +298,9 @@ class SafetensorsCheckpoint:
         done = 0
         try:
             while done < info.num_bytes:
-                piece = read_bytes(
-                    file, info.start + done, min(_CHUNK_BYTES, info.num_bytes - done)
-                )
+                piece = read_bytes(file, info.start + done, min(_CHUNK_BYTES, info.num_bytes - done))
                 if piece is None:
-                    raise ModelLoadError(
-                        f"{path}: became shorter while it was read, within {name!r:.80}"
-                    )
+                    raise ModelLoadError(f"{path}: became shorter while it was read, within {name!r:.80}")
                 done += piece.size
                 yield piece.view(_WEIGHT_DTYPES[info.dtype])
         except OSError as error:
@@ -373,21 +346,15 @@ class TorchCheckpoint:
                 f"{path}: not a PyTorch weights file ({type(error).__name__}: {one_line(str(error)):.120})"
             ) from error
         if not isinstance(state, dict):
-            raise ModelLoadError(
-                f"{path}: holds {type(state).__name__}, not a dictionary of tensors"
-            )
+            raise ModelLoadError(f"{path}: holds {type(state).__name__}, not a dictionary of tensors")
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
                 raise ModelLoadError(f"{path}: the entry {name!r:.80} is not a tensor")
             if name in self.tensors:
-                raise ModelLoadError(
-                    f"{path}: tensor {name!r:.80} is in {self.tensors[name].file} too"
-                )
+                raise ModelLoadError(f"{path}: tensor {name!r:.80} is in {self.tensors[name].file} too")
             num_bytes = value.numel() * value.element_size()
             dtype = names.get(value.dtype, str(value.dtype))
-            self.tensors[name] = TensorInfo(
-                path.name, dtype, tuple(value.shape), len(self.tensors), num_bytes
-            )
+            self.tensors[name] = TensorInfo(path.name, dtype, tuple(value.shape), len(self.tensors), num_bytes)
             self._values[name] = value
 
     def read(self, name: str) -> np.ndarray:
@@ -418,9 +385,7 @@ def _shards(directory: Path, index_name: str) -> list[Path]:
     paths = [_inside(directory, name, str(where)) for name in sorted(set(names))]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise ModelLoadError(
-            f"{where}: {len(missing)} of {len(paths)} shards are missing: {format_names(missing)}"
-        )
+        raise ModelLoadError(f"{where}: {len(missing)} of {len(paths)} shards are missing: {format_names(missing)}")
     return paths
 
 
@@ -428,14 +393,8 @@ def _check_index(directory: Path, index_name: str, checkpoint: Checkpoint) -> No
     weight_map: dict[str, str] = read_json(directory, index_name)["weight_map"]
     stored = {name: info.file for name, info in checkpoint.tensors.items()}
     if weight_map != stored:
-        wrong = sorted(
-            name
-            for name in weight_map.keys() | stored.keys()
-            if weight_map.get(name) != stored.get(name)
-        )
-        raise ModelLoadError(
-            f"{directory / index_name}: does not say where these tensors are: {format_names(wrong)}"
-        )
+        wrong = sorted(name for name in weight_map.keys() | stored.keys() if weight_map.get(name) != stored.get(name))
+        raise ModelLoadError(f"{directory / index_name}: does not say where these tensors are: {format_names(wrong)}")
 
 
 @contextlib.contextmanager

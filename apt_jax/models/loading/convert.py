@@ -125,9 +125,7 @@ def convert_model(
         raise ModelLoadError(f"{target}: exists already; nothing is overwritten")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(
-            tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
-        )
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     except OSError as error:
         raise ModelLoadError(f"{target}: cannot be written ({error.strerror or error})") from error
     try:
@@ -148,13 +146,9 @@ def convert_model(
     return {"path": str(target), "format": format, "tensors": tensors, "bytes": written}
 
 
-def _write(
-    checkpoint: Checkpoint, writer: _Writer, dtype: str | None, path: Path, use_tqdm: bool
-) -> tuple[int, int]:
+def _write(checkpoint: Checkpoint, writer: _Writer, dtype: str | None, path: Path, use_tqdm: bool) -> tuple[int, int]:
     """Returns how many tensors and bytes."""
-    names = sorted(
-        checkpoint.tensors, key=lambda n: (checkpoint.tensors[n].file, checkpoint.tensors[n].start)
-    )
+    names = sorted(checkpoint.tensors, key=lambda n: (checkpoint.tensors[n].file, checkpoint.tensors[n].start))
     total = sum(info.num_bytes for info in checkpoint.tensors.values())
     written = 0
     with tqdm(
@@ -174,18 +168,14 @@ def _write(
     return len(names), written
 
 
-def _groups(
-    checkpoint: Checkpoint, names: list[str], dtype: str | None
-) -> Iterator[dict[str, np.dtype[Any]]]:
+def _groups(checkpoint: Checkpoint, names: list[str], dtype: str | None) -> Iterator[dict[str, np.dtype[Any]]]:
     """Tensors and their dtypes in groups of about a gigabyte; always at least one group."""
     group: dict[str, np.dtype[Any]] = {}
     size = 0
     for name in names:
         info = checkpoint.tensors[name]
         stored = info.dtype
-        default = (
-            jnp.float32 if stored in ("F32", "F64") else _STORED.get(stored, ml_dtypes.bfloat16)
-        )
+        default = jnp.float32 if stored in ("F32", "F64") else _STORED.get(stored, ml_dtypes.bfloat16)
         wanted = np.dtype(jnp.dtype(dtype or default))
         num_bytes = int(np.prod(info.shape)) * wanted.itemsize
         if group and size + num_bytes > _GROUP_BYTES:

@@ -43,9 +43,7 @@ def _is_complete(directory: Path) -> bool:
     return all(isinstance(name, str) and (directory / name).is_file() for name in names)
 
 
-def hub_snapshot(
-    repo: str, revision: str | None, download: Callable[..., str] | None = None
-) -> Path:
+def hub_snapshot(repo: str, revision: str | None, download: Callable[..., str] | None = None) -> Path:
     """The directory of a repository's files.
 
     Args:
@@ -86,12 +84,7 @@ def _reason(name: str, error: Exception) -> str:
             "RevisionNotFoundError": "the model has no such revision",
         }[kind]
         return f"model {name!r:.200}: {what}"
-    if (
-        kind == "LocalEntryNotFoundError"
-        or "Connect" in kind
-        or "Timeout" in kind
-        or "Offline" in kind
-    ):
+    if kind == "LocalEntryNotFoundError" or "Connect" in kind or "Timeout" in kind or "Offline" in kind:
         return (
             f"model {name!r:.200} is not in the local cache, and the hub cannot be reached ({kind}); "
             "give a directory with its files"

@@ -66,8 +66,7 @@ class OrbaxWriter:
                 save_args=dict.fromkeys(tensors, how),
             )
         self._groups[group] = {
-            name: {"dtype": _NAMES[values.dtype.name], "shape": list(values.shape)}
-            for name, values in tensors.items()
+            name: {"dtype": _NAMES[values.dtype.name], "shape": list(values.shape)} for name, values in tensors.items()
         }
 
     def finish(self) -> None:
@@ -151,9 +150,7 @@ class OrbaxCheckpoint:
 
 
 def _info(name: str, entry: Any, group: str, index: int, where: str) -> TensorInfo:
-    dtype, shape = (
-        (entry.get(k) for k in ("dtype", "shape")) if isinstance(entry, dict) else (None, None)
-    )
+    dtype, shape = (entry.get(k) for k in ("dtype", "shape")) if isinstance(entry, dict) else (None, None)
     if (
         not isinstance(dtype, str)
         or dtype not in DTYPES

@@ -102,9 +102,7 @@ class CostModel:
 
     def prefill_s(self, chunk_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
         """Predicted time of a step of KV chunks, seconds."""
-        point = StepPoint(
-            num_tokens=chunk_lens, start=prefix_lens, kind=[KV] * len(chunk_lens), time_s=0.0
-        )
+        point = StepPoint(num_tokens=chunk_lens, start=prefix_lens, kind=[KV] * len(chunk_lens), time_s=0.0)
         return self.programs.step_s(*point.arrays())
 
     def decode_s(self, kv_lens: Sequence[int], hidden_lens: Sequence[int]) -> float:
@@ -141,9 +139,7 @@ class CostModel:
         )
 
 
-def _solve(
-    features: NDArray[np.float64], times: NDArray[np.float64], rows: NDArray[np.bool_]
-) -> NDArray[np.float64]:
+def _solve(features: NDArray[np.float64], times: NDArray[np.float64], rows: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Coefficients that make the mean relative error small: least squares, reweighted so that hiccups weigh little."""
     from scipy.optimize import nnls  # heavy to import, and only a calibration needs it
 
@@ -169,9 +165,7 @@ def _quality(
     """Of the rows that were held back, all of them where none were."""
     check = held & rows if (held & rows).any() else rows
     if not check.any():
-        return FitQuality(
-            num_points=0, num_held_back=0, r2=1.0, worst_relative_error=0.0, mean_relative_error=0.0
-        )
+        return FitQuality(num_points=0, num_held_back=0, r2=1.0, worst_relative_error=0.0, mean_relative_error=0.0)
     predicted, measured = features[check] @ found, times[check]
     relative = np.abs(predicted - measured) / measured
     spread = ((measured - measured.mean()) ** 2).sum()
@@ -209,16 +203,12 @@ def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostMo
     by_program = np.array([shapes.features(*p.arrays()) for p in points])
     seen = _solve(by_program, times, ~held)
     qualities = [_quality(seen, by_program, times, held, phase) for phase in (prefill, ~prefill)]
-    programs = ProgramCosts(
-        shapes=shapes, coefficients=tuple(_solve(by_program, times, everything).tolist())
-    )
+    programs = ProgramCosts(shapes=shapes, coefficients=tuple(_solve(by_program, times, everything).tolist()))
     linear = np.array([p.linear_features(shapes.mixed) for p in points])
     seen = _solve(linear, times, ~held)
     linear_qualities = [_quality(seen, linear, times, held, phase) for phase in (prefill, ~prefill)]
     found = _solve(linear, times, everything).tolist()
-    costs = StepCosts(
-        **dict(zip((*_PREFILL, *_DECODE), found, strict=True)), one_program=shapes.mixed
-    )
+    costs = StepCosts(**dict(zip((*_PREFILL, *_DECODE), found, strict=True)), one_program=shapes.mixed)
     return CostModel(
         costs=costs,
         programs=programs,

@@ -87,18 +87,14 @@ class Hardware:
                 if not (math.isfinite(value) and value >= 0):
                     raise ValueError(f"costs.{mode}.{name}: {value} must be finite and not < 0")
                 if name not in HIDDEN_COEFFICIENTS and value != getattr(first, name):
-                    raise ValueError(
-                        f"costs.{mode}.{name}: {value} must equal that of {given!r}, a KV cost"
-                    )
+                    raise ValueError(f"costs.{mode}.{name}: {value} must equal that of {given!r}, a KV cost")
 
     @property
     def num_kv_tokens(self) -> int:
         """Tokens that fit the pool as keys and values."""
         return self.num_blocks // 2 * self.block_size
 
-    def step_costs(
-        self, hidden_attention: Literal["auto", "reproject", "absorb"] = "auto"
-    ) -> StepCosts:
+    def step_costs(self, hidden_attention: Literal["auto", "reproject", "absorb"] = "auto") -> StepCosts:
         """Coefficients with one way to attend over hidden cache.
 
         What a conversion of layer inputs to keys and values takes (`StepCosts.convert_per_hidden_token_s`) is, where the

@@ -80,10 +80,7 @@ class StepCosts:
                 + self.decode_per_request_s * (num_decode - num_hidden)
                 + self.decode_per_hidden_request_s * num_hidden
             )
-            read_s = (
-                self.decode_per_token_s * (num_read - hidden_read)
-                + self.decode_per_hidden_token_s * hidden_read
-            )
+            read_s = self.decode_per_token_s * (num_read - hidden_read) + self.decode_per_hidden_token_s * hidden_read
             if num_decode == n:
                 return linear_s + read_s
         chunk = ~decode

@@ -45,9 +45,7 @@ class ProgramShapes:
             if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
                 raise ValueError(f"{name}: {list(buckets)} must ascend from at least 1")
         if not 1 <= self.max_num_seqs <= self.decode_buckets[-1]:
-            raise ValueError(
-                f"max_num_seqs: {self.max_num_seqs} must lie in [1, {self.decode_buckets[-1]}]"
-            )
+            raise ValueError(f"max_num_seqs: {self.max_num_seqs} must lie in [1, {self.decode_buckets[-1]}]")
         for name in ("rows_per_tile", "tokens_per_tile", "query_tile", "key_tile"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
@@ -160,9 +158,7 @@ class ProgramCosts:
         """Most tokens of a step with chunks."""
         return self.shapes.prefill_buckets[-1]
 
-    def step_s(
-        self, num_tokens: NDArray[np.int32], start: NDArray[np.int32], kind: NDArray[np.int8]
-    ) -> float:
+    def step_s(self, num_tokens: NDArray[np.int32], start: NDArray[np.int32], kind: NDArray[np.int8]) -> float:
         """Predicted time of one step, seconds; see `StepCosts.step_s`. Raises ValueError for one beyond the buckets."""
         if num_tokens.size == 0:
             return 0.0

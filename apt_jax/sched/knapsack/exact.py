@@ -22,9 +22,7 @@ def solve_exact(problem: KnapsackProblem, *, time_limit_s: float | None = None) 
         import scipy.optimize
         import scipy.sparse
     except ImportError as error:
-        raise ImportError(
-            "solve_exact needs SciPy: pip install scipy (solve_greedy works without it)"
-        ) from error
+        raise ImportError("solve_exact needs SciPy: pip install scipy (solve_greedy works without it)") from error
 
     kind = np.full(problem.num_requests, NOT_CHOSEN, np.int64)
     request, column = np.nonzero((problem.value > 0) & (problem.cost <= problem.capacity))
@@ -55,7 +53,5 @@ def solve_exact(problem: KnapsackProblem, *, time_limit_s: float | None = None) 
     taken = answer.x > 0.5
     kind[request[taken]] = column[taken]
     schedule = Schedule.of(problem, kind)
-    assert schedule.cost <= problem.capacity, (
-        f"{schedule.cost} blocks chosen, {problem.capacity} at hand"
-    )
+    assert schedule.cost <= problem.capacity, f"{schedule.cost} blocks chosen, {problem.capacity} at hand"
     return schedule

@@ -110,18 +110,14 @@ def _increments(
     hull_edges = _two_kind_edges if problem.num_kinds == 2 else _hull_edges
     for start in range(0, problem.num_requests, _CHUNK):
         chunk = slice(start, start + _CHUNK)
-        edges = hull_edges(
-            problem.value[chunk], problem.cost[chunk], problem.capacity, value[chunk], cost[chunk]
-        )
+        edges = hull_edges(problem.value[chunk], problem.cost[chunk], problem.capacity, value[chunk], cost[chunk])
         for corner, (theta, request, *rest) in enumerate(edges):
             passes[corner].append((theta, request + start if start else request, *rest))
     parts = [part for corner in passes for part in corner]
     if not parts:
         none = np.zeros(0, np.int64)
         return np.zeros(0), none, none, np.zeros(0), np.zeros(0)
-    theta, request, column, gain, blocks = (
-        np.concatenate(arrays) for arrays in zip(*parts, strict=True)
-    )
+    theta, request, column, gain, blocks = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return theta, request, column, gain, blocks
 
 
@@ -217,9 +213,7 @@ def _steepest(
     return row, at, slope.ravel()[at]
 
 
-def _falling_until(
-    theta: NDArray[np.float64], blocks: NDArray[np.float64], capacity: int
-) -> NDArray[np.int64]:
+def _falling_until(theta: NDArray[np.float64], blocks: NDArray[np.float64], capacity: int) -> NDArray[np.int64]:
     """Positions by falling theta, equal ones in the order given: all, or as many as take more than `capacity` together.
 
     Where only the beginning is needed, what comes later is left out before anything is sorted.

@@ -46,9 +46,7 @@ class KnapsackProblem:
         if values.size:
             highest = values.max()  # NaN if any is
             if not highest < np.inf:
-                raise ValueError(
-                    f"value holds {highest}: it must be finite, or -inf where a kind is not offered"
-                )
+                raise ValueError(f"value holds {highest}: it must be finite, or -inf where a kind is not offered")
             if costs.min() < 0:
                 raise ValueError(f"cost holds {costs.min()}: blocks must be at least 0")
             if costs.max() > 2**53:

@@ -127,9 +127,7 @@ class AptPolicy:
         if view.waiting.size and packer.seats_left > 0 and packer.tokens_left > 0:
             memory = view.free_blocks - growth(view, partial) - self._promised(view, decoding)
             if memory > 0:
-                chosen = self._begin(
-                    view, urgent, num_requests, memory, packer.tokens_left, packer.seats_left
-                )
+                chosen = self._begin(view, urgent, num_requests, memory, packer.tokens_left, packer.seats_left)
                 packer.start(*chosen, in_order=True)
         return packer.plan()
 
@@ -217,9 +215,7 @@ class AptPolicy:
         """Values and blocks (n, num_kinds) of running requests; with the kind held, shared blocks cost nothing."""
         table = view.table
         held = table.kind[decoding]
-        value = option_values(
-            view, decoding, urgent, num_requests, self.violation_decay, held if keep else None
-        )
+        value = option_values(view, decoding, urgent, num_requests, self.violation_decay, held if keep else None)
         tokens = table.num_tokens[decoding]
         cost = view.block_options(tokens)
         cost[np.arange(decoding.size), held] -= table.num_shared[decoding]

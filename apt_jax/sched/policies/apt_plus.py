@@ -101,9 +101,7 @@ class AptPlusPolicy:
         order, is_free = self._pause_order(view, decoding)
         since_s = 0.0 if self._last_s is None else max(view.now_s - self._last_s, 0.0)
         self._last_s = view.now_s
-        self._allowance_s = min(
-            self._allowance_s + self.recompute_share * since_s, RECOMPUTE_MOST_S
-        )
+        self._allowance_s = min(self._allowance_s + self.recompute_share * since_s, RECOMPUTE_MOST_S)
         num_out = self._num_paused(view, decoding, partial, waiting, order, is_free)
         lost = float(table.num_cached[decoding[order[:num_out]]].sum())
         lost_s = view.costs.prefill_per_token_s * lost
@@ -131,9 +129,7 @@ class AptPlusPolicy:
 
     # --- who pauses ------------------------------------------------------------------------------------------------
 
-    def _pause_order(
-        self, view: SchedulerView, decoding: Rows
-    ) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+    def _pause_order(self, view: SchedulerView, decoding: Rows) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         """Positions in `decoding` in the order in which they pause, and whether a pause costs each no attainment.
 
         Those that it costs none go first, the latest arrived before others.
@@ -261,9 +257,7 @@ class AptPlusPolicy:
 class _Waiting:
     """What one decision needs to know of the waiting requests; arrays in the order of `view.waiting`."""
 
-    def __init__(
-        self, policy: AptPlusPolicy, view: SchedulerView, partial: Rows, decode_s: float
-    ) -> None:
+    def __init__(self, policy: AptPlusPolicy, view: SchedulerView, partial: Rows, decode_s: float) -> None:
         table, rows = view.table, view.waiting
         self.kind = policy.kinds(view, rows)
         self.blocks = start_blocks_for(view, rows, target_tokens(view, rows, 1), self.kind)
@@ -310,9 +304,7 @@ def prefill_s(
     )
 
 
-def _keep_prompts(
-    view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows
-) -> tuple[Rows, Rows]:
+def _keep_prompts(view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows) -> tuple[Rows, Rows]:
     """Prompts under way that keep their cache, and those that give it up: the youngest, while not even what is left
     of `decoding` fits beside them."""
     have = view.free_blocks + int(view.table.num_blocks[preempt].sum())

@@ -99,9 +99,7 @@ class AptSPolicy(AptPolicy):
             packer.go_on(partial)
         begins = kind[n:] >= 0
         if begins.any():
-            packer.start(
-                waiting[begins], kind[n:][begins].astype(np.int8), in_order=True, split=True
-            )
+            packer.start(waiting[begins], kind[n:][begins].astype(np.int8), in_order=True, split=True)
         if packer.is_empty and partial.size and not packer.preempt.size:
             return unblock(view, partial)
         return packer.plan()

@@ -122,9 +122,7 @@ class _Groups:
         self._group = np.zeros(0, np.int32)
         self._since_s = np.zeros(0)
 
-    def since_s(
-        self, view: SchedulerView, rows: Rows, delivered: NDArray[np.int32]
-    ) -> NDArray[np.float64]:
+    def since_s(self, view: SchedulerView, rows: Rows, delivered: NDArray[np.int32]) -> NDArray[np.float64]:
         """(n,) end of the last whole group of `rows`; the arrival before the first token.
 
         Args:
@@ -220,9 +218,7 @@ class BrosPolicy:
         index = np.flatnonzero(low)
         if index.size:
             index = index[self._pull_best_effort(view, waiting[index], kind[index])]
-        best_effort = pending.take(theirs).join(
-            self._candidates(view, waiting[index], kind[index], holds=False)
-        )
+        best_effort = pending.take(theirs).join(self._candidates(view, waiting[index], kind[index], holds=False))
         best_effort.slack_s[:] = np.inf
 
         step, victims, cut = self._real_time(view, real_time, best_effort, limit_s)
@@ -246,9 +242,7 @@ class BrosPolicy:
             iteration="prefill" if prompts.all() else "mixed" if prompts.any() else "decode",
         )
 
-    def _candidates(
-        self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool
-    ) -> _Candidates:
+    def _candidates(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool) -> _Candidates:
         """What `rows` would do in this step, all of which hold cache or none."""
         table = view.table
         remaining = view.remaining(rows, kind)
@@ -271,9 +265,7 @@ class BrosPolicy:
             np.maximum(need, 0),
         )
 
-    def _slack_s(
-        self, view: SchedulerView, rows: Rows, steps: NDArray[np.int32]
-    ) -> NDArray[np.float64]:
+    def _slack_s(self, view: SchedulerView, rows: Rows, steps: NDArray[np.int32]) -> NDArray[np.float64]:
         table = view.table
         delivered = table.num_delivered.take(rows)
         tbt_s, since_s = table.slo_tbt_s.take(rows), table.last_token_s.take(rows)
@@ -310,9 +302,7 @@ class BrosPolicy:
                 )
         return pending.join(queued).take(np.concatenate(order)), limit_s
 
-    def _pull_best_effort(
-        self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8]
-    ) -> NDArray[np.intp]:
+    def _pull_best_effort(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8]) -> NDArray[np.intp]:
         """Positions in waiting best-effort `rows` by what starting costs, as many as a step may have."""
         table = view.table
         cost = self.aging_tokens_per_s * (table.last_token_s[rows] - view.now_s)
@@ -496,9 +486,7 @@ def _outgrown(view: SchedulerView, asked: _Candidates, room: int) -> tuple[Rows,
     """
     table = view.table
     under_way = view.remaining(asked.rows) > 1
-    order = np.lexsort(
-        (np.where(under_way, table.rank[asked.rows], np.arange(under_way.size)), ~under_way)
-    )
+    order = np.lexsort((np.where(under_way, table.rank[asked.rows], np.arange(under_way.size)), ~under_way))
     asked = asked.take(order)
     held = table.num_blocks[asked.rows]
     beyond = int(held.sum()) - np.cumsum(held)

@@ -25,9 +25,7 @@ def next_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
     table = view.table
     last_s, arrival_s = table.last_token_s.take(rows), table.arrival_s.take(rows)
     has_token = (table.num_delivered.take(rows) > 0) | (last_s > arrival_s)
-    due_s = np.where(
-        has_token, last_s + table.slo_tbt_s.take(rows), arrival_s + table.slo_ttft_s.take(rows)
-    )
+    due_s = np.where(has_token, last_s + table.slo_tbt_s.take(rows), arrival_s + table.slo_ttft_s.take(rows))
     due_s[table.best_effort.take(rows)] = np.inf
     return due_s
 
@@ -351,9 +349,7 @@ class QoServePolicy:
         key = next_deadline_s(view, rows) + self.alpha_s * view.remaining(rows)
         return np.lexsort((table.rank.take(rows), key, self._relegated.values.take(rows)))
 
-    def _chunk(
-        self, view: SchedulerView, decoding: Rows, due_s: NDArray[np.float64], prompts: Rows
-    ) -> int:
+    def _chunk(self, view: SchedulerView, decoding: Rows, due_s: NDArray[np.float64], prompts: Rows) -> int:
         """Prompt tokens of this step: what `decoding` leave of the largest size with which they are not late."""
         table = view.table
         per_group, size = int(view.blocks_per_group[KV]), int(view.block_sizes[KV])

@@ -104,9 +104,7 @@ class FastGenPolicy:
             iteration = "mixed" if decoding.size else "prefill"
         return Plan(
             rows=np.concatenate([decoding, np.array(rows, np.int32)]),
-            num_tokens=np.concatenate(
-                [np.ones(decoding.size, np.int32), np.array(num_tokens, np.int32)]
-            ),
+            num_tokens=np.concatenate([np.ones(decoding.size, np.int32), np.array(num_tokens, np.int32)]),
             kind=np.concatenate([table.kind[decoding], np.array(kinds, np.int8)]),
             preempt=preempt,
             iteration=iteration,

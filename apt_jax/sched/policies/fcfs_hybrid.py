@@ -45,9 +45,7 @@ class FcfsHybridPolicy:
 
     name = "fcfs-hybrid"
 
-    def __init__(
-        self, max_hidden_tokens: int = MAX_HIDDEN_TOKENS, *, convert: bool = False
-    ) -> None:
+    def __init__(self, max_hidden_tokens: int = MAX_HIDDEN_TOKENS, *, convert: bool = False) -> None:
         if max_hidden_tokens < 0:
             raise ValueError(f"{max_hidden_tokens=} must be at least 0")
         self.max_hidden_tokens = max_hidden_tokens

@@ -92,9 +92,7 @@ class TgiPolicy:
             return Plan.idle()
         kind = allowed_kinds(view, waiting).argmax(axis=1).astype(np.int8)
         final = np.maximum(table.max_tokens_total[waiting] - 1, target_tokens(view, waiting, 0))
-        final_running = np.maximum(
-            table.max_tokens_total[decoding] - 1, table.num_tokens[decoding]
-        ).astype(np.int32)
+        final_running = np.maximum(table.max_tokens_total[decoding] - 1, table.num_tokens[decoding]).astype(np.int32)
         growth = held_blocks_for(view, decoding, final_running) - table.num_blocks[decoding]
         room = view.free_blocks - int(growth.sum())
         blocks = np.cumsum(start_blocks_for(view, waiting, final.astype(np.int32), kind))

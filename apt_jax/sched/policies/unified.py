@@ -178,9 +178,7 @@ class UnifiedPolicy:
         i, num_partial = 0, 0
         num_waiting = blocks.size
         while num_partial < len(partial) or i < num_waiting:
-            under_way = num_partial < len(partial) and (
-                i >= num_waiting or partial[num_partial] < above[i]
-            )
+            under_way = num_partial < len(partial) and (i >= num_waiting or partial[num_partial] < above[i])
             position = partial[num_partial] if under_way else int(above[i])
             left = step.limit - step.tokens - decodes_above[position]
             if left < 1:
@@ -227,9 +225,7 @@ class UnifiedPolicy:
         num_fitting = int(np.searchsorted(-room, 0, side="right"))
         return kind[:num_fitting], blocks[:num_fitting]
 
-    def _decode(
-        self, view: SchedulerView, step: "_Prefills", running: "_Running"
-    ) -> NDArray[np.bool_]:
+    def _decode(self, view: SchedulerView, step: "_Prefills", running: "_Running") -> NDArray[np.bool_]:
         """Decodes that run: all of them, unless the phases may not mix or prefills above have used C up."""
         decodes = running.decodes
         if step.tokens and not self.hybrid:

@@ -130,9 +130,7 @@ class HrrnPolicy(VllmV1Policy):
         first_come_above: number of waiting requests from which on they go by arrival; SGLang's is 128, None: never.
     """
 
-    def __init__(
-        self, name: str = "hrrn", budget: int = BUDGET, first_come_above: int | None = None
-    ) -> None:
+    def __init__(self, name: str = "hrrn", budget: int = BUDGET, first_come_above: int | None = None) -> None:
         super().__init__(name, budget)
         self.first_come_above = first_come_above
         self._computed = 0

@@ -16,9 +16,7 @@ def schedule_of(
     problem: OptimalProblem, steps: list[tuple[list[BatchRow], list[int]]], bound: float = math.nan
 ) -> OptimalSchedule:
     batches = tuple(timed_batches(problem, steps))
-    draft = OptimalSchedule(
-        batches=batches, latency_s=0.0, objective=0.0, bound=bound, status="feasible"
-    )
+    draft = OptimalSchedule(batches=batches, latency_s=0.0, objective=0.0, bound=bound, status="feasible")
     replay = check_schedule(problem, draft)
     return dataclasses.replace(draft, latency_s=replay.latency_s, objective=replay.objective)
 
@@ -38,10 +36,7 @@ def _simple_schedule(
     least = min(offered, key=lambda k: problem.kinds[k].blocks_per_group)
     n = len(problem.requests)
     total = [r.prompt_tokens + r.output_tokens - 1 for r in problem.requests]
-    kinds = [
-        least if kind is None or problem.blocks(t, kind) > problem.capacity_blocks else kind
-        for t in total
-    ]
+    kinds = [least if kind is None or problem.blocks(t, kind) > problem.capacity_blocks else kind for t in total]
     order = sorted(range(n), key=lambda i: (problem.requests[i].arrival_s, i))
     length = [r.prompt_tokens for r in problem.requests]
     cached, left = [0] * n, [r.output_tokens for r in problem.requests]
@@ -52,19 +47,14 @@ def _simple_schedule(
         if not arrived:
             now_s = min(problem.requests[i].arrival_s for i in order if left[i])
             continue
-        after = [
-            problem.blocks(total[i] if reserve else m, kinds[i]) if m else 0
-            for i, m in enumerate(cached)
-        ]
+        after = [problem.blocks(total[i] if reserve else m, kinds[i]) if m else 0 for i, m in enumerate(cached)]
         rows: list[BatchRow] = []
         preempt: list[int] = []
         decoding = [i for i in arrived if cached[i] and length[i] - cached[i] == 1]
         others = [i for i in arrived if i not in decoding]
         tokens = prefill = 0
 
-        def add_prefills(
-            rows: list[BatchRow] = rows, others: list[int] = others, after: list[int] = after
-        ) -> None:
+        def add_prefills(rows: list[BatchRow] = rows, others: list[int] = others, after: list[int] = after) -> None:
             nonlocal tokens, prefill
             for i in others:
                 c = length[i] - cached[i]
@@ -211,9 +201,7 @@ def policy_schedule(problem: OptimalProblem, policy: Policy) -> OptimalSchedule:
         idle = 0
         done = []
         batch: list[BatchRow] = []
-        for row, c, kind in zip(
-            plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True
-        ):
+        for row, c, kind in zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True):
             batch.append((request_of[row], c, int(table.num_cached[row]), kind))
             table.num_cached[row] += c
             table.kind[row] = kind
@@ -241,9 +229,7 @@ def best_simple_schedule(problem: OptimalProblem) -> OptimalSchedule:
         for reserve in (True, False) if problem.eviction else (True,):
             for decode_first in (False, True):
                 try:
-                    found.append(
-                        _simple_schedule(problem, kind, reserve=reserve, decode_first=decode_first)
-                    )
+                    found.append(_simple_schedule(problem, kind, reserve=reserve, decode_first=decode_first))
                 except (RuntimeError, ValueError):
                     # An evicted request that no batch can hold any more, or one that dropped what it needs.
                     if reserve:

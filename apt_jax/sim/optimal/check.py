@@ -57,18 +57,12 @@ def check_schedule(problem: OptimalProblem, schedule: OptimalSchedule) -> Replay
         for i, c, m, k in zip(batch.rows, batch.num_tokens, batch.start, batch.kind, strict=True):
             request = problem.requests[i]
             require(finish[i] == math.inf, f"request {i} has ended")
-            require(
-                request.arrival_s <= batch.start_s + 1e-12, f"request {i} has not arrived (T_i)"
-            )
+            require(request.arrival_s <= batch.start_s + 1e-12, f"request {i} has not arrived (T_i)")
             require(m == cached[i], f"request {i} holds {cached[i]} tokens, not {m} (Eq. 1)")
-            require(
-                1 <= c <= length[i] - m, f"request {i} has {length[i] - m} tokens, not {c} (Eq. 2)"
-            )
+            require(1 <= c <= length[i] - m, f"request {i} has {length[i] - m} tokens, not {c} (Eq. 2)")
             require(0 <= k < len(problem.kinds) and problem.kinds[k].offered, f"no kind {k}")
             require(kind[i] in (NO_KIND, k), f"request {i} changes its kind while it holds cache")
-            require(
-                problem.chunk is not None or c == length[i] - m, f"request {i} runs a piece (Eq. 3)"
-            )
+            require(problem.chunk is not None or c == length[i] - m, f"request {i} runs a piece (Eq. 3)")
             if c == 1 and m > 0:
                 decodes += 1
             else:
@@ -109,17 +103,12 @@ def check_schedule(problem: OptimalProblem, schedule: OptimalSchedule) -> Replay
                 cached[i], kind[i] = 0, NO_KIND
     for i, request in enumerate(problem.requests):
         if generated[i] != request.output_tokens:
-            raise ValueError(
-                f"request {i} ends with {generated[i]} of {request.output_tokens} tokens"
-            )
+            raise ValueError(f"request {i} ends with {generated[i]} of {request.output_tokens} tokens")
     if problem.objective == "latency":
         objective = now_s
     elif problem.objective == "slo":
         objective = float(
-            sum(
-                f - r.arrival_s <= r.slo_ttft_s + 1e-12
-                for f, r in zip(first, problem.requests, strict=True)
-            )
+            sum(f - r.arrival_s <= r.slo_ttft_s + 1e-12 for f, r in zip(first, problem.requests, strict=True))
         )
     else:
         ends = finish if problem.objective == "completion" else first

@@ -80,9 +80,7 @@ class OptimalProblem:
             raise ValueError(f"{self.kinds=} must be one or two kinds, one of them offered")
         for field in dataclasses.fields(self.costs):
             if not 0 <= getattr(self.costs, field.name) < math.inf:
-                raise ValueError(
-                    f"costs.{field.name}={getattr(self.costs, field.name)} must be at least 0"
-                )
+                raise ValueError(f"costs.{field.name}={getattr(self.costs, field.name)} must be at least 0")
 
     @property
     def direction(self) -> int:

@@ -34,6 +34,7 @@ CP-SAT (9.15, one worker, Eqs. 1 to 4 as written) finds the same optima, but pro
 and none in 100 s with prompts of 32 and 128. It could not be installed beside this package either: it needs
 protobuf < 6.34, the gRPC service needs protobuf >= 7.35.
 """
+
 import collections
 import dataclasses
 import itertools
@@ -148,8 +149,7 @@ def _num_batches(problem: OptimalProblem, simple: OptimalSchedule) -> int:
         prompts_s = 0.0
         if problem.chunk is None:  # in pieces of one token a prompt costs what decodes cost
             prompts_s = sum(
-                costs.prefill_per_token_s * r.prompt_tokens
-                + costs.prefill_per_pair_s * r.prompt_tokens**2
+                costs.prefill_per_token_s * r.prompt_tokens + costs.prefill_per_pair_s * r.prompt_tokens**2
                 for r in requests
             )
         last_s = max(r.arrival_s for r in requests)
@@ -157,9 +157,7 @@ def _num_batches(problem: OptimalProblem, simple: OptimalSchedule) -> int:
         if problem.objective == "latency":
             settled_s = simple.latency_s
         elif problem.objective == "slo":
-            settled_s = max(
-                (r.arrival_s + r.slo_ttft_s for r in requests if r.slo_ttft_s < math.inf), default=0
-            )
+            settled_s = max((r.arrival_s + r.slo_ttft_s for r in requests if r.slo_ttft_s < math.inf), default=0)
         else:
             settled_s = simple.objective + last_s
         # ... and what may come after it: no more than each request once more from the start.
@@ -255,9 +253,7 @@ class _Program:
         data = [v for row in self.rows for v in row.values()]
         columns = [c for row in self.rows for c in row]
         starts = np.concatenate([[0], np.cumsum([len(row) for row in self.rows])])
-        matrix = scipy.sparse.csr_array(
-            (data, columns, starts), shape=(len(self.rows), len(self.cost))
-        )
+        matrix = scipy.sparse.csr_array((data, columns, starts), shape=(len(self.rows), len(self.cost)))
         options: dict[str, float] = {"mip_rel_gap": 0.0}
         if time_limit_s is not None:
             options["time_limit"] = time_limit_s
@@ -520,12 +516,8 @@ def _add_batch(
             prefill[column] = costs.prefill_per_request_s + costs.prefill_per_token_s * arc.c
         else:
             decodes[column] = 1.0
-            read[column] = (m + 1) * (
-                costs.decode_per_hidden_token_s if hidden else costs.decode_per_token_s
-            )
-            decode[column] = (
-                costs.decode_per_hidden_request_s if hidden else costs.decode_per_request_s
-            )
+            read[column] = (m + 1) * (costs.decode_per_hidden_token_s if hidden else costs.decode_per_token_s)
+            decode[column] = costs.decode_per_hidden_request_s if hidden else costs.decode_per_request_s
     program.at_most(tokens, problem.max_num_batched_tokens)
     program.at_most(blocks, problem.capacity_blocks)
     if problem.chunk is not None:
@@ -686,7 +678,4 @@ def _read(
     new = {}
     for members in classes.values():
         new.update(zip(sorted(members, key=lambda i: (starts[i], i)), members, strict=True))
-    return [
-        ([(new[i], c, m, kind) for i, c, m, kind in rows], [new[i] for i in gone])
-        for rows, gone in steps
-    ]
+    return [([(new[i], c, m, kind) for i, c, m, kind in rows], [new[i] for i in gone]) for rows, gone in steps]

@@ -53,7 +53,9 @@ async def _generate(args: argparse.Namespace, prompts: list[str]) -> list[dict[s
                 sys.stdout.flush()
                 if not args.quiet:
                     sys.stderr.write(f"[{verdict(finish)}]\n")
-                results.append({"prompt": prompt, "text": text, **MessageToDict(finish, preserving_proto_field_name=True)})
+                results.append(
+                    {"prompt": prompt, "text": text, **MessageToDict(finish, preserving_proto_field_name=True)}
+                )
         finally:
             for task in tasks:
                 task.cancel()

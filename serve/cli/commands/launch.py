@@ -53,9 +53,7 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         default=POLICIES[0],
         help="policy by which the gateway chooses the replica of a request",
     )
-    group.add_argument(
-        "--gateway", action="store_true", help="put a gateway in front of a single replica too"
-    )
+    group.add_argument("--gateway", action="store_true", help="put a gateway in front of a single replica too")
     group.add_argument(
         "--max-restarts",
         type=options.natural,
@@ -91,9 +89,7 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
     return planner.plan(args, env, command=command, check=serve.check)
 
 
-def _serve_command(
-    argv: Sequence[str], flags: Sequence[str], without: Sequence[str] = ()
-) -> list[str]:
+def _serve_command(argv: Sequence[str], flags: Sequence[str], without: Sequence[str] = ()) -> list[str]:
     """`apt-jax serve` with what `argv` says for it, and `flags`.
 
     Args:

@@ -195,7 +195,10 @@ def _report_rates(args: argparse.Namespace, policies: Sequence[str], rates: Sequ
     for policy, rate in zip(policies, rates, strict=True):
         lasts_s = args.num_requests / rate.mean if rate.mean else math.inf
         if lasts_s < BURST_TTFTS * args.slo_ttft_ms / 1e3:
-            console.print(f"{policy}: all {args.num_requests:,} requests arrive within {lasts_s:.2g} s, a single burst; more --num-requests tell what rate lasts", markup=False)
+            console.print(
+                f"{policy}: all {args.num_requests:,} requests arrive within {lasts_s:.2g} s, a single burst; more --num-requests tell what rate lasts",
+                markup=False,
+            )
     found = {p: r.as_dict() for p, r in zip(policies, rates, strict=True)}
     values: dict[str, Any] = {"by_policy": found}
     if len(policies) == 1:

@@ -21,9 +21,7 @@ def test_a_long_prompt_in_chunks(tmp_path, capsys) -> None:
     ]
     assert long_context.main(arguments) == 0
     rows = json.loads(file.read_text())
-    assert {(r["rope"], r["kind"]) for r in rows} == {
-        (r, k) for r in long_context.ROPES for k in ("kv", "hidden")
-    }
+    assert {(r["rope"], r["kind"]) for r in rows} == {(r, k) for r in long_context.ROPES for k in ("kv", "hidden")}
     assert all(r["difference"] < 1e-4 < 1.0 < r["largest_logit"] for r in rows)
     assert "pool MiB" in capsys.readouterr().out
 

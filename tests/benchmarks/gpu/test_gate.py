@@ -21,8 +21,19 @@ from benchmarks.gpu.compile_only import CHIPS, KernelCode, KernelReport
 from benchmarks.gpu.device_free import ProgramReport
 
 A100 = CHIPS["sm_80"]
-GOOD_KERNEL = KernelReport(registers=96, stack_bytes=0, spill_ops=0, shared_bytes=30_000, ctas_per_sm=4, hmma=24, hgmma=0, async_copies=20)
-GOOD_STEP = ProgramReport(pool_bytes=1000, pool_copies=0, aliased_bytes=1000, temporary_bytes=49, command_buffers=1, kernels=50, outside=0, collectives=0)
+GOOD_KERNEL = KernelReport(
+    registers=96, stack_bytes=0, spill_ops=0, shared_bytes=30_000, ctas_per_sm=4, hmma=24, hgmma=0, async_copies=20
+)
+GOOD_STEP = ProgramReport(
+    pool_bytes=1000,
+    pool_copies=0,
+    aliased_bytes=1000,
+    temporary_bytes=49,
+    command_buffers=1,
+    kernels=50,
+    outside=0,
+    collectives=0,
+)
 LOOP = """
 module {
   tt.func public @kernel(%x: !tt.ptr<bf16>) {
@@ -54,9 +65,7 @@ def code(ttir: str, num_stages: int = 3) -> KernelCode:
     ],
 )
 def test_occupancy(registers, num_warps, shared_bytes, ctas):
-    found = compile_only.occupancy(
-        A100, registers=registers, num_warps=num_warps, shared_bytes=shared_bytes
-    )
+    found = compile_only.occupancy(A100, registers=registers, num_warps=num_warps, shared_bytes=shared_bytes)
     assert found == ctas
 
 
@@ -265,14 +274,10 @@ def test_kernels_in_triton_are_compiled_with_aligned_pointers(arch):
 
     types = {"x": "*bf16", "w": "*bf16", "out": "*fp32", "width": "i32"}
     constants = {"COLUMNS": 64, "STEP": 64}
-    kernel, report = compile_only.compile_triton(
-        product, types, constants, CHIPS[arch], num_warps=4, num_stages=3
-    )
+    kernel, report = compile_only.compile_triton(product, types, constants, CHIPS[arch], num_warps=4, num_stages=3)
     assert compile_only.failures(kernel, report) == []
     with pytest.raises(ValueError, match="STEP"):
-        compile_only.compile_triton(
-            product, types, {"COLUMNS": 64}, A100, num_warps=4, num_stages=3
-        )
+        compile_only.compile_triton(product, types, {"COLUMNS": 64}, A100, num_warps=4, num_stages=3)
 
 
 @compiles
@@ -290,8 +295,6 @@ def test_a_step_must_donate_its_pools(num_devices):
 
 @compiles
 def test_a_step_with_loops_outside_its_kernels_fails():
-    case = engine_step.StepCase(
-        model="opt-13b", dtype="bfloat16", kinds=(True, False), num_layers=2
-    )
+    case = engine_step.StepCase(model="opt-13b", dtype="bfloat16", kinds=(True, False), num_layers=2)
     failures = gate.check_step(case, "sm_80", attention_ops("gpu", "xla")).failures
     assert "command buffers" in failures[-1]

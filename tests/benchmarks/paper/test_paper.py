@@ -69,9 +69,7 @@ def test_verdicts_of_claims_count_cases() -> None:
 
 def test_rows_are_merged_by_id_and_variant(tmp_path: Path) -> None:
     path = tmp_path / "targets.csv"
-    common.write_rows(
-        path, [common.compare("T6-50", 0.2, variant="a"), common.compare("S31-eff", 2.0)]
-    )
+    common.write_rows(path, [common.compare("T6-50", 0.2, variant="a"), common.compare("S31-eff", 2.0)])
     common.write_rows(path, [common.compare("S31-eff", [2.0, 3.0]), common.compare("T6-50", 0.4)])
     found = {(row["id"], row["variant"]): row["ours"] for row in rows_of(path)}
     assert found == {("T6-50", "a"): "0.2", ("T6-50", ""): "0.4", ("S31-eff", ""): "2.5"}
@@ -101,9 +99,7 @@ def test_table_4_has_a_row_for_every_scale_of_outputs(tmp_path: Path, monkeypatc
         return {**shares, **dict.fromkeys(costs, 1.0)}
 
     monkeypatch.setattr(apt_serve, "attainment", fake)
-    runs = common.Runs(
-        quick=False, num_requests=5, seeds=(0,), workers=1, out=tmp_path, store=common.Store()
-    )
+    runs = common.Runs(quick=False, num_requests=5, seeds=(0,), workers=1, out=tmp_path, store=common.Store())
     apt_serve.table4(runs)
     scales = {("longbench", scale) for scale in (1.0, 0.6, 0.4)}
     assert asked == {("sharegpt", 1.0), *scales}
@@ -112,15 +108,15 @@ def test_table_4_has_a_row_for_every_scale_of_outputs(tmp_path: Path, monkeypatc
     # With whole outputs the rates are not the paper's: gains alone are set beside it.
     assert found == {"outputs x 0.6": "30", "outputs x 0.4": "20"}
     gains = rows_of(tmp_path / "apt_serve_table4_gains.csv")
-    whole = [
-        row for row in gains if row["output_scale"] == "1" and row["cell"] == "LongBench-3-cv1"
-    ]
+    whole = [row for row in gains if row["output_scale"] == "1" and row["cell"] == "LongBench-3-cv1"]
     assert {(row["system"], row["over"]) for row in whole} == {
         ("hybrid", "kv"), ("hybrid, true rho", "kv"), ("hybrid, violated not counted", "kv"), ("hybrid", "fcfs"),
     }  # fmt: skip
     assert {row["verdict"] for row in gains} == {"undecided"}
     lines = apt_serve.report(tmp_path / "apt_serve_targets.csv").splitlines()
-    assert any(line.startswith("| LongBench 3/s, CV 1, outputs x 0.6 | 84 % | 30.0 ± 0.0 | 70.0 | +7.6 |") for line in lines)
+    assert any(
+        line.startswith("| LongBench 3/s, CV 1, outputs x 0.6 | 84 % | 30.0 ± 0.0 | 70.0 | +7.6 |") for line in lines
+    )
 
 
 def test_decode_steps_set_beside_the_papers_fit_the_pool() -> None:

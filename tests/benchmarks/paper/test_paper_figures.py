@@ -46,16 +46,11 @@ def test_infermax_compares_eviction_with_waiting_and_goes_on_from_its_store(
 
 
 @pytest.mark.parametrize("script", ["bros"], indirect=True)
-def test_bros_beats_first_come_first_served_beside_best_effort_batches(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_bros_beats_first_come_first_served_beside_best_effort_batches(script: ModuleType, tmp_path: Path) -> None:
     assert script.main(["fig11", "--quick", "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / "bros_fig10_11.csv")
     attained = {
-        (row["policy"], f"{row['model']} {row['dataset']} {row['rate']}"): float(
-            row["ttft_attainment"]
-        )
-        for row in rows
+        (row["policy"], f"{row['model']} {row['dataset']} {row['rate']}"): float(row["ttft_attainment"]) for row in rows
     }
     assert {policy for policy, _ in attained} == {"fcfs", "round-robin", "bros"}
     assert all(attained["bros", point] > attained["fcfs", point] for _, point in attained)
@@ -76,9 +71,7 @@ def test_the_next_best_effort_batch_comes_when_the_one_before_has_ended(
             self.waiting.append(self._num_be - len(self.be_ended_s))
             super()._send_batch(now_s)
 
-    case = script.Mixed(
-        policy="fcfs", model="opt-13b", dataset="lmsys", rate=1.0, duration_s=10.0, be_batch=8
-    )
+    case = script.Mixed(policy="fcfs", model="opt-13b", dataset="lmsys", rate=1.0, duration_s=10.0, be_batch=8)
     rng = np.random.default_rng(0)
     feed = Sizes(case, script._pick("bros-lmsys", 5, rng), np.linspace(1.0, 10.0, 5), rng)
     feed.run()
@@ -93,9 +86,7 @@ def test_bros_commands_run_and_judge(script: ModuleType, tmp_path: Path) -> None
     common += ["--duration", "3", "--be-batch", "16"]
     assert script.main(["fig3", "fig12", "fig14", *common]) == 0
     targets = {(row["id"], row["variant"]): row for row in read(tmp_path / "bros.csv")}
-    assert {"B-fig3-normalised", "B-fig3-queueing", "B-rt-lat", "B-rt-tgi", "B-ovh13"} <= {
-        name for name, _ in targets
-    }
+    assert {"B-fig3-normalised", "B-fig3-queueing", "B-rt-lat", "B-rt-tgi", "B-ovh13"} <= {name for name, _ in targets}
     assert targets["B-ovh13", ""]["paper"] == "9.12 to 9.52"
     pure = read(tmp_path / "bros_fig12.csv")
     assert {row["policy"] for row in pure} == {"fcfs", "tgi", "bros"}
@@ -131,9 +122,7 @@ def test_points_of_bros_are_the_papers_when_asked(script: ModuleType, tmp_path: 
 def test_queueing_is_what_is_left_of_the_latency(script: ModuleType) -> None:
     """A request alone is in every step of its life; of two that do not fit together the later one waits."""
     rng = np.random.default_rng(0)
-    case = script.Mixed(
-        policy="fcfs", model="opt-13b", dataset="share", rate=1.0, be_batch=0, max_num_seqs=1
-    )
+    case = script.Mixed(policy="fcfs", model="opt-13b", dataset="share", rate=1.0, be_batch=0, max_num_seqs=1)
     trace = script._pick("bros-sharegpt", 2, rng)
     feed = script.Feed(case, trace, np.array([0.0, 0.0]), rng)
     feed.run()
@@ -144,9 +133,7 @@ def test_queueing_is_what_is_left_of_the_latency(script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("script", ["longest_wait"], indirect=True)
-def test_who_has_waited_longest_goes_first_and_may_preempt(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_waited_longest_goes_first_and_may_preempt(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(SCHED_TESTS), *sys.path])
     sched_world = importlib.import_module("sched_world")
 
@@ -181,9 +168,7 @@ def test_infermax_commands_run_and_judge(script: ModuleType, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("script", ["infermax"], indirect=True)
-def test_lines_that_fit_have_an_r2_of_one(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_that_fit_have_an_r2_of_one(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = [(float(n), 2.0 + 0.5 * n) for n in (1, 2, 5, 9)]
     bent = [(float(n), float(n**4)) for n in range(9)]
     parts = {"layer": line, "decode attention": line, "prefill attention": bent}

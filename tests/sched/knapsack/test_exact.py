@@ -28,9 +28,7 @@ def test_greedy_is_never_under_half_of_highs():
         assert best / 2 * (1 - 1e-9) <= value <= best * (1 + 1e-9)
         if best > 0:
             ratios.append(value / best)
-    print(
-        f"greedy / HiGHS over {len(ratios)} problems: mean {np.mean(ratios):.4f}, least {np.min(ratios):.4f}"
-    )
+    print(f"greedy / HiGHS over {len(ratios)} problems: mean {np.mean(ratios):.4f}, least {np.min(ratios):.4f}")
     assert np.mean(ratios) > 0.98
 
 

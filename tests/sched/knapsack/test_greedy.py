@@ -33,9 +33,7 @@ def test_at_least_half_of_the_optimum_on_twenty_thousand_problems(record_propert
             ratios.append(schedule.value / best)
     record_property("mean_ratio", np.mean(ratios))
     record_property("min_ratio", np.min(ratios))
-    print(
-        f"greedy / optimum over {len(ratios)} problems: mean {np.mean(ratios):.4f}, least {np.min(ratios):.4f}"
-    )
+    print(f"greedy / optimum over {len(ratios)} problems: mean {np.mean(ratios):.4f}, least {np.min(ratios):.4f}")
     assert np.mean(ratios) > 0.98
 
 
@@ -83,9 +81,7 @@ def test_free_options_are_taken_even_without_capacity():
 
 
 def test_options_of_no_value_are_never_chosen():
-    assert solve(
-        [[0.0, -1.0], [-INF, -INF], [-0.5, 0.1]], [[2, 1], [2, 1], [2, 1]], 9
-    ).kind.tolist() == [-1, -1, 1]
+    assert solve([[0.0, -1.0], [-INF, -INF], [-0.5, 0.1]], [[2, 1], [2, 1], [2, 1]], 9).kind.tolist() == [-1, -1, 1]
 
 
 def test_what_is_left_is_filled():
@@ -119,9 +115,7 @@ def test_more_capacity_than_needed_gives_everyone_the_best_option():
 @given(st.data())
 def test_guarantee_on_adversarial_problems(data):
     n, k = data.draw(st.integers(0, 7)), data.draw(st.integers(1, 4))
-    value = data.draw(
-        npst.arrays(np.float64, (n, k), elements=st.floats(-3, 100, width=32) | st.just(-INF))
-    )
+    value = data.draw(npst.arrays(np.float64, (n, k), elements=st.floats(-3, 100, width=32) | st.just(-INF)))
     cost = data.draw(npst.arrays(np.int64, (n, k), elements=st.integers(0, 12)))
     problem = KnapsackProblem(value, cost, data.draw(st.integers(0, 40)))
     schedule = solve_greedy(problem)

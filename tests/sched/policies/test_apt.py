@@ -294,9 +294,7 @@ def test_nothing_to_do():
 
 def test_deciding_over_two_hundred_waiting_and_sixty_four_running_takes_well_under_a_millisecond():
     rng = np.random.default_rng(0)
-    world = World(
-        num_blocks=8000, block_size=16, max_num_seqs=128, max_num_batched_tokens=512, costs=COSTS
-    )
+    world = World(num_blocks=8000, block_size=16, max_num_seqs=128, max_num_batched_tokens=512, costs=COSTS)
     for i in range(264):
         row = world.add(
             int(rng.integers(10, 1000)),
@@ -337,7 +335,9 @@ def test_with_convert_who_moves_to_keys_and_values_keeps_its_cache():
 
 def test_with_convert_all_are_served_under_pressure():
     rng = np.random.default_rng(1)
-    arrivals = [Arrival(int(rng.integers(0, 60)), int(rng.integers(1, 30)), int(rng.integers(5, 40))) for _ in range(60)]
+    arrivals = [
+        Arrival(int(rng.integers(0, 60)), int(rng.integers(1, 30)), int(rng.integers(5, 40))) for _ in range(60)
+    ]
     world = World(num_blocks=80, can_convert=True)
     drain(world, make_policy("apt?convert=true"), arrivals, limit=8000)
     assert len(world.finished) == 60

@@ -74,9 +74,7 @@ def test_prompts_beside_decodes_that_are_a_program_of_their_own_take_its_base_to
 def test_who_is_on_time_only_in_one_program():
     def admitted(one_program: bool) -> list[int]:
         costs = dataclasses.replace(COSTS, prefill_base_s=0.05, one_program=one_program)
-        w = World(
-            num_blocks=2 * 17, mode="kv", costs=costs, block_size=16, max_num_batched_tokens=512
-        )
+        w = World(num_blocks=2 * 17, mode="kv", costs=costs, block_size=16, max_num_batched_tokens=512)
         w.hold(w.add(15, 30), KV, num_outputs=2)
         pending(w, w.add(200, 40, ttft_s=1.0), 0.74)  # 0.2 s for its tokens, 50 or 70 ms beside
         pending(w, w.add(200, 40, ttft_s=1.0), 0.5)

@@ -17,9 +17,7 @@ from apt_jax.sched.policies.bros import (
 )
 from tests.support.sched_world import HIDDEN, KV, World
 
-COSTS = StepCosts(
-    prefill_base_s=0.01, prefill_per_token_s=1e-3, decode_base_s=0.01, decode_per_request_s=1e-4
-)
+COSTS = StepCosts(prefill_base_s=0.01, prefill_per_token_s=1e-3, decode_base_s=0.01, decode_per_request_s=1e-4)
 
 
 def best_effort(world: World, row: int) -> int:
@@ -31,9 +29,7 @@ def best_effort(world: World, row: int) -> int:
 def test_times_of_prefixes_are_those_of_steps(one_program):
     rng = np.random.default_rng(1)
     numbers = [name for name in StepCosts.__dataclass_fields__ if name != "one_program"]
-    costs = StepCosts(
-        **{name: float(rng.uniform(1e-4, 1e-2)) for name in numbers}, one_program=one_program
-    )
+    costs = StepCosts(**{name: float(rng.uniform(1e-4, 1e-2)) for name in numbers}, one_program=one_program)
     for _ in range(20):
         n = int(rng.integers(1, 30))
         num_tokens = np.where(rng.random(n) < 0.6, 1, rng.integers(1, 9, n)).astype(np.int32)
@@ -118,9 +114,7 @@ def test_best_effort_has_time_that_a_group_can_spare():
 
 
 def test_replacement_as_the_paper_has_it_asks_for_no_time():
-    world = World(
-        num_blocks=4000, mode="kv", max_num_seqs=400, max_num_batched_tokens=1000, costs=COSTS
-    )
+    world = World(num_blocks=4000, mode="kv", max_num_seqs=400, max_num_batched_tokens=1000, costs=COSTS)
     for _ in range(BASE_BATCH):
         world.hold(world.add(10, tbt_s=9.0), KV)
     be = [best_effort(world, world.hold(world.add(10), KV)) for _ in range(6)]
@@ -208,9 +202,7 @@ def test_a_relaxed_request_makes_way_for_best_effort():
 
 
 def test_the_batch_doubles_until_time_is_short():
-    world = World(
-        num_blocks=9000, mode="kv", max_num_seqs=600, max_num_batched_tokens=600, costs=COSTS
-    )
+    world = World(num_blocks=9000, mode="kv", max_num_seqs=600, max_num_batched_tokens=600, costs=COSTS)
     for _ in range(500):
         best_effort(world, world.hold(world.add(10), KV))
     policy = make_policy("bros")

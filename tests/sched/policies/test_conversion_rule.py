@@ -55,16 +55,12 @@ def test_measured_steps_count_whatever_policies_are_told_to_charge():
     made = world([9, 99], num_blocks=400, per_token_s=-1.0)
     made.costs = StepCosts(decode_per_token_s=1e-6, decode_per_hidden_token_s=3e-6)
     assert chosen(made) == [1, 0]
-    made.costs = dataclasses.replace(
-        made.costs, decode_per_request_s=1e-4
-    )  # of KV: 2e-6 * 50 tokens
+    made.costs = dataclasses.replace(made.costs, decode_per_request_s=1e-4)  # of KV: 2e-6 * 50 tokens
     assert chosen(made) == [1]
 
 
 def test_a_measured_cost_counts():
-    made = world(
-        [9, 99], max_tokens=11, base_s=1e-3, num_blocks=400
-    )  # 10 steps left; 1.1 and 2 ms each
+    made = world([9, 99], max_tokens=11, base_s=1e-3, num_blocks=400)  # 10 steps left; 1.1 and 2 ms each
     for per_token_s, expected in ((1e-5, [1, 0]), (5e-4, [0]), (1.2e-3, [])):
         made.costs = StepCosts(convert_per_hidden_token_s=per_token_s)
         assert chosen(made) == expected, per_token_s

@@ -16,9 +16,7 @@ COSTS = StepCosts(
 """A step takes 10 ms and 1 ms a token."""
 
 
-def world_of(
-    *, num_blocks: int = 10**5, max_num_batched_tokens: int = 1000, block_size: int = 4
-) -> World:
+def world_of(*, num_blocks: int = 10**5, max_num_batched_tokens: int = 1000, block_size: int = 4) -> World:
     return World(
         num_blocks=num_blocks,
         block_size=block_size,

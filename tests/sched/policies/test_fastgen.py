@@ -170,9 +170,7 @@ def test_steps_are_those_of_a_loop_over_requests(mode):
             view = world.view()
             running: list[int] = view.running.tolist()
             evicted: set[int] = set()
-            while not (expected := composed(view, policy.budget, evicted)) and len(evicted) < len(
-                running
-            ):
+            while not (expected := composed(view, policy.budget, evicted)) and len(evicted) < len(running):
                 evicted.add(running[-1 - len(evicted)])
             plan = world.step(policy)
             got = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))

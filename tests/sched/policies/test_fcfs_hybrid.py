@@ -68,7 +68,9 @@ def test_a_request_that_ended_meanwhile_keeps_nobody_out():
 @pytest.mark.parametrize("mode", ["kv", "hidden"])
 def test_with_one_kind_it_is_fcfs(mode: str):
     rng = np.random.default_rng(3)
-    arrivals = [Arrival(int(rng.integers(0, 40)), int(rng.integers(1, 40)), int(rng.integers(1, 30))) for _ in range(25)]
+    arrivals = [
+        Arrival(int(rng.integers(0, 40)), int(rng.integers(1, 40)), int(rng.integers(1, 30))) for _ in range(25)
+    ]
     plans = []
     for policy in (FcfsPolicy(), FcfsHybridPolicy()):
         world, seen = World(num_blocks=60, mode=mode), []
@@ -83,7 +85,9 @@ def test_with_one_kind_it_is_fcfs(mode: str):
 
 def test_all_are_served_under_pressure_and_fewer_are_evicted():
     rng = np.random.default_rng(1)
-    arrivals = [Arrival(int(rng.integers(0, 60)), int(rng.integers(1, 30)), int(rng.integers(5, 40))) for _ in range(60)]
+    arrivals = [
+        Arrival(int(rng.integers(0, 60)), int(rng.integers(1, 30)), int(rng.integers(5, 40))) for _ in range(60)
+    ]
     world = World(num_blocks=80)
     drain(world, FcfsHybridPolicy(), arrivals, limit=4000)
     assert len(world.finished) == 60
@@ -109,7 +113,9 @@ def test_with_convert_hidden_requests_go_back_to_keys_and_values_when_there_is_r
     assert world.table.kind[:3].tolist() == [KV] * 3
 
     rng = np.random.default_rng(1)
-    arrivals = [Arrival(int(rng.integers(0, 60)), int(rng.integers(1, 30)), int(rng.integers(5, 40))) for _ in range(60)]
+    arrivals = [
+        Arrival(int(rng.integers(0, 60)), int(rng.integers(1, 30)), int(rng.integers(5, 40))) for _ in range(60)
+    ]
     world = World(num_blocks=80, can_convert=True)
     drain(world, make_policy("fcfs-hybrid?convert=true"), arrivals, limit=4000)
     assert len(world.finished) == 60

@@ -171,7 +171,10 @@ def test_options_reach_policies_from_outside():
         ("outside_policies:Lates", "outside_policies has no 'Lates'; did you mean Latest?"),
         ("outside_policies:not_a_class", "is not a class but Latest"),
         ("outside_policies:NoVersion", f"`interface_version = {INTERFACE_VERSION}` is this apt-jax's"),
-        ("outside_policies:OtherVersion", f"interface_version {INTERFACE_VERSION + 1}; this apt-jax has {INTERFACE_VERSION}"),
+        (
+            "outside_policies:OtherVersion",
+            f"interface_version {INTERFACE_VERSION + 1}; this apt-jax has {INTERFACE_VERSION}",
+        ),
         ("outside_policies:NoSchedule", "has no method schedule(view)"),
         ("outside_policies:NoName", "has no `name`"),
         ("outside_policies:CannotBeMade", "cannot be made: OSError: a file is missing (outside_policies.py, line"),
@@ -181,7 +184,10 @@ def test_options_reach_policies_from_outside():
         ("../my_policy:Class", "is not package.module:Class; the module is looked for"),
         ("my_policy.py:Class", "did you mean my_policy:Class?"),
         ("numpy.no_such:Class", "No module named 'numpy.no_such'; it is looked for where Python looks and in "),
-        ("apt?violation_decay=-1", "policy='apt?violation_decay=-1': violation_decay=-1.0 must lie in [0, 1] (--scheduling-policy)"),
+        (
+            "apt?violation_decay=-1",
+            "policy='apt?violation_decay=-1': violation_decay=-1.0 must lie in [0, 1] (--scheduling-policy)",
+        ),
         ("__main__:MyPolicy", "has no 'MyPolicy': other processes do not see classes of a notebook"),
         ("latest", "or package.module:Class"),
         ("", "must be one of"),
@@ -214,7 +220,16 @@ def test_a_module_that_fails_is_one_line(module, text, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("verb", [("serve", "tiny-opt"), ("generate", "tiny-opt", "hi"), ("info", "tiny-opt"), ("launch", "tiny-opt"), ("simulate", "--rate", "2")])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("serve", "tiny-opt"),
+        ("generate", "tiny-opt", "hi"),
+        ("info", "tiny-opt"),
+        ("launch", "tiny-opt"),
+        ("simulate", "--rate", "2"),
+    ],
+)
 @pytest.mark.parametrize("policy", ["outside_policies:OtherVersion", "no_such_module:Class", "fcfs?x=1"])
 def test_every_verb_says_so_at_once(verb, policy, capsys):
     assert main([*verb, "--scheduling-policy", policy]) == 2
@@ -393,7 +408,9 @@ def test_the_log_has_a_line_a_minute(caplog):
     clock = VirtualClock()
     parts = toy_parts(policy="outside_policies:Broken", debug=False, clock=clock)
     parts.engine._policies.timer = clock.now_s
-    parts.engine.add_request(parts.build_request(prompt="hi", params={"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}))
+    parts.engine.add_request(
+        parts.build_request(prompt="hi", params={"max_tokens": 100, "ignore_eos": True, "temperature": 0.0})
+    )
     for _ in range(80):
         clock.advance_to(clock.now_s() + 2.0)
         parts.engine.step()
@@ -433,9 +450,7 @@ def test_a_served_request_has_the_same_tokens():
 
     async def ask(policy: str) -> tuple[list[str], float]:
         async with http_serving(policy=policy, debug=False) as served:
-            answers = await asyncio.gather(
-                *(served.ask(f"request {i}", max_tokens=20) for i in range(6))
-            )
+            answers = await asyncio.gather(*(served.ask(f"request {i}", max_tokens=20) for i in range(6)))
             scraped = (await served.http.get("/metrics")).text
         found = re.search(r"aptjax:scheduler_fallbacks_total\{.*\} (\S+)", scraped)
         assert found is not None
@@ -514,7 +529,9 @@ def test_the_tutorial_names_everything(tutorial):
     named = set(re.findall(r"`(\w+)[^`]*`", tutorial))
     columns = set(RequestTable.COLUMNS) | {"output_lengths", "num_output_lengths"}
     fields = {f.name for c in (SchedulerView, Plan, KindSpec, StepCosts) for f in dataclasses.fields(c)}
-    views = {n for n, v in vars(SchedulerView).items() if not n.startswith("_") and (callable(v) or isinstance(v, property))}
+    views = {
+        n for n, v in vars(SchedulerView).items() if not n.startswith("_") and (callable(v) or isinstance(v, property))
+    }
     assert not (columns | fields | views) - named
     section = tutorial.split("### Helpers in")[1].split("\n## ")[0]
     helpers = re.findall(r"^\| `(\w+)\(", section, re.MULTILINE)

@@ -18,9 +18,7 @@ SOME_COSTS = StepCosts(prefill_base_s=1e-3, prefill_per_token_s=1e-4)
 MODES = ("kv", "hidden", "hybrid")
 NAMES = sorted(POLICIES)
 VARIANTS = [
-    n
-    for n in NAMES
-    if n.endswith(("-ef", "-pc", "-nocp", "-nohy", "-hy", "rank-o", "rank-org", "-v0", "-8192"))
+    n for n in NAMES if n.endswith(("-ef", "-pc", "-nocp", "-nohy", "-hy", "rank-o", "rank-org", "-v0", "-8192"))
 ]
 """Other settings of a class that is tested at length under another name: fewer examples will do."""
 LEADING = [n for n in NAMES if n not in VARIANTS]
@@ -121,9 +119,7 @@ def test_Q5_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
     for seed in range(3 if name in VARIANTS else 12):
         rng = np.random.default_rng(seed)
         block_size = int(rng.choice([1, 2, 4, 16]))
-        inputs = (
-            block_size if seed % 3 else int(rng.integers(block_size // 2 + 1, 3 * block_size + 1))
-        )
+        inputs = block_size if seed % 3 else int(rng.integers(block_size // 2 + 1, 3 * block_size + 1))
         seats = int(rng.choice([1, 2, 4, 16]))
         tokens = seats + int(rng.choice([0, 1, 8, 64]))
         arrivals = [
@@ -150,9 +146,7 @@ def test_Q5_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
         )
         one_by_one = sum(-(-a.prompt_len // tokens) + a.max_tokens for a in arrivals)
         if name in REDECIDES:
-            one_by_one = sum(
-                a.max_tokens * (1 - (a.prompt_len + a.max_tokens) // -tokens) for a in arrivals
-            )
+            one_by_one = sum(a.max_tokens * (1 - (a.prompt_len + a.max_tokens) // -tokens) for a in arrivals)
         drain(world, make_policy(name), arrivals, limit=40 + 2 * one_by_one)
 
 
@@ -191,9 +185,7 @@ def test_hidden_holds_twice_the_requests():
 def test_policies_by_name():
     assert make_policy("apt", SchedulerConfig(violation_decay=0.4)).name == "apt"
     assert make_policy(config=SchedulerConfig(policy="fcfs")).name == "fcfs"
-    with pytest.raises(
-        ConfigError, match=r"policy='lifo' must be one of .*apt.*fcfs.*\(--scheduling-policy\)"
-    ):
+    with pytest.raises(ConfigError, match=r"policy='lifo' must be one of .*apt.*fcfs.*\(--scheduling-policy\)"):
         make_policy("lifo")
 
 

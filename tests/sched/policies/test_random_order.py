@@ -22,9 +22,7 @@ def test_the_order_of_admission_comes_from_the_seed():
 def evicted(seed: int) -> list[int]:
     world = World(num_blocks=16, mode="kv")
     for _ in range(4):
-        world.hold(
-            world.add(7), KV, num_outputs=2
-        )  # 8 cached positions: 4 blocks; the ninth takes 2 more
+        world.hold(world.add(7), KV, num_outputs=2)  # 8 cached positions: 4 blocks; the ninth takes 2 more
     plan = world.schedule(make_policy("random", seed=seed))
     assert plan.iteration == "decode"
     assert sorted([*plan.rows.tolist(), *plan.preempt.tolist()]) == [0, 1, 2, 3]

@@ -222,9 +222,7 @@ def step(world: World, name: str) -> tuple[str, dict[int, int], list[int]]:
 
 def busy(*, num_blocks: int = 100_000, budget: int = 4096) -> World:
     """Two requests that decode (rows 0 and 1), a prompt under way (2, 300 of 900 tokens), three waiting prompts."""
-    world = World(
-        num_blocks=num_blocks, mode="kv", max_num_batched_tokens=budget, max_num_seqs=budget
-    )
+    world = World(num_blocks=num_blocks, mode="kv", max_num_batched_tokens=budget, max_num_seqs=budget)
     world.hold(world.add(40), KV, num_outputs=3)
     world.hold(world.add(20), KV, num_outputs=9)
     world.hold(world.add(900), KV, cached=300)
@@ -253,9 +251,7 @@ def test_table_1_in_one_step_each(name, iteration, tokens):
 
 
 def test_a_decode_takes_one_token_of_the_chunk_budget():
-    world = World(
-        num_blocks=10**6, mode="kv", max_num_seqs=1024, max_num_batched_tokens=2048, block_size=16
-    )
+    world = World(num_blocks=10**6, mode="kv", max_num_seqs=1024, max_num_batched_tokens=2048, block_size=16)
     for _ in range(600):
         world.hold(world.add(10), KV)
     waiting = world.add(100)
@@ -363,9 +359,7 @@ def test_estimates_are_the_mean_of_longer_outputs():
     world = World(num_blocks=1000, mode="kv", block_size=1)
     policy = make_policy("infermax")
     assert isinstance(policy, UnifiedPolicy)
-    rows = np.array(
-        [world.hold(world.add(10, 100), KV, num_outputs=n) for n in (1, 4, 60)], np.int32
-    )
+    rows = np.array([world.hold(world.add(10, 100), KV, num_outputs=n) for n in (1, 4, 60)], np.int32)
     fresh = np.array([world.add(10, 100), world.add(10, 3)], np.int32)
 
     def expected(rows: np.ndarray) -> list[int]:

@@ -96,7 +96,9 @@ def test_requests_of_the_simulator_are_the_requests_of_bench():
     from apt_jax.sim.trace import load_trace
     from apt_jax.sim.workload import draw_workload
 
-    want = draw_workload(load_trace("sharegpt"), SimulationConfig(trace="sharegpt", rate=3.0, cv=2.0, num_requests=40, seed=7))
+    want = draw_workload(
+        load_trace("sharegpt"), SimulationConfig(trace="sharegpt", rate=3.0, cv=2.0, num_requests=40, seed=7)
+    )
     arrivals = load.Arrivals(rate=3.0, burstiness=0.25, num_requests=40)
     got = load.requests(load.trace_source("sharegpt"), arrivals, 7)
     assert [r.prompt_tokens for r in got] == want.prompt_tokens.tolist()
@@ -104,7 +106,12 @@ def test_requests_of_the_simulator_are_the_requests_of_bench():
     assert [r.at_s for r in got] == want.arrival_s.tolist()
 
 
-@given(rate=st.floats(0.5, 200), duration_s=st.floats(0.1, 20), burstiness=st.sampled_from([None, 0.05, 3.0]), seed=st.integers(0, 99))
+@given(
+    rate=st.floats(0.5, 200),
+    duration_s=st.floats(0.1, 20),
+    burstiness=st.sampled_from([None, 0.05, 3.0]),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=25, deadline=None)
 def test_a_duration_holds_all_arrivals_within_it_and_no_other(rate, duration_s, burstiness, seed):
     arrivals = load.Arrivals(rate=rate, burstiness=burstiness, duration_s=duration_s)
@@ -120,9 +127,7 @@ def test_a_duration_holds_all_arrivals_within_it_and_no_other(rate, duration_s, 
 
 def test_recorded_arrivals_are_kept_or_stretched(tmp_path):
     trace = tmp_path / "t.csv"
-    trace.write_text(
-        "prompt_tokens,output_tokens,arrival_s,class\n3,4,10,rt\n5,6,11,be\n7,8,14,rt\n"
-    )
+    trace.write_text("prompt_tokens,output_tokens,arrival_s,class\n3,4,10,rt\n5,6,11,be\n7,8,14,rt\n")
     source = load.trace_source(str(trace))
     as_recorded = load.requests(source, load.Arrivals(num_requests=9), 0)
     assert [(r.at_s, r.prompt_tokens, r.max_tokens, r.best_effort) for r in as_recorded] == [
@@ -141,7 +146,10 @@ def test_a_file_of_prompts_is_sent_line_by_line(tmp_path):
     drawn = load.requests(source, load.Arrivals(rate=math.inf, num_requests=2), 0)
     assert sorted((str(r.prompt), r.max_tokens) for r in drawn) == [("[1, 2]", 3), ("a", 9)]
     for text, says in [
-        ("{", "line 1: not JSON"), ('{"prompt": ""}', "needs prompt"), ("[1]", "needs prompt"), ("", "holds no prompt"),
+        ("{", "line 1: not JSON"),
+        ('{"prompt": ""}', "needs prompt"),
+        ("[1]", "needs prompt"),
+        ("", "holds no prompt"),
         ('{"prompt": "x", "output_tokens": true}', "output_tokens=True"),
     ]:
         path.write_text(text)
@@ -215,7 +223,9 @@ def test_known_delays_are_measured_and_judged(tmp_path):
         assert float(r["p99_tbt_ms"]) == pytest.approx(p99_by_hand(gaps), abs=1e-3)
         assert float(r["p99_tbt_drop_first_ms"]) == pytest.approx(p99_by_hand(gaps[1:]), abs=1e-3)
         assert float(r["e2e_ms"]) >= float(r["ttft_ms"]) + sum(gaps) - 1e-2
-    attained = sum(float(r["ttft_ms"]) <= 700 and p99_by_hand([float(g) for g in r["gaps_ms"].split()]) <= 600 for r in ok)
+    attained = sum(
+        float(r["ttft_ms"]) <= 700 and p99_by_hand([float(g) for g in r["gaps_ms"].split()]) <= 600 for r in ok
+    )
     assert attained == 5
     assert values["slo_attainment"] == attained / 25
     assert values["ttft_attainment"] == 10 / 25
@@ -447,9 +457,7 @@ def test_ctrl_c_prints_what_was_measured(tmp_path):
     with in_thread(toy.running):
         command = [sys.executable, "-m", "serve.cli", "bench", "--target", toy.url, "--request-rate", "50",
                    "--num-requests", "30", "--num-warmups", "0", "--save-json", str(path)]  # fmt: skip
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
         deadline_s = time.monotonic() + 60
         while len(toy.bodies) < 30:
             assert time.monotonic() < deadline_s

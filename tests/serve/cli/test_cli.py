@@ -89,9 +89,7 @@ def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
     for action in parser._actions:
         assert action.help, action.option_strings
         if action.nargs != 0 and action.option_strings:
-            assert action.metavar or action.choices, (
-                action.option_strings
-            )  # else argparse shouts the flag
+            assert action.metavar or action.choices, action.option_strings  # else argparse shouts the flag
             shown = parser._get_formatter()._expand_help(action)
             assert action.default is None or "default" in shown, action.option_strings
         if action.dest.endswith("_ms"):
@@ -200,9 +198,7 @@ def server():
 def expected_text(parts, prompt: str, max_tokens: int) -> str:
     from tests.support.toy_serving import expected_tokens
 
-    request = parts.build_request(
-        prompt=prompt, params={"max_tokens": max_tokens, "temperature": 0.0}
-    )
+    request = parts.build_request(prompt=prompt, params={"max_tokens": max_tokens, "temperature": 0.0})
     tokens = [t for t in expected_tokens(request) if t not in parts.limits.eos_token_ids]
     return parts.tokenizer.decode(tokens)
 
@@ -248,9 +244,7 @@ def test_what_the_server_refuses_is_one_line(server, argv, code, says):
 
 def test_chat_says_what_cannot_be_asked_and_fails(server):
     target, _ = server
-    code, out, err = run(
-        "chat", "--target", target, "--max-tokens", "9", stdin="x" * 300 + "\nhi\n"
-    )
+    code, out, err = run("chat", "--target", target, "--max-tokens", "9", stdin="x" * 300 + "\nhi\n")
     assert code == 1
     assert len(out.splitlines()) >= 1  # the talk goes on
     assert err.startswith("apt-jax chat: prompt: ")
@@ -304,9 +298,7 @@ def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog
         assert "%" not in shown
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="threads have no priorities of their own"
-)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads have no priorities of their own")
 def test_calls_come_before_the_model_on_a_cpu():
     """In a process of its own: what is made permanent or slow there stays so."""
     code = """
@@ -392,9 +384,7 @@ def test_a_transcript_forgets_its_oldest_turn():
 
 def test_a_long_talk_goes_on_without_its_beginning(server):
     target, _ = server
-    code, out, err = run(
-        "chat", "--target", target, "--max-tokens", "30", stdin=("question " * 6 + "\n") * 6
-    )
+    code, out, err = run("chat", "--target", target, "--max-tokens", "30", stdin=("question " * 6 + "\n") * 6)
     assert code == 0
     assert out.count("\n") >= 6
     assert err == ""
@@ -403,9 +393,7 @@ def test_a_long_talk_goes_on_without_its_beginning(server):
 # --- serve: its life -----------------------------------------------------------------------------------------------
 
 
-def serve_in_process(
-    scenario, *, build=toy_parts, shutdown_timeout_s: float = 30.0, log_format: logs.Format = "text"
-):
+def serve_in_process(scenario, *, build=toy_parts, shutdown_timeout_s: float = 30.0, log_format: logs.Format = "text"):
     """Run the serve verb's loop with `scenario(port)` in a thread; returns its exit code and what it printed."""
     port = free_port()
     out = io.StringIO()
@@ -472,7 +460,10 @@ def test_H1_a_signal_drains_and_exits_with_0():
     [
         ({"ttft_ms": 1234.5678912345, "s": 1.23456789012}, {"ttft_ms": 1234.568, "s": 1.234568}),
         ({"tbt_ms": [0.00123456789, 12.3456789]}, {"tbt_ms": [0.00123457, 12.3457]}),
-        ({"per_token_s": 1.23456789e-9, "at_s": 1763800000.123456}, {"per_token_s": 1.23457e-9, "at_s": 1763800000.123456}),
+        (
+            {"per_token_s": 1.23456789e-9, "at_s": 1763800000.123456},
+            {"per_token_s": 1.23457e-9, "at_s": 1763800000.123456},
+        ),
         ([0.0, -0.1 - 0.2, True, 3, "x", None, float("inf")], [0.0, -0.3, True, 3, "x", None, float("inf")]),
     ],
 )

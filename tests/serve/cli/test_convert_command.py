@@ -32,9 +32,7 @@ def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     target = tmp_path_factory.mktemp("convert") / "tiny"
-    code, out, err = run(
-        "convert", "tiny-opt", str(target), "--dtype", "float32", "--json", str(target) + ".json"
-    )
+    code, out, err = run("convert", "tiny-opt", str(target), "--dtype", "float32", "--json", str(target) + ".json")
     assert code == 0, err
     assert out.startswith(f"{target}: 132 tensors, 30.1 MiB")
     return target
@@ -67,10 +65,7 @@ def test_info_tells_format_quantisation_and_template(converted):
         ("chat template", "none"),
         ("end-of-sequence ids", "2"),
     ):
-        assert any(
-            line.strip().startswith(name) and line.strip().endswith(value)
-            for line in out.splitlines()
-        )
+        assert any(line.strip().startswith(name) and line.strip().endswith(value) for line in out.splitlines())
 
 
 def test_chat_answers_lines_of_stdin_by_the_template(tmp_path, converted):
@@ -85,9 +80,7 @@ def test_chat_answers_lines_of_stdin_by_the_template(tmp_path, converted):
         "--chat-template",
         str(template),
     )
-    code, out, err = run(
-        "chat", "--model", str(converted), *flags, "--timings", stdin="Who art thou?\n\nAnd why?\n"
-    )
+    code, out, err = run("chat", "--model", str(converted), *flags, "--timings", stdin="Who art thou?\n\nAnd why?\n")
     assert code == 0, err
     assert "King:" not in out
     assert err.count("5 output tokens") == 2
@@ -135,9 +128,7 @@ def test_everything_is_imported_without_the_optional_libraries():
         "import apt_jax.llm, apt_jax.models.loading.convert, serve.cli, serve.cli.commands.chat, serve.cli.commands.convert, serve.cli.commands.info\n"
         "sys.exit(serve.cli.main(['info', '/absent.gguf']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
 

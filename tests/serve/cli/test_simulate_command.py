@@ -92,7 +92,18 @@ def test_requests_that_never_fit_are_counted(tmp_path, capsys):
 
 def test_replicas_share_the_requests(tmp_path, capsys):
     path = tmp_path / "out.json"
-    args = ["simulate", *QUICK, "--rate", "20", "--replicas", "3", "--routing-policy", "expected_slack", "--json", str(path)]
+    args = [
+        "simulate",
+        *QUICK,
+        "--rate",
+        "20",
+        "--replicas",
+        "3",
+        "--routing-policy",
+        "expected_slack",
+        "--json",
+        str(path),
+    ]
     assert main(args) == 0
     values = json.loads(path.read_text())
     assert set(values) >= KEYS

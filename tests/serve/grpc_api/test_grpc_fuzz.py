@@ -112,7 +112,9 @@ def _change(draw: st.DrawFn, message: Any, depth: int = 0) -> None:
         if nested is not None and nested.GetOptions().map_entry:
             key, value = (nested.fields_by_name[name] for name in ("key", "value"))
             if value.message_type is None:
-                getattr(message, field.name).update({_value(draw, key): _value(draw, value) for _ in range(min(count, 5))})
+                getattr(message, field.name).update(
+                    {_value(draw, key): _value(draw, value) for _ in range(min(count, 5))}
+                )
         elif nested is not None and depth < 4:
             if field.is_repeated:
                 for _ in range(min(count, 3)):
@@ -130,7 +132,15 @@ def _change(draw: st.DrawFn, message: Any, depth: int = 0) -> None:
             message.ClearField(field.name)
 
 
-_UNKNOWN = st.sampled_from([b"\xc0\x3e\x05", b"\xc2\x3e\x03abc", b"\xc5\x3e\x00\x00\x80\x7f", b"\xc3\x3e\xc4\x3e", b"\xc0\x3e" + b"\xff" * 9 + b"\x01"])
+_UNKNOWN = st.sampled_from(
+    [
+        b"\xc0\x3e\x05",
+        b"\xc2\x3e\x03abc",
+        b"\xc5\x3e\x00\x00\x80\x7f",
+        b"\xc3\x3e\xc4\x3e",
+        b"\xc0\x3e" + b"\xff" * 9 + b"\x01",
+    ]
+)
 
 
 @st.composite
@@ -216,7 +226,10 @@ def test_every_answer_is_one_that_the_method_may_give():
         print(f"\ngRPC: {fuzzed.num_cases} messages, {dict(sorted(statuses.items()))}")
         print(f"slowest answer: {max(slowest_s.values()):.2f} s")
         assert fuzzed.num_cases >= total
-        generated = {code: sum(n for (name, c), n in statuses.items() if name.endswith("Generate") and c == code) for code in ("OK", "INVALID_ARGUMENT")}
+        generated = {
+            code: sum(n for (name, c), n in statuses.items() if name.endswith("Generate") and c == code)
+            for code in ("OK", "INVALID_ARGUMENT")
+        }
         assert min(generated.values()) > total / 10
 
 

@@ -138,11 +138,7 @@ def test_the_blocking_client(serve_toy):
     async def scenario(served):
         def blocking() -> tuple[list[int], bool, str]:
             with AptClient(f"grpc://{served.target}") as client:
-                tokens = [
-                    t
-                    for chunk in client.generate("hello", max_tokens=5, **GREEDY)
-                    for t in chunk.token_ids
-                ]
+                tokens = [t for chunk in client.generate("hello", max_tokens=5, **GREEDY) for t in chunk.token_ids]
                 return tokens, client.is_serving(), client.stats().model
 
         tokens, healthy, model = await asyncio.to_thread(blocking)
@@ -286,7 +282,10 @@ def test_R26_missing_parts(serve_toy):
             error = await raw_call(served, message.SerializeToString())
             assert error.code() is Code.INVALID_ARGUMENT
             assert details(error).startswith(field)
-        error = await raw_call(served, pb.GenerateRequest(text="x", slo=pb.Slo(), sampling=pb.SamplingParams(max_tokens=0)).SerializeToString())
+        error = await raw_call(
+            served,
+            pb.GenerateRequest(text="x", slo=pb.Slo(), sampling=pb.SamplingParams(max_tokens=0)).SerializeToString(),
+        )
         assert details(error).startswith("max_tokens")
 
     serve_toy(scenario)
@@ -332,9 +331,7 @@ def test_a_full_queue_is_resource_exhausted_with_a_hint(serve_toy):
         await asyncio.sleep(0.05)
         served.executor.gate.set()
         errors = [
-            r
-            for r in await asyncio.gather(*tasks, return_exceptions=True)
-            if isinstance(r, grpc.aio.AioRpcError)
+            r for r in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(r, grpc.aio.AioRpcError)
         ]
         assert 0 < len(errors) < 8
         for error in errors:
@@ -363,9 +360,7 @@ def test_objectives_come_from_the_message_then_the_headers(serve_toy, fields, me
     async def scenario(served):
         chunks, _ = await collect(served, "hello", max_tokens=2, metadata=metadata, **fields)
         slo = chunks[-1].finish.slo
-        got = tuple(
-            getattr(slo, name) if slo.HasField(name) else None for name in ("ttft_ms", "tbt_ms")
-        )
+        got = tuple(getattr(slo, name) if slo.HasField(name) else None for name in ("ttft_ms", "tbt_ms"))
         assert got == want
 
     serve_toy(scenario)
@@ -450,9 +445,7 @@ class Hoarder:
             served.target,
             options=[("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)],
         )
-        method = self.channel.unary_stream(
-            f"/{SERVICE}/Generate", response_deserializer=pb.GenerateResponse.FromString
-        )
+        method = self.channel.unary_stream(f"/{SERVICE}/Generate", response_deserializer=pb.GenerateResponse.FromString)
         request = make_request("lazy", max_tokens=230, logprobs=20, **GREEDY)
         self.calls = [method(request.SerializeToString()) for _ in range(count)]
 
@@ -498,9 +491,7 @@ def test_C5_a_client_that_does_not_read_loses_its_blocks_and_learns_why(serve_to
         await served.idle()
         assert "Traceback" not in caplog.text
 
-    serve_toy(
-        scenario, server={"write_stall_s": 0.2}, num_blocks=4096, max_num_seqs=32, step_s=0.01
-    )
+    serve_toy(scenario, server={"write_stall_s": 0.2}, num_blocks=4096, max_num_seqs=32, step_s=0.01)
 
 
 def test_C7_a_deadline_in_the_past(serve_toy):
@@ -508,9 +499,7 @@ def test_C7_a_deadline_in_the_past(serve_toy):
         error = await status_of_call(served.client.generate("hello", timeout_s=0.0))
         assert error.code() is Code.DEADLINE_EXCEEDED
         await served.idle()
-        assert (
-            served.executor.num_steps <= 1
-        )  # the transport may round the deadline up to a millisecond
+        assert served.executor.num_steps <= 1  # the transport may round the deadline up to a millisecond
 
     serve_toy(scenario)
 
@@ -537,9 +526,7 @@ def test_C7_a_deadline_that_passes_before_the_engine_sees_the_request(serve_toy)
 def test_C8_a_deadline_mid_stream(serve_toy, own):
     async def scenario(served):
         kwargs = {"deadline_ms": 150.0} if own else {"timeout_s": 0.15}
-        error = await status_of_call(
-            served.client.generate("hello", max_tokens=200, **kwargs, **GREEDY)
-        )
+        error = await status_of_call(served.client.generate("hello", max_tokens=200, **kwargs, **GREEDY))
         assert error.code() is Code.DEADLINE_EXCEEDED
         await served.idle()
         assert served.parts.engine.stats().generation_tokens < 100
@@ -573,9 +560,7 @@ def test_E7_a_request_that_broke_is_internal_with_its_id_and_not_to_be_retried(s
     fault.steps = 0
 
     async def scenario(served):
-        error = await status_of_call(
-            served.client.generate("hello", request_id="mine", max_tokens=20, **GREEDY)
-        )
+        error = await status_of_call(served.client.generate("hello", request_id="mine", max_tokens=20, **GREEDY))
         assert error.code() is Code.INTERNAL
         assert "not finite" in details(error)
         assert "mine" in details(error)
@@ -620,9 +605,7 @@ def test_P9_P10_engine_death_is_unavailable_and_health_follows(serve_toy):
     fault.steps = 0
 
     async def scenario(served):
-        errors = await asyncio.gather(
-            *(status_of_call(served.client.generate(f"r{i}", **GREEDY)) for i in range(3))
-        )
+        errors = await asyncio.gather(*(status_of_call(served.client.generate(f"r{i}", **GREEDY)) for i in range(3)))
         assert {e.code() for e in errors} == {Code.UNAVAILABLE}
         assert await served.engine.wait_ended()
         await served.server.engine_lost()
@@ -677,9 +660,7 @@ def test_P10_health_goes_from_loading_to_serving_to_draining():
 
 def test_H1_what_does_not_end_in_the_drain_time_is_unavailable(serve_toy):
     async def scenario(served):
-        task = asyncio.create_task(
-            status_of_call(served.client.generate("hello", max_tokens=200, **GREEDY))
-        )
+        task = asyncio.create_task(status_of_call(served.client.generate("hello", max_tokens=200, **GREEDY)))
         await served.until(lambda: served.parts.engine.num_live == 1)
         await served.server.stop(0.1)
         assert (await task).code() is Code.UNAVAILABLE
@@ -705,9 +686,7 @@ def test_reflection_lists_the_service(serve_toy):
 
 def test_a_client_that_knows_reflection_alone_as_documented(serve_toy, capsys):
     page = (Path(__file__).parents[3] / "docs" / "serving" / "grpc.md").read_text()
-    (code,) = (
-        part for part in page.split("```python\n") if "ProtoReflectionDescriptorDatabase" in part
-    )
+    (code,) = (part for part in page.split("```python\n") if "ProtoReflectionDescriptorDatabase" in part)
     code = code.partition("```")[0]
 
     async def scenario(served):
@@ -799,12 +778,7 @@ def test_watchers_see_every_decision(serve_toy):
 
         task = asyncio.create_task(watch())
         await served.until(lambda: served.engine.num_watches > 0)
-        await asyncio.gather(
-            *(
-                collect(served, chr(97 + n) * n, max_tokens=6, request_id=f"r{n}")
-                for n in (3, 9, 20)
-            )
-        )
+        await asyncio.gather(*(collect(served, chr(97 + n) * n, max_tokens=6, request_id=f"r{n}") for n in (3, 9, 20)))
         stats = await served.client.stats()
         await served.until(lambda: len(seen) == sum(stats.iterations.values()))
         assert [i.number for i in seen] == list(range(len(seen)))
@@ -827,9 +801,7 @@ def test_watchers_see_every_decision(serve_toy):
     serve_toy(scenario)
 
 
-def test_C5_a_watcher_that_does_not_read_loses_the_oldest_and_holds_nothing_up(
-    serve_toy, monkeypatch
-):
+def test_C5_a_watcher_that_does_not_read_loses_the_oldest_and_holds_nothing_up(serve_toy, monkeypatch):
     def large(news, served_since_s):  # so that the transport is soon full
         message = watch_response(news, served_since_s)
         message.iterations[0].deferred.append("x" * 500_000)

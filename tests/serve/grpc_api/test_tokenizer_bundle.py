@@ -17,7 +17,12 @@ from serve.grpc_api.tokenizer_bundle import tokenizer_bundle
 from tests.support.gguf_models import hf_tensors, write_gguf
 from tests.support.toy_serving import toy_parts
 
-FEW_PROGRAMS: dict[str, Any] = {"warm_up": False, "max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks_override": 16}
+FEW_PROGRAMS: dict[str, Any] = {
+    "warm_up": False,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "num_blocks_override": 16,
+}
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 

@@ -38,7 +38,12 @@ Code = grpc.StatusCode
 pb: Any = vllm_engine_pb2
 common: Any = common_pb2
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-FEW_PROGRAMS: dict[str, Any] = {"warm_up": False, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks_override": 128}
+FEW_PROGRAMS: dict[str, Any] = {
+    "warm_up": False,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_blocks_override": 128,
+}
 
 
 def stub(served) -> Any:
@@ -148,9 +153,7 @@ def test_log_probabilities_are_of_the_news_best_first(serve_toy):
         for chunk in chunks(messages):
             logprobs = chunk.output_logprobs
             assert logprobs.token_ids == chunk.token_ids
-            assert (
-                len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(chunk.token_ids)
-            )
+            assert len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(chunk.token_ids)
             for top in logprobs.top_logprobs:
                 assert len(top.token_ids) == 3
                 assert list(top.values) == sorted(top.values, reverse=True)
@@ -236,7 +239,10 @@ def test_tokens_equal_those_of_the_offline_interface_on_a_real_model():
 
     async def scenario() -> list[Any]:
         async with serving_parts(llm.parts) as served:
-            calls = (collect(served, prompt, stream=i % 2 == 0, **{"ignore_eos": False, **case}) for i, case in enumerate(cases))
+            calls = (
+                collect(served, prompt, stream=i % 2 == 0, **{"ignore_eos": False, **case})
+                for i, case in enumerate(cases)
+            )
             return await asyncio.gather(*calls)
 
     for case, want, messages in zip(cases, wanted, asyncio.run(scenario()), strict=True):
@@ -246,7 +252,9 @@ def test_tokens_equal_those_of_the_offline_interface_on_a_real_model():
         if isinstance(want.stop_reason, str):
             assert complete.matched_stop_str == want.stop_reason
         if want.logprobs is not None:
-            told = [x for c in chunks(messages) for x in c.output_logprobs.token_logprobs] or complete.output_logprobs.token_logprobs
+            told = [
+                x for c in chunks(messages) for x in c.output_logprobs.token_logprobs
+            ] or complete.output_logprobs.token_logprobs
             values = [e[t].logprob for t, e in zip(want.token_ids, want.logprobs, strict=True)]
             assert told == pytest.approx(values, abs=1e-4)
 
@@ -340,9 +348,7 @@ def test_objectives_come_from_the_metadata(serve_toy):
 @pytest.mark.parametrize("stream", [True, False])
 def test_C11_abort_ends_all_outputs_of_a_call_and_frees_their_blocks(serve_toy, stream):
     async def scenario(served):
-        task = asyncio.create_task(
-            collect(served, stream=stream, request_id="mine", n=2, max_tokens=200)
-        )
+        task = asyncio.create_task(collect(served, stream=stream, request_id="mine", n=2, max_tokens=200))
         bystander = asyncio.create_task(collect(served, "bystander", max_tokens=60))
         await served.until(lambda: served.parts.engine.stats().generation_tokens > 12)
         engine = stub(served)
@@ -432,9 +438,7 @@ def test_C5_a_client_that_does_not_read_loses_its_blocks(serve_toy):
         await channel.close()
         await served.idle()
 
-    serve_toy(
-        scenario, server={"write_stall_s": 0.2}, num_blocks=4096, max_num_seqs=32, step_s=0.01
-    )
+    serve_toy(scenario, server={"write_stall_s": 0.2}, num_blocks=4096, max_num_seqs=32, step_s=0.01)
 
 
 def test_a_request_that_broke_is_internal(serve_toy):
@@ -696,7 +700,16 @@ def test_blocks_of_layer_inputs_count_as_the_tokens_that_they_hold():
         SchedulerConfig(max_num_seqs=2, overlap=False), CacheConfig(block_size=4),
     )  # fmt: skip
     params = SamplingParams(max_tokens=4, temperature=0.0)
-    engine.add_request(EngineRequest(request_id="a", prompt=None, prompt_token_ids=np.arange(3, 13, dtype=np.int32), params=params, slo=SLO(), arrival_s=0.0))
+    engine.add_request(
+        EngineRequest(
+            request_id="a",
+            prompt=None,
+            prompt_token_ids=np.arange(3, 13, dtype=np.int32),
+            params=params,
+            slo=SLO(),
+            arrival_s=0.0,
+        )
+    )
     engine.step()
     parts: Any = types.SimpleNamespace(
         engine=engine, executor=executor, limits=types.SimpleNamespace(max_pool_tokens=64 * 6)

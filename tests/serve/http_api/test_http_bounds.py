@@ -59,9 +59,7 @@ def test_R14_R15_bodies_that_are_no_object():
     async def scenario(served):
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             for body, says in BODIES:
-                response = await served.http.post(
-                    path, content=body, headers={"content-type": "application/json"}
-                )
+                response = await served.http.post(path, content=body, headers={"content-type": "application/json"})
                 error = error_of(response.json())
                 assert (response.status_code, error["param"]) == (400, "body"), body[:40]
                 assert says in error["message"], (body[:40], error)
@@ -81,9 +79,7 @@ def test_R15_text_with_lone_surrogates_and_zero_bytes():
         assert error_of(response.json())["param"] == "prompt"
         assert (await served.ask("a\x00b", max_tokens=1))["usage"]["prompt_tokens"] == 4
         body = b'{"prompt": "a", "model": "\\ud800"}'
-        response = await served.http.post(
-            "/v1/completions", content=body, headers={"content-type": "application/json"}
-        )
+        response = await served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
         assert response.status_code == 404
 
     run(scenario)
@@ -93,9 +89,7 @@ def test_bodies_of_other_types_are_refused():
     async def scenario(served):
         for media in (None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"):
             headers = {} if media is None else {"content-type": media}
-            response = await served.http.post(
-                "/v1/completions", content=b'{"prompt": "a"}', headers=headers
-            )
+            response = await served.http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
             assert response.status_code == 415
             assert error_of(response.json())["code"] == "unsupported_media_type"
         for media in ("application/json; charset=utf-8", "Application/JSON"):
@@ -169,9 +163,7 @@ def test_R22_the_largest_body_does_not_hold_up_others(monkeypatch):
         loop, worst = asyncio.get_running_loop(), 0.0
         tasks = [
             asyncio.create_task(
-                served.http.post(
-                    "/v1/completions", content=body, headers={"content-type": "application/json"}
-                )
+                served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
             )
             for _ in range(3)
         ]
@@ -236,9 +228,7 @@ def test_what_is_no_http_is_refused(data):
     run(scenario, connections=LIMITS)
 
 
-@pytest.mark.parametrize(
-    ("data", "status"), [(b"SM\r\n\r\n", 400), (b"GET /health HTTP/1.1\r\n", 408)]
-)
+@pytest.mark.parametrize(("data", "status"), [(b"SM\r\n\r\n", 400), (b"GET /health HTTP/1.1\r\n", 408)])
 def test_what_the_connection_refuses_is_not_to_be_sent_again(data, status):
     """OpenAI's clients would try 408 again."""
 
@@ -256,9 +246,7 @@ def test_what_the_connection_refuses_is_not_to_be_sent_again(data, status):
 def test_a_body_that_is_no_http_ends_the_call():
     async def scenario(served):
         head = post_head("/v1/completions", 0, transfer_encoding="chunked")
-        connection = await served.raw(
-            head.replace(b"content-length: 0\r\n", b"") + b"zzz\r\nnot a chunk\r\n"
-        )
+        connection = await served.raw(head.replace(b"content-length: 0\r\n", b"") + b"zzz\r\nnot a chunk\r\n")
         assert await connection.at_end()
         await connection.close()
 
@@ -392,9 +380,7 @@ def test_pipelined_requests_are_answered_in_order():
 def test_expect_100_continue():
     async def scenario(served):
         body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
-        connection = await served.raw(
-            post_head("/v1/completions", len(body), expect="100-continue")
-        )
+        connection = await served.raw(post_head("/v1/completions", len(body), expect="100-continue"))
         line = await connection.reader.readuntil(b"\r\n\r\n")
         assert line.startswith(b"HTTP/1.1 100")
         connection.writer.write(body)

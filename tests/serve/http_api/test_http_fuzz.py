@@ -73,9 +73,7 @@ def streams_are_whole(ctx: Any, response: Any, case: Any) -> None:
     document = case.operation.schema.raw_schema
     name = "ChatCompletion" if case.path.startswith("/v1/chat") else "Completion"
     schemas = {"components": document["components"]}
-    chunk = jsonschema.Draft202012Validator(
-        {"$ref": f"#/components/schemas/{name}Chunk", **schemas}
-    )
+    chunk = jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}Chunk", **schemas})
     if last != "data: [DONE]":
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
         return
@@ -152,7 +150,9 @@ def test_every_answer_is_one_that_the_document_allows(fuzzed: Fuzzed, client: ht
             for check in event.recorder.checks.get(case_id, []):
                 if check.failure_info is not None:
                     failure = check.failure_info.failure
-                    problems.append(f"{event.label} {check.name}: {failure.title} {failure.message}\n{node.value.body!r}"[:2000])
+                    problems.append(
+                        f"{event.label} {check.name}: {failure.title} {failure.message}\n{node.value.body!r}"[:2000]
+                    )
     print(f"\nHTTP: {fuzzed.num_cases} requests {dict(kinds)}, answers {dict(sorted(statuses.items()))}")
     assert not problems, "\n".join(problems[:20])
     assert fuzzed.num_cases >= LEAST
@@ -167,7 +167,15 @@ def test_every_answer_is_one_that_the_document_allows(fuzzed: Fuzzed, client: ht
 @settings(max_examples=cases(40, 1000))
 @given(
     data=st.binary(max_size=200)
-    | st.sampled_from([b'{"prompt": "\\ud800"}', b'{"prompt": NaN}', b'{"n": 1, "n": 1}', b"[" * 5000, b'{"seed": ' + b"9" * 5000 + b"}"])
+    | st.sampled_from(
+        [
+            b'{"prompt": "\\ud800"}',
+            b'{"prompt": NaN}',
+            b'{"n": 1, "n": 1}',
+            b"[" * 5000,
+            b'{"seed": ' + b"9" * 5000 + b"}",
+        ]
+    )
 )
 def test_bytes_that_are_no_json(client, data):
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -180,7 +188,9 @@ def test_bytes_that_are_no_json(client, data):
 
 @settings(max_examples=cases(40, 1000))
 @given(
-    name=st.sampled_from(["x-llm-d-slo-ttft-ms", "x-slo-tpot-ms", "service_tier", "x-request-id", "accept", "content-length-x"]),
+    name=st.sampled_from(
+        ["x-llm-d-slo-ttft-ms", "x-slo-tpot-ms", "service_tier", "x-request-id", "accept", "content-length-x"]
+    ),
     value=st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_categories=["Cc"]), max_size=30),
 )
 def test_any_header(client, name, value):

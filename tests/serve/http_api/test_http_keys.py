@@ -76,8 +76,18 @@ def test_P16_every_endpoint_but_health_wants_a_key():
 @pytest.mark.parametrize(
     "target",
     [
-        "http://127.0.0.1/health", "http://x/v1/models", "//health", "/health/../v1/models", "/%68ealth",
-        "/health?x", "/health/", "/health%2f..%2fv1/models", "/Health", "/v1/models", "/ready;/v1/models", "*",
+        "http://127.0.0.1/health",
+        "http://x/v1/models",
+        "//health",
+        "/health/../v1/models",
+        "/%68ealth",
+        "/health?x",
+        "/health/",
+        "/health%2f..%2fv1/models",
+        "/Health",
+        "/v1/models",
+        "/ready;/v1/models",
+        "*",
     ],
 )
 def test_R23_the_path_as_it_was_sent_decides(target):

@@ -10,7 +10,14 @@ from apt_jax import LLM, SamplingParams
 from tests.support.caches import calibrations_apart
 from tests.support.http_serving import http_serving
 
-FEW_PROGRAMS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "num_blocks_override": 64, "warm_up": False, "use_tqdm": False}
+FEW_PROGRAMS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 128,
+    "num_blocks_override": 64,
+    "warm_up": False,
+    "use_tqdm": False,
+}
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 LINES = ["Once upon a time", "The king said: «où?» — 你好 🙂", "a"]
 PARAMS = [
@@ -58,9 +65,7 @@ def test_tokens_equal_those_of_LLM_generate(bundled):
                     assert choice.token_ids == want[number, line].token_ids
                     assert choice.text == want[number, line].text
                     assert choice.finish_reason == want[number, line].finish_reason
-                    stream = await client.completions.create(
-                        model="tiny-opt", prompt=line, stream=True, **params
-                    )
+                    stream = await client.completions.create(model="tiny-opt", prompt=line, stream=True, **params)
                     text = "".join([chunk.choices[0].text async for chunk in stream])
                     assert text == want[number, line].text
             answer = await client.chat.completions.create(

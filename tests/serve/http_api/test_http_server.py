@@ -46,9 +46,7 @@ def error_of(response) -> dict[str, Any]:
 
 def test_a_completion_by_the_official_client():
     async def scenario(served):
-        answer = await served.openai.completions.create(
-            model="toy", prompt="hello", max_tokens=10, **GREEDY
-        )
+        answer = await served.openai.completions.create(model="toy", prompt="hello", max_tokens=10, **GREEDY)
         want = expected(served, "hello", 10)
         (choice,) = answer.choices
         assert answer.object == "text_completion"
@@ -236,16 +234,19 @@ def test_structured_outputs_by_both_names():
 
     async def scenario(served):
         for form in (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": schema},
+                }
+            },
             {"structured_outputs": {"json": schema}},
         ):
             answer = await served.ask("hello", max_tokens=100, ignore_eos=False, **form)
             value = json.loads(answer["choices"][0]["text"])
             assert 2 <= len(value) <= 3
             assert set(value) <= {"a", "b"}
-        answer = await served.ask(
-            "hello", max_tokens=20, ignore_eos=False, response_format={"type": "json_object"}
-        )
+        answer = await served.ask("hello", max_tokens=20, ignore_eos=False, response_format={"type": "json_object"})
         assert answer["choices"][0]["text"].startswith("{")
         answer = await served.ask("hello", max_tokens=4, response_format={"type": "text"})
         assert answer["choices"][0]["text"] == text_of(served, expected(served, "hello", 4))
@@ -281,7 +282,13 @@ def test_how_it_was_served_is_told_to_those_who_ask():
 
 def test_usage_in_every_chunk_for_those_who_ask():
     async def scenario(served):
-        body = {"prompt": "hello", "max_tokens": 4, "stream": True, "ignore_eos": True, "stream_options": {"continuous_usage_stats": True}}
+        body = {
+            "prompt": "hello",
+            "max_tokens": 4,
+            "stream": True,
+            "ignore_eos": True,
+            "stream_options": {"continuous_usage_stats": True},
+        }
         events = (await served.post("/v1/completions", body)).text.split("\n\n")[:-2]
         counts = [json.loads(e.removeprefix("data: "))["usage"]["completion_tokens"] for e in events]
         assert counts == sorted(counts)
@@ -359,7 +366,14 @@ def test_tools_go_into_the_prompt():
 
     async def scenario(served):
         for extra, tools in (({}, [tool]), ({"tool_choice": "auto"}, [tool]), ({"tool_choice": "none"}, None)):
-            body = {"messages": MESSAGES, "tools": [tool], "max_tokens": 4, "temperature": 0, "ignore_eos": True, **extra}
+            body = {
+                "messages": MESSAGES,
+                "tools": [tool],
+                "max_tokens": 4,
+                "temperature": 0,
+                "ignore_eos": True,
+                **extra,
+            }
             answer = (await served.post("/v1/chat/completions", body)).json()
             ids = conversation_ids(served, tools=tools)
             assert answer["choices"][0]["message"]["content"] == text_of(served, expected(served, ids, 4))
@@ -380,7 +394,14 @@ def test_R1_R12_R13_chats_that_are_refused():
             ({}, "messages"),
             ({"messages": "hi"}, "messages"),
             ({"messages": [{"role": "user"}]}, "messages"),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}]}, "messages"),
+            (
+                {
+                    "messages": [
+                        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}
+                    ]
+                },
+                "messages",
+            ),
             ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
             ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
             ({"messages": MESSAGES, "max_completion_tokens": 5, "max_tokens": "5"}, "max_tokens"),
@@ -435,7 +456,9 @@ def test_models():
 def test_tokenize_and_back():
     async def scenario(served):
         for text in ("hello", "", "é🎉"):
-            answer = (await served.post("/tokenize", {"model": "toy", "prompt": text, "return_token_strs": True})).json()
+            answer = (
+                await served.post("/tokenize", {"model": "toy", "prompt": text, "return_token_strs": True})
+            ).json()
             ids = served.parts.tokenizer.encode(text) if text else []
             assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 256)
             assert len(answer["token_strs"]) == len(ids)
@@ -714,9 +737,7 @@ def test_objectives_of_body_headers_and_tier(body, headers, want):
             add(request)
 
         served.parts.engine.add_request = noting
-        response = await served.post(
-            "/v1/completions", {"prompt": "hello", "max_tokens": 1, **body}, headers=headers
-        )
+        response = await served.post("/v1/completions", {"prompt": "hello", "max_tokens": 1, **body}, headers=headers)
         assert response.status_code == 200, response.text
         assert seen == [want]
 
@@ -802,9 +823,7 @@ def test_C5_clients_that_never_read_lose_their_requests_and_block_nobody():
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             raw.setblocking(False)
             await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", served.server.port))
-            await asyncio.get_running_loop().sock_sendall(
-                raw, completion(max_tokens=1500, stream=True, logprobs=20)
-            )
+            await asyncio.get_running_loop().sock_sendall(raw, completion(max_tokens=1500, stream=True, logprobs=20))
             hoarders.append(raw)
         await served.until(lambda: served.parts.engine.num_live == 3)
         answer = await served.ask("reader", max_tokens=20)

@@ -42,16 +42,12 @@ def document(parts) -> dict[str, Any]:
 
 def test_every_endpoint_is_described_and_nothing_else(document):
     described = [(m.upper(), path) for path, methods in document["paths"].items() for m in methods]
-    routed = [
-        (m, path.replace(":path}", "}")) for m, path in HttpApp(AppConfig(dashboard=False)).paths
-    ]
+    routed = [(m, path.replace(":path}", "}")) for m, path in HttpApp(AppConfig(dashboard=False)).paths]
     assert sorted(described) == sorted(routed)
 
 
 def test_the_paths_of_profiles_are_described_where_they_are_served(tmp_path):
-    paths = {
-        path for _, path in HttpApp(AppConfig(profiler=Profiler(tmp_path), dashboard=False)).paths
-    }
+    paths = {path for _, path in HttpApp(AppConfig(profiler=Profiler(tmp_path), dashboard=False)).paths}
     described = openapi.document(profiles=True)["paths"]
     assert {"/start_profile", "/stop_profile"} <= paths & set(described)
     assert len(paths) == len(described)
@@ -85,7 +81,9 @@ def test_without_keys_no_operation_asks_for_one(document):
     operations = [op for methods in document["paths"].values() for op in methods.values()]
     assert all(not op["security"] and "401" not in op["responses"] for op in operations)
     with_keys = openapi.document(has_keys=True)["paths"]
-    open_paths = {path for path, methods in with_keys.items() if not methods.get("get", methods.get("post"))["security"]}
+    open_paths = {
+        path for path, methods in with_keys.items() if not methods.get("get", methods.get("post"))["security"]
+    }
     assert open_paths == {"/health", "/ready"}
 
 

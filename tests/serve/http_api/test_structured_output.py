@@ -62,8 +62,14 @@ def test_every_form(serve_toy):
 def test_R11_what_cannot_be_used_is_invalid_argument(serve_toy):
     async def scenario(served):
         for form, field in (
-            ({"json": "{"}, "json"), ({"json": {"type": "thing"}}, "json"), ({"json": ""}, "json"), ({"regex": "("}, "regex"),
-            ({"choice": []}, "choice"), ({"choice": [""]}, "choice"), ({"grammar": "start"}, "grammar"), ({"json": SLOW}, "json"),
+            ({"json": "{"}, "json"),
+            ({"json": {"type": "thing"}}, "json"),
+            ({"json": ""}, "json"),
+            ({"regex": "("}, "regex"),
+            ({"choice": []}, "choice"),
+            ({"choice": [""]}, "choice"),
+            ({"grammar": "start"}, "grammar"),
+            ({"json": SLOW}, "json"),
             ({"json": {"enum": ["x" * 70_000]}}, "json"),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -114,9 +120,7 @@ def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
     async def scenario(served):
         from apt_jax.structured.compiler import GrammarError, LLConstraint
 
-        other = asyncio.create_task(
-            text_of(served, max_tokens=40, structured_outputs={"regex": "b+"})
-        )
+        other = asyncio.create_task(text_of(served, max_tokens=40, structured_outputs={"regex": "b+"}))
         build = served.parts.build_requests
 
         def broken(**fields):
@@ -128,9 +132,7 @@ def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
                     raise GrammarError("too complex; make it smaller")
 
                 constraint.fill_mask = fill_mask
-                object.__setattr__(
-                    request, "grammar", type("G", (), {"start": lambda self: constraint})()
-                )
+                object.__setattr__(request, "grammar", type("G", (), {"start": lambda self: constraint})())
             return [request]
 
         object.__setattr__(served.parts, "build_requests", broken)
@@ -146,11 +148,18 @@ def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
 
 
 def test_messages_and_fields_say_the_same():
-    for form in ({"json": "{}"}, {"regex": ""}, {"choice": ["a", "b"]}, {"choice": []}, {"grammar": "g"}, {"json_object": False},
-                 {"json": "{}", "disable_any_whitespace": True}, {"json_object": True, "whitespace_pattern": " "}, {}):
-        request = pb.GenerateRequest(
-            text="a", sampling=pb.SamplingParams(structured_outputs=structured_outputs(form))
-        )
+    for form in (
+        {"json": "{}"},
+        {"regex": ""},
+        {"choice": ["a", "b"]},
+        {"choice": []},
+        {"grammar": "g"},
+        {"json_object": False},
+        {"json": "{}", "disable_any_whitespace": True},
+        {"json_object": True, "whitespace_pattern": " "},
+        {},
+    ):
+        request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(structured_outputs=structured_outputs(form)))
         assert request_fields(request, [])["params"] == {"structured_outputs": form}
     assert structured_outputs({"json": {"type": "null"}, "regex": None}).json == '{"type": "null"}'
     assert "structured_outputs" not in request_fields(pb.GenerateRequest(text="a"), [])["params"]

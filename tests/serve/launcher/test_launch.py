@@ -35,7 +35,13 @@ from tests.support.toy_serving import expected_tokens
 ROOT = Path(__file__).resolve().parents[3]
 TOY = (str(ROOT / "tests/support/toy_launch.py"),)
 REAL = ("-m", "serve.cli", "launch")
-FEW_PROGRAMS = ("--max-num-seqs=4", "--max-num-batched-tokens=64", "--max-model-len=512", "--num-blocks-override=256", "--calibration-time=0")
+FEW_PROGRAMS = (
+    "--max-num-seqs=4",
+    "--max-num-batched-tokens=64",
+    "--max-model-len=512",
+    "--num-blocks-override=256",
+    "--calibration-time=0",
+)
 PROMPT = "Shall I compare thee"
 
 needs_gateway = pytest.mark.skipif(
@@ -143,9 +149,7 @@ def ask(port: int, max_tokens: int, *, stream: bool = False) -> tuple[int, str, 
     }  # fmt: skip
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     with contextlib.closing(connection):
-        connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
-        )
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
         text = response.read().decode()
     replica = (response.headers["x-smg-routed-worker-id"] or "").removeprefix("grpc://")
@@ -167,9 +171,7 @@ def said(max_tokens: int) -> str:
     assert parts.tokenizer is not None
     ids = parts.tokenizer.encode(PROMPT, add_special_tokens=False)
     params = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
-    return parts.tokenizer.decode(
-        expected_tokens(parts.build_request(prompt_token_ids=ids, params=params))
-    )
+    return parts.tokenizer.decode(expected_tokens(parts.build_request(prompt_token_ids=ids, params=params)))
 
 
 ANY_PORT = ("--port=0", "--grpc-port=0")
@@ -307,9 +309,7 @@ def test_lines_of_json_stay_json(tmp_path):
 
 @needs_gateway
 def test_the_bundled_model_behind_the_gateway(tmp_path):
-    with Launch(
-        tmp_path, REAL, "tiny-opt", *TWO, *FEW_PROGRAMS, "--served-model-name=toy"
-    ) as fleet:
+    with Launch(tmp_path, REAL, "tiny-opt", *TWO, *FEW_PROGRAMS, "--served-model-name=toy") as fleet:
         fleet.wait_ready(280)
         assert "replica 0 | " in fleet.err
         assert "replica 1 | " in fleet.err
@@ -425,9 +425,7 @@ def test_a_port_in_use_is_told_before_anything_starts(flag, capsys):
 def test_the_module_runs_too(tmp_path):
     with Launch(tmp_path, REAL, "--replcas", "2") as launcher:
         assert launcher.wait() == 2
-        assert (
-            launcher.err == "apt-jax launch: unknown flag '--replcas'; did you mean --replicas?\n"
-        )
+        assert launcher.err == "apt-jax launch: unknown flag '--replcas'; did you mean --replicas?\n"
 
 
 def planned(*argv: str, env: dict[str, str] | None = None) -> launch_verb.Plan:
@@ -462,7 +460,13 @@ def test_replicas_get_the_flags_of_serve_and_addresses_of_their_own():
         [*kept, "--grpc-port=18501", "--port=18402"],
     ]
     assert plan.gateway is not None
-    for flag in ("grpc://127.0.0.1:18500", "grpc://127.0.0.1:18501", "--port=18400", "--policy=cache_aware", "--prometheus-port=18403"):
+    for flag in (
+        "grpc://127.0.0.1:18500",
+        "grpc://127.0.0.1:18501",
+        "--port=18400",
+        "--policy=cache_aware",
+        "--prometheus-port=18403",
+    ):
         assert flag in plan.gateway.command
 
 

@@ -28,12 +28,16 @@ from serve.protos.aptjax.v1 import apt_serve_pb2 as apt_pb
 from tests.support.toy_server import server_parts
 from tests.support.toy_serving import expected_tokens
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("smg") is None, reason="needs the gateway (pip install smg)"
-)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="needs the gateway (pip install smg)")
 
 ROOT = Path(__file__).resolve().parents[3]
-FEW_PROGRAMS = ["--max-num-seqs=4", "--max-num-batched-tokens=64", "--max-model-len=512", "--num-blocks-override=256", "--calibration-time=0"]
+FEW_PROGRAMS = [
+    "--max-num-seqs=4",
+    "--max-num-batched-tokens=64",
+    "--max-model-len=512",
+    "--num-blocks-override=256",
+    "--calibration-time=0",
+]
 QUESTION = "Who are you?"
 PROMPT = "Shall I compare thee"
 
@@ -259,8 +263,7 @@ class Fleet:
 
     def is_free(self) -> bool:
         return all(
-            stats.free_blocks == stats.total_blocks
-            and not (stats.num_running or stats.num_waiting or stats.num_ending)
+            stats.free_blocks == stats.total_blocks and not (stats.num_running or stats.num_waiting or stats.num_ending)
             for stats in self.stats()
         )
 
@@ -281,7 +284,15 @@ def fleet_of(kind: str, directory: Path, policy: str, step_ms: int = 5) -> Gener
                 parts.build_request(prompt_token_ids=ids, params=params)
             )
         else:
-            llm = LLM(kind, chat_template=str(template), warm_up=False, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, num_blocks_override=256)
+            llm = LLM(
+                kind,
+                chat_template=str(template),
+                warm_up=False,
+                max_num_seqs=4,
+                max_num_batched_tokens=64,
+                max_model_len=512,
+                num_blocks_override=256,
+            )
             parts = llm.parts
             say = lambda ids, params: (  # noqa: E731
                 llm.generate([ids], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -512,9 +523,7 @@ def test_H1_a_server_that_is_stopped_ends_its_streams_and_gets_no_more(kind, tmp
             until(lambda: [stats.num_running for stats in fleet.stats()] == [2, 2])
             fleet.servers[0].terminate()
             for _ in range(6):
-                assert (
-                    fleet.stream(DOORS["completions"], 4) == fleet.said(DOORS["completions"], 4)[1]
-                )
+                assert fleet.stream(DOORS["completions"], 4) == fleet.said(DOORS["completions"], 4)[1]
             assert fleet.servers[0].lives  # it waits for its streams
             assert [stream.result(60) for stream in streams] == [long] * 4
         assert fleet.servers[0].wait_ended() == 0

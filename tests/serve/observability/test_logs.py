@@ -128,13 +128,9 @@ def test_every_end_has_one_line_and_none_says_what_was_said(log_format, capfd):
         answer = await served.ask(CANARY, max_tokens=20)
         outputs.append(answer["choices"][0]["text"])
         await served.post("/v1/completions", {"prompt": CANARY, "temperature": CANARY})
-        await served.post(
-            "/v1/completions", {"prompt": CANARY, "request_id": f"{CANARY}\n\x1b[31m"}
-        )
+        await served.post("/v1/completions", {"prompt": CANARY, "request_id": f"{CANARY}\n\x1b[31m"})
         executor.gate.clear()
-        late = asyncio.create_task(
-            served.post("/v1/completions", {"prompt": CANARY, "deadline_ms": 100})
-        )
+        late = asyncio.create_task(served.post("/v1/completions", {"prompt": CANARY, "deadline_ms": 100}))
         await served.until(lambda: served.parts.engine.num_live == 1)
         await asyncio.sleep(0.2)
         executor.gate.set()
@@ -145,9 +141,7 @@ def test_every_end_has_one_line_and_none_says_what_was_said(log_format, capfd):
         await connection.close()
         await served.idle()
         params = pb.SamplingParams(max_tokens=200, ignore_eos=True)
-        call = vllm_generate(
-            served, request=pb.GenerateRequest(text=CANARY, sampling_params=params)
-        )
+        call = vllm_generate(served, request=pb.GenerateRequest(text=CANARY, sampling_params=params))
         await served.until(lambda: served.parts.engine.num_live == 1)
         call.cancel()
         await served.until(lambda: served.grpc_server.num_open == 0)
@@ -195,9 +189,7 @@ def test_a_line_says_which_call_was_refused_and_for_which_field():
         assert (await served.post("/v1/chat/completions", {"messages": CANARY})).status_code == 400
         request = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(top_p=7))
         assert await drained(vllm_generate(served, request=request)) is grpc.StatusCode.INVALID_ARGUMENT
-        await served.until(
-            lambda: served.grpc_server.num_open == 0
-        )  # its line comes after the answer
+        await served.until(lambda: served.grpc_server.num_open == 0)  # its line comes after the answer
         headers = [(f"x-{i}", "1") for i in range(101)]
         for verb, path in (("GET", "/v1/models/toy"), ("PUT", f"/{CANARY}"), (CANARY, "/metrics")):
             response = await served.http.request(verb, path, headers=headers)
@@ -231,17 +223,13 @@ def test_what_is_refused_has_ten_lines_a_second_and_one_for_the_rest():
         told = [line for line in mine if "request_id" in line]
         rest = [line for line in mine if "left_out" in line]
         assert len(told) + sum(line["left_out"] for line in rest) == 30
-        assert all(
-            f"{line['left_out']} more requests: {reason}" in line["message"] for line in rest
-        )
+        assert all(f"{line['left_out']} more requests: {reason}" in line["message"] for line in rest)
     assert sum(line["reason"] == "length" for line in found) == 15
 
 
 def refusal(error: Exception | None = None) -> CallRecord:
     record = CallRecord(protocol="http", method="/v1/completions")
-    record.failed(
-        error or ValueError(), "429" if error is None else "500", internal=error is not None
-    )
+    record.failed(error or ValueError(), "429" if error is None else "500", internal=error is not None)
     record.close(None, None)
     return record
 

@@ -89,9 +89,7 @@ def test_a_profile_over_http_is_written_while_requests_are_served(tmp_path):
         assert busy.status_code == 400
         assert busy.json()["error"]["code"] == "profiler_state"
         assert busy.headers["x-should-retry"] == "false"
-        ended, _ = await asyncio.gather(
-            served.http.post("/stop_profile"), served.ask("hello", max_tokens=20)
-        )
+        ended, _ = await asyncio.gather(served.http.post("/stop_profile"), served.ask("hello", max_tokens=20))
         assert ended.json()["directory"] == begun.json()["directory"]
         assert Path(ended.json()["directory"]).parent == tmp_path / "profiles"
         assert_readable(ended.json()["directory"], "a_program_of_the_test")
@@ -142,15 +140,9 @@ def test_a_profile_ends_by_itself(tmp_path):
 
 def test_of_many_that_start_at_once_one_does(tmp_path):
     async def scenario(served):
-        codes = [
-            r.status_code
-            for r in await asyncio.gather(*(served.post("/start_profile", {}) for _ in range(8)))
-        ]
+        codes = [r.status_code for r in await asyncio.gather(*(served.post("/start_profile", {}) for _ in range(8)))]
         assert sorted(codes) == [200] + [400] * 7
-        codes = [
-            r.status_code
-            for r in await asyncio.gather(*(served.post("/stop_profile", {}) for _ in range(4)))
-        ]
+        codes = [r.status_code for r in await asyncio.gather(*(served.post("/stop_profile", {}) for _ in range(4)))]
         assert sorted(codes) == [200] + [400] * 3
 
     run(scenario, Profiler(tmp_path))

@@ -50,7 +50,13 @@ async def scrape(served: HttpServed) -> Scraped:
 
 
 def test_the_names_of_the_contract_are_there():
-    gauges = ["vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info", "aptjax:blocks"]
+    gauges = [
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:cache_config_info",
+        "aptjax:blocks",
+    ]
     counters = [
         "vllm:num_preemptions", "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:prefix_cache_queries",
         "vllm:prefix_cache_hits", "aptjax:slo_attained", "aptjax:slo_missed", "aptjax:cache_kind_switch", "aptjax:cache_conversions",
@@ -71,7 +77,9 @@ def test_the_names_of_the_contract_are_there():
         for name in counters:
             assert f"\n{name}_total{{" in text
         facts = next(labels for name, labels in (await scrape(served)).samples if name == "vllm:cache_config_info")
-        assert dict(facts).items() >= {"block_size": "4", "num_gpu_blocks": "256", "enable_prefix_caching": "True"}.items()
+        assert (
+            dict(facts).items() >= {"block_size": "4", "num_gpu_blocks": "256", "enable_prefix_caching": "True"}.items()
+        )
         openmetrics = await served.http.get(
             "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
         )
@@ -88,9 +96,7 @@ def test_numbers_equal_what_was_served_by_both_doors_however_often_they_are_read
         lens = [3, 5, 8]
         for n in lens:
             await served.ask("x" * n, max_tokens=n)
-        async for _ in served.grpc.generate(
-            "hello", max_tokens=4, ignore_eos=True, slo_ttft_ms=60_000, slo_class="be"
-        ):
+        async for _ in served.grpc.generate("hello", max_tokens=4, ignore_eos=True, slo_ttft_ms=60_000, slo_class="be"):
             pass
         await served.ask("x", n=2, max_tokens=2, slo={"ttft_ms": 60_000, "tbt_ms": 0.001})
         scrapes = [await scrape(served) for _ in range(3)]
@@ -231,9 +237,7 @@ def test_the_expected_wait_is_that_of_the_queue():
         engine = served.parts.engine
         assert name not in {key for key, _ in (await scrape(served)).samples}
         assert not (await served.grpc.stats()).HasField("expected_wait_s")
-        engine.costs = StepCosts(
-            prefill_base_s=3.0, prefill_per_request_s=2.0, prefill_per_token_s=0.5
-        )
+        engine.costs = StepCosts(prefill_base_s=3.0, prefill_per_request_s=2.0, prefill_per_token_s=0.5)
         assert (await scrape(served)).value(name) == 0
         assert (await served.grpc.stats()).expected_wait_s == 0
         tasks = [asyncio.create_task(served.ask(f"{i}hell", max_tokens=60)) for i in range(5)]
@@ -281,11 +285,7 @@ def test_the_grafana_board_asks_for_what_there_is():
         for expression in expressions:
             found = re.findall(r"(\w+:\w+)\{([^}]*)\}", expression)
             assert found, expression
-            grouped = {
-                label.strip()
-                for by in re.findall(r"by \(([^)]*)\)", expression)
-                for label in by.split(",")
-            }
+            grouped = {label.strip() for by in re.findall(r"by \(([^)]*)\)", expression) for label in by.split(",")}
             for name, selector in found:
                 wanted = dict(re.findall(r'(\w+)="([^"]*)"', selector))
                 series = [dict(labels) for sample, labels in samples if sample == name]

@@ -104,9 +104,7 @@ def test_a_request_is_a_span_with_its_queue_prefill_and_decode():
     assert before_ns <= span.start_ns <= queue.start_ns
     assert queue.start_ns <= queue.end_ns == prefill.start_ns <= prefill.end_ns == decode.start_ns
     assert decode.end_ns <= span.end_ns <= time.time_ns()
-    assert (
-        decode.end_ns - decode.start_ns >= 5 * 20e6
-    )  # six steps of 20 ms, of which one may have begun
+    assert decode.end_ns - decode.start_ns >= 5 * 20e6  # six steps of 20 ms, of which one may have begun
     seconds = (queue.end_ns - queue.start_ns) / 1e9
     assert values["gen_ai.latency.time_in_queue"] == pytest.approx(seconds, abs=1e-5)
     seconds = (prefill.end_ns - queue.start_ns) / 1e9
@@ -128,9 +126,9 @@ def test_the_parent_comes_with_the_request_at_every_service():
             headers={"Traceparent": TRACEPARENT, "tracestate": "vendor=1"},
         )
         await served.post("/v1/completions", {"prompt": "hi"}, headers={"traceparent": TRACEPARENT})
-        call = served.grpc.channel.unary_stream(
-            "/aptjax.v1.AptServe/Generate", request_serializer=lambda data: data
-        )(b"", metadata=metadata)
+        call = served.grpc.channel.unary_stream("/aptjax.v1.AptServe/Generate", request_serializer=lambda data: data)(
+            b"", metadata=metadata
+        )
         with pytest.raises(grpc.aio.AioRpcError):
             async for _ in call:
                 pass
@@ -153,9 +151,7 @@ def test_the_parent_comes_with_the_request_at_every_service():
 def test_a_parent_that_is_not_sampled_is_obeyed_and_nonsense_begins_a_new_trace():
     async def scenario(served):
         for value in (TRACEPARENT[:-1] + "0", "00-nonsense", "x" * 5000, ""):
-            response = await served.post(
-                "/v1/completions", {"prompt": "hi"}, headers={"traceparent": value}
-            )
+            response = await served.post("/v1/completions", {"prompt": "hi"}, headers={"traceparent": value})
             assert response.status_code == 200
 
     roots = traced(scenario).named("llm_request")
@@ -168,9 +164,7 @@ def test_what_was_refused_failed_or_broken_off_has_a_span_that_says_so():
         executor = executor_of(served.parts)
         await served.post("/v1/completions", {"prompt": CANARY, "temperature": CANARY})
         executor.gate.clear()  # it runs and never has a token
-        late = asyncio.create_task(
-            served.post("/v1/completions", {"prompt": "late", "deadline_ms": 100})
-        )
+        late = asyncio.create_task(served.post("/v1/completions", {"prompt": "late", "deadline_ms": 100}))
         await served.until(lambda: served.parts.engine.num_live == 1)
         await asyncio.sleep(0.2)
         executor.gate.set()
@@ -290,7 +284,9 @@ def test_without_the_extra_one_line_says_what_to_install():
 
 
 def test_the_server_is_without_opentelemetry_where_nobody_asks_for_it():
-    code = "import sys; import serve.cli.commands.serve; sys.exit(any(n.startswith('opentelemetry') for n in sys.modules))"
+    code = (
+        "import sys; import serve.cli.commands.serve; sys.exit(any(n.startswith('opentelemetry') for n in sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         timeout=120,

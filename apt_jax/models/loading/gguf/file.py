@@ -123,9 +123,7 @@ class GgufFile:
         try:
             import gguf
         except ImportError as error:
-            raise ModelLoadError(
-                f"{path}: GGUF files need the package gguf (pip install gguf)"
-            ) from error
+            raise ModelLoadError(f"{path}: GGUF files need the package gguf (pip install gguf)") from error
         self._gguf = gguf
         self.path = path
         self.metadata: dict[str, Any] = {}
@@ -168,9 +166,7 @@ class GgufFile:
         num_tensors = cursor.number("Q", "the number of tensors")
         num_entries = cursor.number("Q", "the number of metadata entries")
         if num_tensors > _MAX_TENSORS or num_entries > _MAX_ENTRIES:
-            raise ModelLoadError(
-                f"{self.path}: claims {num_tensors} tensors and {num_entries} metadata entries"
-            )
+            raise ModelLoadError(f"{self.path}: claims {num_tensors} tensors and {num_entries} metadata entries")
         for _ in range(num_entries):
             key = cursor.text("a metadata key", _MAX_NAME_BYTES)
             what = f"metadata {one_line(key):.80}"
@@ -180,14 +176,10 @@ class GgufFile:
         described = [self._describe(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
-            raise ModelLoadError(
-                f"{self.path}: metadata general.alignment={alignment!r:.40} must be a power of two"
-            )
+            raise ModelLoadError(f"{self.path}: metadata general.alignment={alignment!r:.40} must be a power of two")
         start = -(-cursor.offset // alignment) * alignment
         end, last = start, ""
-        for name, stored in sorted(
-            described, key=lambda item: (item[1].info.start, item[1].info.num_bytes)
-        ):
+        for name, stored in sorted(described, key=lambda item: (item[1].info.start, item[1].info.num_bytes)):
             where = f"{self.path}: tensor {name!r:.80}"
             info = dataclasses.replace(stored.info, start=start + stored.info.start)
             if info.start % alignment:
@@ -196,9 +188,7 @@ class GgufFile:
                 raise ModelLoadError(f"{where} overlaps with {last!r:.80}")
             end, last = info.start + info.num_bytes, name
             if end > size:
-                raise ModelLoadError(
-                    f"{where} ends at byte {end}, but the file has {size}; it is cut off"
-                )
+                raise ModelLoadError(f"{where} ends at byte {end}, but the file has {size}; it is cut off")
             self._stored[name] = dataclasses.replace(stored, info=info)
 
     def _describe(self, cursor: _Cursor) -> tuple[str, _Stored]:
@@ -219,13 +209,9 @@ class GgufFile:
             raise ModelLoadError(f"{self.path}: {where} has the unknown quantisation type {quant}")
         block_elements, block_bytes = self._gguf.GGML_QUANT_SIZES[known[quant]]
         if sizes[0] % block_elements:
-            raise ModelLoadError(
-                f"{self.path}: {where} has rows of {sizes[0]}, which {known[quant].name} cannot hold"
-            )
+            raise ModelLoadError(f"{self.path}: {where} has rows of {sizes[0]}, which {known[quant].name} cannot hold")
         num_bytes = math.prod(sizes) // block_elements * block_bytes
-        info = TensorInfo(
-            self.path.name, known[quant].name, tuple(reversed(sizes)), offset, num_bytes
-        )
+        info = TensorInfo(self.path.name, known[quant].name, tuple(reversed(sizes)), offset, num_bytes)
         stored = _Stored(info, quant, block_elements, block_bytes)
         self._stored[name] = stored  # to find duplicates; set again when the place is known
         return name, stored
@@ -245,13 +231,9 @@ class GgufFile:
             for first in range(0, num_blocks, step):
                 count = min(step, num_blocks - first)
                 assert self._file is not None
-                data = read_bytes(
-                    self._file, info.start + first * stored.block_bytes, count * stored.block_bytes
-                )
+                data = read_bytes(self._file, info.start + first * stored.block_bytes, count * stored.block_bytes)
                 if data is None:
-                    raise ModelLoadError(
-                        f"{self.path}: became shorter while it was read, within {name!r:.80}"
-                    )
+                    raise ModelLoadError(f"{self.path}: became shorter while it was read, within {name!r:.80}")
                 if plain is not None:
                     yield data.view(np.dtype(plain).newbyteorder("<"))
                 else:
@@ -260,9 +242,7 @@ class GgufFile:
                     with np.errstate(all="ignore"):
                         yield self._gguf.quants.dequantize(blocks, kind).reshape(-1)
         except OSError as error:
-            raise ModelLoadError(
-                f"{self.path}: cannot be read ({error.strerror or error})"
-            ) from error
+            raise ModelLoadError(f"{self.path}: cannot be read ({error.strerror or error})") from error
         except NotImplementedError:
             raise ModelLoadError(
                 f"{self.path}: tensor {name!r:.80} is quantised as {info.dtype}, which is not supported"

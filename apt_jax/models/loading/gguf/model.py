@@ -211,9 +211,7 @@ def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, where: str
     for context in (8192, 4096, 16384, 32768):
         smooth = (context / wavelength - low) / (high - low)
         middle = 1 / ((1 - smooth) / scale + smooth)
-        want = np.where(
-            wavelength < context / high, 1, np.where(wavelength > context / low, scale, middle)
-        )
+        want = np.where(wavelength < context / high, 1, np.where(wavelength > context / low, scale, middle))
         if want.shape == factors.shape and np.allclose(want, factors, rtol=_LLAMA3_TOLERANCE):
             return {
                 "rope_type": "llama3",
@@ -225,9 +223,7 @@ def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, where: str
     raise ModelLoadError(f"{where}: tensor 'rope_freqs.weight' holds a scaling that is not known")
 
 
-def _rope_scaling(
-    file: GgufFile, get: _Metadata, head_dim: int, theta: float
-) -> dict[str, Any] | None:
+def _rope_scaling(file: GgufFile, get: _Metadata, head_dim: int, theta: float) -> dict[str, Any] | None:
     if "rope_freqs.weight" in file.tensors:
         factors = _small(file, "rope_freqs.weight", head_dim // 2)
         if (factors == 1).all():
@@ -366,13 +362,9 @@ def _phi3(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     return fields | {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
-        "original_max_position_embeddings": get.size(
-            "rope.scaling.original_context_length", context
-        ),
+        "original_max_position_embeddings": get.size("rope.scaling.original_context_length", context),
         "partial_rotary_factor": rotated / fields["head_dim"],
-        "sliding_window": get.size("attention.sliding_window")
-        if get.raw("attention.sliding_window")
-        else None,
+        "sliding_window": get.size("attention.sliding_window") if get.raw("attention.sliding_window") else None,
     }
 
 
@@ -551,9 +543,7 @@ class GgufCheckpoint:
                     f"{file.path}: tensor {name!r:.80} has no place in a model of architecture {self._arch}"
                 )
             if hf in self._inner:
-                raise ModelLoadError(
-                    f"{file.path}: {name!r:.80} and {self._inner[hf]!r:.80} are the same tensor"
-                )
+                raise ModelLoadError(f"{file.path}: {name!r:.80} and {self._inner[hf]!r:.80} are the same tensor")
             shape = tuple(reversed(info.shape)) if self._transposed(name) else info.shape
             self._inner[hf] = name
             self.tensors[hf] = dataclasses.replace(info, shape=shape)

@@ -104,9 +104,7 @@ class _Vocabulary:
         for index, text in enumerate(self.strings("merges")):
             left, space, right = text.partition(" ")
             if not space or not all(p in self.ids for p in (left, right, left + right)):
-                raise self.refuse(
-                    f"merges[{index}]={text!r:.60} does not join two tokens to a third"
-                )
+                raise self.refuse(f"merges[{index}]={text!r:.60} does not join two tokens to a third")
             merges.append((left, right))
         return merges
 
@@ -114,9 +112,7 @@ class _Vocabulary:
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     pre = vocabulary.get("pre")
     if pre is None:
-        _logger.warning(
-            "the GGUF file does not say how its tokenizer splits text; taken for GPT-2's way"
-        )
+        _logger.warning("the GGUF file does not say how its tokenizer splits text; taken for GPT-2's way")
         pre = "gpt-2"
     if not isinstance(pre, str) or pre not in _SPLITS:
         raise vocabulary.refuse(
@@ -162,9 +158,7 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     prefix = vocabulary.flag("add_space_prefix", True)
-    if vocabulary.get("precompiled_charsmap") is not None or vocabulary.flag(
-        "remove_extra_whitespaces", False
-    ):
+    if vocabulary.get("precompiled_charsmap") is not None or vocabulary.flag("remove_extra_whitespaces", False):
         raise vocabulary.refuse(
             "model: a SentencePiece normaliser is not supported; give the tokenizer's directory (--tokenizer)"
         )
@@ -179,9 +173,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         )
     )
     spaces = normalizers.Replace(" ", _SPACE)
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
-    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(
         [*steps, decoders.Strip(" ", 1, 0)] if prefix else steps  # pyright: ignore[reportArgumentType]
@@ -215,9 +207,7 @@ def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
-    special = {
-        vocabulary.special(name) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
-    }
+    special = {vocabulary.special(name) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     added = []
     for token, index in vocabulary.ids.items():
         kind = vocabulary.types[index]
@@ -229,9 +219,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     backend.add_tokens(added)
 
 
-def _add_template(
-    backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, bos_default: bool
-) -> None:
+def _add_template(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, bos_default: bool) -> None:
     bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
     first = bos if vocabulary.flag("add_bos_token", bos_default) else None
     last = eos if vocabulary.flag("add_eos_token", False) else None
@@ -243,9 +231,7 @@ def _add_template(
         template.insert(0, vocabulary.tokens[first])
     if last is not None:
         template.append(vocabulary.tokens[last])
-    backend.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=list(dict(ends).items())
-    )
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=list(dict(ends).items()))
 
 
 def gguf_chat_template(file: GgufFile) -> str | None:
