@@ -92,7 +92,7 @@ clean:
 .venv/.ready: pyproject.toml uv.lock Makefile
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python $(PIP) install -qq uv==$(UV_VERSION)
-	.venv/bin/uv $(EXPORT) --extra serve --extra orbax --extra hub --extra int8 --extra structured --extra train --extra demo --extra otel --group test -o .venv/requirements.txt
+	.venv/bin/uv $(EXPORT) --extra serve --extra orbax --extra hub --extra int8 --extra structured --extra demo --extra otel --group test --group train -o .venv/requirements.txt
 	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements.txt
 	.venv/bin/python $(PIP) install -qq --no-deps -e .
 	touch $@

@@ -86,10 +86,7 @@ _ACTIVATIONS = {
 def _feed_forward(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Float[Array, "T D"]:
     activate = _ACTIVATIONS[config.activation]
     up = _plus(_einsum("TD,FD->TF", x, p.w_up), p.b_up)
-    if config.gated:
-        up = up * activate(_plus(_einsum("TD,FD->TF", x, p.w_gate), p.b_gate))
-    else:
-        up = activate(up)
+    up = up * activate(_plus(_einsum("TD,FD->TF", x, p.w_gate), p.b_gate)) if config.gated else activate(up)
     return _plus(_einsum("TF,DF->TD", up, p.w_down), p.b_down)
 
 

@@ -64,10 +64,7 @@ def option_values(
         violation_decay: factor on the values of violated requests (§6.6 uses 0.4); 0: the constant of §4.2.
         only: (n,) the one kind that each row is offered; None: all that it may take.
     """
-    if only is None:
-        allowed = allowed_kinds(view, rows).T
-    else:
-        allowed = np.arange(len(view.kinds))[:, None] == only
+    allowed = allowed_kinds(view, rows).T if only is None else np.arange(len(view.kinds))[:, None] == only
     if violation_decay <= 0 and urgent.violated.any():
         first = allowed & (np.cumsum(allowed, axis=0) == 1)
         allowed = np.where(urgent.violated, first, allowed)

@@ -475,12 +475,12 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
                 stage.run(
                     table,
                     case,
-                    lambda: (
+                    lambda side=side, run=run, policy=policy, cache=cache: (
                         {"side": side, "policy": policy, "cache": cache, "rate": rate, "requests": count}
                         | run(policy, cache)
                     ),
                     120.0,
-                )  # noqa: B023
+                )
     return [quality, *_serve_lines(table.path), f"{stage.num_skipped} not reached"]
 
 

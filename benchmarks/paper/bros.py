@@ -30,23 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import numpy as np
-from cases import effect, print_facts, run_cases
-from common import (
-    RESULTS,
-    claim,
-    compare,
-    new_figure,
-    print_rows,
-    save_figure,
-    targets,
-    write_csv,
-    write_rows,
-)
-from longest_wait import LongestWaitPolicy
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
@@ -63,6 +47,19 @@ from apt_jax.sim.executor import SimulatedExecutor
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.trace import Trace, draw_arrivals, load_trace
 from apt_jax.utils.clock import VirtualClock
+from benchmarks.paper.cases import effect, print_facts, run_cases
+from benchmarks.paper.common import (
+    RESULTS,
+    claim,
+    compare,
+    new_figure,
+    print_rows,
+    save_figure,
+    targets,
+    write_csv,
+    write_rows,
+)
+from benchmarks.paper.longest_wait import LongestWaitPolicy
 
 Row = dict[str, Any]
 

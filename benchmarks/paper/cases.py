@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from common import compare, targets
 
 from apt_jax import __version__
 from apt_jax.config import SchedulerConfig
 from apt_jax.sched import POLICIES
 from apt_jax.sim.sweep import Store
+from benchmarks.paper.common import compare, targets
 
 ROOT = Path(__file__).resolve().parents[2]
 

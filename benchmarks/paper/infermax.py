@@ -36,22 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import numpy as np
-from cases import effect, largest, print_facts, run_cases
-from common import (
-    RESULTS,
-    claim,
-    compare,
-    new_figure,
-    print_rows,
-    save_figure,
-    write_csv,
-    write_rows,
-)
-from infermax_fig15 import linear_costs, per_prefill_costs
 
 from apt_jax.config import SLO
 from apt_jax.engine import Engine
@@ -63,6 +48,18 @@ from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import load_trace
 from apt_jax.sim.workload import Workload
+from benchmarks.paper.cases import effect, largest, print_facts, run_cases
+from benchmarks.paper.common import (
+    RESULTS,
+    claim,
+    compare,
+    new_figure,
+    print_rows,
+    save_figure,
+    write_csv,
+    write_rows,
+)
+from benchmarks.paper.infermax_fig15 import linear_costs, per_prefill_costs
 
 Row = dict[str, Any]
 Curves = dict[str, tuple[Sequence[float], Sequence[float]]]
@@ -375,8 +372,7 @@ def fig3(options: Options) -> list[Row]:
 
 def _operators(directory: Path) -> dict[str, list[tuple[float, float]]]:
     """(size, ms) of the parts of a layer; at most 4096 tokens, 131072 tokens read, 8 prompts of at most 4096."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from hardware_descriptions import MODELS, Profiles
+    from tools.hardware_descriptions import MODELS, Profiles
 
     profiles, model = Profiles(directory), MODELS["llama-2-7b"]
     layer = [
@@ -732,7 +728,7 @@ def sorting(options: Options) -> list[Row]:
 
 
 def fig13(options: Options) -> list[Row]:
-    from infermax_engine import OnEngine
+    from benchmarks.paper.infermax_engine import OnEngine
 
     lengths = (8,) if options.quick else (8, 64)
     outputs = (4,) if options.quick else (8, 64)
@@ -786,7 +782,7 @@ def fig13(options: Options) -> list[Row]:
 
 
 def fig14(options: Options) -> list[Row]:
-    from infermax_engine import OnEngine
+    from benchmarks.paper.infermax_engine import OnEngine
 
     capacities = (64, 256) if options.quick else (64, 256, 1024, 4096)
     lengths = (8,) if options.quick else (4, 32)

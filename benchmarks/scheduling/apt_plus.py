@@ -23,9 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,7 +43,7 @@ from benchmarks.paper.common import (
     write_csv,
 )
 
-RESULTS = Path(__file__).resolve().parent / "results" / "apt-plus"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "apt-plus"
 
 APT_KV, APT_HYBRID, APT_PROBED = (
     "apt, KV",

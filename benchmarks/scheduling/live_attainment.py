@@ -34,7 +34,7 @@ from apt_jax.sim.workload import Workload
 from benchmarks.paper.common import half_width, mean
 from benchmarks.scheduling.simulator_fidelity import calibrated, draw, percentiles, serve
 
-RESULTS = Path(__file__).resolve().parent / "results" / "simulator-fidelity"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "simulator-fidelity"
 LOADS = (0.7, 1.2)
 SLOTS, STEP_TOKENS, POOL_BLOCKS = 16, 256, 160
 TUNING_SEED = 1000

@@ -36,7 +36,7 @@ from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import load_trace
 from apt_jax.sim.workload import draw_workload, fitting
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 CLASSES = {
     "interactive": SLO(ttft_s=0.5, tbt_s=0.5),
     "standard": SLO(ttft_s=1.0, tbt_s=1.0),

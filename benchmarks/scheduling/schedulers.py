@@ -37,7 +37,7 @@ from benchmarks.paper.common import (
     write_csv,
 )
 
-RESULTS = Path(__file__).resolve().parent / "results" / "schedulers"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "schedulers"
 
 COMPARED = (
     "fcfs",

@@ -42,7 +42,7 @@ from apt_jax.sim.trace import draw_arrivals
 from apt_jax.sim.workload import Workload
 from apt_jax.utils.clock import WallClock
 
-RESULTS = Path(__file__).resolve().parent / "results" / "simulator-fidelity"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "simulator-fidelity"
 
 
 class Watched:

@@ -10,11 +10,11 @@ pytest.importorskip("matplotlib")
 @pytest.mark.parametrize(
     "module",
     [
-        "apt_plus",
-        "live_attainment",
-        "schedulers",
-        "simulator_fidelity",
-        "vllm_scheduler",
+        "scheduling.apt_plus",
+        "scheduling.live_attainment",
+        "scheduling.schedulers",
+        "scheduling.simulator_fidelity",
+        "scheduling.vllm_scheduler",
         "paper.apt_serve",
         "paper.bros",
         "paper.infermax",

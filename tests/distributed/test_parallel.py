@@ -15,14 +15,19 @@ from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
 from tests.support.parallel_cases import CASES, MODELS
 
-WORKER = Path(__file__).parent / "support" / "parallel_cases.py"
+ROOT = Path(__file__).parents[2]
 REDUCE, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 
 
 def results(case: str, sizes: list[int]) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, WORKER, case, *map(str, sizes)], capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.support.parallel_cases", case, *map(str, sizes)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

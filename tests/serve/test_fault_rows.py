@@ -17,7 +17,7 @@ from serve.client import AptClient
 from tests.support.http_serving import HttpServed, completion, run
 from tests.support.toy_serving import expected_tokens, toy_parts
 
-SUPPORT = Path(__file__).parents[1] / "support"
+ROOT = Path(__file__).parents[2]
 
 
 # --- clients -------------------------------------------------------------------------------------------------------
@@ -121,12 +121,13 @@ class FaultyServer:
         self.base = f"http://127.0.0.1:{self.http_port}"
         command = [
             sys.executable,
-            str(SUPPORT / "faulty_server.py"),
+            "-m",
+            "tests.support.faulty_server",
             str(self.grpc_port),
             str(self.http_port),
             plan,
         ]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def is_healthy(self) -> tuple[bool, bool]:
         """What HTTP and gRPC say."""

@@ -7,7 +7,7 @@ every block free.
 
 Any failure is a `SimulationError` that ends with the command that replays it:
 
-    PYTHONPATH=. python tests/support/simulation_harness.py SEED
+    python -m tests.support.simulation_harness SEED
 """
 
 import collections
@@ -566,9 +566,7 @@ class Simulation:
                 self._run()
         except Exception as error:
             text = f"seed {self.seed}, iteration {self.iterations}: {type(error).__name__}: {error}\n{self.scenario}"
-            raise SimulationError(
-                f"{text}\nreplay: PYTHONPATH=. python tests/support/simulation_harness.py {self.seed}"
-            ) from error
+            raise SimulationError(f"{text}\nreplay: python -m tests.support.simulation_harness {self.seed}") from error
         return Report(
             seed=self.seed,
             iterations=self.iterations,

@@ -1,4 +1,4 @@
-"""`apt-jax launch` whose replicas are toy servers: python toy_launch.py FLAGS.
+"""`apt-jax launch` whose replicas are toy servers: python -m tests.support.toy_launch FLAGS.
 
 TOY_FAILS, "CODE WORDS", makes replicas write WORDS and end with CODE.
 """

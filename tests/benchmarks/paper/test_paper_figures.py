@@ -2,7 +2,6 @@
 
 import csv
 import importlib
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -10,14 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "benchmarks/paper"
-SCHED_TESTS = Path(__file__).resolve().parents[2] / "sched"
+from tests.support import sched_world
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-    return importlib.import_module(request.param)
+def script(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(f"benchmarks.paper.{request.param}")
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -134,8 +131,6 @@ def test_queueing_is_what_is_left_of_the_latency(script: ModuleType) -> None:
 
 @pytest.mark.parametrize("script", ["longest_wait"], indirect=True)
 def test_who_has_waited_longest_goes_first_and_may_preempt(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(SCHED_TESTS), *sys.path])
-    sched_world = importlib.import_module("sched_world")
 
     def world(quantum_had: int) -> tuple[Any, list[int], int]:
         world = sched_world.World(num_blocks=18, mode="kv")

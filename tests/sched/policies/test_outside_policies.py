@@ -48,7 +48,7 @@ from tests.support.sched_world import Arrival, World, drain
 from tests.support.toy_serving import EngineParts, assert_clean, expected_tokens, toy_parts
 
 DOCS = Path(__file__).parents[3] / "docs"
-LATEST = "outside_policies:Latest"
+LATEST = "tests.support.outside_policies:Latest"
 QUICK = SimulationConfig(trace="humaneval", num_requests=10, rate=4.0)
 
 COUNTING = '''
@@ -159,26 +159,29 @@ def test_options_reach_policies_from_outside():
         ("apt?violation_decay=7", "must lie in [0, 1]"),
         ("apt?decay=1", "no option 'decay'; it has the options "),
         ("apt?violation_deca=1", "did you mean violation_decay?"),
-        ("outside_policies:NoName?x=1", "no option 'x'; it has no options"),
+        ("tests.support.outside_policies:NoName?x=1", "no option 'x'; it has no options"),
         ("sarathi?prefill_tokens=0", "cannot be made: ValueError: prefill_tokens=0 must be at least 1"),
         ("sarathi?name=x", "no option 'name'; it has the options first"),
         ("sarathi?first=me", f"first='me' must be one of {', '.join(get_args(First))}"),
         ("sarathi?chunked=1", "chunked='1' is not true or false"),
         ("sarathi?prefill_tokens=1.5", "prefill_tokens='1.5' is not an integer"),
-        ("outside_policies:WithFunction?order=int", "order='int' cannot be given as text"),
+        ("tests.support.outside_policies:WithFunction?order=int", "order='int' cannot be given as text"),
         (f"{LATEST}?most=many", "most='many' is not of type int | None"),
         ("no_such_module:Class", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
-        ("outside_policies:Lates", "outside_policies has no 'Lates'; did you mean Latest?"),
-        ("outside_policies:not_a_class", "is not a class but Latest"),
-        ("outside_policies:NoVersion", f"`interface_version = {INTERFACE_VERSION}` is this apt-jax's"),
+        ("tests.support.outside_policies:Lates", "outside_policies has no 'Lates'; did you mean Latest?"),
+        ("tests.support.outside_policies:not_a_class", "is not a class but Latest"),
+        ("tests.support.outside_policies:NoVersion", f"`interface_version = {INTERFACE_VERSION}` is this apt-jax's"),
         (
-            "outside_policies:OtherVersion",
+            "tests.support.outside_policies:OtherVersion",
             f"interface_version {INTERFACE_VERSION + 1}; this apt-jax has {INTERFACE_VERSION}",
         ),
-        ("outside_policies:NoSchedule", "has no method schedule(view)"),
-        ("outside_policies:NoName", "has no `name`"),
-        ("outside_policies:CannotBeMade", "cannot be made: OSError: a file is missing (outside_policies.py, line"),
-        ("outside_policies:", "is not package.module:Class"),
+        ("tests.support.outside_policies:NoSchedule", "has no method schedule(view)"),
+        ("tests.support.outside_policies:NoName", "has no `name`"),
+        (
+            "tests.support.outside_policies:CannotBeMade",
+            "cannot be made: OSError: a file is missing (outside_policies.py, line",
+        ),
+        ("tests.support.outside_policies:", "is not package.module:Class"),
         (":Class", "is not package.module:Class"),
         ("..x:Class", "is not package.module:Class"),
         ("../my_policy:Class", "is not package.module:Class; the module is looked for"),
@@ -230,7 +233,7 @@ def test_a_module_that_fails_is_one_line(module, text, message):
         ("simulate", "--rate", "2"),
     ],
 )
-@pytest.mark.parametrize("policy", ["outside_policies:OtherVersion", "no_such_module:Class", "fcfs?x=1"])
+@pytest.mark.parametrize("policy", ["tests.support.outside_policies:OtherVersion", "no_such_module:Class", "fcfs?x=1"])
 def test_every_verb_says_so_at_once(verb, policy, capsys):
     assert main([*verb, "--scheduling-policy", policy]) == 2
     error = capsys.readouterr().err
@@ -292,7 +295,7 @@ def test_a_policy_that_fails_is_seen_in_a_simulation(capsys, caplog):
         "--workers",
         "1",
     ]
-    broken = "outside_policies:Broken?every=2"
+    broken = "tests.support.outside_policies:Broken?every=2"
     assert main([*args, "--scheduling-policy", broken]) == 0
     assert "iterations left to fcfs" in capsys.readouterr().out
     assert main([*args, "--scheduling-policy", f"fcfs,{broken}"]) == 0
@@ -308,11 +311,14 @@ def test_starts_of_an_optimal_schedule(tmp_path, capsys):
     assert main([*flags, "--start", f"fcfs,{LATEST}?most=1"]) == 0
     assert f"{LATEST}?most=1" in capsys.readouterr().out
     for start, message in (
-        ("outside_policies:NoVersion", "interface_version"),
-        ("outside_policies:Broken", "broken failed: ZeroDivisionError: no reason"),
-        ("outside_policies:Broken?promise=row twice", "broken failed: PlanError: a row is there twice"),
-        ("outside_policies:Broken?promise=writes to the table", "ValueError: assignment destination is read-only"),
-        ("outside_policies:Broken?promise=nothing is run", "leaves 2 requests waiting"),
+        ("tests.support.outside_policies:NoVersion", "interface_version"),
+        ("tests.support.outside_policies:Broken", "broken failed: ZeroDivisionError: no reason"),
+        ("tests.support.outside_policies:Broken?promise=row twice", "broken failed: PlanError: a row is there twice"),
+        (
+            "tests.support.outside_policies:Broken?promise=writes to the table",
+            "ValueError: assignment destination is read-only",
+        ),
+        ("tests.support.outside_policies:Broken?promise=nothing is run", "leaves 2 requests waiting"),
     ):
         assert main([*flags, "--start", start]) == 2
         error = capsys.readouterr().err
@@ -344,7 +350,7 @@ def test_recorded_and_replayed():
 
 
 def parts_of(promise: str, every: int, **toy) -> EngineParts:
-    policy = f"outside_policies:Broken?promise={promise}&every={every}"
+    policy = f"tests.support.outside_policies:Broken?promise={promise}&every={every}"
     return toy_parts(policy=policy, debug=False, num_blocks=24, max_num_seqs=4, **toy)
 
 
@@ -406,7 +412,7 @@ def test_the_log_has_a_line_a_minute(caplog):
     from apt_jax.utils.clock import VirtualClock
 
     clock = VirtualClock()
-    parts = toy_parts(policy="outside_policies:Broken", debug=False, clock=clock)
+    parts = toy_parts(policy="tests.support.outside_policies:Broken", debug=False, clock=clock)
     parts.engine._policies.timer = clock.now_s
     parts.engine.add_request(
         parts.build_request(prompt="hi", params={"max_tokens": 100, "ignore_eos": True, "temperature": 0.0})
@@ -457,7 +463,7 @@ def test_a_served_request_has_the_same_tokens():
         return [a["choices"][0]["text"] for a in answers], float(found[1])
 
     plain, none = asyncio.run(ask("fcfs"))
-    texts, fallbacks = asyncio.run(ask("outside_policies:Broken?promise=raises&every=3"))
+    texts, fallbacks = asyncio.run(ask("tests.support.outside_policies:Broken?promise=raises&every=3"))
     assert (texts, none) == (plain, 0)
     assert fallbacks >= 5
 
@@ -542,11 +548,10 @@ def test_the_tutorial_names_everything(tutorial):
 
 
 def test_the_benchmark_of_speed_takes_them():
-    script = DOCS.parent / "benchmarks" / "greedy_scheduler.py"
     args = ["--problems", "0", "--repeats", "3", "--policies", f"fcfs,{LATEST}"]
     done = subprocess.run(
-        [sys.executable, str(script), *args],
-        cwd=Path(outside_policies.__file__).parent,
+        [sys.executable, "-m", "benchmarks.scheduling.greedy_scheduler", *args],
+        cwd=DOCS.parent,
         capture_output=True,
         text=True,
         check=True,

@@ -33,7 +33,7 @@ from tests.support.toy_server import server_parts
 from tests.support.toy_serving import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
-TOY = (str(ROOT / "tests/support/toy_launch.py"),)
+TOY = ("-m", "tests.support.toy_launch")
 REAL = ("-m", "serve.cli", "launch")
 FEW_PROGRAMS = (
     "--max-num-seqs=4",
@@ -64,11 +64,10 @@ class Launch:
 
     def __init__(self, directory: Path, script: Sequence[str], *flags: str, **env: str) -> None:
         self._out, self._err = directory / "out.log", directory / "err.log"
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = psutil.Popen(
                 [sys.executable, *script, *flags], stdout=out, stderr=err, cwd=ROOT, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path, **env},
+                env={**os.environ, "PYTHONPATH": str(ROOT), **env},
             )  # fmt: skip
         self._family: set[psutil.Process] = set()
 

@@ -138,12 +138,11 @@ class Process:
     """A program with its output in a file, killed at the end of a ``with``."""
 
     def __init__(self, *arguments: str, log: Path) -> None:
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
         self._log = log
         with log.open("w") as file:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
 
     def __enter__(self) -> "Process":
@@ -184,7 +183,7 @@ class Server(Process):
 
     def __init__(self, kind: str, log: Path, template: Path, step_ms: int) -> None:
         if kind == "toy":
-            super().__init__("tests/support/toy_server.py", str(step_ms), log=log)
+            super().__init__("-m", "tests.support.toy_server", str(step_ms), log=log)
         else:
             flags = ["--grpc-port=0", "--no-http", f"--chat-template={template}", *FEW_PROGRAMS]
             super().__init__("-m", "serve.cli", "serve", kind, *flags, log=log)
