@@ -1,0 +1,51 @@
+"""Check that code, comments, messages and documents use the field's words (tools/words.toml), not old private ones.
+
+    python tools/check_words.py [FILE ...]     # without files: everything that git tracks
+
+Prints a line for each find, with the word to use instead, and ends with 1 if there is one.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SUFFIXES = {".py", ".md", ".toml", ".ipynb", ".yaml", ".html", ".js", ".css", ".proto", ".cc", ".h", ""}
+
+
+def tracked() -> list[Path]:
+    """Return the files of the repository, new ones among them."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="the words of the project")
+    parser.add_argument("files", nargs="*", type=Path)
+    args = parser.parse_args()
+
+    settings = tomllib.loads((ROOT / "tools" / "words.toml").read_text())
+    rules = [(re.compile(rule["pattern"]), rule["use"], tuple(rule.get("not_in", ()))) for rule in settings["rule"]]
+    finds = 0
+    for path in [file.resolve() for file in args.files] or tracked():
+        name = path.relative_to(ROOT).as_posix()
+        if path.suffix not in SUFFIXES or any(fnmatch(name, pattern) for pattern in settings["not_in"]):
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for pattern, use, not_in in rules:
+                found = pattern.search(line)
+                if found and not any(fnmatch(name, other) for other in not_in):
+                    finds += 1
+                    print(f"{name}:{number}: {found.group()!r}: {use}")
+    if finds:
+        print(f"{finds} finds; tools/words.toml has the rules", file=sys.stderr)
+    return 1 if finds else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
