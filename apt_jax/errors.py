@@ -64,7 +64,7 @@ class QueueFullError(AptJaxError):
     """There is too much to do for the request to wait (`apt_jax.admission`), or it has waited too long.
 
     Attributes:
-        retry_after_s: an estimate of when it would be let in, in seconds.
+        retry_after_s: an estimate of when it would be admitted, in seconds.
     """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:

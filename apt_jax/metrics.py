@@ -1,4 +1,4 @@
-"""What the latency numbers mean, computed from recorded token times (docs/metrics.md has every symbol and unit).
+"""Latency metrics, computed from recorded token times (docs/metrics.md has every symbol and unit).
 
 A request arrives at a and its tokens are delivered at t_1 <= t_2 <= ... <= t_n. TTFT = t_1 - a; the gaps are
 TBT_j = t_{j+1} - t_j; a request attains its SLO when TTFT and the 99th percentile of its own gaps both do.
@@ -164,7 +164,7 @@ class RequestRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """Of one quantity over requests; None where no request has it."""
+    """Percentiles of one quantity over requests; None where no request has it."""
 
     p50: float | None
     p90: float | None

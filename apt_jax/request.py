@@ -22,7 +22,7 @@ CacheKindName = Literal["kv", "hidden"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the whole output must look like; exactly one of the first five. See docs/structured_output.md."""
+    """A constraint on the whole output; exactly one of the first five. See docs/structured_output.md."""
 
     json: str | bool | Mapping[str, object] | None = None
     """JSON schema, as JSON text or as an object; an output is one JSON value that it allows."""
@@ -87,7 +87,7 @@ class SamplingParams:
 
     @property
     def needs_penalties(self) -> bool:
-        """Whether the logits depend on the tokens so far, or on a bias."""
+        """True if the logits depend on the tokens so far, or on a bias."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -98,11 +98,11 @@ class SamplingParams:
 
 
 class TokenConstraint(Protocol):
-    """What one request may say next, given what it has said. It may raise: that ends its request alone."""
+    """The tokens that one request may generate next, given its output so far. It may raise: that ends its request alone."""
 
     @property
     def ended(self) -> bool:
-        """Whether the output is complete and nothing may follow."""
+        """Return True if the output is complete and nothing may follow."""
         ...
 
     def accept(self, token_id: int) -> None:
@@ -146,7 +146,7 @@ class EngineRequest:
     grammar: Grammar | None = None
     """Compiled from `params.structured_outputs`."""
     tenant: str | None = None
-    """Who asks, by API key; never what the request says of itself. Tenants share neither queue places nor cached prefixes."""
+    """The tenant, by API key; never what the request claims. Tenants share neither queue places nor cached prefixes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -406,7 +406,7 @@ def _to_40g(costs: StepCosts, model: Model, tp: int) -> StepCosts:
 
 
 def _reproject(kv: StepCosts, extra_per_token_s: float) -> StepCosts:
-    """Hidden rows that compute K and V of all cached tokens anew in every step (Apt-Serve §4.2)."""
+    """Hidden rows that compute K and V of all cached tokens again in every step (Apt-Serve §4.2)."""
     per_token_s = kv.decode_per_token_s + extra_per_token_s
     return dataclasses.replace(
         kv,

@@ -2,7 +2,7 @@
 
 Apt-Serve charges a hidden request its extra time t = c0 + c1 * tokens in every decode step (Eq. 6) for as long as it runs, and
 changes the kind of a request by a preemption alone. With rotary embedding, where keys must be restored in every step, that makes
-the small cache dear in the long run. A conversion costs about one such step, and blocks:
+the small cache expensive in the long run. A conversion costs about one such step, and blocks:
 
     gain = t * (decode steps that are left) - conversion_s        seconds
 
@@ -23,7 +23,7 @@ FEW_OUTPUTS = 20
 
 
 def hidden_extra_s(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
-    """What hidden requests of (n,) `tokens` cost more than KV ones in a decode step, seconds; may be negative.
+    """Extra time of hidden requests of (n,) `tokens` over KV ones in a decode step, seconds; may be negative.
 
     By the measured `StepCosts`, whatever policies are told to charge (``--rho-us``); by `KindSpec` where nothing is measured.
     """
@@ -58,10 +58,10 @@ def steps_left(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
 
 
 def spare_blocks(view: SchedulerView, free_blocks: int, waiting: Rows) -> int:
-    """Of `free_blocks`, those that the first `waiting` requests would not take if a step began as many as it has seats and
+    """The part of `free_blocks` that the first `waiting` requests would not take if a step began as many as it has slots and
     tokens for (at least one), with the kind that takes fewest; at least 0."""
-    seats = max(view.max_num_seqs - view.running.size, 0)
-    next_ones = waiting[:seats]
+    slots = max(view.max_num_seqs - view.running.size, 0)
+    next_ones = waiting[:slots]
     if not next_ones.size:
         return max(free_blocks, 0)
     tokens = view.table.num_tokens.take(next_ones)
@@ -73,7 +73,7 @@ def spare_blocks(view: SchedulerView, free_blocks: int, waiting: Rows) -> int:
 
 
 def rows_to_convert(view: SchedulerView, rows: NDArray[np.int32], room: int) -> NDArray[np.int32]:
-    """Rows that it pays to convert in this step, those with the dearest decode steps first.
+    """Rows that it pays to convert in this step, those with the most expensive decode steps first.
 
     Args:
         view: the state.

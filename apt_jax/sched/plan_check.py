@@ -1,4 +1,4 @@
-"""Whether a plan keeps the promises of `Plan`: for tests, and for policies from outside this package, each iteration.
+"""Checks that a plan keeps the promises of `Plan`: for tests, and for policies from outside this package, each iteration.
 
 Speed: rows are looked up in arrays over the table, and words are made only for what is wrong. A plan of 256 rows with 1,600
 waiting takes about 0.1 ms.
@@ -26,7 +26,7 @@ class PlanError(AssertionError):
 
 
 def checked_schedule(policy: Policy, view: SchedulerView) -> Plan:
-    """What somebody else's policy decides: it reads a table that it cannot write to, and its plan is checked.
+    """Run an outside policy: it reads a table that it cannot write to, and its plan is checked.
 
     Raises:
         PlanError: a promise is broken.
@@ -91,9 +91,9 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     if total > view.max_num_batched_tokens:
         raise PlanError(f"{total} tokens in a step of {view.max_num_batched_tokens}")
     kept = view.running.size - preempt.size
-    seats = kept + n - int(np.count_nonzero(holds))
-    if seats > max(view.max_num_seqs, kept):
-        raise PlanError(f"{seats} requests would hold cache, {view.max_num_seqs} may")
+    slots = kept + n - int(np.count_nonzero(holds))
+    if slots > max(view.max_num_seqs, kept):
+        raise PlanError(f"{slots} requests would hold cache, {view.max_num_seqs} may")
 
     bad = holds & (kind != table.kind[rows])
     if bad.any():

@@ -68,7 +68,7 @@ class PolicyMaker:
 
 
 def is_bundled(policy: Policy) -> bool:
-    """Whether a policy is of this package: its plans keep their promises, by its tests."""
+    """Return True if a policy is of this package: its plans keep their promises, by its tests."""
     return _is_ours(type(policy).__module__)
 
 
@@ -77,7 +77,7 @@ def _is_ours(module: str) -> bool:
 
 
 def find_policy(text: str, bundled: Mapping[str, PolicyMaker]) -> tuple[PolicyMaker, dict[str, Any]]:
-    """What `--scheduling-policy` names, and the values of its options; nothing is made yet.
+    """Find the policy that `--scheduling-policy` names, and the values of its options; nothing is built yet.
 
     Raises:
         ConfigError: one line: no such policy or option, a module that cannot be imported, another interface.

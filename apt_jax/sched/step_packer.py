@@ -1,4 +1,4 @@
-"""What policies share: which kinds a request may take, blocks, and how rows are packed into one step.
+"""Helpers that policies share: which kinds a request may take, blocks, and how rows are packed into one step.
 
 Speed: options are computed as (num_kinds, n), along memory, and handed out transposed; a gather is `take`, which is two
 to ten times faster than an index array.
@@ -94,7 +94,7 @@ def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
 def admissible(
     view: SchedulerView, waiting: Rows, free_blocks: int
 ) -> tuple[Rows, NDArray[np.int32], NDArray[np.int8]]:
-    """The first of `waiting`, in their order, for whose whole prompts there are blocks and seats.
+    """The first of `waiting`, in their order, for whose whole prompts there are blocks and slots.
 
     The first one that does not fit ends it.
 
@@ -168,7 +168,7 @@ def split_running(view: SchedulerView) -> tuple[Rows, Rows]:
 
 
 class StepPacker:
-    """Collects the rows of one step within token budget, seats and blocks.
+    """Collects the rows of one step within token budget, slots and blocks.
 
     Attributes:
         tokens_left: of `max_num_batched_tokens`.

@@ -1,4 +1,4 @@
-"""What it is worth to run a request now (Apt-Serve Eq. 5, 6 and 8), with the SLO-aware fallback (§4.2, §6.6)."""
+"""The value of running a request now (Apt-Serve Eq. 5, 6 and 8), with the SLO-aware fallback (§4.2, §6.6)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a policy sees and what it answers. NumPy only: no device, no block ids, no clock.
+"""The interface of policies: the view that they read and the plan that they return. NumPy only: no device, no block ids, no clock.
 
 The engine owns one `RequestTable`; a policy reads it through a `SchedulerView` and returns a `Plan`.
 docs/writing_a_policy.md is the tutorial.
@@ -71,7 +71,7 @@ class SchedulerView:
     hidden_block_size: int | None = None
     """Layer inputs that a block holds; None: `block_size`."""
     can_convert: bool = False
-    """Whether `Plan.convert` may be used: both kinds are on offer, and the executor can do it."""
+    """True if `Plan.convert` may be used: both kinds are on offer, and the executor can do it."""
 
     @functools.cached_property
     def block_sizes(self) -> NDArray[np.int32]:
@@ -175,5 +175,5 @@ class Policy(Protocol):
 
 
 def converts(policy: Policy) -> bool:
-    """Whether a policy may use `Plan.convert`."""
+    """Return True if a policy may use `Plan.convert`."""
     return bool(getattr(policy, "converts", False))

@@ -1,4 +1,4 @@
-"""What to simulate."""
+"""The configuration of a simulation."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from apt_jax.sim.routing import ROUTING_POLICIES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulationConfig:
-    """What to simulate; the flags of `apt-jax simulate` derive from the fields."""
+    """Configuration of a simulation; the flags of `apt-jax simulate` derive from the fields."""
 
     model: str = option("opt-13b", metavar="MODEL")
     """Model of the hardware description."""

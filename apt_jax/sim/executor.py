@@ -37,7 +37,7 @@ class SimulatedExecutor:
         num_blocks: usable blocks of the pool.
         block_size: keys, or values, that a block holds.
         hidden_block_size: layer inputs that a block holds; None: `block_size`.
-        max_num_seqs: seats.
+        max_num_seqs: slots of the batch.
         host_s: seconds of the host before every dispatch.
         can_convert: whether layer inputs may become keys and values within a step.
 

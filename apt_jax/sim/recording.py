@@ -120,7 +120,7 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What one iteration did, in terms that do not depend on the run: requests are called by their number."""
+    """One iteration, in terms that do not depend on the run: requests are called by their number."""
 
     now_s: float
     """When it was made."""
@@ -134,13 +134,13 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What a run decided and what came of it."""
+    """The decisions of a run and their results."""
 
     decisions: list[Decision]
     durations_s: list[float]
-    """Of its steps."""
+    """Times of its steps."""
     can_convert: bool
-    """Of its executor."""
+    """Counters of its executor."""
     result: SimulationResult
 
 

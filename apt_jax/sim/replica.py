@@ -84,7 +84,7 @@ class Replica:
         )
 
     def state(self, now_s: float) -> ReplicaState:
-        """What is known at `now_s`, which lies between the beginnings of two iterations."""
+        """The state of the replica at `now_s`, which lies between the beginnings of two iterations."""
         if self._in_step is not None and self._clock.now_s() > now_s:  # it ends after this
             left_s = max(self._in_step.busy_s - now_s, 0.0)
             return dataclasses.replace(self._in_step, busy_s=left_s, coming=self._coming)

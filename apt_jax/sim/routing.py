@@ -21,7 +21,7 @@ _AS_GOOD = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaState:
-    """What is known of a replica at one moment."""
+    """The state of a replica as a router sees it."""
 
     admission: Admission
     outlook: Outlook
@@ -65,7 +65,7 @@ def least_load() -> Router:
 
 def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
     """When the first token of a new request should come, seconds from now, as admission reckons: the rest of the step that runs,
-    what waits before it (prompts, memory, seats), and its own prompt."""
+    what waits before it (prompts, memory, slots), and its own prompt."""
     num_tokens, outlook = int(request.prompt_token_ids.size), state.outlook
     queue = outlook.queue_before(
         state.coming,
@@ -98,7 +98,7 @@ def expected_slack() -> Router:
 
 
 def _share_claimed(state: ReplicaState) -> float:
-    """Of the pool: by requests that hold cache, and by the prompts of those that wait."""
+    """The claimed share of the pool: by requests that hold cache, and by the prompts of those that wait."""
     queue = state.outlook.queues[1]
     return (queue.missing_blocks + state.coming.blocks_before[1]) / state.num_blocks
 

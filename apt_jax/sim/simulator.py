@@ -56,7 +56,7 @@ class TenantCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SimulationResult:
-    """What a run showed."""
+    """The result of a run."""
 
     config: SimulationConfig
     summary: Summary

@@ -20,7 +20,7 @@ import threading
 from typing import Any
 
 STACK_BYTES = 4 << 20
-"""Of the thread that compiles here; the engine's process has a larger one."""
+"""Stack of the thread that compiles here; the engine's process has a larger one."""
 TRIAL_TOKENS = 24
 """Steps of a trial output: grammars too ambiguous to follow show it early."""
 NUM_TRIALS = 2

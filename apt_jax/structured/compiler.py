@@ -237,7 +237,7 @@ class LLConstraint:
         return self.check_mask(row)
 
     def check_mask(self, row: NDArray[np.int32]) -> bool:
-        """What is left to do after llguidance has written the row; see `fill_mask`."""
+        """Finish a row after llguidance has written the row; see `fill_mask`."""
         while self.matcher.is_error():
             self._go_on_or_raise()
             self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -549,7 +549,7 @@ class _Worker:
         return self._child.is_alive
 
     def attempt(self, grammar: str, limit_s: float) -> tuple[str | None, int]:
-        """What is wrong with a grammar, and about how many bytes it takes."""
+        """Return the error of a grammar, if any, and about how many bytes it takes."""
         try:
             answer = self._child.ask({"grammar": grammar}, limit_s)
         except ChildTimeoutError:

@@ -39,7 +39,7 @@ _MAX_OUTPUT = 2**20
 MAX_MESSAGES = 8192
 _WALL_S = 20.0  # the worker's own limit is CPU time: a busy machine is no reason to fail
 MAX_NAME_CHARS = 256
-"""Of a message's `name` and `tool_call_id`."""
+"""Length limit of a message's `name` and `tool_call_id`."""
 ROLE_PATTERN = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
 _ROLE = re.compile(ROLE_PATTERN)
 _MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -132,7 +132,7 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template has a place for tools."""
+        """True if the template renders tools."""
         return _TOOLS_WORD.search(self.source) is not None
 
     def close(self) -> None:
@@ -348,7 +348,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
             raise refuse(f"[{number}] has {surplus[0]!r:.40}; only {', '.join(_MESSAGE_FIELDS)} are supported")
         role, content = given["role"], given.get("content", "")
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
-            raise refuse(f"[{number}] has the role {role!r:.40}, which is no name")
+            raise refuse(f"[{number}] has the role {role!r:.40}, which is not a name")
         if isinstance(content, Sequence) and not isinstance(content, str | bytes):
             texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
             if not all(isinstance(text, str) for text in texts):

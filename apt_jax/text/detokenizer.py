@@ -38,7 +38,7 @@ class IncrementalDetokenizer:
         return self._advance()
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for bytes that never became a character."""
+        """Return the rest at the end: U+FFFD for bytes that never became a character."""
         if self._tokenizer.is_byte_level:
             return self._utf8.decode(b"", final=True)
         return self._advance()

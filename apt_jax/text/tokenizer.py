@@ -44,7 +44,7 @@ _BYTES = _byte_alphabet()
 
 
 def _token_bytes(token: str) -> bytes:
-    """What a token of a byte-level vocabulary stands for."""
+    """Return the bytes of a token of a byte-level vocabulary."""
     try:
         return bytes(_BYTES[c] for c in token)
     except KeyError:  # an added token with other characters
@@ -314,7 +314,7 @@ def special_token(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _check_config(directory: Path) -> None:
-    """tokenizer_config.json may be missing. Nothing in it changes the tokenizer; one that asks for code is not obeyed."""
+    """tokenizer_config.json may be missing. Nothing in it changes the tokenizer; a request for custom code in it is ignored."""
     file = directory / "tokenizer_config.json"
     if not file.is_file():
         return

@@ -40,7 +40,7 @@ _CSV_FIELDS: tuple[str, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What a training run needs besides model and data."""
+    """Settings of a training run besides model and data."""
 
     steps: int = 4000
     """Optimizer steps; ignored when ``max_minutes`` is given."""

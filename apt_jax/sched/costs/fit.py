@@ -94,9 +94,9 @@ class CostModel:
     costs: StepCosts
     programs: ProgramCosts
     prefill_quality: FitQuality
-    """Of `programs`, steps with chunks."""
+    """The quality of `programs` on steps with chunks."""
     decode_quality: FitQuality
-    """Of `programs`, steps without."""
+    """The quality of `programs` on steps without."""
     linear_prefill_quality: FitQuality
     linear_decode_quality: FitQuality
 
@@ -162,7 +162,7 @@ def _quality(
     held: NDArray[np.bool_],
     rows: NDArray[np.bool_],
 ) -> FitQuality:
-    """Of the rows that were held back, all of them where none were."""
+    """The quality on the rows that were held back, on all rows where none were."""
     check = held & rows if (held & rows).any() else rows
     if not check.any():
         return FitQuality(num_points=0, num_held_back=0, r2=1.0, worst_relative_error=0.0, mean_relative_error=0.0)

@@ -23,7 +23,7 @@ class Hardware:
     name: str
     """The kind of device, what ``--hardware`` takes: ``a100-40gb``."""
     model: str
-    """What ``--model`` takes: ``opt-13b``."""
+    """The value of ``--model``: ``opt-13b``."""
     num_devices: int
     """Devices that share every layer (tensor parallelism)."""
     max_model_len: int
@@ -45,7 +45,7 @@ class Hardware:
     source: str
     """The data behind the description, in prose."""
     programs: ProgramCosts | None = None
-    """What steps take by compiled program, where an executor was calibrated: the simulator then times steps by it, and
+    """Times of steps by compiled program, where an executor was calibrated: the simulator then times steps by it, and
     `costs` is what policies weigh. None: `costs` times them too."""
     fit: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """By fitted part: num_points, r2, worst_relative_error, mean_relative_error. Empty where another's fit is used."""

@@ -21,7 +21,7 @@ class StepCosts:
                  decode:   per_token * (m + 1), a coefficient a kind
 
     A step of one phase takes linear + read. In a mixed step the linear layers run once over all tokens, so it takes
-    both reads, and the linear part of whichever phase is dearer with all tokens counted to it. Where it is two programs
+    both reads, and the linear part of whichever phase is slower with all tokens counted to it. Where it is two programs
     (`one_program` is False, as on CPUs) it takes both phases one after another. A prompt of one token counts as a chunk here,
     though an executor may run it with the decodes.
     """
@@ -99,5 +99,5 @@ class StepCosts:
         return max(linear_s, prefill_s) + read_s
 
     def conversion_s(self, num_tokens: int) -> float:
-        """What a step takes in addition for `Plan.convert` of rows with so many cached tokens together, seconds."""
+        """Extra time of a step for `Plan.convert` of rows with so many cached tokens together, seconds."""
         return self.convert_per_hidden_token_s * num_tokens

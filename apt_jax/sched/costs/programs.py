@@ -1,4 +1,4 @@
-"""What a step takes on an executor that pads: one compiled program a bucket, attention a tile at a time.
+"""Step times of an executor that pads: one compiled program a bucket, attention a tile at a time.
 
 `StepCosts` is linear in tokens, which is what policies can weigh and a solver can optimise. An executor with few compiled
 programs is a staircase instead: a step of 5 requests takes as long as one of 8. This model knows the stairs:
@@ -20,7 +20,7 @@ from apt_jax.sched.request_table import HIDDEN, KV
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramShapes:
-    """What an executor pads steps to."""
+    """The shapes that an executor pads steps to."""
 
     decode_buckets: tuple[int, ...]
     """Rows of a step without chunks, ascending."""

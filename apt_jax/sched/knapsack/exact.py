@@ -12,7 +12,7 @@ def solve_exact(problem: KnapsackProblem, *, time_limit_s: float | None = None) 
 
     Args:
         problem: the problem.
-        time_limit_s: give up after this time; None: never.
+        time_limit_s: stop after this time; None: never.
 
     Raises:
         ImportError: SciPy is not installed.

@@ -206,7 +206,7 @@ def _hull_edges(
 def _steepest(
     slope: NDArray[np.float64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Of each column of a (num_kinds, n) matrix the first largest row, its flat position, and its value."""
+    """Return the first largest row of each column of a (num_kinds, n) matrix, its flat position, and its value."""
     n = slope.shape[1]
     row = (slope[1] > slope[0]).astype(np.int64) if slope.shape[0] == 2 else slope.argmax(axis=0)
     at = row * n + np.arange(n)

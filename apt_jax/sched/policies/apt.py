@@ -1,4 +1,4 @@
-"""Apt-Serve's adaptive scheduling: iteration type by urgency, batch by knapsack (Apt-Serve §4.2, §5)."""
+"""Apt-Serve's adaptive scheduling: iteration type by pending value, batch by knapsack (Apt-Serve §4.2, §5)."""
 
 from typing import Literal
 
@@ -223,7 +223,7 @@ class AptPolicy:
 
 
 def keeps_kind(view: SchedulerView, keep_kind: bool | None) -> bool:
-    """Whether running requests keep their kinds, see `AptPolicy`; with one kind on offer they do anyway."""
+    """Return True if running requests keep their kinds, see `AptPolicy`; with one kind on offer they do anyway."""
     offered = [kind for kind in view.kinds if kind.offered]
     if keep_kind is not None and len(offered) > 1:
         return keep_kind

@@ -29,10 +29,10 @@ RECOMPUTE_SHARE = 0.06
 """Share of the time that pauses for others may cost in recomputation; pauses for want of room are charged too."""
 
 RECOMPUTE_START_S, RECOMPUTE_MOST_S = 4.0, 10.0
-"""Of that allowance at the beginning, and the most that is saved up for a burst."""
+"""The allowance at the start, and the most that is saved up for a burst."""
 
 LARGEST_SHARE = 0.05
-"""Of what is left of that allowance, for one waiting request: the less is left, the smaller those that it is spent on. Nobody's
+"""The share of what is left of that allowance for one waiting request: the less is left, the smaller those that it is spent on. Nobody's
 prompt that takes more than this share of `RECOMPUTE_MOST_S` to compute makes others pause."""
 
 RESERVE_TOKENS = 16
@@ -255,7 +255,7 @@ class AptPlusPolicy:
 
 
 class _Waiting:
-    """What one decision needs to know of the waiting requests; arrays in the order of `view.waiting`."""
+    """The waiting requests as one decision sees them; arrays in the order of `view.waiting`."""
 
     def __init__(self, policy: AptPlusPolicy, view: SchedulerView, partial: Rows, decode_s: float) -> None:
         table, rows = view.table, view.waiting

@@ -28,10 +28,10 @@ AGING_TOKENS_PER_S = 100.0
 """A best-effort request that waits gains this many recomputation tokens a second on those that come after it."""
 
 RESERVE_TOKENS = 8
-"""Best-effort requests are let in only if whoever decodes then has room for this many more tokens."""
+"""Best-effort requests are admitted only if every decoding request then has room for this many more tokens."""
 
 AVERAGE_WEIGHT = 0.1
-"""Of the newest step in T_avg."""
+"""The weight of the newest step in T_avg."""
 
 Replacement = Literal["in-time", "any"]
 
@@ -78,7 +78,7 @@ class _Candidates:
     """Time that is left when this step begins, for it and nothing else; inf for best-effort requests."""
 
     holds: NDArray[np.bool_]
-    """Whether it holds cache."""
+    """True if it holds cache."""
     need: NDArray[np.int32]
     """Blocks that it must be given: for its next positions, or for the whole prompt if it waits."""
 
@@ -243,7 +243,7 @@ class BrosPolicy:
         )
 
     def _candidates(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool) -> _Candidates:
-        """What `rows` would do in this step, all of which hold cache or none."""
+        """The work of `rows` in this step, all of which hold cache or none."""
         table = view.table
         remaining = view.remaining(rows, kind)
         budget = np.int32(view.max_num_batched_tokens)
@@ -329,10 +329,10 @@ class BrosPolicy:
             kept, victims = _outgrown(view, asked.take(holds), room)
             asked = asked.take(_among(view, asked.rows, kept))
         else:
-            seats = view.max_num_seqs - (view.running.size - theirs.size)
+            slots = view.max_num_seqs - (view.running.size - theirs.size)
             fresh = np.flatnonzero(~holds)
             fits = np.cumsum(need[fresh]) <= -short
-            fits &= np.arange(1, fresh.size + 1) <= seats
+            fits &= np.arange(1, fresh.size + 1) <= slots
             if not fits.all():
                 asked = asked.take(np.delete(np.arange(holds.size), fresh[~fits]))
         step, cut, _ = _fit(view, asked, 0, self._batch_size, limit_s)
@@ -376,9 +376,9 @@ class BrosPolicy:
             if preempted.size:
                 running = running[~_among(view, running, preempted)]
             spare -= _reserve(view, running)
-            seats = view.max_num_seqs - running.size - int(np.count_nonzero(~step.holds))
+            slots = view.max_num_seqs - running.size - int(np.count_nonzero(~step.holds))
             fresh = np.flatnonzero(~holds)
-            fits = (np.cumsum(need[fresh]) <= spare) & (np.arange(1, fresh.size + 1) <= seats)
+            fits = (np.cumsum(need[fresh]) <= spare) & (np.arange(1, fresh.size + 1) <= slots)
             if preempted.size:
                 fits[:] = False  # what real-time requests have just taken is not given away
             asked = asked.take(np.concatenate([np.flatnonzero(holds), fresh[fits]]))
@@ -498,7 +498,7 @@ def _outgrown(view: SchedulerView, asked: _Candidates, room: int) -> tuple[Rows,
 def _fit(
     view: SchedulerView, asked: _Candidates, num_sure: int, batch_size: int, limit_s: float
 ) -> tuple[_Candidates, bool, bool]:
-    """What of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time last.
+    """Return how much of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time last.
 
     Where a prompt is the first that does not go, it may get the chunk that does; later prompts stay out, decodes not.
 

@@ -285,7 +285,7 @@ class QoServePolicy:
     FEW_TOKENS = 32_000
     """Free token positions of the pool below which `SMALL_SIZES` are taken."""
     OLD_WEIGHT = 0.995
-    """Of the moving average of prompt tokens a second, at each new one."""
+    """The weight of each new value in the moving average of prompt tokens per second."""
     TOKENS_PER_S = 8500.0
     """Its first value where no cost model is known."""
 

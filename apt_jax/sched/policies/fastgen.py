@@ -92,10 +92,10 @@ class FastGenPolicy:
             num_tokens.append(length)
             kinds.append(kind)
         else:
-            # After a preemption nobody new is let in: the caches were dropped for those that run.
-            seats = 0 if preempt.size else view.max_num_seqs - view.running.size
-            if budget > 0 and seats > 0 and view.waiting.size:
-                self._start(view, view.waiting[:seats], budget, free, rows, num_tokens, kinds)
+            # After a preemption no new request is admitted: the caches were dropped for those that run.
+            slots = 0 if preempt.size else view.max_num_seqs - view.running.size
+            if budget > 0 and slots > 0 and view.waiting.size:
+                self._start(view, view.waiting[:slots], budget, free, rows, num_tokens, kinds)
         if not rows:
             if not decoding.size:
                 return Plan.idle(preempt)

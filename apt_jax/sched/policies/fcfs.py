@@ -22,7 +22,7 @@ class FcfsPolicy:
     """Prefill while the head of the waiting queue fits, else decode everything; evict the latest arrival.
 
     * Admission is strictly by arrival rank, which preempted requests keep: the first that does not fit (blocks of its
-      prompt and one position, watermark, seats, tokens of the step) ends it.
+      prompt and one position, watermark, slots, tokens of the step) ends it.
     * A prompt longer than a step is computed in chunks, before anything else.
     * When the next positions do not fit the pool, running requests lose their cache, the latest arrived first, and are
       recomputed.

@@ -100,17 +100,17 @@ class RoundRobinPolicy:
             if needed > own.total_blocks // 2:
                 return others[:0]
             needed -= int(table.num_blocks[own.running].sum())
-            seats = 0
+            slots = 0
         else:
             others = others[table.tokens_since_preemption[others] >= QUANTUM_TOKENS]
             first = own.waiting[:1]
             kind = allowed_kinds(own, first).argmax(axis=1)
             needed = int(start_blocks_for(own, first, target_tokens(own, first, 1), kind).sum())
-            seats = max(1 - own.max_num_seqs, 0)
+            slots = max(1 - own.max_num_seqs, 0)
         short = needed - own.free_blocks
         freed = np.cumsum(table.num_blocks[others[::-1]])
         num_taken = int(np.searchsorted(freed, short)) + 1 if short > 0 else 0
         if num_taken > others.size:
             return others[:0]
-        num_taken = min(max(num_taken, seats), others.size)
+        num_taken = min(max(num_taken, slots), others.size)
         return others[others.size - num_taken :]

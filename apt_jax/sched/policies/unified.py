@@ -46,7 +46,7 @@ class UnifiedPolicy:
     Where the paper is silent:
 
     * Memory is counted in blocks. A request takes KV, or the hidden kind where KV is not on offer or can never hold it.
-    * A waiting request also needs a seat; seats are never taken from others.
+    * A waiting request also needs a slot; slots are never taken from others.
     * An evicted request joins the waiting group as its first member, and does not fit: where waiting ones come last,
       nobody is admitted in the same iteration.
     * The first waiting request that does not fit, for tokens or memory, ends admission: skipping it could starve it.
@@ -200,7 +200,7 @@ class UnifiedPolicy:
     def _admissible(
         self, view: SchedulerView, running: "_Running", waiting: Rows, above: NDArray[np.int64]
     ) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-        """Kinds and blocks of the first waiting requests for which there are seats and memory."""
+        """Kinds and blocks of the first waiting requests for which there are slots and memory."""
         waiting = waiting[: max(view.max_num_seqs - running.rows.size, 0)]
         if not waiting.size:
             none = np.zeros(0, np.int32)

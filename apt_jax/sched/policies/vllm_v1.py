@@ -29,7 +29,7 @@ class VllmV1Policy:
       its whole prompt fits the free blocks (vLLM's `scheduler_reserve_full_isl`), and gets a chunk when the budget ends.
       Nothing is set aside for the rest of that prompt. The first that does not fit ends the admission.
 
-    A seat limits how many run (`--max-num-seqs`), and `watermark` is 0, as in vLLM.
+    The number of slots limits how many run (`--max-num-seqs`), and `watermark` is 0, as in vLLM.
 
     Where it differs from vLLM: a request takes KV, or the hidden kind where KV is not on offer or can never hold it.
     vLLM's priorities, prefix replay, speculation and long-prefill threshold are not there (all off by default).
@@ -78,7 +78,7 @@ class VllmV1Policy:
 class LeastComputedPolicy(VllmV1Policy):
     """`vllm-v1` that preempts the request with the fewest computed tokens (vllm-project/vllm#54644).
 
-    Recomputing a request costs what it has computed, so the one that has computed least is given up first; of equals
+    Recomputing a request costs what it has computed, so the one that has computed least is preempted first; of equals
     the one that came last. It may be the request for which blocks are missing, or one that has its tokens of this step,
     which go back to the budget.
 

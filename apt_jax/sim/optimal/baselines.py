@@ -133,7 +133,7 @@ _MAX_IDLE = 4
 
 
 def policy_schedule(problem: OptimalProblem, policy: Policy) -> OptimalSchedule:
-    """What a policy makes of the problem, with as many seats as there are requests.
+    """Return the schedule of a policy, with as many slots as there are requests.
 
     Args:
         problem: the problem; each request fits alone.

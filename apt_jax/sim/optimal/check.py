@@ -11,7 +11,7 @@ from apt_jax.sim.optimal.problem import BatchRow, OptimalBatch, OptimalProblem, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What `check_schedule` finds."""
+    """The result of `check_schedule`."""
 
     objective: float
     latency_s: float

@@ -38,7 +38,7 @@ class OptimalRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimalProblem:
-    """What `solve_optimal` solves."""
+    """The problem that `solve_optimal` solves."""
 
     requests: tuple[OptimalRequest, ...]
     capacity_blocks: int
@@ -59,7 +59,7 @@ class OptimalProblem:
     block_size: int = 1
     """Token positions of a group with the KV kind."""
     hidden_block_size: int | None = None
-    """Likewise with the hidden kind; None: `block_size`."""
+    """The same for the hidden kind; None: `block_size`."""
     costs: StepCosts = dataclasses.field(default_factory=StepCosts)
     objective: Objective = "latency"
 

@@ -1,6 +1,6 @@
 """Optimal schedules of small workloads: InferMax's constraint program (§5), with arrivals and cache kinds.
 
-Knows every output length beforehand, so it is no policy but what policies are measured against.
+Knows every output length beforehand, so it is not a policy but a bound that policies are measured against.
 
 1. `OptimalProblem` says what is to be scheduled, under which limits, at which costs, and what counts as good.
 2. `solve_optimal` states it as a mixed-integer linear program, has HiGHS solve it, and reads the schedule off.
@@ -56,7 +56,7 @@ _State = tuple[int, int, int]  # tokens generated, m, kind
 
 
 class _Arc(NamedTuple):
-    """What a request may do in a batch, from a state to a state."""
+    """One possible step of a request in a batch, from one state to another."""
 
     source: _State
     target: _State
@@ -68,7 +68,7 @@ class _Arc(NamedTuple):
     generates: bool
     evicts: bool
     kind: int
-    """Of the cache during the batch."""
+    """Blocks of the cache during the batch."""
 
 
 def _arcs(problem: OptimalProblem, request: OptimalRequest) -> list[_Arc]:
@@ -280,7 +280,7 @@ def solve_optimal(
 
     Args:
         problem: the problem.
-        time_limit_s: give up the proof after this time; None: never.
+        time_limit_s: stop the proof after this time; None: never.
         starts: schedules of the problem to begin from, made by other schedulers.
 
     Raises:
@@ -321,13 +321,13 @@ def find_better(
     by: float = 0.1,
     time_limit_s: float | None = None,
 ) -> tuple[Literal["yes", "no", "unknown"], OptimalSchedule | None]:
-    """Whether a schedule exists whose objective is at least a share `by` better than a given one's (InferMax §5).
+    """Find out if a schedule exists whose objective is at least a share `by` better than a given one's (InferMax §5).
 
     Args:
         problem: the problem.
         than: a schedule of it.
         by: 0.1: at most 0.9 times its latency (or sum), at least 1.1 times as many first tokens in time for "slo".
-        time_limit_s: give up after this time; None: never.
+        time_limit_s: stop after this time; None: never.
 
     Returns:
         "yes" and such a schedule, "no" and None if there is none, "unknown" and None when the time is up.
