@@ -130,8 +130,8 @@ def test_what_the_template_refuses_is_an_invalid_request(templates):
             "content that is not text",
         ),
         ([{"role": "<|im_start|>", "content": "x"}], "role '<|im_start|>'"),
-        ([{"role": "user\n", "content": "x"}], "which is no name"),
-        ([{"role": 1, "content": "x"}], "which is no name"),
+        ([{"role": "user\n", "content": "x"}], "which is not a name"),
+        ([{"role": 1, "content": "x"}], "which is not a name"),
         (
             [{"role": "user", "content": "x", "chat_template": "{{ 1 }}"}],
             "'chat_template'; only role",

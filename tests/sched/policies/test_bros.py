@@ -233,12 +233,12 @@ def test_a_preempted_best_effort_request_comes_back_in_time():
 def test_everything_ends_with_little_room(costs):
     for seed in range(16):
         rng = np.random.default_rng(seed)
-        seats = int(rng.choice([1, 2, 8]))
+        slots = int(rng.choice([1, 2, 8]))
         world = World(
             num_blocks=int(rng.choice([40, 50, 80])),
             mode="kv",
-            max_num_seqs=seats,
-            max_num_batched_tokens=seats + int(rng.choice([4, 16, 64])),
+            max_num_seqs=slots,
+            max_num_batched_tokens=slots + int(rng.choice([4, 16, 64])),
             costs=costs,
         )
         policy = make_policy("bros")

@@ -88,7 +88,7 @@ def test_blocks_of_the_next_admissions_are_left():
     for length in (8, 9, 100):
         made.add(length)
     view = made.view()
-    assert spare_blocks(view, 20, view.waiting) == 20 - 2 - 3  # two seats; as layer inputs
+    assert spare_blocks(view, 20, view.waiting) == 20 - 2 - 3  # two slots; as layer inputs
     assert spare_blocks(view, 4, view.waiting) == 0
     for budget, blocks in ((17, 5), (16, 2), (3, 2)):  # a step that begins fewer, one in any case
         few = dataclasses.replace(view, max_num_batched_tokens=budget)

@@ -120,8 +120,8 @@ def test_Q5_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
         rng = np.random.default_rng(seed)
         block_size = int(rng.choice([1, 2, 4, 16]))
         inputs = block_size if seed % 3 else int(rng.integers(block_size // 2 + 1, 3 * block_size + 1))
-        seats = int(rng.choice([1, 2, 4, 16]))
-        tokens = seats + int(rng.choice([0, 1, 8, 64]))
+        slots = int(rng.choice([1, 2, 4, 16]))
+        tokens = slots + int(rng.choice([0, 1, 8, 64]))
         arrivals = [
             Arrival(
                 at_step=int(rng.integers(0, 40)),
@@ -139,7 +139,7 @@ def test_Q5_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
             block_size=block_size,
             hidden_block_size=inputs,
             mode=mode,
-            max_num_seqs=seats,
+            max_num_seqs=slots,
             max_num_batched_tokens=tokens,
             costs=SOME_COSTS if seed % 2 else StepCosts(),
             per_token_s=float(rng.choice([0.0, 1e-5, 1e-2, -1e-4])),

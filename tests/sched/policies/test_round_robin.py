@@ -91,12 +91,12 @@ def test_prompts_under_way_are_not_interrupted():
 def test_everything_ends_with_little_room():
     for seed in range(60):
         rng = np.random.default_rng(seed)
-        seats = int(rng.choice([1, 2, 8]))
+        slots = int(rng.choice([1, 2, 8]))
         world = World(
             num_blocks=int(rng.choice([40, 50, 80])),
             mode="kv",
-            max_num_seqs=seats,
-            max_num_batched_tokens=seats + int(rng.choice([4, 16, 64])),
+            max_num_seqs=slots,
+            max_num_batched_tokens=slots + int(rng.choice([4, 16, 64])),
         )
         policy = make_policy("round-robin")
         left = 0

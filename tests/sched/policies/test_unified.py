@@ -109,12 +109,12 @@ class Transcription:
                 below = priority[priority.index(cand) + 1 :]
                 victims = [r for r in below if r in self.running]
                 if is_waiting:
-                    seats = self.view.max_num_seqs - len(self.view.running) - len(self.admitted)
+                    slots = self.view.max_num_seqs - len(self.view.running) - len(self.admitted)
                     may_evict = victims if self.policy.first == "nobody" else []
                     above = set(priority[: priority.index(cand)])
                     admission_ended = (
                         not 1 <= c <= left
-                        or seats < 1
+                        or slots < 1
                         or not above.isdisjoint(self.evicted)
                         or not self.has_memory(cand, may_evict)
                     )
@@ -140,16 +140,16 @@ class Transcription:
 
 def random_world(rng: np.random.Generator) -> World:
     """Any state that the algorithm could have led to: what is set aside for prompts fits the pool."""
-    seats = int(rng.integers(1, 10))
+    slots = int(rng.integers(1, 10))
     world = World(
         num_blocks=0,
         block_size=int(rng.choice([1, 2, 4])),
         mode=str(rng.choice(["kv", "hidden", "hybrid"])),
-        max_num_seqs=seats,
-        max_num_batched_tokens=seats + int(rng.choice([0, 2, 10, 40])),
+        max_num_seqs=slots,
+        max_num_batched_tokens=slots + int(rng.choice([0, 2, 10, 40])),
     )
     offered = [k for k in (KV, HIDDEN) if world.kinds[k].offered]
-    running = int(rng.integers(0, seats + 1))
+    running = int(rng.integers(0, slots + 1))
     set_aside = 0
     for i in range(running + int(rng.integers(0, 6))):
         row = world.add(int(rng.integers(1, 30)), int(rng.integers(2, 20)))
