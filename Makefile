@@ -7,10 +7,10 @@
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
 #   make docs        the documentation as HTML in docs/_build/html, warnings as errors
-#   make lint types  format, lint and type checks
+#   make lint types  format, lint, layers of imports, spelling, words and type checks
 #   make audit       ask for known faults of the locked packages, or say that nobody could be asked
 #   make check       test, reference, gate, lint, types and audit
-#   make lock        resolve the dependencies anew
+#   make lock        resolve the dependencies again
 #   make clean       remove the environments
 #
 # PYTHON=..., PYTHON_REFERENCE=... and PYTHON_GATE=... choose the interpreters, GATE_FLAGS=... what the gate does
@@ -70,6 +70,9 @@ docs: .venv/.ready-docs
 lint: .venv/.ready-dev
 	.venv/bin/ruff format --check
 	.venv/bin/ruff check
+	.venv/bin/lint-imports
+	.venv/bin/codespell
+	.venv/bin/python tools/check_words.py
 
 types: .venv/.ready-dev
 	.venv/bin/pyright --project pyproject.toml --pythonpath .venv/bin/python
