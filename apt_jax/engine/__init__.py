@@ -1,9 +1,9 @@
 """The engine and its parts; `apt_jax.engine.engine` tells the life of a request."""
 
 from apt_jax.engine.engine import Engine
-from apt_jax.engine.outputs import OutputProcessor, StepOutput, TokenLogprobs
 from apt_jax.engine.policy_runner import STALL_LIMIT
 from apt_jax.engine.recovery import FAILURE_WINDOW_S, SQUEEZE_S
+from apt_jax.engine.request_state import OutputProcessor, StepOutput, TokenLogprobs
 from apt_jax.engine.stats import EngineStats
 
 __all__ = [

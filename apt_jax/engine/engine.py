@@ -64,20 +64,16 @@ from numpy.typing import NDArray
 from apt_jax.cache import CacheKind, HybridCache
 from apt_jax.config import CacheConfig, SchedulerConfig
 from apt_jax.engine.admission import Admission, AdmissionController, Outlook
-from apt_jax.engine.batch_builder import BatchBuilder
-from apt_jax.engine.commit import TokenCommitter
+from apt_jax.engine.batch_builder import BatchBuilder, PlanFilter
+from apt_jax.engine.commit import FillMasks, MaskFiller, TokenCommitter
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.events import Iteration
 from apt_jax.engine.integrity import check_engine
 from apt_jax.engine.iteration_recorder import IterationRecorder
-from apt_jax.engine.masks import FillMasks, MaskFiller
-from apt_jax.engine.outputs import OutputProcessor, StepOutput
-from apt_jax.engine.plan_filter import PlanFilter
 from apt_jax.engine.policy_runner import PolicyRunner
-from apt_jax.engine.prefixes import RequestPrefixes
 from apt_jax.engine.recovery import Recovery, StepLimits, break_stall
-from apt_jax.engine.request_state import InFlightStep, RequestState
-from apt_jax.engine.request_states import RUNNING, RequestStates
+from apt_jax.engine.request_state import InFlightStep, OutputProcessor, RequestState, StepOutput
+from apt_jax.engine.request_states import RUNNING, RequestPrefixes, RequestStates
 from apt_jax.engine.stats import EngineStats, collect_stats
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
 from apt_jax.executor import Executor, MaskedStepHandle, StepBatch, StepResult
@@ -127,7 +123,7 @@ class Engine:
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
         *,
-        costs: StepCosts = StepCosts(),  # noqa: B008 - frozen
+        costs: StepCosts = StepCosts(),
         vocab_size: int | None = None,
         output_processor: OutputProcessor | None = None,
         fill_masks: FillMasks = fill_one_by_one,
