@@ -12,6 +12,8 @@ Names are imported when they are first used, so that `apt_jax.sched` needs NumPy
 import importlib
 from typing import TYPE_CHECKING
 
+from apt_jax.version import __version__
+
 if TYPE_CHECKING:
     from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
     from apt_jax.errors import (
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
 
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -67,13 +68,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncEngine": "apt_jax.async_engine",
-    "LLM": "apt_jax.llm",
-    "build_engine": "apt_jax.llm",
+    "AsyncEngine": "apt_jax.frontend.async_engine",
+    "LLM": "apt_jax.frontend.llm",
+    "build_engine": "apt_jax.frontend.builder",
     **dict.fromkeys(
-        ("SLO", "CacheConfig", "EngineConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"),
+        ("SLO", "CacheConfig", "EngineConfig", "ParallelConfig", "SchedulerConfig"),
         "apt_jax.config",
     ),
+    "ModelConfig": "apt_jax.models.config",
     **dict.fromkeys(
         (
             "AptJaxError",

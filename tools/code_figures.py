@@ -22,19 +22,19 @@ PACKAGES = ("apt_jax", "serve")
 # From the top: a module imports from its own layer and from those below. Names of the tree before the layers had folders
 # stand beside today's, so that both can be measured.
 LAYERS = (
-    ("serve",),
-    ("apt_jax.llm", "apt_jax.async_engine", "apt_jax.frontend"),
-    ("apt_jax.sim", "apt_jax.engine", "apt_jax.admission", "apt_jax.watch", "apt_jax.decisions"),
-    ("apt_jax.executor", "apt_jax.jax_executor", "apt_jax.calibrate", "apt_jax.hash_executor"),
-    ("apt_jax.cache", "apt_jax.prefix"),
-    ("apt_jax.models", "apt_jax.text", "apt_jax.structured", "apt_jax.validation", "apt_jax.tokenizer", "apt_jax.chat")
-    + ("apt_jax.chat_worker", "apt_jax.grammar", "apt_jax.grammar_worker"),
-    ("apt_jax.sched", "apt_jax.distributed", "apt_jax.hosts", "apt_jax.parallel"),
-    ("apt_jax.backends", "apt_jax.pallas.registry"),
-    ("apt_jax.cpu", "apt_jax.pallas"),
-    ("apt_jax.ops", "apt_jax.sampling"),
-    ("apt_jax.config", "apt_jax.request", "apt_jax.metrics", "apt_jax.errors", "apt_jax.utils", "apt_jax.clock")
-    + ("apt_jax.cache_dir", "apt_jax.child", "apt_jax.assets"),
+    "serve",
+    "frontend llm async_engine",
+    "sim",
+    "engine admission watch decisions",
+    "cache prefix",
+    "executor jax_executor calibrate hash_executor",
+    "models text structured validation tokenizer chat chat_worker grammar grammar_worker",
+    "backends pallas.registry",
+    "sched distributed hosts parallel",
+    "cpu pallas",
+    "ops sampling",
+    "config options request metrics",
+    "errors utils assets version clock cache_dir child",
 )
 SAME_LINES = 6
 """Equal lines, blanks and surrounding space aside, that make two places a pair."""
@@ -120,7 +120,8 @@ def layer_of(name: str) -> int | None:
     """Return the layer of a module, 0 at the top; None for what has none (the package's own face)."""
     best: tuple[int, int] | None = None
     for layer, prefixes in enumerate(LAYERS):
-        for prefix in prefixes:
+        for prefix in prefixes.split():
+            prefix = prefix if prefix == "serve" else f"apt_jax.{prefix}"
             if (name == prefix or name.startswith(prefix + ".")) and (best is None or len(prefix) > best[0]):
                 best = (len(prefix), layer)
     return None if best is None else best[1]

@@ -1,22 +1,39 @@
 """Recount the whole cache and hold the counters, tables and the prefix index against the count."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache.block_pool import NO_OWNER, CacheKind, require
 from apt_jax.cache.group_pool import GroupPool
-from apt_jax.cache.prefix_tree import Node
+from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.executor import NULL_BLOCK
 from apt_jax.sched.request_table import NO_KIND
 
-if TYPE_CHECKING:
-    from apt_jax.cache.hybrid_cache import HybridCache
+
+class CheckedCache(Protocol):
+    """The state of a `HybridCache`, slot by slot; see there."""
+
+    groups: GroupPool
+    owner: NDArray[np.int64]
+    kind: NDArray[np.int8]
+    tables: NDArray[np.int32]
+    num_groups: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    seat_by_owner: dict[int, int]
+    free_seats: list[int]
+    max_num_seqs: int
+    block_sizes: tuple[int, int]
+    prefixes: PrefixTree | None
+
+    def num_blocks_of(self, seats: NDArray[np.int32]) -> NDArray[np.int32]: ...
+
+    def block_tables(self, seats: NDArray[np.int32]) -> NDArray[np.int32]: ...
 
 
-def check_integrity(cache: "HybridCache", alive: Iterable[int] | None = None) -> None:
+def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> None:
     """Check that free + used = total, no block has two owners, every owner is alive, and tables have their length.
 
     Args:
@@ -56,7 +73,7 @@ def check_integrity(cache: "HybridCache", alive: Iterable[int] | None = None) ->
         require(not gone, f"owners {sorted(gone)} hold cache and are not alive")
 
 
-def _check_holders(cache: "HybridCache", taken: NDArray[np.int32]) -> NDArray[np.int32]:
+def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.int32]:
     """Recount who holds which group; returns all blocks in use."""
     groups = cache.groups
     firsts = cache.tables[:, 0][cache.tables[:, 0] != NULL_BLOCK]

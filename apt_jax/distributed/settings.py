@@ -7,8 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from apt_jax import __version__
 from apt_jax.config import EngineConfig
+from apt_jax.version import __version__
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

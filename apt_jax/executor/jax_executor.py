@@ -51,9 +51,9 @@ from apt_jax.executor.runner import ProgramRunner
 from apt_jax.executor.warm_up import warm_up
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
-from apt_jax.models.params import ModelParams, by_layers, fuse_products
+from apt_jax.models.params import ModelParams
 from apt_jax.models.quantize import quantize_params
-from apt_jax.models.weight_layout import tile_params
+from apt_jax.models.weight_layout import by_layers, fuse_products, tile_params
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import AttentionOps
 from apt_jax.ops.xla_decode import ROWS_PER_TILE

@@ -205,11 +205,3 @@ def dummy_params(
 def is_norm_scale(name: str) -> bool:
     """True for leaves of `param_names` that are the scale of a norm."""
     return name.endswith(("norm.scale", "q_norm", "k_norm"))
-
-
-def __getattr__(name: str) -> Any:  # old home of these
-    if name in ("by_layers", "fuse_products", "map_matrices"):
-        from apt_jax.models import weight_layout
-
-        return getattr(weight_layout, name)
-    raise AttributeError(name)

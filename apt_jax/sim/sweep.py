@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from apt_jax import __version__
 from apt_jax.errors import ConfigError
 from apt_jax.sched import policy_digest
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.simulator import simulate
+from apt_jax.version import __version__
 
 Progress = Callable[[int, int], None]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from apt_jax import __version__
 from apt_jax.metrics import Percentiles, gaps_s, percentile, summarize
+from apt_jax.version import __version__
 from serve.bench.runner import ClientHealth, Outcome, Run
 from serve.bench.search import Probe
 from serve.errors import CommandError

@@ -13,8 +13,8 @@ from types import ModuleType
 
 import grpc
 
-from apt_jax import __version__
 from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, nearest
+from apt_jax.version import __version__
 from serve.errors import CommandError
 from serve.flags import Parser
 

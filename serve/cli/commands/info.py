@@ -5,7 +5,6 @@ import importlib.metadata
 import platform
 from typing import Any
 
-from apt_jax import __version__
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor.jax_executor import JaxExecutor
@@ -13,6 +12,7 @@ from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineParts
 from apt_jax.frontend.llm import LLM
 from apt_jax.utils.cache_dir import cache_dir
+from apt_jax.version import __version__
 from serve.cli import options
 from serve.cli.output import print_table, starting_bars, write_json
 from serve.client import AptClient
