@@ -1,4 +1,4 @@
-"""Registry of kernel backends: which implementation of the ops (`ops.backend.AttentionOps`) runs on which platform.
+"""Registry of kernel backends: which implementation of the ops (`ops.backend.KernelBackend`) runs on which platform.
 
 name              platforms    status        implementation
 cpu               CPU          default       C++ (`cpu/`), compiled at first use; `xla` where there is no compiler
@@ -23,14 +23,14 @@ from jax import Array
 from apt_jax.cpu import build
 from apt_jax.cpu.build import KernelBuildError
 from apt_jax.ops import xla_decode, xla_prefill
-from apt_jax.ops.backend import EXTRAS, AttentionOps
+from apt_jax.ops.backend import EXTRAS, KernelBackend
 
 logger = logging.getLogger(__name__)
 
 
-def _xla(chip: str | None) -> AttentionOps:
+def _xla(chip: str | None) -> KernelBackend:
     del chip
-    return AttentionOps(
+    return KernelBackend(
         name="xla",
         decode_kv=xla_decode.decode_kv,
         decode_absorbed=xla_decode.decode_absorbed,
@@ -43,7 +43,7 @@ def _xla(chip: str | None) -> AttentionOps:
     )
 
 
-def _cpu(chip: str | None) -> AttentionOps:
+def _cpu(chip: str | None) -> KernelBackend:
     from apt_jax.cpu import ops
 
     build.load()
@@ -63,7 +63,7 @@ def _cpu(chip: str | None) -> AttentionOps:
     )
 
 
-def _triton(chip: str | None, interpret: bool = False) -> AttentionOps:
+def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
     # Imported when asked for: Pallas' Triton backend takes a second.
     from apt_jax.pallas import (
         triton_decode_absorbed,
@@ -80,7 +80,7 @@ def _triton(chip: str | None, interpret: bool = False) -> AttentionOps:
         op = bound(triton_decode_absorbed.decode_absorbed)
         return op(q_absorbed, *args, out_dtype=q_absorbed.dtype, **kwargs)
 
-    return AttentionOps(
+    return KernelBackend(
         name="triton-interpret" if interpret else "triton",
         decode_kv=bound(triton_decode_kv.decode_kv),
         decode_absorbed=decode_absorbed,
@@ -93,13 +93,13 @@ def _triton(chip: str | None, interpret: bool = False) -> AttentionOps:
     )
 
 
-def _jax_triton(chip: str | None) -> AttentionOps:
+def _jax_triton(chip: str | None) -> KernelBackend:
     from apt_jax.pallas import jax_triton_absorbed
 
     return dataclasses.replace(_triton(chip), name="jax-triton", decode_absorbed=jax_triton_absorbed.decode_absorbed)
 
 
-def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
+def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
     from apt_jax.pallas import tpu_decode
 
     return dataclasses.replace(
@@ -112,7 +112,7 @@ def _tpu(chip: str | None, interpret: bool = False) -> AttentionOps:
     )
 
 
-def over_devices(ops: AttentionOps) -> AttentionOps:
+def with_sharded_hidden(ops: KernelBackend) -> KernelBackend:
     """The ops for layer inputs sharded over devices by feature: they take `tensor` (`ops.xla_common.Shards`) wherever they read
     layer inputs. Only plain XLA supports that; rows of keys and values keep their kernels."""
 
@@ -129,7 +129,7 @@ def over_devices(ops: AttentionOps) -> AttentionOps:
     )
 
 
-_IMPLEMENTATIONS: dict[str, Callable[[str | None], AttentionOps]] = {
+_IMPLEMENTATIONS: dict[str, Callable[[str | None], KernelBackend]] = {
     "cpu": _cpu,
     "xla": _xla,
     "triton": _triton,
@@ -148,7 +148,7 @@ def known_attention_ops() -> list[str]:
 
 
 @functools.cache
-def attention_ops(platform: str, name: str | None = None, chip: str | None = None) -> AttentionOps:
+def attention_ops(platform: str, name: str | None = None, chip: str | None = None) -> KernelBackend:
     """The implementation called `name`, or the default of a JAX platform.
 
     Args:

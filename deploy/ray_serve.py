@@ -16,7 +16,7 @@ from typing import Any
 from apt_jax.errors import AptJaxError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S, build_engine
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from serve.cli import options
 from serve.http_api.app import HttpApp
 from serve.http_api.calls import AppConfig
@@ -35,7 +35,7 @@ def _arguments(flags: str) -> Any:
     return parser.parse_args(shlex.split(flags))
 
 
-def _build(flags: str) -> EngineParts:
+def _build(flags: str) -> EngineComponents:
     args = _arguments(flags)
     seconds = args.calibration_time
     return build_engine(options.engine_config(args), calibrate=seconds > 0, calibration_s=seconds)

@@ -11,10 +11,10 @@ from apt_jax.sched.step_packer import (
     StepPacker,
     allowed_kinds,
     held_blocks_for,
+    resolve_prefill_deadlock,
     split_running,
     start_blocks_for,
     target_tokens,
-    unblock,
 )
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.simulator import simulate
@@ -35,7 +35,7 @@ class ShortestFirst:
         kept = int(np.searchsorted(np.cumsum(needed), have, side="right"))
         packer = StepPacker(view, preempt=decoding[kept:])
         packer.decode(decoding[:kept][: view.max_num_batched_tokens])
-        packer.go_on(partial)
+        packer.continue_prefill(partial)
         # Then the shortest waiting prompts, while they fit beside what partly computed prompts still need.
         waiting = view.waiting[np.argsort(table.prompt_len[view.waiting], kind="stable")]
         kind = allowed_kinds(view, waiting).argmax(axis=1).astype(np.int8)
@@ -46,7 +46,7 @@ class ShortestFirst:
         num = int(np.searchsorted(np.cumsum(blocks), room, side="right"))
         packer.start(waiting[:num], kind[:num], in_order=True)
         plan = packer.plan()
-        return plan if plan.rows.size or not partial.size else unblock(view, partial)
+        return plan if plan.rows.size or not partial.size else resolve_prefill_deadlock(view, partial)
 
 
 def main(num_requests: int = 200) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
-from apt_jax.frontend.streams import EngineClosedError, StreamGroup
+from apt_jax.frontend.streams import EngineClosedError, RequestStreamGroup
 from apt_jax.request import EngineRequest
 from serve.errors import RequestFailedError, UnknownModelError
 from serve.observability.call_log import CallLog
@@ -62,7 +62,7 @@ class Transport(Protocol):
         """Call `cancel` when the client disconnects."""
         ...
 
-    async def write(self, index: int, delta: OutputDelta, group: StreamGroup) -> None:
+    async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         """Send, or collect, new output of request `index`."""
         ...
 
@@ -152,7 +152,7 @@ class CallService:
         pool = self._grammar_pool if compiles else self._build_pool
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 
-    def end(self, record: CallRecord, engine: AsyncEngine | None, group: StreamGroup | None) -> None:
+    def end(self, record: CallRecord, engine: AsyncEngine | None, group: RequestStreamGroup | None) -> None:
         """Log and trace a call that has ended."""
         record.close(engine, group)
         self.log.write(record)
@@ -168,7 +168,7 @@ async def run_generate(transport: Transport, service: CallService) -> None:
         engine = service.engine()
         call = await transport.read(engine)
         record.request_id = call.call_id
-        group = engine.submit_all(call.requests, deadline_s=call.deadline_s)
+        group = engine.submit_batch(call.requests, deadline_s=call.deadline_s)
         transport.on_disconnect(group.cancel)
         reasons: set[str] = set()
         try:
@@ -198,7 +198,7 @@ async def run_generate(transport: Transport, service: CallService) -> None:
         service.end(record, engine, group)
 
 
-def require_served_model(parts: EngineParts, name: str) -> None:
+def require_served_model(parts: EngineComponents, name: str) -> None:
     """Check that a call names the model of this server.
 
     Raises:

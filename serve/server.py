@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from apt_jax.config import EngineConfig
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.builder import build_engine, freeze_loaded
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.builder import build_engine, freeze_gc_heap
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.progress import ProgressBars
 from serve.errors import CommandError, PortInUseError
 from serve.grpc_api.server import GrpcServer, ServerConfig
@@ -44,7 +44,7 @@ async def serve(
     http_config: HttpConfig | None = None,
     *,
     shutdown_timeout_s: float,
-    build: Callable[[], EngineParts],
+    build: Callable[[], EngineComponents],
     reload: Callable[[], None] = lambda: None,
     step_timeout_s: float | None = None,
     decision_log: int = 1024,
@@ -77,7 +77,7 @@ async def serve(
         raise CommandError(str(error)) from None
     address, say = server.addresses, call_log.announcer(log_format)
 
-    def find_and_build() -> EngineParts:
+    def find_and_build() -> EngineComponents:
         find()
         say(f"listening on {address}, loading {config.model}")
         return build()
@@ -208,7 +208,7 @@ class WorkerRanks:
             self._leader.end()
 
 
-def build_parts(config: EngineConfig, calibration_s: float, hosts: WorkerRanks) -> EngineParts:
+def build_parts(config: EngineConfig, calibration_s: float, hosts: WorkerRanks) -> EngineComponents:
     bars, others = ProgressBars(), thread_ids()
     try:
         parts = build_engine(
@@ -220,7 +220,7 @@ def build_parts(config: EngineConfig, calibration_s: float, hosts: WorkerRanks) 
         )
     finally:
         bars.close()
-    freeze_loaded()
+    freeze_gc_heap()
     _lower_compute_thread_priority(others)
     return parts
 

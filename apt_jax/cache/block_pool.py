@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from apt_jax.executor import NULL_BLOCK
 from apt_jax.sched.request_table import HIDDEN, KV
 
-NO_SEAT = -1
+NO_SLOT = -1
 """Seat of a request that holds no cache."""
 
 NO_OWNER = -1

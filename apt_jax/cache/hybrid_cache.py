@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import integrity
-from apt_jax.cache.block_pool import NO_OWNER, NO_SEAT, CacheIntegrityError, CacheKind, require
+from apt_jax.cache.block_pool import NO_OWNER, NO_SLOT, CacheIntegrityError, CacheKind, require
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node
@@ -122,12 +122,12 @@ class HybridCache:
         return sum(self.blocks_by_kind().values()) - int((self.num_private * self._cost[self.kind])[taken].sum())
 
     @property
-    def num_free_seats(self) -> int:
+    def num_free_slots(self) -> int:
         return len(self.free_seats)
 
-    def seat_of(self, owner: int) -> int:
-        """The owner's seat, `NO_SEAT` when it holds no cache."""
-        return self.seat_by_owner.get(owner, NO_SEAT)
+    def slot_of(self, owner: int) -> int:
+        """The owner's seat, `NO_SLOT` when it holds no cache."""
+        return self.seat_by_owner.get(owner, NO_SLOT)
 
     def blocks_needed(self, num_tokens: int, kind: int) -> int:
         """Blocks that `num_tokens` positions take: `blocks_per_group * ceil(num_tokens / block size)`."""
@@ -156,9 +156,9 @@ class HybridCache:
         Raises:
             CacheIntegrityError: the owner holds the other kind, or would shrink.
         """
-        seat = self.seat_by_owner.get(owner, NO_SEAT)
+        seat = self.seat_by_owner.get(owner, NO_SLOT)
         groups = -(-num_tokens // self.block_sizes[kind])
-        if seat == NO_SEAT:
+        if seat == NO_SLOT:
             if not self.free_seats:
                 return False
             held = 0
@@ -174,7 +174,7 @@ class HybridCache:
             ids = self.groups.allocate(new * halves)
             if ids is None:
                 return False
-            if seat == NO_SEAT:
+            if seat == NO_SLOT:
                 seat = self._take_seat(owner, kind)
             self._widen_tables(groups)
             self.tables[seat, :halves, held:groups] = ids.reshape(halves, new)
@@ -183,7 +183,7 @@ class HybridCache:
             self.groups.hold_new(firsts, NULL_BLOCK if halves == 1 else ids[1] if new == 1 else ids[new:], seat)
             self.num_private[seat] += new
             self.groups.in_use[kind] += new
-        elif seat == NO_SEAT:
+        elif seat == NO_SLOT:
             raise CacheIntegrityError(f"owner {owner} reserves {num_tokens} positions")
         self.num_tokens[seat] = num_tokens
         return True
@@ -206,7 +206,7 @@ class HybridCache:
         Returns:
             (n,) False where blocks or a seat were lacking; such a row keeps what it had.
         """
-        seated = seats != NO_SEAT
+        seated = seats != NO_SLOT
         roomy = seated & (num_tokens <= self.num_groups[seats] * self._size[kinds])
         require(
             (~roomy | (self.kind[seats] == kinds) & (self.owner[seats] == owners)).all(),
@@ -290,8 +290,8 @@ class HybridCache:
         new: list[NDArray[np.int32] | None] = []
         ok: list[bool] = []
         for owner, num in zip(owners, num_tokens, strict=True):
-            seat = self.seat_by_owner.get(owner, NO_SEAT)
-            require(seat != NO_SEAT and self.kind[seat] == HIDDEN, f"owner {owner} holds no layer inputs")
+            seat = self.seat_by_owner.get(owner, NO_SLOT)
+            require(seat != NO_SLOT and self.kind[seat] == HIDDEN, f"owner {owner} holds no layer inputs")
             require(num >= self.num_tokens[seat], f"owner {owner} would shrink to {num} positions")
             ids = self.groups.allocate(self.blocks_needed(num, KV))
             new.append(ids)
@@ -319,8 +319,8 @@ class HybridCache:
 
         Groups that are registered, or may be soon (`expect`), stay idle.
         """
-        seat = self.seat_by_owner.pop(owner, NO_SEAT)
-        require(seat != NO_SEAT, f"owner {owner} holds no cache")
+        seat = self.seat_by_owner.pop(owner, NO_SLOT)
+        require(seat != NO_SLOT, f"owner {owner} holds no cache")
         num_blocks = self._empty(seat)
         self.kind[seat] = NO_KIND
         self.owner[seat] = NO_OWNER
@@ -375,7 +375,7 @@ class HybridCache:
         self.num_tokens[seat] = num * self.block_sizes[kind]
         return True
 
-    def source_of(self, node: Node) -> NDArray[np.int32]:
+    def copy_source(self, node: Node) -> NDArray[np.int32]:
         """Blocks of a registered group that is about to be copied, see `GroupPool.copy_source`."""
         return self.groups.copy_source(node)
 
@@ -408,8 +408,8 @@ class HybridCache:
             firsts: their first blocks.
             generations: of these blocks when the groups were filled.
         """
-        seat = self.seat_of(owner)
-        table = None if seat == NO_SEAT else self.tables[seat]
+        seat = self.slot_of(owner)
+        table = None if seat == NO_SLOT else self.tables[seat]
         self.groups.register(kind, digests, begin, firsts, generations, seat, table)
 
     def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:

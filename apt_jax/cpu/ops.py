@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int32
 
 from apt_jax.cpu import build
 from apt_jax.ops import linear, sampling, xla_decode, xla_prefill
-from apt_jax.ops.reference import ScoreRules
+from apt_jax.ops.reference import LogitModifiers
 from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
@@ -129,7 +129,7 @@ def decode_kv(
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
     if pool.dtype not in _DTYPES:
@@ -149,7 +149,7 @@ def decode_absorbed(
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N D"]:
     """See `reference.decode_absorbed`. Ours for float32, and for bfloat16 on matrix tiles; XLA's else."""
     if pool.dtype != jnp.float32 and not (pool.dtype == jnp.bfloat16 and build.has_tiles()):
@@ -170,7 +170,7 @@ def _decode(
     block_size: int,
     rows: tuple[Array, Array] | None,
     slot_ranges: Array | None,
-    rules: ScoreRules | None,
+    rules: LogitModifiers | None,
 ) -> Array:
     first, last = rows or (jnp.int32(0), jnp.int32(q.shape[0]))
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, dtype))(
@@ -184,7 +184,7 @@ def _decode(
     )
 
 
-def _optional(slot_ranges: Array | None, rules: ScoreRules | None) -> tuple[Array, Array]:
+def _optional(slot_ranges: Array | None, rules: LogitModifiers | None) -> tuple[Array, Array]:
     """Slot ranges and ALiBi's slopes, empty where there are none."""
     return (
         jnp.zeros((0, 0, 2), jnp.int32) if slot_ranges is None else slot_ranges,
@@ -192,8 +192,8 @@ def _optional(slot_ranges: Array | None, rules: ScoreRules | None) -> tuple[Arra
     )
 
 
-def _attributes(block_size: int, rules: ScoreRules | None) -> dict[str, Any]:
-    rules = rules or ScoreRules()
+def _attributes(block_size: int, rules: LogitModifiers | None) -> dict[str, Any]:
+    rules = rules or LogitModifiers()
     return {
         "block_size": np.int64(block_size),
         "softcap": np.float32(rules.softcap or 0.0),
@@ -216,7 +216,7 @@ def prefill(
     block_size: int,
     with_hidden: bool,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
     **of_keys: Any,
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. Ours for bfloat16 where no row may have a hidden prefix, on matrix tiles; XLA's else."""

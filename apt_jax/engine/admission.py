@@ -11,7 +11,7 @@ Three bounds, checked when a request arrives and before anything is allocated fo
 
 A rejection says when to retry: when the excess has been worked off.
 
-A request that arrives while a step runs need not wait for its end to be rejected: `Admission.foresee` decides by an `Outlook`,
+A request that arrives while a step runs need not wait for its end to be rejected: `Admission.early_reject` decides by an `QueueSnapshot`,
 which the engine published when the step began, and by the requests that have arrived since. It only ever rejects; the engine
 decides about the others.
 """
@@ -69,7 +69,7 @@ class Queue:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outlook:
+class QueueSnapshot:
     """Snapshot of the queue while a step runs: nothing of it changes before the step has ended. For any thread."""
 
     queues: tuple[Queue, Queue]
@@ -80,7 +80,7 @@ class Outlook:
     margin_s: float
     """See `Admission.margin_s`."""
 
-    def queue_before(self, coming: "Coming", *, blocks: int, best_effort: bool, tenant: str | None) -> Queue:
+    def queue_before(self, coming: "PendingArrivals", *, blocks: int, best_effort: bool, tenant: str | None) -> Queue:
         """Return the queue before one more request whose prompt needs `blocks`."""
         queue, which = self.queues[best_effort], int(best_effort)
         return dataclasses.replace(
@@ -95,8 +95,8 @@ class Outlook:
         )
 
 
-class Coming:
-    """Requests that have arrived since an `Outlook` was made; indexes are those of `Outlook.queues`."""
+class PendingArrivals:
+    """Requests that have arrived since an `QueueSnapshot` was made; indexes are those of `QueueSnapshot.queues`."""
 
     def __init__(self) -> None:
         self.num = self.tokens = 0
@@ -112,7 +112,7 @@ class Coming:
         best_effort: bool,
         tenant: str | None,
     ) -> None:
-        """Add a request; arguments as for `Admission.foresee`."""
+        """Add a request; arguments as for `Admission.early_reject`."""
         self.num += 1
         self.tokens += prompt_len
         self.of_tenants[tenant] += 1
@@ -169,10 +169,10 @@ class Admission:
             self._doubt(own_tokens, ttft_s, alone_s, expected_s, now_s)
         return before_s + alone_s if before_s else None
 
-    def foresee(
+    def early_reject(
         self,
-        outlook: Outlook,
-        coming: Coming,
+        outlook: QueueSnapshot,
+        coming: PendingArrivals,
         *,
         prompt_len: int,
         own_tokens: int,
@@ -361,14 +361,14 @@ class AdmissionController:
             raise InvalidRequestError("structured_outputs", "this engine does not know the size of its vocabulary")
         cache, offered = self._cache, self._offered
         total, pool = prompt_len + max_tokens, cache.pool.num_blocks
-        fitting = [kind for kind in offered if cache.blocks_needed(total, kind) <= pool]
-        if not fitting:
+        drop_oversized = [kind for kind in offered if cache.blocks_needed(total, kind) <= pool]
+        if not drop_oversized:
             least = cache.blocks_needed(total, offered[0])
             raise InvalidRequestError(
                 "max_tokens",
                 f"prompt and output of up to {total} tokens take {least} cache blocks of {cache.block_sizes[offered[0]]} tokens, the pool has {pool}",
             )
-        blocks = min(cache.blocks_needed(prompt_len, kind) for kind in fitting)
+        blocks = min(cache.blocks_needed(prompt_len, kind) for kind in drop_oversized)
         expected_ttft_s = self._admission.check(
             prompt_len=prompt_len,
             own_tokens=prompt_len - self.num_cached(request),
@@ -378,24 +378,24 @@ class AdmissionController:
             costs=costs,
             now_s=self._clock.now_s(),
         )
-        return fitting[0] if len(fitting) < len(offered) else NO_KIND, expected_ttft_s
+        return drop_oversized[0] if len(drop_oversized) < len(offered) else NO_KIND, expected_ttft_s
 
     def num_cached(self, request: EngineRequest) -> int:
         """Count the prompt tokens that a new request would find cached; 0 where admission does not need to know."""
         asks = self._config.slo_admission != "off" and math.isfinite(request.slo.ttft_s)
         return self._states.prefixes.num_cached(request) if asks else 0
 
-    def least_blocks(self, num_tokens: int) -> int:
+    def min_blocks_for(self, num_tokens: int) -> int:
         """Count the blocks of so many positions in the kind on offer that takes fewest."""
         return min(self._cache.blocks_needed(num_tokens, kind) for kind in self._offered)
 
-    def outlook(self, costs: StepCosts) -> Outlook:
+    def outlook(self, costs: StepCosts) -> QueueSnapshot:
         """Describe the queue to those who decide while a step runs."""
         waiting = self._states.rows(WAITING)
         with_slo = waiting[~self._states.table.best_effort[waiting]]
         queue = self._queue(waiting, with_slo, 0, 0)
         last = queue if with_slo.size == waiting.size else self._queue(waiting, waiting, 0, 0)
-        return Outlook(
+        return QueueSnapshot(
             queues=(queue, last),
             of_tenants=self._by_tenant(waiting),
             costs=costs,

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache import NO_SEAT, CacheIntegrityError, HybridCache
+from apt_jax.cache import NO_SLOT, CacheIntegrityError, HybridCache
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.policy_runner import PolicyRunner
@@ -191,7 +191,7 @@ class BatchBuilder:
             inputs, ok[convert] = self._convert(rows[convert], num_tokens[convert])
             kind = np.where(np.isin(rows, list(inputs)), np.int8(KV), kind)
         if not ok.all():
-            self._counters.deferred_rows += int(np.count_nonzero(~ok))
+            self._counters.num_deferred_requests += int(np.count_nonzero(~ok))
             if self._recorder.current is not None:
                 self._recorder.current.deferred = tuple(states.ids(rows[~ok]))
             rows, num_tokens, kind, slots = rows[ok], num_tokens[ok], kind[ok], slots[ok]
@@ -234,9 +234,9 @@ class BatchBuilder:
             num_groups, rest = divmod(int(found[i]), cache.block_sizes[kind[i]])
             node = hits.node(row, int(kind[i]))
             if num_groups and cache.attach(owner, node.path(num_groups), int(kind[i])):
-                slots[i] = cache.seat_of(owner)
+                slots[i] = cache.slot_of(owner)
             if rest:
-                sources[row] = cache.source_of(node)
+                sources[row] = cache.copy_source(node)
         return found, sources
 
     def _reserve(
@@ -257,9 +257,9 @@ class BatchBuilder:
             return ok
         gave_back = False
         for i in np.flatnonzero(~ok & (found > 0)).tolist():
-            if cache.seat_of(int(owners[i])) != NO_SEAT:
+            if cache.slot_of(int(owners[i])) != NO_SLOT:
                 cache.release(int(owners[i]))
-                slots[i] = NO_SEAT
+                slots[i] = NO_SLOT
                 gave_back = True
         again = np.flatnonzero(~ok & (found == 0))
         if gave_back and again.size:

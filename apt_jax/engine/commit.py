@@ -99,7 +99,7 @@ class TokenCommitter:
             self._commit_prefixes(step, result)
         sampling = np.flatnonzero(step.samples)
         picks = [i for i in sampling.tolist() if not requests[i].ended]
-        self._counters.dropped_rows += sampling.size - len(picks)
+        self._counters.num_discarded_tokens += sampling.size - len(picks)
         if not picks:
             return
         now_s = self._clock.now_s()
@@ -108,12 +108,12 @@ class TokenCommitter:
             rows, sampled = rows[picks], sampled[picks]
         states.in_flight[rows] -= 1
         states.last_token[rows] = sampled
-        states.table.note_tokens(rows, now_s)
+        states.table.record_tokens(rows, now_s)
         token_ids, finite, position = result.token_ids.tolist(), result.finite.tolist(), step.position.tolist()
         for i in picks:
             state, token = requests[i], token_ids[i]
             if state.ended:  # by the output processor of an earlier row
-                self._counters.dropped_rows += 1
+                self._counters.num_discarded_tokens += 1
             elif not finite[i]:
                 states.finish(state, "error", error=_NOT_FINITE)
             elif token == NO_TOKEN and state.constraint is not None:
@@ -142,7 +142,7 @@ class TokenCommitter:
         ):
             stop_string, constraint_ended, error = self._process(state, token)
             if state.ended:  # the processor has aborted its own request: the terminal output is out
-                counters.dropped_rows += 1
+                counters.num_discarded_tokens += 1
                 return
         if error is None:
             reason, stop = finish_reason(token, count, params, state.stop_token_ids, stop_string, constraint_ended)

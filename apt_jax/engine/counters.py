@@ -47,9 +47,9 @@ class EngineCounters:
         self.num_refused = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.deferred_rows = 0
-        self.dropped_rows = 0
-        self.refused_plan_rows = 0
+        self.num_deferred_requests = 0
+        self.num_discarded_tokens = 0
+        self.num_invalid_plan_rows = 0
         self.fallback_iterations = 0
         self.step_failures = 0
         self.busy_s = 0.0

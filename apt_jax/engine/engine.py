@@ -63,7 +63,7 @@ from numpy.typing import NDArray
 
 from apt_jax.cache import CacheKind, HybridCache
 from apt_jax.config import CacheConfig, SchedulerConfig
-from apt_jax.engine.admission import Admission, AdmissionController, Outlook
+from apt_jax.engine.admission import Admission, AdmissionController, QueueSnapshot
 from apt_jax.engine.batch_builder import BatchBuilder, PlanFilter
 from apt_jax.engine.commit import FillMasks, MaskFiller, TokenCommitter
 from apt_jax.engine.counters import EngineCounters
@@ -81,7 +81,7 @@ from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.registry import is_bundled
 from apt_jax.sched.request_table import RequestTable
-from apt_jax.sched.view import KindSpec, Plan, Policy, SchedulerView
+from apt_jax.sched.view import CacheKindSpec, Plan, Policy, SchedulerView
 from apt_jax.structured.compiler import fill_one_by_one
 from apt_jax.utils.clock import Clock
 
@@ -119,7 +119,7 @@ class Engine:
         executor: Executor,
         policy: Policy,
         clock: Clock,
-        kinds: Sequence[KindSpec],
+        kinds: Sequence[CacheKindSpec],
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
         *,
@@ -496,7 +496,7 @@ class Engine:
         """Whether a live request has this id. For any thread."""
         return request_id in self.states.by_id
 
-    def has_begun(self, request_id: str) -> bool:
+    def has_been_scheduled(self, request_id: str) -> bool:
         """Whether a live request has ever been scheduled; True also for one that is not alive."""
         state = self.states.by_id.get(request_id)
         return state is None or state.metrics.first_scheduled_s is not None
@@ -508,11 +508,11 @@ class Engine:
         """
         return self._controller.num_cached(request)
 
-    def least_blocks(self, num_tokens: int) -> int:
+    def min_blocks_for(self, num_tokens: int) -> int:
         """Count the blocks of so many positions in the kind on offer that takes fewest. For any thread."""
-        return self._controller.least_blocks(num_tokens)
+        return self._controller.min_blocks_for(num_tokens)
 
-    def outlook(self) -> Outlook:
+    def outlook(self) -> QueueSnapshot:
         """Describe the queue for requests that arrive while the step runs that has just been put together (`on_plan`)."""
         return self._controller.outlook(self.costs)
 

@@ -1,7 +1,7 @@
 """Events of the engine: the scheduler's decisions, iteration by iteration, and subscriptions to them.
 
 The engine makes an `Iteration` of each of its decisions while a listener is attached, and reports it when the step has ended. A
-`SchedulerWatch` keeps the last few hundred for a reader in an event loop; a reader that is too slow loses the oldest ones and
+`IterationSubscription` keeps the last few hundred for a reader in an event loop; a reader that is too slow loses the oldest ones and
 is told how many.
 """
 
@@ -95,7 +95,7 @@ class Iteration:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WatchNews:
+class IterationBatch:
     """The iterations that a subscriber has not read yet."""
 
     num_dropped: int
@@ -103,14 +103,14 @@ class WatchNews:
     iterations: list[Iteration]
 
 
-class SchedulerWatch:
-    """A subscription: an asynchronous iterator of `WatchNews`, for one reader; made by `AsyncEngine.watch`.
+class IterationSubscription:
+    """A subscription: an asynchronous iterator of `IterationBatch`, for one reader; made by `AsyncEngine.watch`.
 
     Raises:
         EngineDeadError: the engine has ended, or is closed.
     """
 
-    def __init__(self, capacity: int, leave: Callable[["SchedulerWatch"], None]) -> None:
+    def __init__(self, capacity: int, leave: Callable[["IterationSubscription"], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._leave = leave
         self._news = asyncio.Event()
@@ -119,10 +119,10 @@ class SchedulerWatch:
         self._num_dropped = 0
         self._error: Exception | None = None
 
-    def __aiter__(self) -> "SchedulerWatch":
+    def __aiter__(self) -> "IterationSubscription":
         return self
 
-    async def __anext__(self) -> WatchNews:
+    async def __anext__(self) -> IterationBatch:
         while True:
             self._news.clear()
             error = self._error  # read first: iterations before the end are delivered before it
@@ -133,10 +133,10 @@ class SchedulerWatch:
                 raise error
             await self._news.wait()
 
-    def take(self) -> WatchNews:
+    def take(self) -> IterationBatch:
         """Return what is unread now, without waiting; from any thread."""
         with self._lock:
-            news = WatchNews(num_dropped=self._num_dropped, iterations=list(self._unread))
+            news = IterationBatch(num_dropped=self._num_dropped, iterations=list(self._unread))
             self._unread.clear()
             self._num_dropped = 0
         return news

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache import NO_SEAT, CacheIntegrityError, CacheKind
+from apt_jax.cache import NO_SLOT, CacheIntegrityError, CacheKind
 from apt_jax.cache.prefix_tree import extend_digests
 from apt_jax.engine.request_state import InFlightStep
 from apt_jax.engine.request_states import ENDING, FREE, RUNNING, WAITING, RequestStates
@@ -43,7 +43,7 @@ def check_engine(states: RequestStates, offered: Sequence[CacheKind], pending: I
     status, slots = states.status[rows], states.slot[rows]
     running = status == RUNNING
     _require(
-        ((slots != NO_SEAT) == running).all(),
+        ((slots != NO_SLOT) == running).all(),
         "a request without cache has a slot, or the reverse",
     )
     _require(

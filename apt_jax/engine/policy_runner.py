@@ -89,9 +89,9 @@ class PolicyRunner:
         """Rows of a plan violate the contract of `Plan` and are left out."""
         if self.debug:
             raise AssertionError(f"policy {self.policy.name}: {message}")
-        if not self._counters.refused_plan_rows:
+        if not self._counters.num_invalid_plan_rows:
             logger.error("policy %s broke a promise: %s (reported once)", self.policy.name, message)
-        self._counters.refused_plan_rows += num_rows
+        self._counters.num_invalid_plan_rows += num_rows
 
     def note_progress(self) -> None:
         """Something was scheduled."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache import NO_SEAT, CacheIntegrityError, CacheKind, HybridCache
+from apt_jax.cache import NO_SLOT, CacheIntegrityError, CacheKind, HybridCache
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.engine.counters import EngineCounters
@@ -19,7 +19,7 @@ from apt_jax.engine.request_state import RequestState, StepOutput, TokenLogprobs
 from apt_jax.request import EngineRequest, FinishReason, RequestMetrics
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, ColumnTable, RequestTable, column
-from apt_jax.sched.view import KindSpec, SchedulerView
+from apt_jax.sched.view import CacheKindSpec, SchedulerView
 from apt_jax.utils.clock import Clock
 
 
@@ -123,7 +123,7 @@ class RequestStates(ColumnTable):
     """
 
     status = column(np.int8)
-    slot = column(np.int32, fill=NO_SEAT)
+    slot = column(np.int32, fill=NO_SLOT)
     in_flight = column(np.int8)  # tokens of the row that the host has not seen
     last_token = column(np.int32)  # the last one that it has seen
     computed_once = column(np.int32)  # positions computed before the cache was last lost
@@ -202,7 +202,7 @@ class RequestStates(ColumnTable):
     def view(
         self,
         *,
-        kinds: Sequence[KindSpec],
+        kinds: Sequence[CacheKindSpec],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         costs: StepCosts,
@@ -355,7 +355,7 @@ class RequestStates(ColumnTable):
         table.num_blocks[row] = 0
         table.num_shared[row] = 0
         table.kind[row] = NO_KIND
-        self.slot[row] = NO_SEAT
+        self.slot[row] = NO_SLOT
         self.status[row] = status
         self._by_rank = None
         if self.cache.charges_changed:
@@ -412,7 +412,7 @@ class RequestStates(ColumnTable):
         self.by_row[row] = None
         del self.by_id[state.request.request_id]
         if reason in ("stop", "length"):
-            self.table.note_length(state.num_known - state.prompt_len)
+            self.table.record_output_length(state.num_known - state.prompt_len)
         self.table.remove(row)
         self._announce_end(state, reason, stop_reason, error, new_token_ids or [], logprobs)
         if state.metrics.first_scheduled_s is not None:

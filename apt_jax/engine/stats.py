@@ -55,11 +55,11 @@ class EngineStats:
     """Prompt tokens of requests that have delivered a token."""
     generation_tokens: int
     """Tokens delivered."""
-    deferred_rows: int
+    num_deferred_requests: int
     """Rows of plans that did not run because no block was free after all."""
-    dropped_rows: int
+    num_discarded_tokens: int
     """Tokens discarded because their request had ended while the step was in flight."""
-    refused_plan_rows: int
+    num_invalid_plan_rows: int
     """Rows of plans that violated the contract of `Plan`; any is a bug in the policy."""
     fallback_iterations: int
     """Iterations that `fcfs` scheduled, because the policy raised or its plan violated the contract."""
@@ -134,9 +134,9 @@ def collect_stats(
         num_doubtful=num_doubtful,
         prompt_tokens=counters.prompt_tokens,
         generation_tokens=counters.generation_tokens,
-        deferred_rows=counters.deferred_rows,
-        dropped_rows=counters.dropped_rows,
-        refused_plan_rows=counters.refused_plan_rows,
+        num_deferred_requests=counters.num_deferred_requests,
+        num_discarded_tokens=counters.num_discarded_tokens,
+        num_invalid_plan_rows=counters.num_invalid_plan_rows,
         fallback_iterations=counters.fallback_iterations,
         step_failures=counters.step_failures,
         compilations=compilations,

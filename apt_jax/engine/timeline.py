@@ -31,7 +31,7 @@ class Event:
 
 
 @dataclasses.dataclass(kw_only=True)
-class RequestDecisions:
+class RequestTimeline:
     """Timeline of one request."""
 
     request_id: str
@@ -80,7 +80,7 @@ class RequestDecisions:
         }
 
 
-class DecisionLog:
+class TimelineLog:
     """Timelines of the last requests; for one thread.
 
     Args:
@@ -98,17 +98,17 @@ class DecisionLog:
     ) -> None:
         self._num_requests, self._max_num_seqs = num_requests, max_num_seqs
         self._blocks_needed = blocks_needed
-        self._requests: collections.OrderedDict[str, RequestDecisions] = collections.OrderedDict()
+        self._requests: collections.OrderedDict[str, RequestTimeline] = collections.OrderedDict()
         self._states: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=_NUM_STATES)
         """Number, free blocks and running requests of the last iterations."""
 
-    def of(self, request_id: str) -> RequestDecisions | None:
+    def of(self, request_id: str) -> RequestTimeline | None:
         """Return the last request with this id, if it is kept."""
         return self._requests.get(request_id)
 
-    def last(self, tenants: Collection[str | None], count: int) -> dict[str | None, list[RequestDecisions]]:
+    def last(self, tenants: Collection[str | None], count: int) -> dict[str | None, list[RequestTimeline]]:
         """Return the last requests of each of these tenants, at most `count`, newest first, among the last 2,048 of all."""
-        found: dict[str | None, list[RequestDecisions]] = {tenant: [] for tenant in tenants}
+        found: dict[str | None, list[RequestTimeline]] = {tenant: [] for tenant in tenants}
         for request in itertools.islice(reversed(self._requests.values()), _MOST_LOOKED_AT):
             theirs = found.get(request.tenant)
             if theirs is not None and len(theirs) < count:
@@ -118,7 +118,7 @@ class DecisionLog:
     def begin(self, request: EngineRequest, number: int) -> None:
         """A request was admitted; `number` is that of the next iteration."""
         self._requests.pop(request.request_id, None)
-        self._requests[request.request_id] = RequestDecisions(
+        self._requests[request.request_id] = RequestTimeline(
             request_id=request.request_id,
             tenant=request.tenant,
             arrival_s=request.arrival_s,
@@ -137,7 +137,7 @@ class DecisionLog:
             self._add(request, "ended", now_s, reason=reason)
             request.ended = True
 
-    def _in(self, iteration: Iteration, request_id: str) -> RequestDecisions | None:
+    def _in(self, iteration: Iteration, request_id: str) -> RequestTimeline | None:
         """The request that an iteration is about: not a later one with its id, nor one that has ended while its step ran."""
         request = self._requests.get(request_id)
         if request is None or request.ended or iteration.number < request.begun_at:
@@ -192,7 +192,7 @@ class DecisionLog:
             self._add(request, "lost", iteration.at_s, iteration=iteration.number)
         request.waits_since = iteration.number + 1
 
-    def _add_wait(self, request: RequestDecisions, iteration: Iteration) -> None:
+    def _add_wait(self, request: RequestTimeline, iteration: Iteration) -> None:
         """Add the wait until now, and its causes: after each decision without the request there were too few free blocks for it,
         no slot, or others went first. Counts the last iterations only."""
         since, request.waits_since = request.waits_since, None
@@ -214,7 +214,7 @@ class DecisionLog:
         self._add(request, "waited", iteration.at_s, iterations=iterations, **counts)
         request.events[-1].at_ms = 0.0 if last is None else last.until_ms
 
-    def _extend(self, request: RequestDecisions, event: str, at_s: float, until_s: float, **details: Any) -> None:
+    def _extend(self, request: RequestTimeline, event: str, at_s: float, until_s: float, **details: Any) -> None:
         last = request.events[-1] if request.events else None
         if last is not None and last.event == event and last.details["kind"] == details["kind"]:
             last.details["tokens"] += details["tokens"]
@@ -224,7 +224,7 @@ class DecisionLog:
         self._add(request, event, at_s, steps=1, **details)
         request.events[-1].until_ms = 1e3 * (until_s - request.arrival_s)
 
-    def _add(self, request: RequestDecisions, event: str, at_s: float, **details: Any) -> None:
+    def _add(self, request: RequestTimeline, event: str, at_s: float, **details: Any) -> None:
         at_ms = 1e3 * (at_s - request.arrival_s)
         if len(request.events) == _MOST_EVENTS:
             del request.events[1]

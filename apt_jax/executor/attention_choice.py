@@ -6,7 +6,7 @@ from typing import Any
 from apt_jax.backends import attention_ops
 from apt_jax.errors import ConfigError
 from apt_jax.models.config import HiddenMode, ModelConfig
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +25,10 @@ def needed_extras(config: ModelConfig, hidden_mode: HiddenMode | None, hidden: b
 
 
 def choose_attention(
-    platform: str, wanted: str | AttentionOps | None, chip: str | None, extras: frozenset[str]
-) -> AttentionOps:
+    platform: str, wanted: str | KernelBackend | None, chip: str | None, extras: frozenset[str]
+) -> KernelBackend:
     """The ops asked for, or the platform's; XLA's where those lack what the model needs and nobody named them."""
-    if isinstance(wanted, AttentionOps):
+    if isinstance(wanted, KernelBackend):
         ops = wanted
     else:
         try:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from apt_jax.backends import over_devices
+from apt_jax.backends import with_sharded_hidden
 from apt_jax.config import CacheConfig, Quantization
 from apt_jax.distributed.hosts import Leader
 from apt_jax.distributed.messages import Plan
@@ -55,7 +55,7 @@ from apt_jax.models.params import ModelParams
 from apt_jax.models.quantize import quantize_params
 from apt_jax.models.weight_layout import by_layers, fuse_products, tile_params
 from apt_jax.ops import sampling
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.xla_decode import ROWS_PER_TILE
 
 MAX_MODEL_LEN = 1 << 22
@@ -93,7 +93,7 @@ class JaxExecutor:
         max_num_batched_tokens: int,
         max_model_len: int,
         mixed: bool | None = None,
-        attention: str | AttentionOps | None = None,
+        attention: str | KernelBackend | None = None,
         quantization: Quantization = None,
         mesh: Mesh | None = None,
         conversion: bool = False,
@@ -140,7 +140,7 @@ class JaxExecutor:
         if mesh is None:
             self.params, specs = self._prepared(params, tiles=ops.tiles and params.dtype == jnp.bfloat16), None
         else:
-            ops = over_devices(ops)
+            ops = with_sharded_hidden(ops)
             self.params, specs = parallel.shard_params(params, loaded, mesh, absorbs=self.hidden_mode == "absorb")
 
         self._memory = PoolMemory(config, cache.block_size, self.params.dtype, self.device, mesh)

@@ -5,7 +5,7 @@ A step is two jitted programs, so that their shapes do not multiply:
 * forward: (decode bucket, prefill bucket) -> cache written, hidden states of the rows that sample;
 * sample: (bucket of sampling rows, `SamplerVariant`) -> logits, tokens, device memory of last tokens.
 
-Where the device runs a program as one graph (`AttentionOps.branches` is False), a step of decode rows alone is one program,
+Where the device runs a program as one graph (`KernelBackend.branches` is False), a step of decode rows alone is one program,
 "decode": forward and sampling. Then programs do not branch either: they are compiled for each `KindSet`, and for draws without
 top-k and top-p.
 
@@ -37,7 +37,7 @@ from apt_jax.models.decoder import convert_inputs, decoder_step, greedy_tokens, 
 from apt_jax.models.params import ModelParams
 from apt_jax.models.step import ConvertBatch, DecoderBatch, StepOptions
 from apt_jax.ops import sampling
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.sched.request_table import HIDDEN, KV
 
 Pools = tuple[Array, ...]
@@ -60,7 +60,7 @@ class Programs:
     def __init__(
         self,
         config: ModelConfig,
-        ops: AttentionOps,
+        ops: KernelBackend,
         form: StepFormat,
         *,
         kinds_offered: KindSet,
@@ -209,7 +209,7 @@ class Programs:
             tokens, finite = draw(scores, settings)
         last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
         if masks is not None:
-            model_is_finite = sampling.is_trusted(unmasked)
+            model_is_finite = sampling.is_finite_row(unmasked)
             tokens = jnp.where(model_is_finite & ~finite, NO_TOKEN, tokens)
             finite = model_is_finite
         packed = jnp.stack([tokens, finite.astype(jnp.int32)])

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from apt_jax.engine import Engine
-from apt_jax.engine.admission import Coming, Outlook
+from apt_jax.engine.admission import PendingArrivals, QueueSnapshot
 from apt_jax.errors import QueueFullError
 from apt_jax.request import EngineRequest
 
@@ -34,7 +34,7 @@ class AdmissionGate:
     """Rejects requests while a step runs. Methods are called under the lock of the inbox unless they say otherwise.
 
     Args:
-        engine: only its `has`, `num_cached`, `least_blocks` and `admission.foresee` are called.
+        engine: only its `has`, `num_cached`, `min_blocks_for` and `admission.early_reject` are called.
 
     Attributes:
         snapshot: the queue when the running step was dispatched; None between steps, when nothing is rejected.
@@ -42,8 +42,8 @@ class AdmissionGate:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.snapshot: Outlook | None = None
-        self._pending = Coming()
+        self.snapshot: QueueSnapshot | None = None
+        self._pending = PendingArrivals()
         """Requests in the inbox that have arrived since `snapshot`."""
 
     def demand_of(self, request: EngineRequest) -> AdmissionDemand:
@@ -54,7 +54,7 @@ class AdmissionGate:
         return AdmissionDemand(
             prompt_len=prompt_len,
             uncached_tokens=uncached,
-            num_blocks=self._engine.least_blocks(prompt_len),
+            num_blocks=self._engine.min_blocks_for(prompt_len),
             best_effort=request.slo_class == "be",
             tenant=request.tenant,
         )
@@ -65,7 +65,7 @@ class AdmissionGate:
         if self.snapshot is None:
             return None
         if demand.prompt_len <= _MAX_PROMPT_LEN and not self._engine.has(request.request_id):
-            rejection = self._engine.admission.foresee(
+            rejection = self._engine.admission.early_reject(
                 self.snapshot,
                 self._pending,
                 ttft_s=request.slo.ttft_s,
@@ -80,9 +80,9 @@ class AdmissionGate:
         self._count(demand)
         return None
 
-    def begin_step(self, snapshot: Outlook, pending: Iterable[EngineRequest]) -> None:
+    def begin_step(self, snapshot: QueueSnapshot, pending: Iterable[EngineRequest]) -> None:
         """Judge by this snapshot from now on; `pending` requests are in the inbox and not part of it."""
-        self.snapshot, self._pending = snapshot, Coming()
+        self.snapshot, self._pending = snapshot, PendingArrivals()
         for request in pending:
             self._count(self.demand_of(request))
 

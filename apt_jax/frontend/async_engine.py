@@ -12,11 +12,11 @@
 Threads. Only the engine thread changes the engine; other threads may hand it a function to run between two steps (`call`).
 But threads that submit a request read the engine while a step runs, through `AdmissionGate`:
 
-* `engine.least_blocks`: block sizes and cache kinds on offer, which never change;
+* `engine.min_blocks_for`: block sizes and cache kinds on offer, which never change;
 * `engine.num_cached`, for requests with a TTFT objective under `slo_admission`: one dict look-up in the prefix index per
   block of the prompt;
 * `engine.has`: one look-up in the dict of live requests;
-* `engine.admission.foresee`: the configuration and its arguments, a frozen snapshot and a count that the inbox's lock guards.
+* `engine.admission.early_reject`: the configuration and its arguments, a frozen snapshot and a count that the inbox's lock guards.
 
 Under the GIL a look-up sees the dict before or after a change, never in between, and an outdated answer does no harm: the
 gate can only reject, with an error that invites a retry, and the engine decides about all other requests. Without the GIL
@@ -38,19 +38,19 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from apt_jax.engine import EngineStats, StepOutput
-from apt_jax.engine.events import SchedulerWatch
-from apt_jax.engine.timeline import DecisionLog, RequestDecisions
+from apt_jax.engine.events import IterationSubscription
+from apt_jax.engine.timeline import RequestTimeline, TimelineLog
 from apt_jax.errors import AptJaxError, EngineDeadError, QueueFullError
 from apt_jax.executor import StepBatch
 from apt_jax.frontend.admission_gate import AdmissionGate
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.iteration_feed import IterationFeed
 from apt_jax.frontend.outputs import OutputDelta, RequestState
 from apt_jax.frontend.streams import (
     EngineClosedError,
     OpenStreams,
     RequestStream,
-    StreamGroup,
+    RequestStreamGroup,
     cancelled_error,
 )
 from apt_jax.frontend.watchdog import Watchdog
@@ -86,7 +86,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: EngineComponents,
         observer: Observer | None = None,
         *,
         step_timeout_s: float | None = None,
@@ -109,10 +109,10 @@ class AsyncEngine:
         self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._abandoned = False
         """All streams were ended while a step was running, which may never end."""
-        self._log: DecisionLog | None = None
+        self._log: TimelineLog | None = None
         if decision_log:
-            self._log = DecisionLog(
-                decision_log, max_num_seqs=scheduler.max_num_seqs, blocks_needed=parts.engine.least_blocks
+            self._log = TimelineLog(
+                decision_log, max_num_seqs=scheduler.max_num_seqs, blocks_needed=parts.engine.min_blocks_for
             )
         self._feed = IterationFeed(parts.engine, self._log)
         self._engine.on_plan = self._drain_arrivals_before_dispatch
@@ -137,12 +137,12 @@ class AsyncEngine:
         self._submit([stream])
         return stream
 
-    def submit_all(self, requests: Sequence[EngineRequest], *, deadline_s: float | None = None) -> StreamGroup:
+    def submit_batch(self, requests: Sequence[EngineRequest], *, deadline_s: float | None = None) -> RequestStreamGroup:
         """Submit several requests whose outputs have one reader; see `submit`."""
         updated = asyncio.Event()
         streams = [RequestStream(request, deadline_s, self._cancel, updated) for request in requests]
         self._submit(streams)
-        return StreamGroup(streams, updated)
+        return RequestStreamGroup(streams, updated)
 
     async def generate(
         self, request: EngineRequest, *, deadline_s: float | None = None
@@ -164,21 +164,21 @@ class AsyncEngine:
         """End the live request of this id; its stream ends with `finish_reason="abort"`. False: there is none."""
         return self.call(lambda: self._engine.abort(request_id))
 
-    def watch(self, capacity: int = 256) -> SchedulerWatch:
+    def watch(self, capacity: int = 256) -> IterationSubscription:
         """Report every decision of the scheduler from now on; call it from a coroutine, and `close` the result.
 
         Args:
             capacity: number of unread iterations that are kept; beyond it the oldest are dropped.
         """
 
-        def leave(watch: SchedulerWatch) -> None:
+        def leave(watch: IterationSubscription) -> None:
             self.call(lambda: self._feed.unsubscribe(watch))
 
-        watch = SchedulerWatch(capacity, leave)
+        watch = IterationSubscription(capacity, leave)
         self.call(lambda: self._watch(watch))
         return watch
 
-    async def decisions(self, request_id: str) -> RequestDecisions | None:
+    async def decisions(self, request_id: str) -> RequestTimeline | None:
         """Return what the scheduler decided about the last request of this id; None: it is not, or no longer, known."""
         log = self._log
         if log is None:
@@ -186,7 +186,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(self.call(lambda: copy.deepcopy(log.of(request_id))))
 
     @property
-    def decision_log(self) -> DecisionLog | None:
+    def decision_log(self) -> TimelineLog | None:
         """The log, for functions that `call` runs; None: none is kept."""
         return self._log
 
@@ -342,7 +342,7 @@ class AsyncEngine:
             return False
         for stream in self._streams.past_deadline(now_s):
             self._drop(stream, TimeoutError("the deadline has passed"))
-        for stream in self._streams.queued_too_long(now_s, engine.has_begun):
+        for stream in self._streams.queued_too_long(now_s, engine.has_been_scheduled):
             message = f"the request has waited for {self._max_queue_s:g} s (--max-queue-s)"
             self._drop(stream, QueueFullError(message, self._max_queue_s))
         if engine.has_work:
@@ -457,7 +457,7 @@ class AsyncEngine:
         self._engine.note_refused()
         self._observe(lambda observer: observer.refused(request))
 
-    def _watch(self, watch: SchedulerWatch) -> None:
+    def _watch(self, watch: IterationSubscription) -> None:
         if self._end_error is None:
             self._feed.subscribe(watch)
         else:

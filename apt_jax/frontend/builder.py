@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor import is_out_of_memory
-from apt_jax.frontend.components import EngineParts, make_parts
+from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.frontend.progress import Progress, of_stage
-from apt_jax.sched import KindSpec, make_policy
+from apt_jax.sched import CacheKindSpec, make_policy
 from apt_jax.sched.view import converts
 from apt_jax.text.chat import ChatTemplate, load_chat_template
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -48,7 +48,7 @@ def build_engine(
     calibration_s: float = DEFAULT_CALIBRATION_S,
     progress: Progress | None = None,
     on_joined: "Callable[[Leader], None]" = lambda leader: None,
-) -> EngineParts:
+) -> EngineComponents:
     """Load a model and make the engine that serves it.
 
     Args:
@@ -88,7 +88,7 @@ def build_engine(
                 cost_model = load_or_calibrate(executor, calibration_s, of_stage(progress, "calibrating"))
             else:
                 cost_model = load_calibration(calibration_path(executor))
-        parts = make_parts(
+        parts = build_components(
             config,
             executor,
             kinds=_kinds(executor, cost_model),
@@ -109,9 +109,9 @@ def build_engine(
         )
 
 
-def recalibrated(
-    parts: EngineParts, budget_s: float, progress: Callable[[int, int], None] | None = None
-) -> EngineParts:
+def recalibrate(
+    parts: EngineComponents, budget_s: float, progress: Callable[[int, int], None] | None = None
+) -> EngineComponents:
     """Measure step costs now, for about `budget_s` seconds, and use them in the same engine; loads and stores nothing.
 
     Overwrites the pool: call it before anything is served.
@@ -126,7 +126,7 @@ def recalibrated(
     return dataclasses.replace(parts, cost_model=model)
 
 
-def freeze_loaded() -> None:
+def freeze_gc_heap() -> None:
     """Exclude the objects of model and programs from garbage collection, in a process that serves until it ends.
 
     A full collection that visits them would stall every request, and every other host, for some tenths of a second.
@@ -265,12 +265,12 @@ def _end_ids(ids: Sequence[int], tokenizer: Tokenizer | None, template: ChatTemp
     return ids if end is None else tuple(dict.fromkeys([*ids, end]))
 
 
-def _kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[KindSpec]:
+def _kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[CacheKindSpec]:
     """Describe the cache kinds that the executor offers, with costs if known."""
     if cost_model is not None:
         return cost_model.kinds(executor.kinds_offered, absorbs=executor.absorbs)
     kv, hidden = executor.kinds_offered
     return (
-        KindSpec(name="kv", blocks_per_group=2, offered=kv),
-        KindSpec(name="hidden", blocks_per_group=1, offered=hidden, reprojected=not executor.absorbs),
+        CacheKindSpec(name="kv", blocks_per_group=2, offered=kv),
+        CacheKindSpec(name="hidden", blocks_per_group=1, offered=hidden, reprojected=not executor.absorbs),
     )

@@ -13,7 +13,7 @@ from apt_jax.executor import Executor
 from apt_jax.frontend.outputs import OutputAssembler
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest
-from apt_jax.sched import KindSpec, Policy, StepCosts, make_policy
+from apt_jax.sched import CacheKindSpec, Policy, StepCosts, make_policy
 from apt_jax.structured.compiler import GrammarCompiler, MaskFiller
 from apt_jax.text.chat import ChatTemplate, Message, Tool
 from apt_jax.text.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class FallbackSeeds:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineParts:
+class EngineComponents:
     """An engine and everything around it that a front end needs."""
 
     config: EngineConfig
@@ -101,11 +101,11 @@ class EngineParts:
         return build_requests(self.limits, self.tokenizer, n=n, fallback_seed=self.seeds.next(), **fields)
 
 
-def make_parts(
+def build_components(
     config: EngineConfig,
     executor: Executor,
     *,
-    kinds: Sequence[KindSpec],
+    kinds: Sequence[CacheKindSpec],
     vocab_size: int,
     max_model_len: int,
     tokenizer: Tokenizer | None = None,
@@ -119,7 +119,7 @@ def make_parts(
     chat_template: ChatTemplate | None = None,
     hf_config: Mapping[str, Any] | None = None,
     stored: tuple[str, str] = ("none", "none"),
-) -> EngineParts:
+) -> EngineComponents:
     """Build an engine over any executor.
 
     Args:
@@ -134,7 +134,7 @@ def make_parts(
         clock: None: the machine's.
         costs: None: all zero.
         debug: the engine checks its accounting after every step.
-        model_config, cost_model, chat_template, hf_config, stored: see `EngineParts`.
+        model_config, cost_model, chat_template, hf_config, stored: see `EngineComponents`.
     """
     clock = WallClock() if clock is None else clock
     policy = make_policy(config=config.scheduler, seed=config.seed) if policy is None else policy
@@ -170,7 +170,7 @@ def make_parts(
         grammars = GrammarCompiler(
             tokenizer.backend.to_str, vocab_size=vocab_size, num_tokens=num_tokens, eos_token_ids=eos_token_ids
         )
-    return EngineParts(
+    return EngineComponents(
         config=config,
         tokenizer=tokenizer,
         executor=executor,
@@ -190,7 +190,7 @@ def make_parts(
     )
 
 
-def with_scheduler(parts: EngineParts, policy: str, cache: CacheMode) -> EngineParts:
+def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> EngineComponents:
     """Build a fresh engine over the same executor with another policy and other cache kinds; compiles and loads nothing.
 
     Only one of them may run at a time: they share the executor's pool. With prefix caching an engine must not be used again
@@ -206,7 +206,7 @@ def with_scheduler(parts: EngineParts, policy: str, cache: CacheMode) -> EngineP
     """
     scheduler = dataclasses.replace(parts.config.scheduler, policy=policy)
     wanted = (cache != "hidden", cache != "kv")
-    return make_parts(
+    return build_components(
         dataclasses.replace(parts.config, scheduler=scheduler),
         parts.executor,
         kinds=[

@@ -6,7 +6,7 @@ import signal
 from apt_jax.config import EngineConfig
 from apt_jax.frontend.builder import (
     all_hosts,
-    freeze_loaded,
+    freeze_gc_heap,
     load_weights,
     make_executor,
     room_for_steps,
@@ -34,6 +34,6 @@ def run_headless(config: EngineConfig, progress: Progress | None = None) -> None
         executor = make_executor(config, loaded, mesh)
         with room_for_steps():
             executor.warm_up(of_stage(progress, "preparing"))
-            freeze_loaded()
+            freeze_gc_heap()
             logger.info("rank %d runs what rank 0 runs", config.parallel.node_rank)
             follow(executor, hosts)

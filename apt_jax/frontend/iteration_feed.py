@@ -1,8 +1,8 @@
 """The scheduler's iterations on their way to the decision log and to subscribers."""
 
 from apt_jax.engine import Engine
-from apt_jax.engine.events import Iteration, SchedulerWatch
-from apt_jax.engine.timeline import DecisionLog
+from apt_jax.engine.events import Iteration, IterationSubscription
+from apt_jax.engine.timeline import TimelineLog
 
 
 class IterationFeed:
@@ -13,10 +13,10 @@ class IterationFeed:
         log: receives every iteration; None: there is no log.
     """
 
-    def __init__(self, engine: Engine, log: DecisionLog | None) -> None:
+    def __init__(self, engine: Engine, log: TimelineLog | None) -> None:
         self._engine = engine
         self._log = log
-        self._watches: list[SchedulerWatch] = []
+        self._watches: list[IterationSubscription] = []
         self._has_unread = False
         self._connect()
 
@@ -24,11 +24,11 @@ class IterationFeed:
         """Number of subscribers."""
         return len(self._watches)
 
-    def subscribe(self, watch: SchedulerWatch) -> None:
+    def subscribe(self, watch: IterationSubscription) -> None:
         self._watches.append(watch)
         self._connect()
 
-    def unsubscribe(self, watch: SchedulerWatch) -> None:
+    def unsubscribe(self, watch: IterationSubscription) -> None:
         self._watches = [other for other in self._watches if other is not watch]
         self._connect()
 

@@ -13,7 +13,7 @@ from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, Sched
 from apt_jax.engine import Engine
 from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError, nearest
 from apt_jax.frontend.builder import build_engine
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import RequestState
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.request import EngineRequest, RequestOutput, SamplingParams
@@ -111,7 +111,7 @@ class LLM:
             bars.close()
 
     @classmethod
-    def from_parts(cls, parts: EngineParts) -> "LLM":
+    def from_parts(cls, parts: EngineComponents) -> "LLM":
         """Make an `LLM` over an existing engine."""
         llm = cls.__new__(cls)
         llm.parts = parts

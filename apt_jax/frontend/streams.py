@@ -106,7 +106,7 @@ class RequestStream:
                 self._error = error
 
 
-class StreamGroup:
+class RequestStreamGroup:
     """The outputs of several requests, for one reader: an asynchronous iterator of (index, `OutputDelta`).
 
     It ends when all of them have ended. Raises what `RequestStream` raises, for the first that fails; the others go on until
@@ -118,7 +118,7 @@ class StreamGroup:
         self._updated = updated
         self._next = 0
 
-    def __aiter__(self) -> "StreamGroup":
+    def __aiter__(self) -> "RequestStreamGroup":
         return self
 
     async def __anext__(self) -> tuple[int, OutputDelta]:

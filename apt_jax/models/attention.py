@@ -23,7 +23,7 @@ from apt_jax.models.step import (
     zero_non_finite,
 )
 from apt_jax.ops.linear import dot
-from apt_jax.ops.reference import KeyNorm, ScoreRules, apply_rope, rms_norm_heads
+from apt_jax.ops.reference import KeyNorm, LogitModifiers, apply_rope, rms_norm_heads
 
 _CosSin = tuple[Array, Array]
 """Cosine and sine (T, HALF) of the rotary angles of tokens."""
@@ -41,8 +41,8 @@ class AttentionInputs:
     """For every token of the step; None: no rotary embedding."""
     all_angles: Float[Array, "S HALF"] | None
     """Angles of every position, for keys computed from cached layer inputs; None: not needed."""
-    rules: ScoreRules | None
-    rules_of_all_heads: ScoreRules | None
+    rules: LogitModifiers | None
+    rules_of_all_heads: LogitModifiers | None
     """`rules` for the heads of all devices."""
 
     @property
@@ -68,7 +68,7 @@ def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Flo
     return jnp.concatenate(outs).reshape(t, -1), pool
 
 
-def score_rules(config: ModelConfig, layer: int, tensor: TensorParallel | None = None) -> ScoreRules | None:
+def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | None = None) -> LogitModifiers | None:
     """The score rules of a layer, for this device's heads where there are several devices; None: plain scores."""
     window = config.window(layer)
     if config.attention_softcap is None and not config.alibi_slopes and window is None:
@@ -76,7 +76,7 @@ def score_rules(config: ModelConfig, layer: int, tensor: TensorParallel | None =
     slopes = jnp.asarray(config.alibi_slopes, jnp.float32) if config.alibi_slopes else None
     if slopes is not None and tensor is not None:
         slopes = tensor.own(slopes, 0)
-    return ScoreRules(softcap=config.attention_softcap, slopes=slopes, window=window)
+    return LogitModifiers(softcap=config.attention_softcap, slopes=slopes, window=window)
 
 
 def _given(**options: Any) -> dict[str, Any]:

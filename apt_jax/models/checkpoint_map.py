@@ -59,7 +59,7 @@ class ModelFamily:
     """From the fields of a ``config.json``, and the longest context that will be served, to the model's shape."""
     source: Callable[[str, tuple[int, ...], ModelConfig], Source]
     """From a leaf of `param_names` and its shape to its tensor."""
-    bare_name: Callable[[str], str]
+    strip_prefix: Callable[[str], str]
     """A stored tensor name without prefixes that depend on the class it was saved from."""
     ignored_tensors: re.Pattern[str] = NORM_BUFFERS
     """Bare names of stored tensors that nothing needs."""

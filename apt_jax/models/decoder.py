@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax.models.attention import AttentionInputs, attend, score_rules
+from apt_jax.models.attention import AttentionInputs, attend, logit_modifiers
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.models.sharding import TensorParallel
@@ -40,7 +40,7 @@ from apt_jax.models.step import (
     zero_non_finite,
 )
 from apt_jax.ops import sampling
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.linear import activate, dense, project_kv
 from apt_jax.ops.reference import KeyNorm
 from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_of
@@ -153,8 +153,8 @@ def decoder_step(
             batch=batch,
             cos_sin=cos_sin,
             all_angles=all_angles,
-            rules=score_rules(whole, i, options.tensor),
-            rules_of_all_heads=score_rules(whole, i),
+            rules=logit_modifiers(whole, i, options.tensor),
+            rules_of_all_heads=logit_modifiers(whole, i),
         )
         with jax.named_scope(f"layer{i}/attention"):
             h, x = added(h, delta, None if post else p.attn_norm)
@@ -234,7 +234,7 @@ def greedy_tokens(
     params: ModelParams,
     hidden: Float[Array, "B D"],
     config: ModelConfig,
-    ops: AttentionOps,
+    ops: KernelBackend,
     tensor: TensorParallel | None = None,
 ) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
     """`sampling.greedy` of `logits`, which are not written where the platform can do without."""
@@ -260,6 +260,6 @@ __all__ = [
     "decoder_step",
     "embed",
     "greedy_tokens",
+    "logit_modifiers",
     "logits",
-    "score_rules",
 ]

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int32
 
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.sharding import TensorParallel
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
 
 
@@ -73,7 +73,7 @@ class StepOptions:
     """What hidden decode rows absorb, as in `ModelConfig.hidden_mode`; None: nothing, they are reprojected."""
     kinds: tuple[bool, bool]
     """(KV rows can occur, hidden rows can occur)."""
-    ops: AttentionOps
+    ops: KernelBackend
     """`ops.branches` says whether what no row needs is branched around on the device."""
     tensor: TensorParallel | None = None
     """None: the device has the whole model. Else the step runs one device's shard of it, within `jax.shard_map`, and its
@@ -81,7 +81,7 @@ class StepOptions:
 
 
 Product = Callable[..., Array]
-"""`AttentionOps.dense`."""
+"""`KernelBackend.dense`."""
 
 
 def apply_dense(

@@ -9,12 +9,12 @@ from jax import Array
 from apt_jax.ops import linear
 
 EXTRAS: frozenset[str] = frozenset({"softcap", "alibi", "window", "key norm", "grouped absorption", "input width"})
-"""Features that some models need beside plain attention: the three of `ScoreRules`, `KeyNorm`, `decode_v_absorbed` with fewer
+"""Features that some models need beside plain attention: the three of `LogitModifiers`, `KeyNorm`, `decode_v_absorbed` with fewer
 key heads than query heads, and layer inputs narrower or wider than the lane."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionOps:
+class KernelBackend:
     """One implementation of the attention ops and the products around them; contracts in `reference.py`."""
 
     name: str

@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Int32
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoreRules:
+class LogitModifiers:
     """Modifiers of attention scores before the softmax, applied in this order."""
 
     softcap: float | None = dataclasses.field(default=None, metadata=dict(static=True))
@@ -61,11 +61,11 @@ def rms_norm_heads(x: Float[Array, "T K H"], scale: Float[Array, " S"], eps: flo
     return (scaled * scale.astype(jnp.float32)[None, None]).reshape(shape)
 
 
-def ruled_scores(
+def modified_scores(
     scores: Float[Array, "N S"],
     position: Int32[Array, " S"],
     query_position: Int32[Array, ""],
-    rules: ScoreRules | None,
+    rules: LogitModifiers | None,
 ) -> tuple[Float[Array, "N S"], Bool[Array, " S"]]:
     """Scores of one query by the rules, and which keys it may see of those at `position`, itself the last."""
     sees = position <= query_position
@@ -166,7 +166,7 @@ def decode_kv(
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N H"]:
     """`softmax(q k^T / sqrt(H)) v` over positions [0, lens); rows of length 0 give zeros."""
     num_heads, head_dim = q.shape[1], q.shape[2]
@@ -180,7 +180,7 @@ def decode_kv(
         group = num_heads // k.shape[1]
         k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
         scores = jnp.einsum("nh,snh->ns", q_row.astype(jnp.float32), k) * head_dim**-0.5
-        scores, sees = ruled_scores(scores, position, length - 1, rules)
+        scores, sees = modified_scores(scores, position, length - 1, rules)
         return jnp.einsum("ns,snh->nh", _softmax(scores, (own & sees)[None, :]), v)
 
     return _over_rows(row, q, tables, lens, rows, slot_ranges)
@@ -195,7 +195,7 @@ def decode_absorbed(
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N D"]:
     """`softmax(q~ x^T) x` over positions [0, lens), x shared by all heads (DESIGN.md §6); the scale is in q~."""
     width = q_absorbed.shape[2]
@@ -204,7 +204,7 @@ def decode_absorbed(
         own, position = own_slots(ranges, length, table.shape[0], block_size)
         x = jnp.where(own[:, None], gather_inputs(pool, table, block_size, width), 0.0)
         scores = jnp.einsum("nd,sd->ns", q_row.astype(jnp.float32), x)
-        scores, sees = ruled_scores(scores, position, length - 1, rules)
+        scores, sees = modified_scores(scores, position, length - 1, rules)
         return jnp.einsum("ns,sd->nd", _softmax(scores, (own & sees)[None, :]), x)
 
     return _over_rows(row, q_absorbed, tables, lens, rows, slot_ranges)
@@ -225,7 +225,7 @@ def decode_reprojected(
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     angles: Float[Array, "S HALF"] | None = None,
     key_norm: KeyNorm | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N H"]:
     """Attention over keys and values that are computed from the cached layer inputs (Apt-Serve §3.1, Fig. 3b).
 
@@ -248,7 +248,7 @@ def decode_reprojected(
         k = rotate(k, None if angles is None else angles[position])
         k, v = jnp.repeat(k, group, axis=1), jnp.repeat(project(x, wv, bv), group, axis=1)
         scores = jnp.einsum("nh,snh->ns", q_row.astype(jnp.float32), k) * head_dim**-0.5
-        scores, sees = ruled_scores(scores, position, length - 1, rules)
+        scores, sees = modified_scores(scores, position, length - 1, rules)
         return jnp.einsum("ns,snh->nh", _softmax(scores, (own & sees)[None, :]), v)
 
     return _over_rows(row, q, tables, lens, rows, slot_ranges)
@@ -268,7 +268,7 @@ def decode_v_absorbed(
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     key_norm: KeyNorm | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N D"]:
     """`softmax(q_r k_r^T + q~ x^T) x` with k_r = turn(W_k,r x + b_k,r): values absorbed, rotary keys reprojected.
 
@@ -290,7 +290,7 @@ def decode_v_absorbed(
         scores = jnp.einsum("nr,snr->ns", q_row.astype(jnp.float32), k)
         for q_rest in absorbed:
             scores = scores + jnp.einsum("nd,sd->ns", q_rest.astype(jnp.float32), x)
-        scores, sees = ruled_scores(scores, position, length - 1, rules)
+        scores, sees = modified_scores(scores, position, length - 1, rules)
         return jnp.einsum("ns,sd->nd", _softmax(scores, (own & sees)[None, :]), x)
 
     more = () if q_absorbed is None else (q_absorbed,)
@@ -319,7 +319,7 @@ def prefill(
     angles: Float[Array, "S HALF"] | None = None,
     hidden_block_size: int | None = None,
     key_norm: KeyNorm | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
 ) -> Float[Array, "T N H"]:
     """Causal attention of prompt chunks that lie one after another in T, each over its cached prefix and itself.
 
@@ -364,7 +364,7 @@ def causal_attention(
     q: Float[Array, "T N H"],
     k: Float[Array, "S K H"],
     v: Float[Array, "S K H"],
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
 ) -> Float[Array, "T N H"]:
     """Attention of the last T of S positions, each over itself and all before it: what a prefill chunk computes."""
     group, head_dim = q.shape[1] // k.shape[1], q.shape[2]
@@ -377,7 +377,7 @@ def causal_attention(
     position = jnp.arange(s, dtype=jnp.int32)
 
     def ruled(query: Array, row: Array) -> tuple[Array, Array]:
-        return ruled_scores(row, position, query, rules)
+        return modified_scores(row, position, query, rules)
 
     over_queries = jax.vmap(ruled, in_axes=(0, 1), out_axes=(1, 0))
     scores, mask = over_queries(jnp.arange(t, dtype=jnp.int32) + (s - t), scores)

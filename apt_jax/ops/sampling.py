@@ -170,7 +170,7 @@ def _first(found: Bool[Array, "B V"]) -> Int32[Array, " B"]:
     return jnp.where(lowest < found.shape[1], lowest, 0).astype(jnp.int32)
 
 
-def is_trusted(scores: Float[Array, "B V"]) -> Bool[Array, " B"]:
+def is_finite_row(scores: Float[Array, "B V"]) -> Bool[Array, " B"]:
     """True for rows that can be sampled from. One with NaN or +inf, or with every token forbidden, cannot: argmax and the
     draw would return some index silently."""
     return jnp.isfinite(jnp.max(scores, axis=1)) & ~jnp.any(jnp.isnan(scores), axis=1)

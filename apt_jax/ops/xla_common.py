@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax.ops.reference import ScoreRules, own_slots
+from apt_jax.ops.reference import LogitModifiers, own_slots
 
 MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
@@ -40,11 +40,11 @@ class Shards(Protocol):
 def apply_rules(
     s: Float[Array, "*heads T"],
     distance: Int32[Array, "*one T"],
-    rules: ScoreRules,
+    rules: LogitModifiers,
     slopes_shape: tuple[int, ...],
 ) -> tuple[Array, Array]:
     """Apply the rules to scores, from key position less query position; also returns which keys the window leaves. See
-    `reference.ruled_scores`. Distances and, in `slopes_shape`, slopes broadcast against the scores."""
+    `reference.modified_scores`. Distances and, in `slopes_shape`, slopes broadcast against the scores."""
     if rules.softcap is not None:
         s = rules.softcap * jnp.tanh(s / rules.softcap)
     if rules.slopes is not None:

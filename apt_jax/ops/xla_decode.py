@@ -19,7 +19,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int32
 
 from apt_jax.ops.linear import dot, project_kv
-from apt_jax.ops.reference import KeyNorm, ScoreRules
+from apt_jax.ops.reference import KeyNorm, LogitModifiers
 from apt_jax.ops.xla_common import MASKED, Fetch, Shards, apply_rules, fetch_blocks, own_slots_of
 
 TOKENS_PER_TILE = 64
@@ -60,7 +60,7 @@ def _decode(
     out_width: int,
     block_size: int,
     slot_ranges: Int32[Array, "B J 2"] | None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
     partly: Shards | None = None,
 ) -> Float[Array, "B N W"]:
     """Flash attention of one query a row over the keys and values (R, T, E) that `fetch` gives.
@@ -138,7 +138,7 @@ def decode_kv(
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
     num_kv_heads = pool.shape[1] // block_size // q.shape[2]
@@ -171,7 +171,7 @@ def decode_absorbed(
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
 ) -> Float[Array, "B N D"]:
     """See `reference.decode_absorbed`. With `tensor`, D counts the features that this device has of queries, pool and result."""
@@ -211,7 +211,7 @@ def decode_reprojected(
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     angles: Float[Array, "S HALF"] | None = None,
     key_norm: KeyNorm | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_reprojected`."""
@@ -253,7 +253,7 @@ def decode_v_absorbed(
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     key_norm: KeyNorm | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
 ) -> Float[Array, "B N D"]:
     """See `reference.decode_v_absorbed`: one product with the keys [k_r | x] gives both parts of the scores."""

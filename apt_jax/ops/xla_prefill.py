@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax.ops.linear import dot, project_kv
-from apt_jax.ops.reference import KeyNorm, ScoreRules
+from apt_jax.ops.reference import KeyNorm, LogitModifiers
 from apt_jax.ops.xla_common import MASKED, Fetch, Shards, apply_rules, fetch_blocks, own_slots_of
 
 PREFILL_QUERY_TILE = 128
@@ -34,7 +34,7 @@ class _Chunks:
     """(K, T, H)"""
     query_tile: int
     key_tile: int
-    rules: ScoreRules | None
+    rules: LogitModifiers | None
 
     @property
     def group(self) -> int:
@@ -96,7 +96,7 @@ def prefill(
     angles: Float[Array, "S HALF"] | None = None,
     hidden_block_size: int | None = None,
     key_norm: KeyNorm | None = None,
-    rules: ScoreRules | None = None,
+    rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than

@@ -23,7 +23,7 @@ from apt_jax.sched.policies.unified import UnifiedPolicy
 from apt_jax.sched.policies.vllm_v1 import HrrnPolicy, LeastComputedPolicy, VllmV1Policy, VtcPolicy
 from apt_jax.sched.registry import ENTRY_POINTS, PolicyMaker, find_policy, make, source_digest
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, RequestTable
-from apt_jax.sched.view import INTERFACE_VERSION, KindSpec, Plan, Policy, SchedulerView
+from apt_jax.sched.view import INTERFACE_VERSION, CacheKindSpec, Plan, Policy, SchedulerView
 
 __all__ = [
     "ENTRY_POINTS",
@@ -37,13 +37,13 @@ __all__ = [
     "AptPolicy",
     "AptSPolicy",
     "BrosPolicy",
+    "CacheKindSpec",
     "EdfPolicy",
     "FairBatchingPolicy",
     "FastGenPolicy",
     "FcfsHybridPolicy",
     "FcfsPolicy",
     "HrrnPolicy",
-    "KindSpec",
     "KnapsackProblem",
     "LeastComputedPolicy",
     "Plan",

@@ -25,7 +25,7 @@ FEW_OUTPUTS = 20
 def hidden_extra_s(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
     """Extra time of hidden requests of (n,) `tokens` over KV ones in a decode step, seconds; may be negative.
 
-    By the measured `StepCosts`, whatever policies are told to charge (``--rho-us``); by `KindSpec` where nothing is measured.
+    By the measured `StepCosts`, whatever policies are told to charge (``--rho-us``); by `CacheKindSpec` where nothing is measured.
     """
     costs = view.costs
     base_s = costs.decode_per_hidden_request_s - costs.decode_per_request_s

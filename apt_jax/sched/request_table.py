@@ -80,7 +80,7 @@ class RequestTable(ColumnTable):
     num_outputs = column(np.int32)  # output tokens, tokens in flight counted
     slo_ttft_s = column(np.float64)
     slo_tbt_s = column(np.float64)
-    num_delivered = column(np.int32)  # output tokens counted by `note_tokens`
+    num_delivered = column(np.int32)  # output tokens counted by `record_tokens`
     ttft_missed = column(np.bool_)  # the first token came after slo_ttft_s
     num_late_gaps = column(np.int32)  # gaps between delivered tokens above slo_tbt_s
     num_preemptions = column(np.int32)
@@ -130,7 +130,7 @@ class RequestTable(ColumnTable):
         self.live[row] = True
         return row
 
-    def note_tokens(self, rows: NDArray[np.int32], now_s: float) -> None:
+    def record_tokens(self, rows: NDArray[np.int32], now_s: float) -> None:
         """One token is delivered to each of `rows` (no row twice): sets `last_token_s` and counts what came late."""
         gap_s = now_s - self.last_token_s.take(rows)
         delivered = self.num_delivered.take(rows)
@@ -144,7 +144,7 @@ class RequestTable(ColumnTable):
         self.num_delivered[rows] = delivered + 1
         self.last_token_s[rows] = now_s
 
-    def note_length(self, num_outputs: int) -> None:
+    def record_output_length(self, num_outputs: int) -> None:
         """A request has come to its natural end after `num_outputs` tokens (not by an abort or an error)."""
         size = self.output_lengths.size
         if num_outputs >= size:

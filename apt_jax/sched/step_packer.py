@@ -205,7 +205,7 @@ class StepPacker:
         self.tokens_left -= num_tokens
         self.blocks_left -= blocks
 
-    def go_on(self, partial: Rows) -> bool:
+    def continue_prefill(self, partial: Rows) -> bool:
         """Next chunks of partly computed prompts, in order; True if any of them got one."""
         table = self.view.table
         added = False
@@ -309,7 +309,7 @@ def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
     )
 
 
-def unblock(view: SchedulerView, partial: Rows) -> Plan:
+def resolve_prefill_deadlock(view: SchedulerView, partial: Rows) -> Plan:
     """Only partly computed prompts hold cache, and none can go on: the youngest give theirs up until the oldest can.
 
     Policies reserve the blocks of a prompt before they begin it, so that this happens only after something outside
@@ -317,6 +317,6 @@ def unblock(view: SchedulerView, partial: Rows) -> Plan:
     """
     for num_kept in range(partial.size - 1, 0, -1):
         packer = StepPacker(view, partial[num_kept:])
-        if packer.go_on(partial[:1]):
+        if packer.continue_prefill(partial[:1]):
             return packer.plan()
     return Plan.idle(partial)

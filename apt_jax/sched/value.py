@@ -17,7 +17,7 @@ SHORTEST_PENDING_S = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Urgency:
+class PendingValue:
     """How urgent requests are; arrays of shape (n,), in the order of the rows that were asked for."""
 
     pending_s: NDArray[np.float64]
@@ -26,25 +26,25 @@ class Urgency:
     """p_i is above the objective of the state that the request is in: `slo_ttft_s` before its first token, `slo_tbt_s`
     after it. What was late before does not count: "its tracked pending time may exceed the latency SLOs" (§4.2)."""
 
-    def part(self, rows: slice) -> "Urgency":
+    def part(self, rows: slice) -> "PendingValue":
         """That of some of the rows."""
-        return Urgency(self.pending_s[rows], self.violated[rows])
+        return PendingValue(self.pending_s[rows], self.violated[rows])
 
 
-def urgency(view: SchedulerView, rows: NDArray[np.int32]) -> Urgency:
+def urgency(view: SchedulerView, rows: NDArray[np.int32]) -> PendingValue:
     """Pending times of `rows`, and who has violated an objective."""
     table = view.table
     last_s = table.last_token_s.take(rows)
     pending_s = np.maximum(view.now_s - last_s, SHORTEST_PENDING_S)
     has_token = (table.num_delivered.take(rows) > 0) | (last_s > table.arrival_s.take(rows))
     objective_s = np.where(has_token, table.slo_tbt_s.take(rows), table.slo_ttft_s.take(rows))
-    return Urgency(pending_s, pending_s > objective_s)
+    return PendingValue(pending_s, pending_s > objective_s)
 
 
 def option_values(
     view: SchedulerView,
     rows: NDArray[np.int32],
-    urgent: Urgency,
+    urgent: PendingValue,
     num_requests: int,
     violation_decay: float = 0.0,
     only: NDArray[np.int8] | None = None,

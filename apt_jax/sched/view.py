@@ -27,7 +27,7 @@ for columns, fields with a default and functions that are added.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KindSpec:
+class CacheKindSpec:
     """A cache kind as data: its memory and its extra time over the KV kind (DESIGN.md §5, Apt-Serve Eq. 6)."""
 
     name: str
@@ -60,7 +60,7 @@ class SchedulerView:
     """Usable blocks of the pool (the reserved one not counted)."""
     block_size: int
     """Keys, or values, that a block holds: token positions of a group with the KV kind."""
-    kinds: Sequence[KindSpec]
+    kinds: Sequence[CacheKindSpec]
     """Indexed by `KV` and `HIDDEN`."""
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -144,7 +144,7 @@ class Run:
     result: SimulationResult
 
 
-class _Witness:
+class RecordingPolicy:
     """A policy that writes down what another one decides."""
 
     def __init__(self, inner: Policy) -> None:
@@ -166,9 +166,9 @@ class _Witness:
         return plan
 
 
-def _witness(config: SimulationConfig) -> _Witness:
+def recording_policy(config: SimulationConfig) -> RecordingPolicy:
     scheduler = SchedulerConfig(policy=config.policy, violation_decay=config.violation_decay)
-    return _Witness(make_policy(config=scheduler, seed=config.seed))
+    return RecordingPolicy(make_policy(config=scheduler, seed=config.seed))
 
 
 def run_recorded(config: SimulationConfig, hardware: Hardware, workload: Workload, executor: Executor) -> Run:
@@ -180,7 +180,7 @@ def run_recorded(config: SimulationConfig, hardware: Hardware, workload: Workloa
         workload: requests that the executor's pool and model can hold.
         executor: computes; prompts are token 0 throughout, outputs are ignored but for their number.
     """
-    policy, recorders = _witness(config), list[RecordingExecutor]()
+    policy, recorders = recording_policy(config), list[RecordingExecutor]()
 
     def record(clock: VirtualClock) -> RecordingExecutor:
         recorders.append(RecordingExecutor(executor, clock))
@@ -207,7 +207,7 @@ def run_replayed(config: SimulationConfig, hardware: Hardware, workload: Workloa
     Raises:
         AssertionError, RuntimeError: more steps than were recorded, or fewer: the runs have parted.
     """
-    policy, replay = _witness(config), Replay(recorded.durations_s)
+    policy, replay = recording_policy(config), Replay(recorded.durations_s)
     result = simulate(
         config,
         hardware=hardware,

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from apt_jax.engine import Engine, StepOutput
-from apt_jax.engine.admission import Coming
+from apt_jax.engine.admission import PendingArrivals
 from apt_jax.errors import InvalidRequestError
 from apt_jax.executor import Executor, StepBatch
 from apt_jax.metrics import TokenRate
@@ -51,7 +51,7 @@ class Replica:
         """When its next iteration begins; infinite: there is nothing to do."""
         self.num_sent = self.hidden_tokens = 0
         self._inbox: list[EngineRequest] = []
-        self._coming = Coming()
+        self._coming = PendingArrivals()
         self._rate = TokenRate()
         self._in_step: ReplicaState | None = None
         """How things stood when the last step was put together, with the time that it should end at as `busy_s`."""
@@ -61,7 +61,7 @@ class Replica:
         self.engine.on_plan = self._look_at_step
 
     def _look_at_step(self, batch: StepBatch) -> None:
-        self._coming = Coming()
+        self._coming = PendingArrivals()
         step_s = self.engine.costs.step_s(batch.num_tokens, batch.start, batch.kind)
         begin_s = self._clock.now_s()
         if self._overlap and self._in_step is not None:  # the step before still runs
@@ -80,7 +80,7 @@ class Replica:
             free_blocks=view.free_blocks,
             queued_tokens=int(view.table.num_tokens[view.waiting].sum()),
             tokens_per_s=self._rate.update(self._clock.now_s(), self.engine.num_generated, self.executor.busy_s),
-            least_blocks=engine.least_blocks,
+            min_blocks_for=engine.min_blocks_for,
         )
 
     def state(self, now_s: float) -> ReplicaState:
@@ -102,7 +102,7 @@ class Replica:
         self._coming.add(
             prompt_len=num_tokens,
             own_tokens=num_tokens,
-            blocks=self.engine.least_blocks(num_tokens),
+            blocks=self.engine.min_blocks_for(num_tokens),
             best_effort=request.slo_class == "be",
             tenant=request.tenant,
         )
@@ -118,7 +118,7 @@ class Replica:
             except InvalidRequestError:
                 num_refused += 1
         self._inbox.clear()
-        self._coming = Coming()
+        self._coming = PendingArrivals()
         before, began_s = self.executor.num_steps, self._clock.now_s()
         outputs = self.engine.step()
         self.next_s = self._clock.now_s() if self.engine.has_work else math.inf

@@ -1,7 +1,7 @@
 """Which of several replicas a request goes to, decided once, when it comes.
 
 A router knows of a replica what a server could tell it at that moment: how things stood when the step that runs was put together
-(`apt_jax.admission.Outlook`), when that step should end by the cost model, and what was sent there since. Lengths of outputs it
+(`apt_jax.admission.QueueSnapshot`), when that step should end by the cost model, and what was sent there since. Lengths of outputs it
 never knows. Of equally good replicas it takes the one with the lowest index, so that a run depends on its seed alone.
 """
 
@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from apt_jax.engine.admission import Admission, Coming, Outlook
+from apt_jax.engine.admission import Admission, PendingArrivals, QueueSnapshot
 from apt_jax.request import EngineRequest
 
 # Of smg 1.13: --least-load-default-throughput, --least-load-mean-prefill-tokens, --least-load-kv-pressure-weight.
@@ -24,8 +24,8 @@ class ReplicaState:
     """The state of a replica as a router sees it."""
 
     admission: Admission
-    outlook: Outlook
-    coming: Coming
+    outlook: QueueSnapshot
+    coming: PendingArrivals
     """Requests that were sent to it since."""
     busy_s: float
     """Until the step that runs should end; 0: none runs."""
@@ -37,7 +37,7 @@ class ReplicaState:
     """Positions that the waiting requests have to compute."""
     tokens_per_s: float
     """Output tokens a second of the time that steps took, over the last ten seconds; 0: there were none."""
-    least_blocks: Callable[[int], int]
+    min_blocks_for: Callable[[int], int]
     """Blocks that so many positions take at least."""
 
 
@@ -69,7 +69,7 @@ def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
     num_tokens, outlook = int(request.prompt_token_ids.size), state.outlook
     queue = outlook.queue_before(
         state.coming,
-        blocks=state.least_blocks(num_tokens),
+        blocks=state.min_blocks_for(num_tokens),
         best_effort=request.slo_class == "be",
         tenant=request.tenant,
     )

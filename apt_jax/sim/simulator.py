@@ -39,7 +39,7 @@ from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.replica import Replica, ReplicaCounts, TimedExecutor
 from apt_jax.sim.routing import ROUTING_POLICIES, Router
 from apt_jax.sim.trace import load_trace
-from apt_jax.sim.workload import Workload, draw_workload, engine_requests, fitting
+from apt_jax.sim.workload import Workload, drop_oversized, engine_requests, sample_workload
 from apt_jax.utils.clock import VirtualClock
 
 
@@ -184,9 +184,9 @@ def simulate(
     num_left_out = 0
     if workload is None:
         trace = load_trace(config.trace)
-        kept = fitting(trace, hardware, config)
+        kept = drop_oversized(trace, hardware, config)
         num_left_out = trace.num_requests - kept.num_requests
-        workload = draw_workload(kept, config)
+        workload = sample_workload(kept, config)
     costs = hardware.step_costs(config.hidden_attention)
     timing = hardware.programs or costs
     overlap = hardware.programs is not None if config.overlap is None else config.overlap

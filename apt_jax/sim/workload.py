@@ -50,7 +50,7 @@ class Workload:
         return float(np.mean(self.output_tokens - 1 > more_than))
 
 
-def fitting(trace: Trace, hardware: Hardware, config: SimulationConfig) -> Trace:
+def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -> Trace:
     """The trace with scaled outputs, without (or refused for) requests that the hardware can never serve.
 
     Raises:
@@ -80,7 +80,7 @@ def fitting(trace: Trace, hardware: Hardware, config: SimulationConfig) -> Trace
     return kept
 
 
-def draw_workload(trace: Trace, config: SimulationConfig) -> Workload:
+def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
     """Requests and arrivals of a run, from its seed."""
     rng = np.random.default_rng([config.seed, 0xA97])
     n = config.num_requests

@@ -28,7 +28,7 @@ from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.engine import StepOutput
 from apt_jax.executor import StepBatch
 from apt_jax.frontend.builder import build_engine
-from apt_jax.frontend.components import EngineParts, make_parts
+from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.request import EngineRequest, SamplingParams
 
@@ -52,20 +52,20 @@ class Run:
     """Of all answers: equal with and without caching."""
 
 
-def fresh(parts: EngineParts, policy: str, prefix_caching: bool) -> EngineParts:
+def fresh(parts: EngineComponents, policy: str, prefix_caching: bool) -> EngineComponents:
     """Another engine over the same executor."""
     config = dataclasses.replace(
         parts.config,
         cache=dataclasses.replace(parts.config.cache, enable_prefix_caching=prefix_caching),
         scheduler=dataclasses.replace(parts.config.scheduler, policy=policy),
     )
-    return make_parts(
+    return build_components(
         config, parts.executor, kinds=parts.engine.kinds, vocab_size=parts.limits.vocab_size,
         max_model_len=parts.limits.max_model_len, costs=parts.engine.costs,
     )  # fmt: skip
 
 
-def serve(parts: EngineParts, talks: list[list[NDArray[np.int32]]], max_tokens: int, open_at_once: int) -> Run:
+def serve(parts: EngineComponents, talks: list[list[NDArray[np.int32]]], max_tokens: int, open_at_once: int) -> Run:
     """Serve conversations; the first part of each is its system prompt with the first turn."""
     engine, executor = parts.engine, parts.executor
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

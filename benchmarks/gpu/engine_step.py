@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from apt_jax.backends import over_devices
+from apt_jax.backends import with_sharded_hidden
 from apt_jax.config import CacheConfig
 from apt_jax.executor.buckets import GREEDY, KindSet, SamplerVariant
 from apt_jax.executor.jax_executor import JaxExecutor
@@ -21,7 +21,7 @@ from apt_jax.models.decoder import decoder_step, greedy_tokens
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import ModelParams, abstract_params, param_names
 from apt_jax.models.step import DecoderBatch, StepOptions
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.weights import NormParams
 from benchmarks.gpu.compile_only import Chip
 from benchmarks.gpu.device_free import ProgramReport, compile_program, make_mesh
@@ -75,7 +75,7 @@ def _model(case: StepCase) -> ModelConfig:
     return config if case.num_layers is None else dataclasses.replace(config, num_layers=case.num_layers)
 
 
-def compile_step(case: StepCase, chip: Chip, ops: AttentionOps) -> ProgramReport:
+def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramReport:
     """Compile a step without allocating weights or pools."""
     mesh = make_mesh(chip, case.num_devices)
     config = _model(case)
@@ -104,7 +104,7 @@ def compile_step(case: StepCase, chip: Chip, ops: AttentionOps) -> ProgramReport
     )
 
 
-def _engine_step(case: StepCase, config: ModelConfig, ops: AttentionOps) -> tuple[Any, Any, Any]:
+def _engine_step(case: StepCase, config: ModelConfig, ops: KernelBackend) -> tuple[Any, Any, Any]:
     """A program of `JaxExecutor`, its arguments after the pools, and which of all are donated."""
     nothing = NormParams(scale=None, bias=None)
     executor = JaxExecutor(
@@ -170,9 +170,9 @@ def _placed(tree: Any, specs: Any, mesh: Any) -> Any:
     )
 
 
-def _sharded_step(case: StepCase, config: ModelConfig, ops: AttentionOps, mesh: Any) -> tuple[Any, Any, Any]:
+def _sharded_step(case: StepCase, config: ModelConfig, ops: KernelBackend, mesh: Any) -> tuple[Any, Any, Any]:
     """A step over several GPUs, as `JaxExecutor` runs it; as `_engine_step`."""
-    tensor, ops = parallel.TensorParallel(case.num_devices, config), over_devices(ops)
+    tensor, ops = parallel.TensorParallel(case.num_devices, config), with_sharded_hidden(ops)
     own = parallel.own_config(config, case.num_devices)
     options = StepOptions(
         num_decode=case.num_rows,

@@ -19,12 +19,12 @@ from apt_jax.executor import StepBatch, StepHandle, calibrate
 from apt_jax.executor.buckets import GREEDY, KindSet
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import use_compile_cache
-from apt_jax.frontend.components import EngineParts, make_parts, with_scheduler
+from apt_jax.frontend.components import EngineComponents, build_components, with_policy
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.loading.resolve import read_model_config, resolve_model
 from apt_jax.models.params import ModelParams, abstract_params, is_norm_scale, param_names
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.sim.config import SimulationConfig
@@ -93,7 +93,7 @@ def _model(size: _Size) -> tuple[ModelConfig, ModelParams]:
     return config, params
 
 
-def _attention(tiny: bool) -> AttentionOps:
+def _attention(tiny: bool) -> KernelBackend:
     """Interpreted kernels are too slow for a whole model: `tiny` takes XLA's, in the programs that a GPU runs."""
     if tiny:
         return dataclasses.replace(attention_ops("cpu", "xla"), branches=False)
@@ -318,9 +318,9 @@ def _workload(size: _Size, num_requests: int, rate: float, longest: int, tiny: b
     )
 
 
-def _serve(parts: EngineParts, config: SimulationConfig, workload: Workload, most_s: float) -> tuple[Summary, int]:
+def _serve(parts: EngineComponents, config: SimulationConfig, workload: Workload, most_s: float) -> tuple[Summary, int]:
     """Serve in real time, next step dispatched while one runs; requests that are not done after `most_s` count as failed."""
-    parts = with_scheduler(parts, config.policy, config.cache)
+    parts = with_policy(parts, config.policy, config.cache)
     engine, clock = parts.engine, parts.clock
     begin_s, n = clock.now_s() + 0.05, workload.arrival_s.size
     records: list[RequestRecord] = []
@@ -430,7 +430,7 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
         scheduler=SchedulerConfig(max_num_seqs=size.max_seqs, max_num_batched_tokens=size.prefill_buckets[-1]),
         cache=CacheConfig(enable_prefix_caching=False),  # prompts are synthetic and all alike
     )  # fmt: skip
-    parts = make_parts(
+    parts = build_components(
         engine_config, limited,
         kinds=model.kinds(executor.kinds_offered, absorbs=executor.absorbs), vocab_size=config.vocab_size, max_model_len=executor.max_model_len,
         costs=model.step_costs(), model_config=config, cost_model=model,

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 
 from apt_jax.backends import attention_ops
 from apt_jax.ops import shapes
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import compile_only, device_free, engine_step
 from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport
@@ -100,7 +100,7 @@ class Outcome:
         return f"{self.kernel} [{self.op}] on {self.arch}{devices}, {self.shape} {self.dtype}"
 
 
-def gpu_ops(chip: Chip) -> AttentionOps:
+def gpu_ops(chip: Chip) -> KernelBackend:
     """The registry's kernels for NVIDIA GPUs with the tiles of `chip`."""
     return attention_ops("gpu", "triton", chip.arch)
 
@@ -163,7 +163,7 @@ def step_cases() -> list[tuple[StepCase, str]]:
     return [(case, arch) for case in cases for arch in CHIPS]
 
 
-def arguments_of(case: KernelCase, ops: AttentionOps) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The op with its keyword arguments bound, and abstract arrays as the decoder passes them."""
     shape: AttentionShape = shapes.PUBLISHED[case.shape]
     dtype, rows = jnp.dtype(case.dtype), case.num_rows
@@ -233,7 +233,7 @@ def arguments_of(case: KernelCase, ops: AttentionOps) -> tuple[Callable[..., Any
     return call, (arguments, named)
 
 
-def check_kernels(case: KernelCase, ops: AttentionOps) -> list[Outcome]:
+def check_kernels(case: KernelCase, ops: KernelBackend) -> list[Outcome]:
     """Compile the kernels of one op and judge each."""
     chip = CHIPS[case.arch]
     start = time.perf_counter()
@@ -312,7 +312,7 @@ def _triton_kernels(case: KernelCase) -> list[tuple[str, _Compile]]:
     return found
 
 
-def check_step(case: StepCase, arch: str, ops: AttentionOps) -> Outcome:
+def check_step(case: StepCase, arch: str, ops: KernelBackend) -> Outcome:
     """Compile one step and judge it."""
     start = time.perf_counter()
     report: ProgramReport | None = None

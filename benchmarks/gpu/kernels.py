@@ -14,7 +14,7 @@ import numpy as np
 
 from apt_jax.backends import attention_ops, known_attention_ops
 from apt_jax.ops import reference, shapes
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import problems
 from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows, time_call
@@ -31,7 +31,7 @@ def chip() -> str | None:
     return None if device.platform == "cpu" else f"sm_{str(capability).replace('.', '')}"
 
 
-def kernel_ops(tiny: bool = False) -> AttentionOps:
+def kernel_ops(tiny: bool = False) -> KernelBackend:
     """The kernels under test: `triton` for this chip; on a CPU its interpreter, or `xla` where there is none yet."""
     platform = jax.devices()[0].platform
     if platform != "cpu":
@@ -357,7 +357,7 @@ def make_arguments(case: Timed, pools: Pools) -> tuple[Arrays, list[Arrays]]:
     return shared, [{"pool": made[i % len(made)]} for i in range(calls)]
 
 
-def one_call(case: Timed, ops: AttentionOps) -> Callable[[Arrays], Any]:
+def one_call(case: Timed, ops: KernelBackend) -> Callable[[Arrays], Any]:
     """One call of the kernel."""
     op, shape = case.op, case.shape
     if case.kernel == "absorbed scores" or case.kernel == "absorbed output":
@@ -376,7 +376,7 @@ def one_call(case: Timed, ops: AttentionOps) -> Callable[[Arrays], Any]:
     return lambda a: problems.call(ops, op, a)
 
 
-def _half_of_absorbed(half: str, ops: AttentionOps, a: Arrays) -> Any:
+def _half_of_absorbed(half: str, ops: KernelBackend, a: Arrays) -> Any:
     """One of the two kernels; the second runs on weights P = 1 that the first did not make."""
     from apt_jax.pallas import triton_decode_absorbed
     from apt_jax.pallas import triton_tiles as tiles

@@ -159,7 +159,7 @@ def arguments(
 
 
 def call(ops: Any, op: str, a: Arrays, **more: Any) -> Any:
-    """The op of an implementation (`AttentionOps` or `reference`) on `arguments`."""
+    """The op of an implementation (`KernelBackend` or `reference`) on `arguments`."""
     more = {"block_size": BLOCK_SIZE, "slot_ranges": a.get("slot_ranges")} | more
     if op == "prefill":
         return ops.prefill(

@@ -29,7 +29,7 @@ from apt_jax.sched import (
     HIDDEN,
     KV,
     AptPolicy,
-    KindSpec,
+    CacheKindSpec,
     KnapsackProblem,
     RequestTable,
     SchedulerView,
@@ -40,7 +40,7 @@ from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.simulator import SimulationResult, simulate
 from apt_jax.sim.trace import load_trace
-from apt_jax.sim.workload import draw_workload, fitting
+from apt_jax.sim.workload import drop_oversized, sample_workload
 from benchmarks.paper.common import (
     MODELS,
     OUTPUT_SCALES,
@@ -114,7 +114,7 @@ _load_trace = functools.cache(load_trace)
 
 def _simulate(config: SimulationConfig, on_step: Callable[[Engine], None] | None = None) -> SimulationResult:
     hardware = load_hardware(config.model, config.hardware, config.num_devices)
-    workload = draw_workload(fitting(_load_trace(config.trace), hardware, config), config)
+    workload = sample_workload(drop_oversized(_load_trace(config.trace), hardware, config), config)
     return simulate(config, hardware=hardware, workload=workload, on_step=on_step)
 
 
@@ -137,9 +137,9 @@ def share_with_gaps(dataset: str, output_scale: float) -> float:
     """Share of a data set's requests with more than 100 gaps, in %: those whose P99 TBT forgives a late one."""
     config = paper_config(dataset, output_scale=output_scale, rate=1.0)
     hardware = load_hardware(config.model, config.hardware, config.num_devices)
-    trace = fitting(_load_trace(config.trace), hardware, config)
+    trace = drop_oversized(_load_trace(config.trace), hardware, config)
     config = dataclasses.replace(config, num_requests=trace.num_requests)
-    return 100 * draw_workload(trace, config).share_with_gaps(100)
+    return 100 * sample_workload(trace, config).share_with_gaps(100)
 
 
 def details(config: SimulationConfig) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def details(config: SimulationConfig) -> dict[str, Any]:
     room than a request of mean length (prompt and output) needs as keys and values, whether anybody waits or not.
     """
     hardware = load_hardware(config.model, config.hardware, config.num_devices)
-    trace = fitting(_load_trace(config.trace), hardware, config)
+    trace = drop_oversized(_load_trace(config.trace), hardware, config)
     tokens = math.ceil(float(np.mean(trace.prompt_tokens + trace.output_tokens)))
     room = 2 * -(-tokens // hardware.block_size)
     waiting_s = full_s = busy_s = 0.0
@@ -980,8 +980,8 @@ def _waiting_view(rng: np.random.Generator, num_waiting: int) -> SchedulerView:
         total_blocks=8000,
         block_size=16,
         kinds=(
-            KindSpec(name="kv", blocks_per_group=2),
-            KindSpec(name="hidden", blocks_per_group=1, extra_per_token_s=1e-6),
+            CacheKindSpec(name="kv", blocks_per_group=2),
+            CacheKindSpec(name="hidden", blocks_per_group=1, extra_per_token_s=1e-6),
         ),
         max_num_seqs=256,
         max_num_batched_tokens=2048,

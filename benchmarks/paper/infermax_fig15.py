@@ -12,7 +12,7 @@ Three cost models:
 * `per-prefill`: the paper also calibrates a term a prefill request, and does not publish it. This is the bias of the layers alone
   with an assumed 1.5 ms a prefill request; with 0.5 ms or more, prompts of 64 tokens are no longer evicted.
 * `measured`: the bundled hardware description, fitted to whole steps a phase. A prefill step has a smaller bias there than a
-  decode step (an artefact of fitting few tokens and thousands with one line), so it favours refills.
+  decode step (an artefact of drop_oversized few tokens and thousands with one line), so it favours refills.
 
     python -m benchmarks.paper.infermax_fig15 [--quick] [--out DIRECTORY]
 """

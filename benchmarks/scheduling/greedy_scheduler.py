@@ -23,7 +23,7 @@ import numpy as np
 from apt_jax.errors import ConfigError
 from apt_jax.sched import (
     POLICIES,
-    KindSpec,
+    CacheKindSpec,
     KnapsackProblem,
     RequestTable,
     SchedulerView,
@@ -119,8 +119,8 @@ def serving_view(rng: np.random.Generator, num_running: int, num_waiting: int, n
         total_blocks=max(num_blocks, used),
         block_size=BLOCK_SIZE,
         kinds=(
-            KindSpec(name="kv", blocks_per_group=2),
-            KindSpec(name="hidden", blocks_per_group=1, extra_per_token_s=1e-6),
+            CacheKindSpec(name="kv", blocks_per_group=2),
+            CacheKindSpec(name="hidden", blocks_per_group=1, extra_per_token_s=1e-6),
         ),
         max_num_seqs=256,
         max_num_batched_tokens=2048,

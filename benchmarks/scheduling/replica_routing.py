@@ -34,7 +34,7 @@ from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import load_trace
-from apt_jax.sim.workload import draw_workload, fitting
+from apt_jax.sim.workload import drop_oversized, sample_workload
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CLASSES = {
@@ -89,7 +89,7 @@ def measure(run: Run) -> dict[str, Any]:
         drop_too_long=True,
     )
     hardware = load_hardware(config.model, config.hardware, None)
-    workload = draw_workload(fitting(load_trace(config.trace), hardware, config), config)
+    workload = sample_workload(drop_oversized(load_trace(config.trace), hardware, config), config)
     names = list(CLASSES)
     drawn = np.random.default_rng([run.seed, 0xC1A]).integers(0, len(names), config.num_requests)
     slos = [CLASSES[names[i]] for i in drawn]

@@ -29,7 +29,7 @@ from apt_jax.executor import Executor, StepBatch, StepHandle
 from apt_jax.executor.calibrate import calibrate, describe
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
-from apt_jax.frontend.components import EngineParts, with_scheduler
+from apt_jax.frontend.components import EngineComponents, with_policy
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, SamplingParams
@@ -82,9 +82,9 @@ def draw(num_requests: int, rate: float, max_len: int, seed: int) -> Workload:
     )
 
 
-def serve(parts: EngineParts, config: SimulationConfig, workload: Workload) -> Summary:
+def serve(parts: EngineComponents, config: SimulationConfig, workload: Workload) -> Summary:
     """Serve in real time: what the requests saw."""
-    engine, clock = with_scheduler(parts, config.policy, config.cache).engine, WallClock()
+    engine, clock = with_policy(parts, config.policy, config.cache).engine, WallClock()
     begin_s, n = clock.now_s() + 0.1, workload.arrival_s.size
     records: list[RequestRecord] = []
     sent = 0
@@ -126,7 +126,7 @@ def percentiles(s: Summary) -> list[float]:
     return [1e3 * (v or 0.0) for v in values]
 
 
-def calibrated(config: EngineConfig, seconds: float) -> tuple[EngineParts, JaxExecutor, CostModel, Hardware]:
+def calibrated(config: EngineConfig, seconds: float) -> tuple[EngineComponents, JaxExecutor, CostModel, Hardware]:
     """An engine that weighs this machine's costs, its executor, the costs, and what it is to the simulator.
 
     Args:

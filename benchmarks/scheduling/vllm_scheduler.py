@@ -207,7 +207,7 @@ def our_steps(case: Case, policy: str = "vllm-v1") -> list[Step]:
     from apt_jax.config import SLO, CacheConfig, SchedulerConfig
     from apt_jax.engine import Engine
     from apt_jax.request import EngineRequest, SamplingParams
-    from apt_jax.sched import KindSpec, Plan, SchedulerView, make_policy
+    from apt_jax.sched import CacheKindSpec, Plan, SchedulerView, make_policy
     from apt_jax.sim.executor import SimulatedExecutor
     from apt_jax.utils.clock import VirtualClock
 
@@ -230,7 +230,9 @@ def our_steps(case: Case, policy: str = "vllm-v1") -> list[Step]:
             return plan
 
     clock = VirtualClock()
-    kinds = tuple(KindSpec(name=name, blocks_per_group=n, offered=n == 2) for name, n in (("kv", 2), ("hidden", 1)))
+    kinds = tuple(
+        CacheKindSpec(name=name, blocks_per_group=n, offered=n == 2) for name, n in (("kv", 2), ("hidden", 1))
+    )
     engine = Engine(
         SimulatedExecutor(
             clock,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from apt_jax.errors import ConfigError
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.trace import Trace, load_trace
-from apt_jax.sim.workload import draw_workload
+from apt_jax.sim.workload import sample_workload
 
 Prompt = str | list[int] | list[dict[str, Any]]
 """Text, token ids, or the messages of a chat."""
@@ -162,7 +162,7 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
             num_requests=count,
             seed=seed,
         )
-        drawn = draw_workload(trace, config)
+        drawn = sample_workload(trace, config)
         at_s = np.zeros(count) if at_once else drawn.arrival_s
         if arrivals.duration_s is None:
             kept = at_s.size

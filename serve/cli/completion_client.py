@@ -12,7 +12,7 @@ from apt_jax.config import EngineConfig
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.chat import Message
 from serve.cli.options import access, engine_config
 from serve.cli.output import starting_bars
@@ -135,7 +135,7 @@ async def open_completer(args: Any) -> AsyncIterator[Completer]:
         await engine.shutdown()
 
 
-def _build(config: EngineConfig, *, warm_up: bool, quiet: bool) -> EngineParts:
+def _build(config: EngineConfig, *, warm_up: bool, quiet: bool) -> EngineComponents:
     """Build in this thread: the event loop has no other work yet, and Ctrl-C ends it."""
     bars = starting_bars(quiet=quiet)
     try:

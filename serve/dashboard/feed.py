@@ -18,7 +18,7 @@ from typing import Any
 
 from prometheus_client.registry import Collector
 
-from apt_jax.engine.events import SchedulerWatch, WatchNews
+from apt_jax.engine.events import IterationBatch, IterationSubscription
 from apt_jax.errors import QueueFullError
 from apt_jax.frontend.async_engine import AsyncEngine
 from serve.compact_json import json_bytes
@@ -60,7 +60,7 @@ class _Reading:
 
     at_s: float
     metrics: Collector
-    news: WatchNews
+    news: IterationBatch
     owners: dict[str, str | None]
     """Tenants of the requests in `news`, as far as they are known."""
     requests: dict[str | None, Rows]
@@ -212,7 +212,7 @@ class DashboardFeed:
         self._changes.clear()
 
     async def _run(self) -> None:
-        watch: SchedulerWatch | None = None
+        watch: IterationSubscription | None = None
         try:
             while True:
                 if watch is None and self._engine is not None:
@@ -223,7 +223,7 @@ class DashboardFeed:
             if watch is not None:
                 watch.close()
 
-    async def _refresh(self, watch: SchedulerWatch | None, *, last: bool = False) -> None:
+    async def _refresh(self, watch: IterationSubscription | None, *, last: bool = False) -> None:
         try:
             snapshot = await self._snapshot(watch, last=last)
         except Exception as error:  # it must disturb neither calls nor shutdown
@@ -233,7 +233,7 @@ class DashboardFeed:
         for viewer in self._viewers:
             viewer._news.set()
 
-    async def _snapshot(self, watch: SchedulerWatch | None, *, last: bool = False) -> _Snapshot:
+    async def _snapshot(self, watch: IterationSubscription | None, *, last: bool = False) -> _Snapshot:
         engine, metrics, state = self._engine, self._metrics, self._state()
         reading: _Reading | None = None
         if engine is not None and metrics is not None and state != "ended":
@@ -312,11 +312,11 @@ class DashboardFeed:
 def _read(
     engine: AsyncEngine,
     metrics: ServerMetrics,
-    watch: SchedulerWatch | None,
+    watch: IterationSubscription | None,
     tenants: set[str | None],
 ) -> _Reading:
     """Copy the state; called in the engine's thread."""
-    news = WatchNews(num_dropped=0, iterations=[]) if watch is None else watch.take()
+    news = IterationBatch(num_dropped=0, iterations=[]) if watch is None else watch.take()
     log, owners, requests = engine.decision_log, {}, {}
     if log is not None:
         ids = {row.request_id for i in news.iterations for row in (*i.preempted, *i.switched)}

@@ -23,8 +23,8 @@ from rich.table import Table
 from apt_jax.assets import sonnet_prompts
 from apt_jax.config import SLO, CacheConfig, CacheMode, EngineConfig, SchedulerConfig
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.builder import build_engine, recalibrated
-from apt_jax.frontend.components import EngineParts, with_scheduler
+from apt_jax.frontend.builder import build_engine, recalibrate
+from apt_jax.frontend.components import EngineComponents, with_policy
 from serve.cli.output import starting_bars
 from serve.client import AsyncAptClient
 from serve.demo.workload import (
@@ -95,7 +95,7 @@ def demo_config(model: str, num_blocks: int) -> EngineConfig:
     )
 
 
-def make_workload(parts: EngineParts, duration_s: float, seed: int) -> Workload:
+def make_workload(parts: EngineComponents, duration_s: float, seed: int) -> Workload:
     """The demo's arrivals, for an engine that has been calibrated."""
     assert parts.cost_model is not None
     assert parts.tokenizer is not None
@@ -139,7 +139,9 @@ class DemoDisplay:
         self._bar.update(self._task, completed=self._done, state=state)
 
 
-async def _run(parts: EngineParts, workload: Workload, board: DemoDisplay) -> tuple[list[Answer], pb.GetStatsResponse]:
+async def _run(
+    parts: EngineComponents, workload: Workload, board: DemoDisplay
+) -> tuple[list[Answer], pb.GetStatsResponse]:
     """One policy behind its own gRPC server on an ephemeral port, and the load through its client."""
     engine = AsyncEngine(parts)
     server = GrpcServer(ServerConfig(port=0))
@@ -225,7 +227,7 @@ def run(args: argparse.Namespace) -> int:
     bars = starting_bars()
     parts = build_engine(demo_config(args.model, args.num_blocks), calibrate=False, progress=bars)
     # Measured now, not taken from an earlier start: the machine may be faster or busier than it was.
-    parts = recalibrated(parts, 8.0, functools.partial(bars, "calibrating"))
+    parts = recalibrate(parts, 8.0, functools.partial(bars, "calibrating"))
     bars.close()
     workload = make_workload(parts, args.duration_s, args.seed)
     pool, block = parts.executor.num_blocks, parts.executor.block_size
@@ -241,7 +243,7 @@ def run(args: argparse.Namespace) -> int:
     stats: dict[str, pb.GetStatsResponse] = {}
     for title, policy, mode in RUNS:
         board = DemoDisplay(title, len(workload.arrivals), console)
-        runs[title], stats[title] = asyncio.run(_run(with_scheduler(parts, policy, mode), workload, board))
+        runs[title], stats[title] = asyncio.run(_run(with_policy(parts, policy, mode), workload, board))
     console.print(_table(runs))
     compiled = sum(s.compilations for s in stats.values())
     host = ", ".join(f"{s.host_p50_ms:.2f} ms p50, {s.host_p99_ms:.2f} ms p99" for s in list(stats.values())[-1:])

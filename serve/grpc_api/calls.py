@@ -18,9 +18,9 @@ from google.protobuf.message import DecodeError, Message
 
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError, UnknownRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
-from apt_jax.frontend.streams import StreamGroup
+from apt_jax.frontend.streams import RequestStreamGroup
 from apt_jax.request import EngineRequest
 from serve.errors import SlowReaderError
 from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall, run_generate
@@ -43,8 +43,8 @@ T = TypeVar("T")
 class GenerateCodec(Protocol):
     """The messages of one Generate call, which are those of its service."""
 
-    def fields(self, parts: EngineParts) -> dict[str, Any]:
-        """Arguments for `EngineParts.build_requests`.
+    def fields(self, parts: EngineComponents) -> dict[str, Any]:
+        """Arguments for `EngineComponents.build_requests`.
 
         Raises:
             InvalidRequestError, UnknownModelError: the message cannot be decoded, or names another model.
@@ -190,7 +190,7 @@ class _GrpcCall:
     def on_disconnect(self, cancel: Callable[[], None]) -> None:
         self._context.add_done_callback(lambda _: cancel())  # type: ignore[arg-type]  # the stubs want a class
 
-    async def write(self, index: int, delta: OutputDelta, group: StreamGroup) -> None:
+    async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         if group.ended:  # before the client knows: it may use the id again
             self.close()
         for message in self._codec.messages(index, delta):
@@ -224,7 +224,7 @@ class _GrpcCall:
             raise TimeoutError
         return now_s + min(known)
 
-    async def _build(self, parts: EngineParts) -> tuple[EngineRequest, ...]:
+    async def _build(self, parts: EngineComponents) -> tuple[EngineRequest, ...]:
         fields = self._codec.fields(parts)
         fields["tenant"] = self.record.tenant
         fields["arrival_s"] = parts.clock.now_s()
@@ -235,7 +235,7 @@ class _GrpcCall:
         )
         return tuple(requests)
 
-    async def _send(self, message: Message, group: StreamGroup) -> None:
+    async def _send(self, message: Message, group: RequestStreamGroup) -> None:
         """Write one message. A client that does not read for too long loses its requests, and with them the cache blocks.
 
         A write that has started cannot be taken back in gRPC, and no status can be sent before it has ended. So the status

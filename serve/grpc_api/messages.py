@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apt_jax.engine import EngineStats
-from apt_jax.engine.events import Iteration, WatchNews
+from apt_jax.engine.events import Iteration, IterationBatch
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import RequestRecord
@@ -29,7 +29,7 @@ _CACHE_KINDS = {"kv": pb.CACHE_KIND_KV, "hidden": pb.CACHE_KIND_HIDDEN}
 
 
 def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str, Any]:
-    """Arguments for `EngineParts.build_request`.
+    """Arguments for `EngineComponents.build_request`.
 
     Raises:
         InvalidRequestError: metadata that is no number, or an unknown class.
@@ -214,7 +214,7 @@ def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
     return pb.GetStatsResponse(kind_switches=switches, **copied, **facts)
 
 
-def watch_response(news: WatchNews, served_since_s: float) -> pb.WatchSchedulerResponse:
+def watch_response(news: IterationBatch, served_since_s: float) -> pb.WatchSchedulerResponse:
     """Encode the scheduler's unread iterations; `served_since_s` is on the engine's clock."""
     return pb.WatchSchedulerResponse(
         num_dropped=news.num_dropped,

@@ -5,9 +5,9 @@ from typing import Any
 
 import grpc
 
-from apt_jax.engine.events import SchedulerWatch
+from apt_jax.engine.events import IterationSubscription
 from apt_jax.errors import QueueFullError
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.validation import check_deadline_ms, check_watch_capacity
 from serve.generate_call import require_served_model
@@ -36,7 +36,7 @@ class AptGenerateCodec:
         self._num_messages = 0
         self._num_tokens = 0
 
-    def fields(self, parts: EngineParts) -> dict[str, Any]:
+    def fields(self, parts: EngineComponents) -> dict[str, Any]:
         request = require_decoded(self._request)
         if request.model:
             require_served_model(parts, request.model)
@@ -59,7 +59,7 @@ class AptServe:
 
     def __init__(self, calls: GrpcCalls) -> None:
         self._calls = calls
-        self._watches: set[SchedulerWatch] = set()
+        self._watches: set[IterationSubscription] = set()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `Server.add_generic_rpc_handlers`."""
@@ -112,7 +112,7 @@ class AptServe:
         except Exception as error:
             await self._calls.reject(context, error, "WatchScheduler")
 
-    def _leave(self, watch: SchedulerWatch) -> None:
+    def _leave(self, watch: IterationSubscription) -> None:
         self._watches.discard(watch)
         watch.close()
 

@@ -11,13 +11,13 @@ import json
 import zipfile
 from typing import Any
 
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.tokenizer import Tokenizer, tokenizer_config
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a ZIP archive can hold
 
 
-def tokenizer_bundle(parts: EngineParts) -> bytes | None:
+def tokenizer_bundle(parts: EngineComponents) -> bytes | None:
     """The archive; None: the model has no tokenizer."""
     if parts.tokenizer is None:
         return None

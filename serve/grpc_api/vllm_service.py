@@ -29,7 +29,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 import apt_jax
 from apt_jax.engine import EngineStats
 from apt_jax.errors import EngineDeadError, InvalidRequestError
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import TokenRate
 from apt_jax.request import Logprob
@@ -89,7 +89,7 @@ class VllmGenerateCodec:
         self._metadata = metadata
         self._outputs: collections.defaultdict[int, _Output] = collections.defaultdict(_Output)
 
-    def fields(self, parts: EngineParts) -> dict[str, Any]:
+    def fields(self, parts: EngineComponents) -> dict[str, Any]:
         request = require_decoded(self._request)
         given = {field.name for field, _ in request.ListFields()}
         for name in _NOT_TAKEN:
@@ -343,7 +343,7 @@ class VllmEngine:
         )
 
 
-def _tokenizer_path(parts: EngineParts) -> str:
+def _tokenizer_path(parts: EngineComponents) -> str:
     """The tokenizer's directory. Gateways read it if it exists, else call GetTokenizer; so a tokenizer with a chat template from
     elsewhere gets a path that does not exist."""
     if parts.tokenizer is None or parts.tokenizer.path is None:
@@ -352,7 +352,7 @@ def _tokenizer_path(parts: EngineParts) -> str:
     return path if template is None else f"{path} with chat template {template}"
 
 
-def _load(parts: EngineParts, stats: EngineStats, tokens_per_s: float) -> Any:
+def _load(parts: EngineComponents, stats: EngineStats, tokens_per_s: float) -> Any:
     running = stats.num_running + stats.num_ending
     held_tokens = sum(
         stats.blocks_by_kind.get(kind.name, 0) // kind.blocks_per_group * block_size

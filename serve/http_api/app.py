@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from apt_jax.errors import QueueFullError
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.validation import RequestLimits
 from serve.compact_json import json_bytes
@@ -203,7 +203,9 @@ class HttpApp:
     async def _detokenize(self, request: Request) -> Response:
         return await self._with_body(request, detokenize)
 
-    async def _with_body(self, request: Request, function: Callable[[EngineParts, Body], dict[str, Any]]) -> Response:
+    async def _with_body(
+        self, request: Request, function: Callable[[EngineComponents, Body], dict[str, Any]]
+    ) -> Response:
         parts = self._service.engine().parts
         body = await parse_body(self._service, await read_body(self._config, request))
         return _json(await self._service.build(lambda: function(parts, body), slow=True))

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.outputs import OutputDelta
-from apt_jax.frontend.streams import StreamGroup
+from apt_jax.frontend.streams import RequestStreamGroup
 from serve.compact_json import json_bytes
 from serve.generate_call import CallService, EngineCall
 from serve.http_api import openai_request
@@ -195,7 +195,7 @@ class HttpCall:
         assert self._watcher is not None
         self._watcher.on_disconnect(cancel)
 
-    async def write(self, index: int, delta: OutputDelta, group: StreamGroup) -> None:
+    async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         if self._call.stream:
             if not self._writer.status:
                 await self._writer.start(200, {**STREAM_HEADERS, **self._headers()})

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.text.chat import checked_tools
 from apt_jax.validation import (
@@ -155,7 +155,7 @@ def has_structured_output(body: Body) -> bool:
 
 
 def read_call(
-    parts: EngineParts,
+    parts: EngineComponents,
     kind: Kind,
     body: Body,
     headers: Mapping[str, str],
@@ -220,7 +220,7 @@ def read_call(
     )
 
 
-def check_model(parts: EngineParts, body: Body) -> None:
+def check_model(parts: EngineComponents, body: Body) -> None:
     """Check that the body names this model, or none.
 
     Raises:
@@ -355,7 +355,7 @@ def _slo_fields(body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _prompts(parts: EngineParts, body: Body) -> list[dict[str, Any]]:
+def _prompts(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:
     """`prompt` or `prompt_token_ids` of each prompt, raw."""
     prompt = body.get("prompt")
     if isinstance(prompt, list):
@@ -369,7 +369,7 @@ def _prompts(parts: EngineParts, body: Body) -> list[dict[str, Any]]:
     return [{"prompt": prompt}]
 
 
-def _conversation(parts: EngineParts, body: Body) -> list[dict[str, Any]]:
+def _conversation(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:
     """The token ids of the conversation."""
     messages = body.get("messages")
     if messages is None:
@@ -395,7 +395,7 @@ def generation_prompt(body: Body) -> bool:
 
 
 def _requests(
-    parts: EngineParts,
+    parts: EngineComponents,
     prompts: Sequence[Mapping[str, Any]],
     n: int,
     base_id: object,
@@ -411,7 +411,7 @@ def _requests(
     return requests
 
 
-def _echoes(parts: EngineParts, body: Body, requests: Iterable[EngineRequest]) -> Sequence[str] | None:
+def _echoes(parts: EngineComponents, body: Body, requests: Iterable[EngineRequest]) -> Sequence[str] | None:
     if not flag(body, "echo"):
         return None
     if body.get("logprobs") is not None:

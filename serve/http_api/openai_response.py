@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
@@ -22,7 +22,7 @@ class CompletionResponseBuilder:
         call: from `read_call`.
     """
 
-    def __init__(self, parts: EngineParts, call: CompletionCall) -> None:
+    def __init__(self, parts: EngineComponents, call: CompletionCall) -> None:
         self._parts, self._call = parts, call
         self._is_chat = call.kind == "chat"
         count = len(call.requests)
@@ -248,7 +248,7 @@ def _since(metrics: RequestMetrics, at_s: float | None) -> float | None:
     return None if at_s is None else _ms(at_s - metrics.arrival_s)
 
 
-def model_card(parts: EngineParts, created_s: int) -> dict[str, Any]:
+def model_card(parts: EngineComponents, created_s: int) -> dict[str, Any]:
     """An entry of ``/v1/models``."""
     return {
         "id": parts.model_name,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.validation import check_flag, check_text, check_token_ids
 from serve.http_api.openai_request import (
     MAX_DETOKENIZE,
@@ -15,7 +15,7 @@ from serve.http_api.openai_request import (
 )
 
 
-def tokenize(parts: EngineParts, body: Body) -> dict[str, Any]:
+def tokenize(parts: EngineComponents, body: Body) -> dict[str, Any]:
     """Tokenize a text, or a conversation by the chat template.
 
     Raises:
@@ -43,7 +43,7 @@ def tokenize(parts: EngineParts, body: Body) -> dict[str, Any]:
     }
 
 
-def detokenize(parts: EngineParts, body: Body) -> dict[str, Any]:
+def detokenize(parts: EngineComponents, body: Body) -> dict[str, Any]:
     """Decode token ids.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from apt_jax.errors import EngineDeadError, InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.streams import EngineClosedError, StreamGroup
+from apt_jax.frontend.streams import EngineClosedError, RequestStreamGroup
 from apt_jax.request import EngineRequest, RequestMetrics
 from serve.errors import RequestFailedError
 
@@ -92,7 +92,7 @@ class CallRecord:
         if failed and not isinstance(error, RequestFailedError | EngineDeadError):
             self.error = error
 
-    def close(self, engine: AsyncEngine | None, group: StreamGroup | None) -> None:
+    def close(self, engine: AsyncEngine | None, group: RequestStreamGroup | None) -> None:
         """End the call now.
 
         Args:

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from apt_jax.engine import EngineStats
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import Distribution, RequestRecord
 from apt_jax.request import EngineRequest
@@ -80,7 +80,7 @@ class ServerMetrics:
         parts: of the engine.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineComponents) -> None:
         self._parts = parts
         lens = token_buckets(parts.limits.max_model_len)
         self._sums = _Sums(
@@ -143,7 +143,7 @@ class ServerMetrics:
 class _Scrape(Collector):
     """The metrics of one moment."""
 
-    def __init__(self, parts: EngineParts, stats: EngineStats, sums: _Sums) -> None:
+    def __init__(self, parts: EngineComponents, stats: EngineStats, sums: _Sums) -> None:
         self._parts, self._stats, self._sums = parts, stats, sums
         self._values = (parts.model_name, "0")
 
@@ -301,7 +301,7 @@ class _Scrape(Collector):
             **dict.fromkeys(("prefill", "decode", "mixed"), 0),
             **stats.iterations,
             "preempt": stats.num_preemptions,
-            "defer": stats.deferred_rows,
+            "defer": stats.num_deferred_requests,
         }
         yield self._counter(
             "aptjax:scheduler_decision",

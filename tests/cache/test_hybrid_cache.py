@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from apt_jax.cache import NO_SEAT, BlockPool, CacheIntegrityError, CacheKind, HybridCache
+from apt_jax.cache import NO_SLOT, BlockPool, CacheIntegrityError, CacheKind, HybridCache
 from apt_jax.cache.prefix_tree import extend_digests
 from apt_jax.executor import NULL_BLOCK
 
@@ -94,15 +94,15 @@ class TestHybridCache:
         cache = make_cache()
         cache.reserve(0, 6, KV)
         cache.reserve(1, 3, HIDDEN)
-        tables = cache.block_tables(ids(cache.seat_of(0), cache.seat_of(1)))
+        tables = cache.block_tables(ids(cache.slot_of(0), cache.slot_of(1)))
         assert tables.tolist() == [[[1, 2], [3, 4]], [[5, NULL_BLOCK], [NULL_BLOCK, NULL_BLOCK]]]
 
     def test_growing_keeps_what_is_there(self):
         cache = make_cache()
         cache.reserve(0, 4, KV)
-        before = cache.block_tables(ids(cache.seat_of(0)))
+        before = cache.block_tables(ids(cache.slot_of(0)))
         cache.reserve(0, 9, KV)
-        after = cache.block_tables(ids(cache.seat_of(0)))
+        after = cache.block_tables(ids(cache.slot_of(0)))
         assert after.shape == (1, 2, 3)
         assert (after[:, :, :1] == before).all()
 
@@ -111,8 +111,8 @@ class TestHybridCache:
         cache.reserve(0, 4, KV)
         assert not cache.reserve(0, 12, KV)
         assert not cache.reserve(1, 16, HIDDEN)
-        assert cache.seat_of(1) == NO_SEAT
-        assert (cache.pool.num_used, cache.num_free_seats) == (2, 3)
+        assert cache.slot_of(1) == NO_SLOT
+        assert (cache.pool.num_used, cache.num_free_slots) == (2, 3)
         assert cache.reserve(1, 12, HIDDEN)
         cache.check_integrity([0, 1])
 
@@ -133,7 +133,7 @@ class TestHybridCache:
         cache = make_cache()
         cache.reserve(0, 10, KV)
         assert cache.release(0) == 6
-        assert (cache.pool.num_free, cache.num_free_seats) == (10, 4)
+        assert (cache.pool.num_free, cache.num_free_slots) == (10, 4)
         with pytest.raises(CacheIntegrityError, match="holds no cache"):
             cache.release(0)
 
@@ -146,7 +146,7 @@ class TestHybridCache:
             more = (tokens + rng.integers(0, 5, 6)).astype(np.int32)
             owners = np.arange(10, 16)
             together, alone = caches
-            seats = np.full(6, NO_SEAT, np.int32)
+            seats = np.full(6, NO_SLOT, np.int32)
             assert together.reserve_rows(owners, seats, tokens, kinds).all()
             assert together.reserve_rows(owners, seats, more, kinds).all()
             for sizes in (tokens, more):
@@ -167,7 +167,7 @@ class TestHybridCache:
 
     def test_rows_that_grow_in_a_pool_that_is_short_are_served_in_order(self):
         cache = make_cache(num_blocks=7, block_size=4)
-        seats, owners = np.full(3, NO_SEAT, np.int32), np.arange(3)
+        seats, owners = np.full(3, NO_SLOT, np.int32), np.arange(3)
         kinds = np.zeros(3, np.int8)
         assert cache.reserve_rows(owners, seats, ids(4, 4, 0 + 1), kinds).all()  # 6 of 7 blocks
         ok = cache.reserve_rows(owners, seats, ids(5, 5, 5), kinds)
@@ -180,12 +180,12 @@ class TestHybridCache:
     def test_rows_are_served_in_order_until_the_blocks_are_gone(self):
         cache = make_cache(num_blocks=4)
         cache.reserve(0, 3, HIDDEN)
-        owners, seats = np.array([0, 1, 2, 3]), ids(cache.seat_of(0), NO_SEAT, NO_SEAT, NO_SEAT)
+        owners, seats = np.array([0, 1, 2, 3]), ids(cache.slot_of(0), NO_SLOT, NO_SLOT, NO_SLOT)
         kinds = np.array([HIDDEN, KV, KV, HIDDEN], np.int8)
         ok = cache.reserve_rows(owners, seats, ids(4, 4, 4, 1), kinds)
         assert ok.tolist() == [True, True, False, True]
-        assert seats.tolist()[1] == cache.seat_of(1)
-        assert seats.tolist()[2] == NO_SEAT
+        assert seats.tolist()[1] == cache.slot_of(1)
+        assert seats.tolist()[2] == NO_SLOT
         cache.check_integrity([0, 1, 3])
 
     def test_tables_grow_with_the_longest_request(self):
@@ -199,20 +199,20 @@ class TestHybridCache:
         for value in (0, -1, 11):
             cache = make_cache()
             cache.reserve(0, 6, KV)
-            cache.tables[cache.seat_of(0), 1, 1] = value
+            cache.tables[cache.slot_of(0), 1, 1] = value
             with pytest.raises(CacheIntegrityError, match="block table"):
-                cache.block_tables(ids(cache.seat_of(0)))
+                cache.block_tables(ids(cache.slot_of(0)))
 
     @pytest.mark.parametrize("damage", ["leak", "twice", "dead owner", "length"])
     def test_recount_finds(self, damage):
         cache = make_cache()
         cache.reserve(0, 6, KV)
         cache.reserve(1, 6, HIDDEN)
-        seat = cache.seat_of(1)
+        seat = cache.slot_of(1)
         if damage == "leak":
             cache.pool.allocate(1)
         elif damage == "twice":
-            cache.tables[seat, 0, 0] = cache.tables[cache.seat_of(0), 0, 0]
+            cache.tables[seat, 0, 0] = cache.tables[cache.slot_of(0), 0, 0]
         elif damage == "length":
             cache.num_tokens[seat] = 4
         with pytest.raises(CacheIntegrityError):
@@ -232,7 +232,7 @@ class TestPrefixes:
     def fill(self, cache: HybridCache, owner: int, tokens: tuple[int, ...], kind: int = HIDDEN):
         assert cache.reserve(owner, len(tokens), kind)
         full = len(tokens) // 2
-        firsts, generations = cache.expect(cache.seat_of(owner), 0, full)
+        firsts, generations = cache.expect(cache.slot_of(owner), 0, full)
         cache.register(owner, kind, digests_of(tokens, 2), 0, firsts, generations)
         return firsts
 
@@ -273,7 +273,7 @@ class TestPrefixes:
         assert node is not None
         assert cache.attach(1, node.path(1), kind)
         assert cache.reserve(1, 3, kind)
-        seats = ids(cache.seat_of(0), cache.seat_of(1))
+        seats = ids(cache.slot_of(0), cache.slot_of(1))
         assert cache.num_private_blocks_of(seats).tolist() == [2 * cost, cost]
         assert cache.num_blocks_of(seats).tolist() == [3 * cost, 2 * cost]
         assert (cache.num_shared, cache.num_free) == (cost, 12 - 4 * cost)
@@ -293,7 +293,7 @@ class TestPrefixes:
         cache = self.cache()
         first = self.fill(cache, 0, (1, 2, 3, 4, 5))
         self.fill(cache, 1, (1, 2, 3, 4, 6))
-        table = cache.block_tables(ids(cache.seat_of(0), cache.seat_of(1)))
+        table = cache.block_tables(ids(cache.slot_of(0), cache.slot_of(1)))
         assert table[1, 0, :2].tolist() == table[0, 0, :2].tolist() == first.tolist()
         assert (cache.num_free, cache.num_shared) == (12 - 4, 2)
         cache.check_integrity([0, 1])
@@ -301,7 +301,7 @@ class TestPrefixes:
     def test_groups_given_away_meanwhile_are_not_registered(self):
         cache = self.cache(num_blocks=2)
         cache.reserve(0, 4, HIDDEN)
-        firsts, generations = cache.expect(cache.seat_of(0), 0, 2)
+        firsts, generations = cache.expect(cache.slot_of(0), 0, 2)
         cache.release(0)
         assert cache.num_idle == 2
         cache.reserve(1, 4, HIDDEN)
@@ -312,7 +312,7 @@ class TestPrefixes:
     def test_groups_that_went_bad_are_plainly_free(self):
         cache = self.cache(num_blocks=4)
         cache.reserve(0, 4, HIDDEN)
-        firsts, generations = cache.expect(cache.seat_of(0), 0, 2)
+        firsts, generations = cache.expect(cache.slot_of(0), 0, 2)
         cache.release(0)
         cache.discard(firsts, generations)
         assert (cache.num_free, cache.num_idle) == (4, 0)
@@ -331,7 +331,7 @@ class TestPrefixes:
     def test_nobody_writes_where_others_may_read(self):
         cache = self.cache()
         self.fill(cache, 0, (1, 2, 3, 4, 5))
-        seat = ids(cache.seat_of(0))
+        seat = ids(cache.slot_of(0))
         cache.check_writable(seat, ids(4))
         for start in (0, 2, 3):
             with pytest.raises(CacheIntegrityError, match="others may read"):
@@ -350,7 +350,7 @@ class TestPrefixes:
         elif damage == "idle":
             prefixes.idle[int(firsts[0])] = None
         elif damage == "private":
-            cache.num_private[cache.seat_of(0)] -= 1
+            cache.num_private[cache.slot_of(0)] -= 1
         elif damage == "early":
             cache.groups.is_expected[firsts[0]] = True
         else:
@@ -454,7 +454,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.note_blocks(owner)
 
     def note_blocks(self, owner: int) -> None:
-        seat = self.cache.seat_of(owner)
+        seat = self.cache.slot_of(owner)
         old = self.held[owner]
         blocks = self.cache.tables[seat, 0, : self.cache.num_groups[seat]].tolist()
         assert blocks[: len(old)] == old
@@ -482,7 +482,7 @@ class PrefixMachine(RuleBasedStateMachine):
         owner = data.draw(st.sampled_from(sorted(self.held)))
         tokens, kind = self.tokens[owner], self.kind[owner]
         size = self.SIZES[kind]
-        seat, full = self.cache.seat_of(owner), len(tokens) // size
+        seat, full = self.cache.slot_of(owner), len(tokens) // size
         prefixes = self.cache.prefixes
         assert prefixes is not None
         begin = 0
@@ -540,7 +540,7 @@ class PrefixMachine(RuleBasedStateMachine):
             assert node.block == block
         uses = collections.Counter(b for held in self.held.values() for b in held)
         for owner, blocks in self.held.items():
-            seat = cache.seat_of(owner)
+            seat = cache.slot_of(owner)
             assert cache.tables[seat, 0, : len(blocks)].tolist() == blocks
             assert cache.num_private[seat] == sum(uses[b] == 1 for b in blocks)
 
@@ -598,7 +598,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(more=st.lists(st.integers(1, 4), min_size=7, max_size=7), kind=st.sampled_from([KV, HIDDEN]))
     def reserve_rows(self, more, kind):
         owners = np.arange(7)
-        seats = np.array([self.cache.seat_of(o) for o in range(7)], np.int32)
+        seats = np.array([self.cache.slot_of(o) for o in range(7)], np.int32)
         wanted = [(self.held.get(o, (0, 0))[0] + more[o], self.held.get(o, (0, kind))[1]) for o in range(7)]
         ok = self.cache.reserve_rows(
             owners,
@@ -608,7 +608,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         for owner in np.flatnonzero(ok).tolist():
             self.held[owner] = wanted[owner]
-            assert seats[owner] == self.cache.seat_of(owner)
+            assert seats[owner] == self.cache.slot_of(owner)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -620,7 +620,7 @@ class CacheMachine(RuleBasedStateMachine):
     def counts_are_right(self):
         self.cache.check_integrity(self.held)
         assert self.cache.pool.num_used == sum(self.cost(*h) for h in self.held.values())
-        assert self.cache.num_free_seats == 4 - len(self.held)
+        assert self.cache.num_free_slots == 4 - len(self.held)
 
 
 class NarrowCacheMachine(CacheMachine):

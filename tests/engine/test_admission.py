@@ -10,15 +10,15 @@ import pytest
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
-from apt_jax.engine.admission import TENANT_SHARE, Admission, Coming, Outlook, Queue
+from apt_jax.engine.admission import TENANT_SHARE, Admission, PendingArrivals, Queue, QueueSnapshot
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
 from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import make_policy
 from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.view import KindSpec
+from apt_jax.sched.view import CacheKindSpec
 from apt_jax.utils.clock import VirtualClock
-from tests.support.fake_executor import HashExecutor
+from tests.support.fake_executor import FakeExecutor
 
 COSTS = StepCosts(
     prefill_base_s=0.01, prefill_per_token_s=1e-3, prefill_per_request_s=2e-3,
@@ -72,9 +72,11 @@ class TestForesight:
             ttft_s, blocks, prompt_len = float(rng.uniform(0.05, 2)), int(rng.integers(0, 4)), int(rng.integers(1, 30))
             before = {**queue, "missing_blocks": queue["missing_blocks"] - blocks}
             one = Queue(**before)
-            outlook = Outlook(queues=(one, one), of_tenants={"a": queue["num_of_tenant"]}, costs=COSTS, margin_s=0.0)
-            error = Admission(SchedulerConfig(**config)).foresee(
-                outlook, Coming(), prompt_len=prompt_len, own_tokens=prompt_len, blocks=blocks, ttft_s=ttft_s, best_effort=False, tenant="a"
+            outlook = QueueSnapshot(
+                queues=(one, one), of_tenants={"a": queue["num_of_tenant"]}, costs=COSTS, margin_s=0.0
+            )
+            error = Admission(SchedulerConfig(**config)).early_reject(
+                outlook, PendingArrivals(), prompt_len=prompt_len, own_tokens=prompt_len, blocks=blocks, ttft_s=ttft_s, best_effort=False, tenant="a"
             )  # fmt: skip
             if error is None:
                 continue
@@ -85,11 +87,11 @@ class TestForesight:
 
     def test_who_has_come_since_counts_as_waiting(self):
         admission = Admission(SchedulerConfig(max_num_queued_reqs=16))
-        outlook = Outlook(queues=(EMPTY, EMPTY), of_tenants={}, costs=COSTS, margin_s=0.0)
-        coming = Coming()
+        outlook = QueueSnapshot(queues=(EMPTY, EMPTY), of_tenants={}, costs=COSTS, margin_s=0.0)
+        coming = PendingArrivals()
 
         def refused(tenant: str | None = None) -> bool:
-            return admission.foresee(
+            return admission.early_reject(
                 outlook, coming, prompt_len=5, own_tokens=5, blocks=1, ttft_s=math.inf, best_effort=False, tenant=tenant
             ) is not None  # fmt: skip
 
@@ -227,13 +229,16 @@ def overload(slo_admission: str, rate: float, *, seconds: float = 120.0) -> dict
     def duration_s(batch: StepBatch) -> float:
         return COSTS.step_s(batch.num_tokens, batch.start, batch.kind)
 
-    executor = HashExecutor(
+    executor = FakeExecutor(
         num_blocks=4096, block_size=16, max_num_seqs=32, vocab_size=97, clock=clock, duration_s=duration_s
     )  # fmt: skip
     config = SchedulerConfig(
         policy="fcfs", max_num_seqs=32, max_num_batched_tokens=256, slo_admission=slo_admission  # type: ignore[arg-type]
     )  # fmt: skip
-    kinds = (KindSpec(name="kv", blocks_per_group=2), KindSpec(name="hidden", blocks_per_group=1, offered=False))
+    kinds = (
+        CacheKindSpec(name="kv", blocks_per_group=2),
+        CacheKindSpec(name="hidden", blocks_per_group=1, offered=False),
+    )
     engine = Engine(
         executor, make_policy(config=config), clock, kinds, config,
         CacheConfig(block_size=16, enable_prefix_caching=False), costs=COSTS, vocab_size=97,
@@ -273,9 +278,9 @@ def overload(slo_admission: str, rate: float, *, seconds: float = 120.0) -> dict
 
 def test_what_is_cached_of_a_prompt_takes_no_time():
     clock = VirtualClock()
-    executor = HashExecutor(num_blocks=256, block_size=4, max_num_seqs=4, vocab_size=97, clock=clock)
+    executor = FakeExecutor(num_blocks=256, block_size=4, max_num_seqs=4, vocab_size=97, clock=clock)
     config = SchedulerConfig(policy="fcfs", max_num_seqs=4, max_num_batched_tokens=64, slo_admission="on")
-    kinds = (KindSpec(name="kv", blocks_per_group=2), KindSpec(name="hidden", blocks_per_group=1))
+    kinds = (CacheKindSpec(name="kv", blocks_per_group=2), CacheKindSpec(name="hidden", blocks_per_group=1))
     engine = Engine(
         executor, make_policy(config=config), clock, kinds, config, CacheConfig(block_size=4),
         costs=COSTS, vocab_size=97,

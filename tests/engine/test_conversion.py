@@ -13,7 +13,7 @@ from apt_jax.sched.plan_check import check_plan
 from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.sched.step_packer import decode_plan, split_running
 from apt_jax.sched.view import Plan, SchedulerView
-from tests.support.fake_executor import BatchContractError, Fault, FaultKind, HashExecutor
+from tests.support.fake_executor import BatchContractError, FakeExecutor, Fault, FaultKind
 from tests.support.fake_serving import VOCAB_SIZE, Served, prompt
 
 
@@ -175,7 +175,7 @@ def test_without_blocks_a_request_stays_hidden_and_goes_on():
     made.assert_as_expected()
     stats = made.engine.stats()
     assert len(refused) == 3
-    assert (stats.num_conversions, stats.deferred_rows, stats.num_preemptions) == (1, 0, 0)
+    assert (stats.num_conversions, stats.num_deferred_requests, stats.num_preemptions) == (1, 0, 0)
 
 
 def test_a_request_that_can_have_no_block_at_all_is_deferred():
@@ -190,7 +190,7 @@ def test_a_request_that_can_have_no_block_at_all_is_deferred():
     made.drain()
     made.assert_as_expected()
     stats = made.engine.stats()
-    assert (stats.deferred_rows, stats.num_conversions) == (1, 1)
+    assert (stats.num_deferred_requests, stats.num_conversions) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", [FaultKind.RAISE_AFTER, FaultKind.RAISE_IN_RESULT])
@@ -268,18 +268,18 @@ def test_what_a_policy_may_not_convert_stays_as_it_is():
     made.assert_as_expected()
     stats = made.engine.stats()
     assert stats.num_conversions == 0
-    assert stats.refused_plan_rows > 0
+    assert stats.num_invalid_plan_rows > 0
 
 
 @pytest.mark.parametrize("can_convert", [False, True])
 def test_views_say_whether_the_executor_can(can_convert, monkeypatch):
-    made = HashExecutor.__init__
+    made = FakeExecutor.__init__
 
     def like_another(self, **options):
         made(self, **options)
         self.can_convert = can_convert
 
-    monkeypatch.setattr(HashExecutor, "__init__", like_another)
+    monkeypatch.setattr(FakeExecutor, "__init__", like_another)
     assert Served().engine.view().can_convert == can_convert
     for offered in ((True, False), (False, True)):
         assert not Served(offered=offered).engine.view().can_convert
@@ -298,7 +298,7 @@ def test_no_block_that_is_given_back_is_handed_out_in_the_same_call():
     cache = HybridCache(num_blocks=14, block_size=4, max_num_seqs=3)
     for owner in range(3):
         assert cache.reserve(owner, 8, HIDDEN)
-    before = [cache.tables[cache.seat_of(owner), 0, :2].tolist() for owner in range(3)]
+    before = [cache.tables[cache.slot_of(owner), 0, :2].tolist() for owner in range(3)]
     given_back, ok = cache.convert_rows([0, 1, 2], [8, 9, 9])
     # 8 free blocks: the first takes 4, the second would take 6 and keeps its kind with one more, the third likewise.
     assert ok == [True, True, True]
@@ -306,7 +306,7 @@ def test_no_block_that_is_given_back_is_handed_out_in_the_same_call():
     assert given_back[0].tolist() == before[0]
     assert given_back[1] is None
     assert given_back[2] is None
-    assert [int(cache.kind[cache.seat_of(o)]) for o in range(3)] == [KV, HIDDEN, HIDDEN]
+    assert [int(cache.kind[cache.slot_of(o)]) for o in range(3)] == [KV, HIDDEN, HIDDEN]
     taken = cache.tables[cache.tables > 0].tolist()
     assert not set(before[0]) & set(taken)
     assert cache.num_free == 14 - 4 - 3 - 3
@@ -323,7 +323,7 @@ def test_nothing_changes_for_a_request_that_gets_no_block():
     assert cache.reserve(1, 8, HIDDEN)
     given_back, ok = cache.convert_rows([0], [5])
     assert (given_back, ok) == ([None], [False])
-    assert int(cache.num_tokens[cache.seat_of(0)]) == 4
+    assert int(cache.num_tokens[cache.slot_of(0)]) == 4
     cache.check_integrity([0, 1])
 
 
@@ -370,6 +370,6 @@ def _batch(**changes) -> StepBatch:
     ],
 )
 def test_a_batch_that_breaks_the_contract_is_refused(changes, message):
-    executor = HashExecutor(num_blocks=9, block_size=4, max_num_seqs=2, vocab_size=VOCAB_SIZE)
+    executor = FakeExecutor(num_blocks=9, block_size=4, max_num_seqs=2, vocab_size=VOCAB_SIZE)
     with pytest.raises(BatchContractError, match=message):
         executor.execute(_batch(**changes))

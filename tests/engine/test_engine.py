@@ -11,7 +11,7 @@ import pytest
 from apt_jax.cache import CacheIntegrityError
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import STALL_LIMIT, Engine, StepOutput
-from apt_jax.engine.timeline import DecisionLog
+from apt_jax.engine.timeline import TimelineLog
 from apt_jax.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -23,18 +23,18 @@ from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
 from apt_jax.request import EngineRequest, Grammar, SamplingParams
 from apt_jax.sched import make_policy
 from apt_jax.sched.request_table import HIDDEN, KV
-from apt_jax.sched.view import KindSpec, Plan, Policy, SchedulerView
+from apt_jax.sched.view import CacheKindSpec, Plan, Policy, SchedulerView
 from apt_jax.structured.compiler import GrammarError
 from apt_jax.utils.clock import VirtualClock
-from tests.support.fake_executor import Fault, FaultKind, HashExecutor, reference_tokens
-from tests.support.random_plan_policy import Chaos, RandomPolicy
+from tests.support.fake_executor import FakeExecutor, Fault, FaultKind, reference_tokens
+from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
 VOCAB_SIZE = 1000
 BOTH = (True, True)
 
 
 class Harness:
-    """An engine over a `HashExecutor`, with what came out of it."""
+    """An engine over a `FakeExecutor`, with what came out of it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Harness:
     ) -> None:
         self.clock = VirtualClock()
         self.batches: list[StepBatch] = []
-        self.executor = HashExecutor(
+        self.executor = FakeExecutor(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -73,11 +73,11 @@ class Harness:
         self.executor.execute = noting_execute
         self.engine = Engine(
             self.executor,
-            policy or RandomPolicy(0, Chaos()),
+            policy or RandomPolicy(0, RandomPlanPolicy()),
             self.clock,
             (
-                KindSpec(name="kv", blocks_per_group=2, offered=offered[0]),
-                KindSpec(name="hidden", blocks_per_group=1, offered=offered[1]),
+                CacheKindSpec(name="kv", blocks_per_group=2, offered=offered[0]),
+                CacheKindSpec(name="hidden", blocks_per_group=1, offered=offered[1]),
             ),
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, overlap=overlap, **config),
             CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
@@ -493,7 +493,7 @@ class TestOverlap:
         h.drain()
         h.assert_all_as_expected()
         assert len(h.batches) == 3
-        assert h.engine.stats().dropped_rows == 1
+        assert h.engine.stats().num_discarded_tokens == 1
 
     def test_E11_blocks_of_a_dropped_row_serve_the_next_request(self):
         h = Harness(num_blocks=4, max_num_seqs=1, offered=(True, False))
@@ -871,7 +871,7 @@ def test_a_broken_promise_of_the_policy_stays_off_the_device(name, overlap, capl
     h.add()
     h.drain()
     h.assert_all_as_expected()
-    assert h.engine.stats().refused_plan_rows == 1
+    assert h.engine.stats().num_invalid_plan_rows == 1
     assert "broke a promise" in caplog.text
     count = itertools.count()
     h = Harness(policy=ScriptedPolicy(plan), overlap=overlap)
@@ -895,7 +895,7 @@ def test_a_plan_for_more_blocks_than_there_are_defers_its_last_rows(overlap):
     assert h.batches[0].seats.size == 3
     h.drain()
     h.assert_all_as_expected()
-    assert h.engine.stats().deferred_rows >= 1
+    assert h.engine.stats().num_deferred_requests >= 1
 
 
 def test_metrics_and_stats(overlap):
@@ -952,7 +952,7 @@ def test_last_token_time_is_set_when_the_token_is_delivered():
 
 def test_ten_thousand_requests_leave_nothing_behind():
     h = Harness(
-        policy=RandomPolicy(3, Chaos(preempt=0.01, chunk=0.05, flip=0.5)),
+        policy=RandomPolicy(3, RandomPlanPolicy(preempt=0.01, chunk=0.05, flip=0.5)),
         num_blocks=96,
         max_num_seqs=32,
         budget=128,
@@ -989,7 +989,7 @@ def test_ten_thousand_requests_leave_nothing_behind():
         if last:
             engine.check_integrity()
             assert engine.stats().used_blocks == 0
-            assert engine.cache.num_free_seats == 32
+            assert engine.cache.num_free_slots == 32
             h.batches.clear()
     assert ended == 10_000
     assert got == expected
@@ -1170,7 +1170,7 @@ class TestStructuredOutput:
 
     @pytest.mark.parametrize("seed", range(8))
     def test_whatever_the_policy_does_streams_are_right(self, overlap, seed):
-        chaos = Chaos(preempt=0.1, skip=0.1, chunk=0.3, flip=0.3, shuffle=0.2)
+        chaos = RandomPlanPolicy(preempt=0.1, skip=0.1, chunk=0.3, flip=0.3, shuffle=0.2)
         h = Harness(overlap=overlap, policy=RandomPolicy(seed, chaos), num_blocks=40, budget=24)
         rng = np.random.default_rng(seed)
         for i in range(24):
@@ -1194,13 +1194,13 @@ class TestStructuredOutput:
 # --- the log of decisions ------------------------------------------------------------------------------------------
 
 
-def logged(h: Harness, num_requests: int = 100) -> DecisionLog:
-    log = DecisionLog(num_requests, max_num_seqs=8, blocks_needed=h.engine.least_blocks)
+def logged(h: Harness, num_requests: int = 100) -> TimelineLog:
+    log = TimelineLog(num_requests, max_num_seqs=8, blocks_needed=h.engine.min_blocks_for)
     h.engine.on_iteration = log.note
     return log
 
 
-def run_all(h: Harness, log: DecisionLog, *shapes: tuple[int, int]) -> list[str]:
+def run_all(h: Harness, log: TimelineLog, *shapes: tuple[int, int]) -> list[str]:
     names = []
     for prompt_len, max_tokens in shapes:
         names.append(h.add(prompt_len=prompt_len, max_tokens=max_tokens))
@@ -1209,7 +1209,7 @@ def run_all(h: Harness, log: DecisionLog, *shapes: tuple[int, int]) -> list[str]
     return names
 
 
-def events(log: DecisionLog, name: str) -> list[dict[str, Any]]:
+def events(log: TimelineLog, name: str) -> list[dict[str, Any]]:
     found = log.of(name)
     assert found is not None
     return found.as_json()["events"]

@@ -8,7 +8,7 @@ import pytest
 from apt_jax.engine.events import Iteration
 from apt_jax.errors import EngineDeadError
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.request import RequestMetrics
 from tests.support.fake_executor import Fault, FaultKind
@@ -16,7 +16,7 @@ from tests.support.toy_serving import assert_clean, executor_of, expected_tokens
 
 
 def run(
-    parts: EngineParts, prompts: list[int], max_tokens: int = 24
+    parts: EngineComponents, prompts: list[int], max_tokens: int = 24
 ) -> tuple[list[Iteration], dict[str, RequestMetrics]]:
     """Serve prompts of these lengths; what was told, and the metrics of each request."""
     told: list[Iteration] = []

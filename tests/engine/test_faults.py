@@ -12,13 +12,13 @@ import pytest
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.engine import FAILURE_WINDOW_S, SQUEEZE_S
-from apt_jax.engine.timeline import DecisionLog
+from apt_jax.engine.timeline import TimelineLog
 from apt_jax.errors import ConfigError, EngineDeadError
 from apt_jax.executor import is_out_of_memory
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine
-from apt_jax.frontend.components import EngineParts, make_parts
+from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.request import EngineRequest
 from tests.support.faults import JumpingClock, StepFault, fail_allocations, inject, out_of_memory
 from tests.support.toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
@@ -36,12 +36,12 @@ def quiet():
     logger.setLevel(before)
 
 
-def request_of(parts: EngineParts, name: str, prompt: str, max_tokens: int) -> EngineRequest:
+def request_of(parts: EngineComponents, name: str, prompt: str, max_tokens: int) -> EngineRequest:
     params = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
     return parts.build_request(prompt=prompt, params=params, request_id=name)
 
 
-def run_all(parts: EngineParts, requests: list[EngineRequest]) -> dict[str, tuple[list[int], str | None]]:
+def run_all(parts: EngineComponents, requests: list[EngineRequest]) -> dict[str, tuple[list[int], str | None]]:
     """Tokens and finish reason of each, all served at once; nothing may be left."""
     got: dict[str, tuple[list[int], str | None]] = {r.request_id: ([], None) for r in requests}
     for request in requests:
@@ -60,7 +60,7 @@ def run_all(parts: EngineParts, requests: list[EngineRequest]) -> dict[str, tupl
 
 
 @pytest.fixture(scope="module")
-def model() -> EngineParts:
+def model() -> EngineComponents:
     """The bundled model with room for a few requests; programs are compiled as they are needed."""
     config = EngineConfig(
         model="tiny-opt",
@@ -71,9 +71,9 @@ def model() -> EngineParts:
     return build_engine(config, warm_up=False, calibrate=False)
 
 
-def fresh(model: EngineParts, **fields) -> EngineParts:
+def fresh(model: EngineComponents, **fields) -> EngineComponents:
     """Another engine over the model's executor."""
-    parts = make_parts(
+    parts = build_components(
         model.config,
         model.executor,
         kinds=model.engine.kinds,
@@ -276,7 +276,7 @@ def test_M3_a_failed_allocation_takes_nothing_and_the_request_goes_on_later(over
     requests = [request_of(parts, f"r{i}", "x" * (5 + 3 * i), 12) for i in range(6)]
     got = run_all(parts, requests)
     assert all(got[r.request_id] == (expected_tokens(r), "length") for r in requests)
-    assert parts.engine.stats().deferred_rows > 0
+    assert parts.engine.stats().num_deferred_requests > 0
 
 
 # --- clocks --------------------------------------------------------------------------------------------------------
@@ -422,10 +422,10 @@ def test_E12_what_was_asked_for_and_not_yet_heard_is_answered():
 # --- what is told of it --------------------------------------------------------------------------------------------
 
 
-def logged(parts: EngineParts) -> tuple[DecisionLog, Callable[[EngineRequest], None]]:
+def logged(parts: EngineComponents) -> tuple[TimelineLog, Callable[[EngineRequest], None]]:
     """A log of all decisions, and how to add a request to both."""
     engine = parts.engine
-    log = DecisionLog(16, max_num_seqs=engine.max_num_seqs, blocks_needed=engine.least_blocks)
+    log = TimelineLog(16, max_num_seqs=engine.max_num_seqs, blocks_needed=engine.min_blocks_for)
     engine.on_iteration = log.note
 
     def add(request: EngineRequest) -> None:
@@ -435,13 +435,13 @@ def logged(parts: EngineParts) -> tuple[DecisionLog, Callable[[EngineRequest], N
     return log, add
 
 
-def events(log: DecisionLog, name: str) -> list[str]:
+def events(log: TimelineLog, name: str) -> list[str]:
     told = log.of(name)
     assert told is not None
     return [event.event for event in told.events]
 
 
-def drain(parts: EngineParts) -> None:
+def drain(parts: EngineComponents) -> None:
     while parts.engine.has_work:
         for output in parts.engine.step():
             parts.assembler.delta(output)

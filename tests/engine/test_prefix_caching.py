@@ -443,7 +443,7 @@ def test_500_conversations_say_what_they_say_without_cache(policy):
         converse(served, num, seed, p_preempt)
         served.assert_as_expected()
         stats = served.engine.stats()
-        assert stats.refused_plan_rows == 0
+        assert stats.num_invalid_plan_rows == 0
         total["hits"] += stats.prefix_cache_hits
         total["queries"] += stats.prefix_cache_queries
         total["copies"] += sum(len(b.copies) for b in served.batches)

@@ -14,11 +14,11 @@ from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import dummy_params
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import HIDDEN, KV, KindSpec, Policy, check_plan, make_policy
+from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, check_plan, make_policy
 from apt_jax.utils.clock import WallClock
 from tests.support.paged_driver import GREEDY
 from tests.support.parallel_cases import MODELS
-from tests.support.random_plan_policy import Chaos, RandomPolicy
+from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
 FAMILIES: dict[str, ModelConfig] = {
     **{name: MODELS[name] for name in ("opt", "bloom", "neox", "llama", "qwen3", "olmo2", "gemma2")},
@@ -148,8 +148,8 @@ def serve(executor: JaxExecutor, policy: Policy, offered: tuple[bool, bool], cac
     """Two turns of five conversations that begin alike; all that was said, and the engine."""
     executor.reset()
     kinds = (
-        KindSpec(name="kv", blocks_per_group=2, offered=offered[KV]),
-        KindSpec(name="hidden", blocks_per_group=1, offered=offered[HIDDEN]),
+        CacheKindSpec(name="kv", blocks_per_group=2, offered=offered[KV]),
+        CacheKindSpec(name="hidden", blocks_per_group=1, offered=offered[HIDDEN]),
     )
     engine = Engine(
         executor, Checked(policy), WallClock(), kinds,
@@ -200,7 +200,7 @@ def expected(name: str) -> list[list[int]]:
 def test_engine_says_the_same_with_conversions_at_random(name, attention):
     """Beside chunks, preemptions, kinds mixed and switched, and prefixes found and copied."""
     executor = executor_of(name, attention, num_blocks=56)
-    whims = Chaos(preempt=0.03, chunk=0.2, flip=0.3, convert=0.5)
+    whims = RandomPlanPolicy(preempt=0.03, chunk=0.2, flip=0.3, convert=0.5)
     said, stats = serve(executor, RandomPolicy(1, whims), (True, True), caching=True)
     assert said == expected(name)
     assert stats.num_conversions > 3
@@ -218,7 +218,7 @@ def test_nothing_is_compiled_while_it_serves():
     executor.warm_up()
     done = executor.programs.jitted["convert"]._cache_size()
     assert done >= 2
-    policy = RandomPolicy(0, Chaos(convert=0.7, preempt=0.02))
+    policy = RandomPolicy(0, RandomPlanPolicy(convert=0.7, preempt=0.02))
     _, stats = serve(executor, policy, (True, True), caching=True)
     assert stats.num_conversions > 3
     assert stats.compilations == executor.compilations == 0

@@ -20,14 +20,14 @@ from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import HIDDEN, KV, KindSpec, Policy, make_policy
+from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, make_policy
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.view import SchedulerView
 from apt_jax.utils.clock import WallClock
 from tests.support.paged_driver import Driver
-from tests.support.random_plan_policy import Chaos, RandomPolicy
+from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
-KINDS = (KindSpec(name="kv", blocks_per_group=2), KindSpec(name="hidden", blocks_per_group=1))
+KINDS = (CacheKindSpec(name="kv", blocks_per_group=2), CacheKindSpec(name="hidden", blocks_per_group=1))
 
 
 def model(hidden_size: int, num_kv_heads: int, head_dim: int, rotary: bool) -> ModelConfig:
@@ -219,7 +219,7 @@ class Served:
         if isinstance(policy, str):
             policy = make_policy(policy)
         kinds = tuple(
-            KindSpec(name=k.name, blocks_per_group=k.blocks_per_group, offered=kind in (k.name, "hybrid"))
+            CacheKindSpec(name=k.name, blocks_per_group=k.blocks_per_group, offered=kind in (k.name, "hybrid"))
             for k in KINDS
         )  # fmt: skip
         scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32)
@@ -281,7 +281,7 @@ def test_engine_says_the_same_with_every_kind_in_tight_pools(name, block_size):
     tight = executor_of(name, block_size, num_blocks=least + 2, mode=mode_of(name))
     tight.buckets.decode = [4]
     assert tight.hidden_block_size != block_size
-    whims = Chaos(preempt=0.02, chunk=0.3, flip=0.7)
+    whims = RandomPlanPolicy(preempt=0.02, chunk=0.3, flip=0.7)
     cases: dict[str, tuple[str, Policy | str]] = {
         "hidden": ("hidden", "apt"),
         "hidden, random": ("hidden", RandomPolicy(1, whims)),

@@ -14,7 +14,7 @@ from apt_jax.executor.buckets import power_of_two_buckets
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import SamplingParams
 from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.paged_driver import (
@@ -42,7 +42,7 @@ def only(*ids: int) -> np.ndarray:
 
 @pytest.mark.parametrize("attention", ["reproject", "absorb"])
 @pytest.mark.parametrize(("mixed", "ops"), [(False, None), (True, None), (False, GRAPHS), (True, GRAPHS)])
-def test_tokens_equal_a_plain_forward_pass(attention: HiddenAttention, mixed: bool, ops: AttentionOps | None) -> None:
+def test_tokens_equal_a_plain_forward_pass(attention: HiddenAttention, mixed: bool, ops: KernelBackend | None) -> None:
     """Both kinds side by side, chunked prompts over a cached prefix, decodes beside chunks, tokens fed on the device."""
     driver = Driver(make_executor(attention=attention, mixed=mixed, ops=ops))
     for kind_of in ({0: KV, 1: HIDDEN, 2: HIDDEN, 3: KV}, {0: HIDDEN, 1: KV, 2: KV, 3: HIDDEN}):
@@ -121,7 +121,7 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("mode", "ops", "seats"), [("hybrid", None, 8), ("kv", GRAPHS, 2)])
-def test_Q8_serving_after_warm_up_compiles_nothing(mode: CacheMode, ops: AttentionOps | None, seats: int) -> None:
+def test_Q8_serving_after_warm_up_compiles_nothing(mode: CacheMode, ops: KernelBackend | None, seats: int) -> None:
     executor = make_executor(mode, mixed=True, ops=ops, max_num_seqs=seats)
     seen = []
     executor.warm_up(lambda done, total: seen.append((done, total)))

@@ -9,12 +9,12 @@ import pytest
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.executor import StepBatch
 from apt_jax.frontend.builder import build_engine
-from apt_jax.frontend.components import EngineParts, make_parts
+from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.request import EngineRequest, SamplingParams
 
 
 @functools.cache
-def built() -> EngineParts:
+def built() -> EngineComponents:
     config = EngineConfig(
         model="tiny-opt",
         cache=CacheConfig(num_blocks_override=400),
@@ -34,7 +34,7 @@ class Served:
             scheduler=dataclasses.replace(parts.config.scheduler, policy=policy),
         )
         kinds = [dataclasses.replace(k, offered=kind in (k.name, "hybrid")) for k in parts.engine.kinds]
-        self.parts = make_parts(
+        self.parts = build_components(
             config,
             parts.executor,
             kinds=kinds,

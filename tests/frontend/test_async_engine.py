@@ -78,7 +78,7 @@ def test_the_answers_to_several_requests_come_through_one_reader():
         )
         tokens: list[list[int]] = [[] for _ in requests]
         ended = []
-        group = engine.submit_all(requests)
+        group = engine.submit_batch(requests)
         async for index, delta in group:
             tokens[index] += delta.token_ids
             ended += [index] * delta.finished
@@ -93,7 +93,7 @@ def test_the_answers_to_several_requests_come_through_one_reader():
 def test_one_refused_request_of_a_group_ends_the_reading_and_cancel_the_rest():
     async def scenario(engine):
         executor_of(engine.parts).gate.clear()  # nothing is scheduled meanwhile
-        group = engine.submit_all(engine.parts.build_requests(n=6, prompt="hello"))
+        group = engine.submit_batch(engine.parts.build_requests(n=6, prompt="hello"))
         executor_of(engine.parts).gate.set()
         with pytest.raises(QueueFullError):
             async for _ in group:

@@ -16,13 +16,13 @@ from apt_jax import LLM, SLO, SamplingParams
 from apt_jax.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from apt_jax.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
 from apt_jax.frontend.builder import build_engine, use_compile_cache
-from apt_jax.frontend.components import make_parts, with_scheduler
+from apt_jax.frontend.components import build_components, with_policy
 from apt_jax.frontend.llm import configure
 from apt_jax.frontend.outputs import OutputAssembler, RequestState
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.models import load_model, reference_generate_greedy
 from apt_jax.request import CompletionOutput, RequestOutput
-from apt_jax.sched import KindSpec
+from apt_jax.sched import CacheKindSpec
 from tests.support.caches import calibrations_apart
 from tests.support.fake_executor import Fault, FaultKind, reference_tokens
 from tests.support.opt_checkpoint import TINY
@@ -353,12 +353,12 @@ def test_a_reused_id_does_not_mix_texts():
 def test_another_policy_keeps_the_padded_vocabulary():
     padded = VOCAB_SIZE + 400  # of the model; most sampled tokens are none of the tokenizer's
     executor = GatedExecutor(num_blocks=64, block_size=4, max_num_seqs=4, vocab_size=padded)
-    parts = make_parts(
+    parts = build_components(
         EngineConfig(model="toy", scheduler=SchedulerConfig(policy="fcfs", max_num_seqs=4)),
         executor,
         kinds=(
-            KindSpec(name="kv", blocks_per_group=2),
-            KindSpec(name="hidden", blocks_per_group=1),
+            CacheKindSpec(name="kv", blocks_per_group=2),
+            CacheKindSpec(name="hidden", blocks_per_group=1),
         ),
         vocab_size=padded,
         max_model_len=64,
@@ -366,7 +366,7 @@ def test_another_policy_keeps_the_padded_vocabulary():
     )
     first = only(generate(LLM.from_parts(parts), "hello", GREEDY)[0])
     executor.reset()
-    second = only(generate(LLM.from_parts(with_scheduler(parts, "apt", "hybrid")), "hello", GREEDY)[0])
+    second = only(generate(LLM.from_parts(with_policy(parts, "apt", "hybrid")), "hello", GREEDY)[0])
     assert max(first.token_ids) >= VOCAB_SIZE
     assert (second.token_ids, second.finish_reason) == (first.token_ids, "length")
 

@@ -38,7 +38,7 @@ def test_a_preset_names_every_published_tensor_once(name):
         (source := opt.source(leaf, shape, config)).name: source.shape
         for leaf, shape in zip(leaves, shapes, strict=True)
     }
-    theirs = {opt.bare_name(tensor): shape for tensor, shape in tensor_shapes(dict(fields)).items()}
+    theirs = {opt.strip_prefix(tensor): shape for tensor, shape in tensor_shapes(dict(fields)).items()}
     assert ours == theirs
     assert len(ours) == len(leaves)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from apt_jax.ops import reference, xla_decode, xla_prefill
-from apt_jax.ops.reference import KeyNorm, ScoreRules
+from apt_jax.ops.reference import KeyNorm, LogitModifiers
 
 C, K, G, H, D = 16, 2, 3, 12, 20
 """Slots a block, key heads, queries a key head, head width, model width (narrower than the lane of 24)."""
@@ -19,12 +19,12 @@ N, E = K * G, K * H
 INPUTS = C * E // D  # layer inputs a block
 LENS = (1, 0, 15, 16, 17, 40, 65, 130, 33, 7)
 
-RULES: dict[str, ScoreRules] = {
-    "softcap": ScoreRules(softcap=1.5),
-    "window": ScoreRules(window=9),
-    "wide window": ScoreRules(window=70),
-    "alibi": ScoreRules(slopes=jnp.asarray(2.0 ** -np.arange(1, N + 1), jnp.float32)),
-    "softcap and window": ScoreRules(softcap=1.5, window=20),
+RULES: dict[str, LogitModifiers] = {
+    "softcap": LogitModifiers(softcap=1.5),
+    "window": LogitModifiers(window=9),
+    "wide window": LogitModifiers(window=70),
+    "alibi": LogitModifiers(slopes=jnp.asarray(2.0 ** -np.arange(1, N + 1), jnp.float32)),
+    "softcap and window": LogitModifiers(softcap=1.5, window=20),
 }
 
 

@@ -96,7 +96,7 @@ def test_only_the_objective_of_the_state_now_counts():
     world = World(num_blocks=100)
     row = world.add(5, arrival_s=0.0, ttft_s=1.0, tbt_s=1.0)
     world.hold(row, KV, num_outputs=0)
-    world.table.note_tokens(np.array([row], np.int32), 2.0)
+    world.table.record_tokens(np.array([row], np.int32), 2.0)
     assert world.table.ttft_missed[row]
     world.now_s = 2.9
     assert violated(world) == [False]
@@ -110,7 +110,7 @@ def test_notes_of_delivered_tokens():
     table, rows = world.table, np.array([row], np.int32)
     table.num_delivered[row] = 0
     for now_s in (2.0, 2.4, 3.0, 3.5):
-        table.note_tokens(rows, now_s)
+        table.record_tokens(rows, now_s)
     assert not table.ttft_missed[row]
     assert (table.num_delivered[row], table.num_late_gaps[row], table.last_token_s[row]) == (
         4,

@@ -9,13 +9,13 @@ import pytest
 from apt_jax.frontend.async_engine import AsyncEngine
 from serve.client import AsyncAptClient
 from serve.grpc_api.server import GrpcServer, ServerConfig
-from tests.support.toy_serving import EngineParts, assert_clean, executor_of, toy_parts
+from tests.support.toy_serving import EngineComponents, assert_clean, executor_of, toy_parts
 
 
 class Served:
     """A running server, its parts and a client."""
 
-    def __init__(self, parts: EngineParts, engine: AsyncEngine, server: GrpcServer) -> None:
+    def __init__(self, parts: EngineComponents, engine: AsyncEngine, server: GrpcServer) -> None:
         self.parts, self.engine, self.server = parts, engine, server
         self.executor = executor_of(parts)
         self.target = f"127.0.0.1:{server.port}"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from apt_jax.errors import ConfigError
-from apt_jax.sched import KindSpec, StepCosts, UnifiedPolicy, make_policy
+from apt_jax.sched import CacheKindSpec, StepCosts, UnifiedPolicy, make_policy
 from apt_jax.sim.optimal.baselines import fcfs_schedule, policy_schedule
 from apt_jax.sim.optimal.check import check_schedule
 from apt_jax.sim.optimal.problem import (
@@ -37,7 +37,7 @@ COSTS = StepCosts(
 )
 CHEAP_STEPS = dataclasses.replace(COSTS, prefill_base_s=0.3, decode_base_s=0.9)
 """Long prefills are dearer than steps: evictions rarely pay, and the maximum of a mixed step matters."""
-BOTH_KINDS = (KindSpec(name="kv", blocks_per_group=2), KindSpec(name="hidden", blocks_per_group=1))
+BOTH_KINDS = (CacheKindSpec(name="kv", blocks_per_group=2), CacheKindSpec(name="hidden", blocks_per_group=1))
 
 
 def exhaustive(problem: OptimalProblem) -> float:
@@ -241,7 +241,7 @@ def random_problem(rng: np.random.Generator, num_requests: int) -> OptimalProble
         hidden_block_size=int(rng.choice([block_size, block_size + 1])) if kinds else None,
         costs=COSTS if rng.random() < 0.5 else CHEAP_STEPS,
         objective=objective,
-        kinds=kinds or (KindSpec(name="kv", blocks_per_group=1),),
+        kinds=kinds or (CacheKindSpec(name="kv", blocks_per_group=1),),
     )
 
 

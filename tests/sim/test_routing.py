@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
-from apt_jax.engine.admission import Admission, Coming, Outlook, Queue
+from apt_jax.engine.admission import Admission, PendingArrivals, Queue, QueueSnapshot
 from apt_jax.errors import ConfigError
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import POLICIES, make_policy
@@ -185,9 +185,9 @@ def state(**fields: Any) -> ReplicaState:
     empty = dict.fromkeys((f.name for f in dataclasses.fields(Queue)), 0)
     queue = Queue(**{**empty, "missing_blocks": -100, "missing_seats": -8, **of_queue})
     given = {
-        "admission": Admission(SchedulerConfig()), "coming": Coming(), "busy_s": 0.0, "num_running": 0, "num_blocks": 100,
-        "free_blocks": 100, "queued_tokens": 0, "tokens_per_s": 0.0, "least_blocks": lambda n: -(-n // 16),
-        "outlook": Outlook(queues=(queue, queue), of_tenants={}, costs=COSTS, margin_s=0.0),
+        "admission": Admission(SchedulerConfig()), "coming": PendingArrivals(), "busy_s": 0.0, "num_running": 0, "num_blocks": 100,
+        "free_blocks": 100, "queued_tokens": 0, "tokens_per_s": 0.0, "min_blocks_for": lambda n: -(-n // 16),
+        "outlook": QueueSnapshot(queues=(queue, queue), of_tenants={}, costs=COSTS, margin_s=0.0),
     }  # fmt: skip
     return ReplicaState(**{**given, **fields})
 
@@ -216,7 +216,7 @@ def test_least_load_is_the_gateways_score():
     # 0.15 * 9 = 1.35 s for a pool of which nine tenths are used
     assert choose("least_load", state(free_blocks=10), state(queued_tokens=2600)) == 1
     assert choose("least_load", state(free_blocks=10), state(queued_tokens=2800)) == 0
-    sent = Coming()
+    sent = PendingArrivals()
     sent.add(prompt_len=300, own_tokens=300, blocks=19, best_effort=False, tenant=None)
     assert choose("least_load", state(coming=sent), state(queued_tokens=200)) == 1
 
@@ -230,7 +230,7 @@ def test_expected_ttft_is_the_running_step_the_queue_and_the_prompt():
     # 13 blocks of its own and 7 of others, which become free at 10 a second: later than the prompts before it
     full = state(**waiting, missing_blocks=7, blocks_per_s=10.0)
     assert expected_ttft_s(request(), full) == pytest.approx(2.0 + own_s)
-    sent = Coming()
+    sent = PendingArrivals()
     sent.add(prompt_len=300, own_tokens=300, blocks=19, best_effort=False, tenant=None)
     assert expected_ttft_s(request(), state(coming=sent)) == pytest.approx(0.4 + own_s)
 

@@ -22,7 +22,7 @@ from apt_jax.sim.trace import (
     prompts_of,
     scale_arrivals,
 )
-from apt_jax.sim.workload import Workload, draw_workload
+from apt_jax.sim.workload import Workload, sample_workload
 
 SMALL = SimulationConfig(rate=4.0, num_requests=60)
 
@@ -141,7 +141,7 @@ def test_time_of_the_host_is_hidden_behind_the_device_as_far_as_it_is_shorter():
 def test_every_policy_serves_all_with_overlap(policy):
     config = dataclasses.replace(SMALL, policy=policy, num_blocks=300, rate=8.0, overlap=True, num_requests=16)
     result = simulate(config, debug=True)
-    lengths = draw_workload(load_trace("sharegpt"), config).output_tokens
+    lengths = sample_workload(load_trace("sharegpt"), config).output_tokens
     assert [len(m.token_times_s) for m in result.requests if m is not None] == lengths.tolist()
 
 
@@ -208,7 +208,7 @@ def test_every_policy_serves_all_and_a_seed_fixes_the_run(policy):
     again = simulate(config)
     assert first.summary == again.summary
     assert first.summary.num_completed == 60
-    lengths = draw_workload(load_trace("sharegpt"), config).output_tokens
+    lengths = sample_workload(load_trace("sharegpt"), config).output_tokens
     assert [len(m.token_times_s) for m in first.requests if m is not None] == lengths.tolist()
 
 
@@ -235,7 +235,7 @@ def test_an_engine_that_is_told_lengths_only_decides_the_same(policy):
 def test_seeds_differ_and_rates_only_stretch_the_arrivals():
     trace = load_trace("sharegpt")
     slow, fast, other = (
-        draw_workload(trace, dataclasses.replace(SMALL, rate=rate, seed=seed))
+        sample_workload(trace, dataclasses.replace(SMALL, rate=rate, seed=seed))
         for rate, seed in ((2.0, 0), (8.0, 0), (2.0, 1))
     )
     assert slow.prompt_tokens.tolist() == fast.prompt_tokens.tolist()
@@ -254,18 +254,18 @@ def test_recorded_arrivals_are_kept_or_stretched():
     trace = load_trace("azure-conv")
     assert trace.arrival_s is not None
     config = SimulationConfig(trace="azure-conv", num_requests=100)
-    assert draw_workload(trace, config).arrival_s.tolist() == trace.arrival_s[:100].tolist()
+    assert sample_workload(trace, config).arrival_s.tolist() == trace.arrival_s[:100].tolist()
     scaled = scale_arrivals(trace.arrival_s[:100], 20.0)
     assert 99 / scaled[-1] == pytest.approx(20.0)
-    synthetic = draw_workload(trace, dataclasses.replace(config, rate=5.0, cv=1.0))
+    synthetic = sample_workload(trace, dataclasses.replace(config, rate=5.0, cv=1.0))
     assert synthetic.arrival_s.tolist() != trace.arrival_s[:100].tolist()
 
 
 def test_requests_repeat_only_when_there_are_not_enough():
     trace = load_trace("humaneval")
-    drawn = draw_workload(trace, dataclasses.replace(SMALL, num_requests=164))
+    drawn = sample_workload(trace, dataclasses.replace(SMALL, num_requests=164))
     assert sorted(drawn.prompt_tokens.tolist()) == sorted(trace.prompt_tokens.tolist())
-    assert draw_workload(trace, dataclasses.replace(SMALL, num_requests=500)).arrival_s.size == 500
+    assert sample_workload(trace, dataclasses.replace(SMALL, num_requests=500)).arrival_s.size == 500
 
 
 def test_outputs_are_scaled_and_never_empty():

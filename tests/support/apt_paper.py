@@ -99,8 +99,8 @@ def algorithm_1(candidates: list[Candidate], values: list[dict[int, float]], mem
     schedules = []
     for position in (0, 1):  # equal gains: first increments before second ones, requests in order
         for i, (c, g) in enumerate(zip(candidates, values, strict=True)):
-            fitting = {k: v for k, v in g.items() if (c.m if k == KV else c.m // 2) <= memory}
-            gains = marginal_gains(c, fitting) if fitting else []
+            drop_oversized = {k: v for k, v in g.items() if (c.m if k == KV else c.m // 2) <= memory}
+            gains = marginal_gains(c, drop_oversized) if drop_oversized else []
             if position < len(gains):
                 schedules.append((*gains[position], i))
     schedules = [s for s in schedules if s[0] > 0]

@@ -153,7 +153,7 @@ def reference_tokens(
 class _Handle:
     """A step whose tokens are known and not yet delivered."""
 
-    executor: "HashExecutor"
+    executor: "FakeExecutor"
     outcome: StepResult | Exception
     ready_s: float
 
@@ -169,7 +169,7 @@ class _Handle:
 class _MaskedHandle:
     """A step that waits for its masks."""
 
-    executor: "HashExecutor"
+    executor: "FakeExecutor"
     batch: StepBatch
     tokens: NDArray[np.int64]
     fault: Fault | None
@@ -193,7 +193,7 @@ class _MaskedHandle:
         return self.handle.result()
 
 
-class HashExecutor:
+class FakeExecutor:
     """An `Executor` for tests.
 
     Args:

@@ -1,4 +1,4 @@
-"""An engine over a `HashExecutor` in virtual time, for tests that feed it by hand."""
+"""An engine over a `FakeExecutor` in virtual time, for tests that feed it by hand."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import check_plan, make_policy
 from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.view import KindSpec, Plan, SchedulerView
+from apt_jax.sched.view import CacheKindSpec, Plan, SchedulerView
 from apt_jax.utils.clock import VirtualClock
-from tests.support.fake_executor import HashExecutor, reference_tokens
+from tests.support.fake_executor import FakeExecutor, reference_tokens
 
 VOCAB_SIZE = 500
 COSTS = StepCosts(prefill_base_s=0.01, prefill_per_token_s=1e-3, decode_base_s=0.01, decode_per_request_s=1e-3)
@@ -30,7 +30,7 @@ class Checked:
 
 
 class Served:
-    """An engine over a `HashExecutor`, its steps, and what came out of it."""
+    """An engine over a `FakeExecutor`, its steps, and what came out of it."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Served:
         engine_class: type[Engine] = Engine,
     ) -> None:
         self.clock = VirtualClock()
-        self.executor = HashExecutor(
+        self.executor = FakeExecutor(
             num_blocks=num_blocks,
             block_size=block_size,
             hidden_block_size=hidden_block_size,
@@ -68,7 +68,7 @@ class Served:
 
         self.executor.execute = noting
         kinds = tuple(
-            KindSpec(name=name, blocks_per_group=n, offered=o, extra_per_token_s=s)
+            CacheKindSpec(name=name, blocks_per_group=n, offered=o, extra_per_token_s=s)
             for name, n, o, s in zip(("kv", "hidden"), (2, 1), offered, (0.0, 1e-7), strict=True)
         )
         self.engine = engine_class(

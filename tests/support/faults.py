@@ -1,7 +1,7 @@
 """Faults for any engine: of steps, of memory, of clocks, of clients.
 
 `inject(parts, {3: StepFault("raise")})` makes the fourth step fail, whatever executor runs it, a real model's too. The faults of
-`HashExecutor` are for the simulation: they also spoil its memory. `faulty_server.py` is a server process with such a plan.
+`FakeExecutor` are for the simulation: they also spoil its memory. `faulty_server.py` is a server process with such a plan.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from apt_jax.engine import Engine
 from apt_jax.executor import Executor, MaskedStepHandle, StepBatch, StepHandle, StepResult
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.utils.clock import WallClock
 from serve.client import make_request
 
@@ -145,7 +145,7 @@ class _FaultyHandle:
         return dataclasses.replace(result, token_ids=ids, finite=finite)
 
 
-def inject(parts: EngineParts, plan: Plan) -> FaultyExecutor:
+def inject(parts: EngineComponents, plan: Plan) -> FaultyExecutor:
     """Put a plan between the engine and its executor, before anything is served."""
     faulty = FaultyExecutor(parts.engine.executor, plan)
     parts.engine.executor = cast("Executor", faulty)

@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 
 _TILE = 64
 _LOG2_E = 1.4426950408889634
@@ -104,7 +104,7 @@ def _absent(*_arguments: Any, **_more: Any) -> Any:
     raise NotImplementedError("the gate's tests have no such kernel")
 
 
-SMALL_OPS = AttentionOps(
+SMALL_OPS = KernelBackend(
     name="small",
     decode_kv=decode_kv,
     decode_absorbed=_absent,

@@ -9,7 +9,7 @@ from apt_jax.engine import Engine
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import HIDDEN, KV, KindSpec, Policy, make_policy
+from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, make_policy
 from apt_jax.utils.clock import WallClock
 
 CONDITIONS = ["one at a time", "batched", "forced preemptions", "chunked prefill"]
@@ -40,8 +40,8 @@ def greedy(
     if isinstance(policy, str):
         policy = make_policy(policy, scheduler)
     kinds = (
-        KindSpec(name="kv", blocks_per_group=2, offered=kind in ("kv", "hybrid")),
-        KindSpec(name="hidden", blocks_per_group=1, offered=kind in ("hidden", "hybrid")),
+        CacheKindSpec(name="kv", blocks_per_group=2, offered=kind in ("kv", "hybrid")),
+        CacheKindSpec(name="hidden", blocks_per_group=1, offered=kind in ("hidden", "hybrid")),
     )
     engine = Engine(
         executor, policy, WallClock(), kinds, scheduler,

@@ -16,8 +16,8 @@ from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits
 from serve.http_api.server import HttpConfig, HttpServer
 from serve.observability.prometheus import ServerMetrics
-from tests.support.fake_executor import HashExecutor
-from tests.support.toy_serving import EngineParts, assert_clean, executor_of, toy_parts
+from tests.support.fake_executor import FakeExecutor
+from tests.support.toy_serving import EngineComponents, assert_clean, executor_of, toy_parts
 
 
 class HttpServed:
@@ -31,7 +31,7 @@ class HttpServed:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: EngineComponents,
         engine: AsyncEngine,
         server: HttpServer,
         grpc_server: GrpcServer,
@@ -123,7 +123,7 @@ def completion(**fields: Any) -> bytes:
 
 @contextlib.asynccontextmanager
 async def http_serving(
-    parts: EngineParts | None = None,
+    parts: EngineComponents | None = None,
     *,
     app: dict | None = None,
     connections: dict | None = None,
@@ -155,7 +155,7 @@ async def http_serving(
     try:
         yield served
     finally:
-        if isinstance(parts.executor, HashExecutor):
+        if isinstance(parts.executor, FakeExecutor):
             executor_of(parts).gate.set()
         await served.http.aclose()
         await served.grpc.close()

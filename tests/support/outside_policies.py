@@ -107,7 +107,7 @@ BROKEN: dict[str, Callable[[SchedulerView, Plan], Any]] = {
     "writes to the table": _write,
     "adds a request": lambda view, plan: view.table.add(arrival_s=0, rank=0, prompt_len=1, max_tokens=1, slo_ttft_s=1, slo_tbt_s=1),
     "removes a request": lambda view, plan: view.table.remove(int((*view.waiting, *view.running)[0])),
-    "delivers tokens": lambda view, plan: view.table.note_tokens(view.running, 1.0) or 0,
+    "delivers tokens": lambda view, plan: view.table.record_tokens(view.running, 1.0) or 0,
     "nothing is run": lambda view, plan: Plan.idle(),
 }  # fmt: skip
 """Ways to break a promise, by name."""

@@ -12,7 +12,7 @@ from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import SamplingParams
 from apt_jax.sched.request_table import KV
 
@@ -29,7 +29,7 @@ def make_executor(
     mode: CacheMode = "hybrid",
     attention: HiddenAttention = "auto",
     mixed: bool = False,
-    ops: str | AttentionOps | None = None,
+    ops: str | KernelBackend | None = None,
     **kwargs: Any,
 ) -> JaxExecutor:
     cache = CacheConfig(

@@ -28,7 +28,7 @@ from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.params import dummy_params
 from tests.support.generation import greedy
-from tests.support.random_plan_policy import Chaos, RandomPolicy
+from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
 BASE: dict[str, Any] = {
     "family": "test", "vocab_size": 97, "hidden_size": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8,
@@ -135,7 +135,7 @@ def run(case: str, sizes: list[int]) -> dict[str, Any]:
         executor = make_executor(model, kind, attention, size)
         policy = "apt"
         if case.endswith("converted"):  # from layer inputs to keys and values, while they run
-            policy = RandomPolicy(3, Chaos(convert=0.7))
+            policy = RandomPolicy(3, RandomPlanPolicy(convert=0.7))
         tokens = greedy(executor, prompts, 12, kind, "forced preemptions", policy)
         pool = executor.runner.pools[0]
         found[str(size)] = {

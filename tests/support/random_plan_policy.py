@@ -9,7 +9,7 @@ from apt_jax.sched.view import Plan, Policy, SchedulerView
 
 
 @dataclasses.dataclass(kw_only=True)
-class Chaos:
+class RandomPlanPolicy:
     """Probabilities of a policy's whims; all zero: it behaves."""
 
     preempt: float = 0.0
@@ -72,7 +72,7 @@ class RandomPolicy:
 
     name = "random-test"
 
-    def __init__(self, seed: int, chaos: Chaos) -> None:
+    def __init__(self, seed: int, chaos: RandomPlanPolicy) -> None:
         self.chaos = chaos
         self._rng = np.random.default_rng(seed)
 
@@ -148,7 +148,7 @@ class RandomPolicy:
 class PerturbedPolicy:
     """Another policy's plans, some of them changed into other legal ones."""
 
-    def __init__(self, inner: Policy, seed: int, chaos: Chaos) -> None:
+    def __init__(self, inner: Policy, seed: int, chaos: RandomPlanPolicy) -> None:
         self.name = f"perturbed-{inner.name}"
         self.chaos = chaos
         self._inner = inner

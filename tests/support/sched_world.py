@@ -8,7 +8,7 @@ from apt_jax.sched import (
     HIDDEN,
     KV,
     NO_KIND,
-    KindSpec,
+    CacheKindSpec,
     Plan,
     Policy,
     RequestTable,
@@ -18,11 +18,11 @@ from apt_jax.sched import (
 )
 
 
-def kinds(mode: str = "hybrid", base_s: float = 0.0, per_token_s: float = 1e-5) -> tuple[KindSpec, KindSpec]:
+def kinds(mode: str = "hybrid", base_s: float = 0.0, per_token_s: float = 1e-5) -> tuple[CacheKindSpec, CacheKindSpec]:
     """KV and hidden as `--cache MODE` offers them."""
     return (
-        KindSpec(name="kv", blocks_per_group=2, offered=mode != "hidden"),
-        KindSpec(
+        CacheKindSpec(name="kv", blocks_per_group=2, offered=mode != "hidden"),
+        CacheKindSpec(
             name="hidden",
             blocks_per_group=1,
             offered=mode != "kv",
@@ -165,13 +165,13 @@ class World:
             table.num_blocks[row] = self.blocks(int(table.num_cached[row]), kind)
         assert self.used_blocks <= self.num_blocks
         done = plan.rows[table.num_cached[plan.rows] == table.num_tokens[plan.rows]]
-        table.note_tokens(done, self.now_s)
+        table.record_tokens(done, self.now_s)
         table.num_tokens[done] += 1
         table.num_outputs[done] += 1
         table.tokens_since_preemption[done] += 1
         for row in done[table.num_tokens[done] >= table.max_tokens_total[done]].tolist():
             table.num_blocks[row] = 0
-            table.note_length(int(table.num_outputs[row]))
+            table.record_output_length(int(table.num_outputs[row]))
             table.remove(row)
             self.last_kind.pop(row, None)
             self.finished.append(row)

@@ -1,7 +1,7 @@
 """Deterministic simulation of the real engine: one seed, one history, every promise checked on the way.
 
 `simulate(seed)` draws a scenario (pool, blocks, budget, load, policy, and which faults there are), runs the engine on a
-`HashExecutor` in virtual time, and holds every stream against the one that a cache-free reference gives. First phase:
+`FakeExecutor` in virtual time, and holds every stream against the one that a cache-free reference gives. First phase:
 arrivals and faults; second phase: both stop, and all that is left must end within a bounded number of iterations, with
 every block free.
 
@@ -34,11 +34,11 @@ from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import POLICIES, check_plan, make_policy
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND
-from apt_jax.sched.view import KindSpec, Plan, Policy, SchedulerView
+from apt_jax.sched.view import CacheKindSpec, Plan, Policy, SchedulerView
 from apt_jax.utils.clock import VirtualClock
-from tests.support.fake_executor import Fault, FaultKind, HashExecutor, reference_tokens
+from tests.support.fake_executor import FakeExecutor, Fault, FaultKind, reference_tokens
 from tests.support.faults import fail_allocations
-from tests.support.random_plan_policy import Chaos, PerturbedPolicy, RandomPolicy
+from tests.support.random_plan_policy import PerturbedPolicy, RandomPlanPolicy, RandomPolicy
 
 VOCAB_SIZE = 31
 """Small, so that stop tokens are hit often."""
@@ -76,7 +76,7 @@ class Scenario:
     overlap: bool
     debug: bool
     policy: str
-    chaos: Chaos
+    chaos: RandomPlanPolicy
     num_requests: int
     burst: float
     """Mean arrivals an iteration."""
@@ -128,7 +128,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         overlap=bool(rng.random() < 0.7),
         debug=bool(rng.random() < 0.5),
         policy=policy,
-        chaos=Chaos(
+        chaos=RandomPlanPolicy(
             preempt=rate(0.2),
             skip=rate(0.3),
             chunk=rate(0.6),
@@ -151,7 +151,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
     )
 
 
-def make_policy_named(name: str, seed: int, chaos: Chaos, kinds: tuple[KindSpec, ...]) -> Policy:
+def make_policy_named(name: str, seed: int, chaos: RandomPlanPolicy, kinds: tuple[CacheKindSpec, ...]) -> Policy:
     """A policy of the swarm."""
     if name == "any":
         return RandomPolicy(seed, chaos)
@@ -251,7 +251,7 @@ class Simulation:
         self.row_faults_planted = False
         self._fault_rng = np.random.default_rng([1, seed])
         self._next_fault_s = 0.0
-        self.executor = HashExecutor(
+        self.executor = FakeExecutor(
             num_blocks=scenario.num_blocks,
             block_size=scenario.block_size,
             hidden_block_size=scenario.hidden_block_size,
@@ -264,8 +264,8 @@ class Simulation:
         if not full_checks:
             self.executor._check = lambda batch: None  # type: ignore[method-assign]
         kinds = (
-            KindSpec(name="kv", blocks_per_group=2, offered=scenario.offered[KV]),
-            KindSpec(
+            CacheKindSpec(name="kv", blocks_per_group=2, offered=scenario.offered[KV]),
+            CacheKindSpec(
                 name="hidden",
                 blocks_per_group=1,
                 offered=scenario.offered[HIDDEN],
@@ -604,7 +604,7 @@ class Simulation:
         _expect(not self.open, "a stream has no end")
         _expect(stats.free_blocks == stats.total_blocks, f"{stats.used_blocks} blocks are lost")
         _expect(
-            engine.cache.num_free_seats == scenario.max_num_seqs and not engine.table.live.any(),
+            engine.cache.num_free_slots == scenario.max_num_seqs and not engine.table.live.any(),
             "seats or rows are lost",
         )
         _expect(sum(stats.finished.values()) == len(self.streams), "ends are miscounted")
@@ -612,7 +612,7 @@ class Simulation:
             stats.generation_tokens == sum(len(s.got) for s in self.streams.values()),
             "tokens are miscounted",
         )
-        _expect(stats.refused_plan_rows == 0, "the policy broke a promise")
+        _expect(stats.num_invalid_plan_rows == 0, "the policy broke a promise")
         _expect(
             stats.num_preemptions == sum(m.num_preemptions for m in self._metrics.values()),
             "preemptions are miscounted",
@@ -627,8 +627,8 @@ class Simulation:
             self.note["conversion put off"] += put_off
         self.note["a kind switch kv to hidden"] += stats.kind_switches["kv", "hidden"]
         self.note["a kind switch hidden to kv"] += stats.kind_switches["hidden", "kv"]
-        self.note["stop found late, row in flight dropped"] += stats.dropped_rows
-        self.note["row deferred"] += stats.deferred_rows
+        self.note["stop found late, row in flight dropped"] += stats.num_discarded_tokens
+        self.note["row deferred"] += stats.num_deferred_requests
         self.note["positions recomputed"] += stats.recomputed_tokens
         self.note["blocks cached at the end"] += stats.cached_blocks
         _expect(0 <= stats.prefix_cache_hits <= stats.prefix_cache_queries, "hits are miscounted")

@@ -12,7 +12,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.chat import ChatTemplate
 from apt_jax.text.tokenizer import Tokenizer
 from serve.grpc_api.server import ServerConfig
@@ -41,7 +41,7 @@ def ascii_tokenizer(path: Path | None = None) -> Tokenizer:
     return Tokenizer(backend, path)
 
 
-def server_parts(step_s: float = 0.0, path: Path | None = None) -> EngineParts:
+def server_parts(step_s: float = 0.0, path: Path | None = None) -> EngineComponents:
     return toy_parts(
         tokenizer=ascii_tokenizer(path),
         step_s=step_s,

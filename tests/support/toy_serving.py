@@ -1,4 +1,4 @@
-"""A whole engine without a model: `HashExecutor`, a tokenizer of bytes, the real scheduler, engine and front end."""
+"""A whole engine without a model: `FakeExecutor`, a tokenizer of bytes, the real scheduler, engine and front end."""
 
 import threading
 import time
@@ -10,13 +10,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.executor import StepBatch
-from apt_jax.frontend.components import EngineParts, make_parts
+from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.request import EngineRequest
-from apt_jax.sched import KindSpec
+from apt_jax.sched import CacheKindSpec
 from apt_jax.text.chat import ChatTemplate
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.utils.clock import Clock
-from tests.support.fake_executor import Fault, HashExecutor, reference_tokens
+from tests.support.fake_executor import FakeExecutor, Fault, reference_tokens
 
 SPECIALS = ("<s>", "<pad>", "</s>")
 VOCAB_SIZE = 259
@@ -35,8 +35,8 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend)
 
 
-class GatedExecutor(HashExecutor):
-    """A `HashExecutor` whose steps can be held.
+class GatedExecutor(FakeExecutor):
+    """A `FakeExecutor` whose steps can be held.
 
     Attributes:
         gate: steps wait for it; clear it to hold the engine within a step.
@@ -71,7 +71,7 @@ def toy_parts(
     chat_template: ChatTemplate | None = None,
     clock: Clock | None = None,
     **scheduler: Any,
-) -> EngineParts:
+) -> EngineComponents:
     """An engine with both cache kinds, on the machine's clock unless another one is given."""
     executor = GatedExecutor(
         num_blocks=num_blocks,
@@ -91,12 +91,12 @@ def toy_parts(
             **scheduler,
         ),
     )
-    return make_parts(
+    return build_components(
         config,
         executor,
         kinds=(
-            KindSpec(name="kv", blocks_per_group=2),
-            KindSpec(name="hidden", blocks_per_group=1),
+            CacheKindSpec(name="kv", blocks_per_group=2),
+            CacheKindSpec(name="hidden", blocks_per_group=1),
         ),
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
@@ -108,7 +108,7 @@ def toy_parts(
     )
 
 
-def executor_of(parts: EngineParts) -> GatedExecutor:
+def executor_of(parts: EngineComponents) -> GatedExecutor:
     assert isinstance(parts.executor, GatedExecutor)
     return parts.executor
 
@@ -124,7 +124,7 @@ def expected_tokens(request: EngineRequest) -> list[int]:
     )
 
 
-def assert_clean(parts: EngineParts) -> None:
+def assert_clean(parts: EngineComponents) -> None:
     """The clean check (L0) after whatever has happened: nothing is left of any request, and every gauge says so.
 
     Blocks, references to them, seats, rows, text; what is cached of prefixes may stay. That bystanders got their tokens and
@@ -139,7 +139,7 @@ def assert_clean(parts: EngineParts) -> None:
     assert not any(stats.requests_by_kind.values())
     assert not any(stats.blocks_by_kind.values())
     assert not cache.num_refs.any()
-    assert cache.num_free_seats == engine.max_num_seqs
+    assert cache.num_free_slots == engine.max_num_seqs
     assert not engine.table.live.any()
     assert engine.num_live == 0
     # A step may still be on its way: all of its requests have ended.

@@ -11,8 +11,8 @@ from apt_jax.models.families.gemma import gemma_config
 from apt_jax.models.families.llama import (
     IN_LAYER,
     TOP_LEVEL,
-    bare_name,
     preset,
+    strip_prefix,
 )
 
 _IN_LAYER = IN_LAYER | {
@@ -57,5 +57,5 @@ FAMILY = ModelFamily(
     presets=PRESETS,
     model_config=model_config,
     source=source,
-    bare_name=bare_name,
+    strip_prefix=strip_prefix,
 )

@@ -95,7 +95,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
     return found
 
 
-def bare_name(name: str) -> str:
+def strip_prefix(name: str) -> str:
     """A tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
     return name.removeprefix("transformer.")
 
@@ -123,6 +123,6 @@ FAMILY = ModelFamily(
     presets=PRESETS,
     model_config=model_config,
     source=source,
-    bare_name=bare_name,
+    strip_prefix=strip_prefix,
     ignored_tensors=_IGNORED_TENSORS,
 )

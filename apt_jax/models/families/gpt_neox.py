@@ -82,7 +82,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
     return whole(leaf, shape, _TOP_LEVEL, _IN_LAYER, "layers.{}.")
 
 
-def bare_name(name: str) -> str:
+def strip_prefix(name: str) -> str:
     """A tensor name without the prefix that depends on the class it was saved from; the head has had two names."""
     name = name.removeprefix("gpt_neox.")
     return "lm_head.weight" if name == "embed_out.weight" else name
@@ -113,5 +113,5 @@ FAMILY = ModelFamily(
     presets=PRESETS,
     model_config=model_config,
     source=source,
-    bare_name=bare_name,
+    strip_prefix=strip_prefix,
 )

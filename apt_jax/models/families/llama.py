@@ -118,7 +118,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
     return whole(leaf, shape, TOP_LEVEL, IN_LAYER, "layers.{}.")
 
 
-def bare_name(name: str) -> str:
+def strip_prefix(name: str) -> str:
     """A tensor name without the prefix that depends on the class it was saved from (``model.``)."""
     return name.removeprefix("model.")
 
@@ -169,5 +169,5 @@ FAMILY = ModelFamily(
     presets=PRESETS,
     model_config=model_config,
     source=source,
-    bare_name=bare_name,
+    strip_prefix=strip_prefix,
 )

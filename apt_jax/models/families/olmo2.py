@@ -9,9 +9,9 @@ from apt_jax.models.config import ModelConfig
 from apt_jax.models.families.llama import (
     IN_LAYER,
     TOP_LEVEL,
-    bare_name,
     base_config,
     preset,
+    strip_prefix,
 )
 
 _IN_LAYER = IN_LAYER | {
@@ -42,5 +42,5 @@ FAMILY = ModelFamily(
     presets=PRESETS,
     model_config=model_config,
     source=source,
-    bare_name=bare_name,
+    strip_prefix=strip_prefix,
 )

@@ -108,7 +108,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
     return whole(leaf, shape, _TOP_LEVEL, _IN_LAYER, "layers.{}.")
 
 
-def bare_name(name: str) -> str:
+def strip_prefix(name: str) -> str:
     """A tensor name without the prefixes that depend on the class it was saved from (``model.``, ``decoder.``)."""
     return name.removeprefix("model.").removeprefix("decoder.")
 
@@ -142,7 +142,7 @@ FAMILY = ModelFamily(
     presets=PRESETS,
     model_config=model_config,
     source=source,
-    bare_name=bare_name,
+    strip_prefix=strip_prefix,
     ignored_tensors=_IGNORED_TENSORS,
     constant_leaf=constant_leaf,
 )

@@ -8,7 +8,7 @@ from apt_jax.models.checkpoint_map import ModelFamily, Source, flat_shape, rows,
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families import llama
-from apt_jax.models.families.llama import bare_name, base_config, preset
+from apt_jax.models.families.llama import base_config, preset, strip_prefix
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
@@ -50,5 +50,5 @@ FAMILY = ModelFamily(
     presets=PRESETS,
     model_config=model_config,
     source=source,
-    bare_name=bare_name,
+    strip_prefix=strip_prefix,
 )

@@ -8,10 +8,10 @@ from apt_jax.models.checkpoint_map import ModelFamily, windows
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families.llama import (
-    bare_name,
     base_config,
     preset,
     source,
+    strip_prefix,
 )
 
 
@@ -43,5 +43,5 @@ FAMILY = ModelFamily(
     presets=PRESETS,
     model_config=model_config,
     source=source,
-    bare_name=bare_name,
+    strip_prefix=strip_prefix,
 )

@@ -7,10 +7,10 @@ from typing import Any
 from apt_jax.models.checkpoint_map import ModelFamily
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.families.llama import (
-    bare_name,
     base_config,
     preset,
     source,
+    strip_prefix,
 )
 from apt_jax.models.families.qwen2 import layer_windows
 
@@ -34,5 +34,5 @@ FAMILY = ModelFamily(
     presets=PRESETS,
     model_config=model_config,
     source=source,
-    bare_name=bare_name,
+    strip_prefix=strip_prefix,
 )

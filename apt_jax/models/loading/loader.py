@@ -190,7 +190,7 @@ def _match(
     """
     by_bare_name: dict[str, str] = {}
     for name in checkpoint.tensors:
-        bare = family.bare_name(name)
+        bare = family.strip_prefix(name)
         if bare in by_bare_name:
             raise ModelLoadError(f"{path}: {name!r} and {by_bare_name[bare]!r} are the same tensor")
         by_bare_name[bare] = name

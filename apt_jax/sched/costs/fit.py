@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.sched.request_table import HIDDEN, KV
-from apt_jax.sched.view import KindSpec
+from apt_jax.sched.view import CacheKindSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class CostModel:
         """The part that policies weigh."""
         return self.costs
 
-    def kinds(self, offered: tuple[bool, bool], *, absorbs: bool) -> tuple[KindSpec, KindSpec]:
+    def kinds(self, offered: tuple[bool, bool], *, absorbs: bool) -> tuple[CacheKindSpec, CacheKindSpec]:
         """Both cache kinds with their measured extra time.
 
         Args:
@@ -127,8 +127,8 @@ class CostModel:
         extra_base_s = c.decode_per_hidden_request_s - c.decode_per_request_s
         extra_per_token_s = c.decode_per_hidden_token_s - c.decode_per_token_s
         return (
-            KindSpec(name="kv", blocks_per_group=2, offered=offered[KV]),
-            KindSpec(
+            CacheKindSpec(name="kv", blocks_per_group=2, offered=offered[KV]),
+            CacheKindSpec(
                 name="hidden",
                 blocks_per_group=1,
                 offered=offered[HIDDEN],

@@ -8,7 +8,7 @@ from typing import Literal
 from apt_jax.errors import ConfigError
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.costs.programs import ProgramCosts
-from apt_jax.sched.view import KindSpec
+from apt_jax.sched.view import CacheKindSpec
 
 MODES = ("kv", "reproject", "absorb")
 COEFFICIENTS = tuple(f.name for f in dataclasses.fields(StepCosts) if f.name != "one_program")
@@ -136,7 +136,7 @@ class Hardware:
         hidden_attention: Literal["auto", "reproject", "absorb"] = "auto",
         *,
         rho_us: float | None = None,
-    ) -> tuple[KindSpec, KindSpec]:
+    ) -> tuple[CacheKindSpec, CacheKindSpec]:
         """Both cache kinds, indexed by `sched.view.KV` and `HIDDEN`, with the extra time t = c0 + c1 * tokens.
 
         Args:
@@ -163,8 +163,8 @@ class Hardware:
         if rho_us is not None:
             extra_base_s, extra_per_token_s = 0.0, 1e-6 * rho_us
         return (
-            KindSpec(name="kv", blocks_per_group=2, offered=cache != "hidden"),
-            KindSpec(
+            CacheKindSpec(name="kv", blocks_per_group=2, offered=cache != "hidden"),
+            CacheKindSpec(
                 name="hidden",
                 blocks_per_group=self.hidden_blocks_per_group or 2,
                 offered=cache != "kv" and possible,

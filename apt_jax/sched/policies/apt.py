@@ -14,12 +14,12 @@ from apt_jax.sched.step_packer import (
     StepPacker,
     decode_plan,
     held_blocks_for,
+    resolve_prefill_deadlock,
     split_running,
     start_options,
     target_tokens,
-    unblock,
 )
-from apt_jax.sched.value import Urgency, option_values, urgency
+from apt_jax.sched.value import PendingValue, option_values, urgency
 from apt_jax.sched.view import Plan, SchedulerView
 
 
@@ -62,7 +62,7 @@ class AptPolicy:
             authors' code leaves them out, which makes the hidden kind cheaper under overload.
         keep_kind: whether a running request keeps its kind: the decode knapsack offers only what it holds. Not in the
             paper. None, the default: where attention works on the layer inputs directly, which the paper does not have
-            (`KindSpec.reprojected` is False). There the hidden kind costs so little that to decide kinds again every time only makes caches thrash.
+            (`CacheKindSpec.reprojected` is False). There the hidden kind costs so little that to decide kinds again every time only makes caches thrash.
         convert: a running request that the decode knapsack moves from the hidden kind to keys and values gets them from its
             layer inputs in that step (`Plan.convert`) instead of giving its cache up; where they do not fit beside the layer
             inputs, it goes on with these. Not in the paper.
@@ -106,9 +106,9 @@ class AptPolicy:
         if decoding.size:
             running = urgent.part(slice(first_decoding, None))
             return self._decode(view, running, num_requests, decoding, partial)
-        return unblock(view, partial) if partial.size else Plan.idle()
+        return resolve_prefill_deadlock(view, partial) if partial.size else Plan.idle()
 
-    def _num_requests(self, urgent: Urgency) -> int:
+    def _num_requests(self, urgent: PendingValue) -> int:
         """|W| + |R| of Eq. 5 and 8."""
         violated = 0 if self.count_violated else int(np.count_nonzero(urgent.violated))
         return urgent.pending_s.size - violated
@@ -116,14 +116,14 @@ class AptPolicy:
     def _prefill(
         self,
         view: SchedulerView,
-        urgent: Urgency,
+        urgent: PendingValue,
         num_requests: int,
         decoding: Rows,
         partial: Rows,
     ) -> Plan:
         packer = StepPacker(view)
         if partial.size:
-            packer.go_on(partial)
+            packer.continue_prefill(partial)
         if view.waiting.size and packer.seats_left > 0 and packer.tokens_left > 0:
             memory = view.free_blocks - growth(view, partial) - self._promised(view, decoding)
             if memory > 0:
@@ -149,7 +149,7 @@ class AptPolicy:
     def _begin(
         self,
         view: SchedulerView,
-        urgent: Urgency,
+        urgent: PendingValue,
         num_requests: int,
         memory: int,
         tokens: int,
@@ -168,7 +168,7 @@ class AptPolicy:
     def _decode(
         self,
         view: SchedulerView,
-        urgent: Urgency,
+        urgent: PendingValue,
         num_requests: int,
         decoding: Rows,
         partial: Rows,
@@ -178,7 +178,7 @@ class AptPolicy:
         chosen, wants_kv = self._stay(view, urgent, num_requests, decoding, memory)
         if partial.size and not chosen.any():  # nothing else would run
             packer = StepPacker(view, decoding)
-            packer.go_on(partial)
+            packer.continue_prefill(partial)
             return packer.plan()
         plan = decode_plan(view, decoding[chosen], decoding[~chosen])
         rows = plan.rows[np.isin(plan.rows, decoding[wants_kv])]
@@ -187,7 +187,7 @@ class AptPolicy:
     def _stay(
         self,
         view: SchedulerView,
-        urgent: Urgency,
+        urgent: PendingValue,
         num_requests: int,
         decoding: Rows,
         memory: int,
@@ -207,7 +207,7 @@ class AptPolicy:
     def _running_options(
         self,
         view: SchedulerView,
-        urgent: Urgency,
+        urgent: PendingValue,
         num_requests: int,
         decoding: Rows,
         keep: bool,

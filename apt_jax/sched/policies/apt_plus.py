@@ -12,10 +12,10 @@ from apt_jax.sched.step_packer import (
     StepPacker,
     allowed_kinds,
     held_blocks_for,
+    resolve_prefill_deadlock,
     split_running,
     start_blocks_for,
     target_tokens,
-    unblock,
 )
 from apt_jax.sched.view import Plan, SchedulerView
 
@@ -120,11 +120,11 @@ class AptPlusPolicy:
         packer.decode(decoding)
         packer.tokens_left = _prompt_tokens(view, decoding, decode_s, packer.tokens_left)
         if partial.size:
-            packer.go_on(partial)
+            packer.continue_prefill(partial)
         if waiting is not None and packer.seats_left > 0 and packer.tokens_left > 0:
             self._admit(view, waiting, packer, decoding, partial)
         if packer.is_empty and partial.size and not preempt.size:
-            return unblock(view, partial)
+            return resolve_prefill_deadlock(view, partial)
         return packer.plan()
 
     # --- who pauses ------------------------------------------------------------------------------------------------

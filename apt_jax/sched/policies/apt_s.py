@@ -8,10 +8,10 @@ from apt_jax.sched.knapsack.problem import KnapsackProblem
 from apt_jax.sched.policies.apt import AptPolicy, can_begin, growth, keeps_kind
 from apt_jax.sched.step_packer import (
     StepPacker,
+    resolve_prefill_deadlock,
     split_running,
     start_options,
     target_tokens,
-    unblock,
 )
 from apt_jax.sched.value import option_values, urgency
 from apt_jax.sched.view import Plan, SchedulerView
@@ -96,12 +96,12 @@ class AptSPolicy(AptPolicy):
                 runs = runs[np.argsort(table.last_token_s[runs], kind="stable")[:budget]]
             packer.decode(runs)
         if partial.size and packer.tokens_left > 0:
-            packer.go_on(partial)
+            packer.continue_prefill(partial)
         begins = kind[n:] >= 0
         if begins.any():
             packer.start(waiting[begins], kind[n:][begins].astype(np.int8), in_order=True, split=True)
         if packer.is_empty and partial.size and not packer.preempt.size:
-            return unblock(view, partial)
+            return resolve_prefill_deadlock(view, partial)
         return packer.plan()
 
 

@@ -7,10 +7,10 @@ from apt_jax.sched.step_packer import (
     allowed_kinds,
     decode_plan,
     held_blocks_for,
+    resolve_prefill_deadlock,
     split_running,
     start_blocks_for,
     target_tokens,
-    unblock,
 )
 from apt_jax.sched.view import Plan, SchedulerView
 
@@ -51,7 +51,7 @@ class FcfsPolicy:
             return plan
         if decoding.size:
             return self.decode(view)
-        return unblock(view, partial) if partial.size else Plan.idle()
+        return resolve_prefill_deadlock(view, partial) if partial.size else Plan.idle()
 
     @staticmethod
     def _next_blocks(view: SchedulerView, decoding: np.ndarray) -> int:
@@ -74,7 +74,7 @@ class FcfsPolicy:
         if beside.size:
             packer.decode(beside)
         if partial.size:
-            packer.go_on(partial)
+            packer.continue_prefill(partial)
         waiting = view.waiting[: max(packer.seats_left, 0)]
         if not waiting.size or packer.tokens_left < 1:
             return packer.plan()

@@ -10,10 +10,10 @@ from apt_jax.sched.step_packer import (
     StepPacker,
     allowed_kinds,
     held_blocks_for,
+    resolve_prefill_deadlock,
     split_running,
     start_blocks_for,
     target_tokens,
-    unblock,
 )
 from apt_jax.sched.view import Plan, SchedulerView
 
@@ -68,7 +68,7 @@ class TgiPolicy:
         prefills = dataclasses.replace(view, max_num_batched_tokens=limit)
         if partial.size:
             packer = StepPacker(prefills)
-            packer.go_on(partial)
+            packer.continue_prefill(partial)
             if not packer.is_empty:
                 return packer.plan()
         elif view.waiting.size and not (self._decode_next and decoding.size):
@@ -79,7 +79,7 @@ class TgiPolicy:
         if decoding.size:
             self._waiting_tokens, self._decode_next = self._waiting_tokens + 1, False
             return self._decodes.decode(view)
-        return unblock(view, partial) if partial.size else Plan.idle()
+        return resolve_prefill_deadlock(view, partial) if partial.size else Plan.idle()
 
     def _join(self, view: SchedulerView, decoding: Rows) -> Plan:
         """A prefill of the waiting requests that fit, if they are enough to pause `decoding` for it."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from apt_jax.sched.plan_check import checked_schedule
 from apt_jax.sched.request_table import NO_KIND, NUM_KINDS, RequestTable
-from apt_jax.sched.view import KindSpec, Policy, SchedulerView
+from apt_jax.sched.view import CacheKindSpec, Policy, SchedulerView
 from apt_jax.sim.optimal.check import check_schedule, timed_batches
 from apt_jax.sim.optimal.problem import BatchRow, OptimalProblem, OptimalSchedule
 
@@ -149,7 +149,7 @@ def policy_schedule(problem: OptimalProblem, policy: Policy) -> OptimalSchedule:
     request_of: dict[int, int] = {}
     kinds = list(problem.kinds)
     while len(kinds) < NUM_KINDS:
-        kinds.append(KindSpec(name="none", blocks_per_group=1, offered=False))
+        kinds.append(CacheKindSpec(name="none", blocks_per_group=1, offered=False))
     steps: list[tuple[list[BatchRow], list[int]]] = []
     preempt: list[int] = []
     now_s, sent, idle = 0.0, 0, 0
@@ -211,13 +211,13 @@ def policy_schedule(problem: OptimalProblem, policy: Policy) -> OptimalSchedule:
         steps.append((batch, preempt))
         preempt = []
         now_s = timed_batches(problem, steps[-1:], now_s)[-1].end_s
-        table.note_tokens(np.array(done, np.int32), now_s)
+        table.record_tokens(np.array(done, np.int32), now_s)
         for row in done:
             table.num_tokens[row] += 1
             table.num_outputs[row] += 1
             table.tokens_since_preemption[row] += 1
             if table.num_tokens[row] == table.max_tokens_total[row]:
-                table.note_length(int(table.num_outputs[row]))
+                table.record_output_length(int(table.num_outputs[row]))
                 table.remove(row)
                 del request_of[row]
     return schedule_of(problem, steps)

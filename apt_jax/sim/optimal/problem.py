@@ -6,12 +6,12 @@ from typing import Literal
 
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import HIDDEN
-from apt_jax.sched.view import KindSpec
+from apt_jax.sched.view import CacheKindSpec
 
 Objective = Literal["latency", "completion", "ttft", "slo"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "completion", "ttft", "slo")
 """End of the last batch; sum over requests of last token, or of first token, less arrival; first tokens in time."""
-_KV_ONLY = (KindSpec(name="kv", blocks_per_group=1),)
+_KV_ONLY = (CacheKindSpec(name="kv", blocks_per_group=1),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class OptimalProblem:
     """Prefill and decode in one batch."""
     eviction: bool = True
     """False: a request keeps its cache until it ends."""
-    kinds: tuple[KindSpec, ...] = _KV_ONLY
+    kinds: tuple[CacheKindSpec, ...] = _KV_ONLY
     """Cache kinds, in the order `KV`, `HIDDEN`; one is chosen whenever a request starts from nothing. Their extra times
     are not read: `costs` has them."""
     block_size: int = 1

@@ -9,7 +9,7 @@ from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.llm import LLM
 from apt_jax.utils.cache_dir import cache_dir
 from apt_jax.version import __version__
@@ -115,7 +115,7 @@ def devices() -> dict[str, Any]:
     }
 
 
-def model_facts(config: EngineConfig, parts: EngineParts) -> dict[str, Any]:
+def model_facts(config: EngineConfig, parts: EngineComponents) -> dict[str, Any]:
     model = parts.model_config
     assert model is not None
     return {
@@ -172,7 +172,7 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
     return {"each device": each, "parameters (*: every layer; MiB are of all layers)": cut}
 
 
-def cache_facts(parts: EngineParts) -> dict[str, Any]:
+def cache_facts(parts: EngineComponents) -> dict[str, Any]:
     executor, engine = parts.executor, parts.engine
     facts: dict[str, Any] = {
         "cache": parts.config.cache.mode,
@@ -208,7 +208,7 @@ def cache_facts(parts: EngineParts) -> dict[str, Any]:
     return facts
 
 
-def measure(parts: EngineParts) -> dict[str, Any]:
+def measure(parts: EngineComponents) -> dict[str, Any]:
     """Host time an iteration, over 32 requests of 16 prompt and 32 output tokens."""
     prompts = [[3 + (i + j) % (parts.limits.vocab_size - 3) for j in range(16)] for i in range(32)]
     params = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from apt_jax.backends import attention_ops
 from apt_jax.ops import shapes
-from apt_jax.ops.backend import AttentionOps
+from apt_jax.ops.backend import KernelBackend
 from benchmarks.gpu import compile_only, device_free, engine_step, gate
 from benchmarks.gpu.compile_only import CHIPS, KernelCode, KernelReport
 from benchmarks.gpu.device_free import ProgramReport
@@ -180,7 +180,7 @@ def test_launches_are_counted_inside_and_outside_of_command_buffers():
 
 
 def test_every_kernel_of_the_family_is_compiled_at_every_shape_dtype_and_chip():
-    fields = {field.name for field in dataclasses.fields(AttentionOps)} - {
+    fields = {field.name for field in dataclasses.fields(KernelBackend)} - {
         "name",
         "rows_per_tile",
         "branches",

@@ -74,7 +74,7 @@ def test_steps_left_are_those_of_ended_requests_that_went_on():
     assert steps_left(made.view(), rows).tolist() == [999, 990, 800]
     lengths = [5] * 30 + [20] * 30
     for length in lengths:
-        table.note_length(length)
+        table.record_output_length(length)
     expected = [np.mean(lengths) - 1, 20 - 10, 800]
     assert steps_left(made.view(), rows) == pytest.approx(expected)
     table.num_outputs[0] = 19
@@ -163,7 +163,7 @@ def test_a_call_takes_far_less_than_a_millisecond():
     made = world(np.random.default_rng(0).integers(1, 900, 256).tolist(), 40_000, max_num_seqs=256)
     view = made.view()
     for length in range(1, 500):
-        made.table.note_length(length)
+        made.table.record_output_length(length)
     times = []
     for _ in range(30):
         started = time.perf_counter()

@@ -24,7 +24,7 @@ from apt_jax.sched import (
     INTERFACE_VERSION,
     POLICIES,
     AptPolicy,
-    KindSpec,
+    CacheKindSpec,
     Plan,
     RequestTable,
     SchedulerView,
@@ -45,7 +45,7 @@ from tests.support import outside_policies
 from tests.support.http_serving import http_serving
 from tests.support.outside_policies import BROKEN, Broken
 from tests.support.sched_world import Arrival, World, drain
-from tests.support.toy_serving import EngineParts, assert_clean, expected_tokens, toy_parts
+from tests.support.toy_serving import EngineComponents, assert_clean, expected_tokens, toy_parts
 
 DOCS = Path(__file__).parents[3] / "docs"
 LATEST = "tests.support.outside_policies:Latest"
@@ -331,12 +331,12 @@ def test_recorded_and_replayed():
     """A run with a policy from outside makes the same decisions again."""
     from apt_jax.sim.executor import SimulatedExecutor
     from apt_jax.sim.trace import load_trace
-    from apt_jax.sim.workload import draw_workload
+    from apt_jax.sim.workload import sample_workload
     from apt_jax.utils.clock import VirtualClock
 
     config = dataclasses.replace(QUICK, policy=f"{LATEST}?most=2", cache="kv", max_num_seqs=8)
     hardware = dataclasses.replace(load_hardware("opt-13b", "a100-40gb"), num_blocks=400)
-    workload = draw_workload(load_trace("humaneval"), config)
+    workload = sample_workload(load_trace("humaneval"), config)
     executor = SimulatedExecutor(
         VirtualClock(), lambda batch: 0.01, num_blocks=400, block_size=hardware.block_size, max_num_seqs=8
     )  # fmt: skip
@@ -349,12 +349,12 @@ def test_recorded_and_replayed():
 # --- mistakes ------------------------------------------------------------------------------------------------------
 
 
-def parts_of(promise: str, every: int, **toy) -> EngineParts:
+def parts_of(promise: str, every: int, **toy) -> EngineComponents:
     policy = f"tests.support.outside_policies:Broken?promise={promise}&every={every}"
     return toy_parts(policy=policy, debug=False, num_blocks=24, max_num_seqs=4, **toy)
 
 
-def serve_some(parts: EngineParts, num_requests: int = 12) -> None:
+def serve_some(parts: EngineComponents, num_requests: int = 12) -> None:
     """More requests than the pool holds, two at a time; each must get its tokens, and nothing is left of it."""
     rng = np.random.default_rng(0)
     requests: list[EngineRequest] = []
@@ -392,7 +392,7 @@ def test_a_broken_plan_loses_nothing(promise, every, caplog):
     policy, stats = parts.policy, parts.engine.stats()
     assert isinstance(policy, Broken)
     assert policy.num_broken > 10
-    assert stats.refused_plan_rows == 0  # nothing of a broken plan was begun
+    assert stats.num_invalid_plan_rows == 0  # nothing of a broken plan was begun
     if promise == "nothing is run" and every > 1:
         assert stats.fallback_iterations == 0  # legal now and then
     else:
@@ -534,7 +534,7 @@ def test_the_tutorial_names_everything(tutorial):
     """Columns, fields and functions of the interface."""
     named = set(re.findall(r"`(\w+)[^`]*`", tutorial))
     columns = set(RequestTable.COLUMNS) | {"output_lengths", "num_output_lengths"}
-    fields = {f.name for c in (SchedulerView, Plan, KindSpec, StepCosts) for f in dataclasses.fields(c)}
+    fields = {f.name for c in (SchedulerView, Plan, CacheKindSpec, StepCosts) for f in dataclasses.fields(c)}
     views = {
         n for n, v in vars(SchedulerView).items() if not n.startswith("_") and (callable(v) or isinstance(v, property))
     }

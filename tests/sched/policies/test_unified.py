@@ -197,7 +197,7 @@ def test_the_same_batch_and_evictions_as_the_algorithm_line_by_line(settings):
         rng = np.random.default_rng(seed)
         world = random_world(rng)
         for length in rng.integers(1, 20, rng.integers(0, 40)).tolist():
-            world.table.note_length(length)
+            world.table.record_output_length(length)
         view = world.view()
         batch, evicted = Transcription(policy, view).run()
         plan = world.schedule(policy)
@@ -367,7 +367,7 @@ def test_estimates_are_the_mean_of_longer_outputs():
 
     assert expected(rows) == [10, 13, 69]  # nothing is known: what they have
     for length in [4] * 8 + [12] * 8:
-        world.table.note_length(length)
+        world.table.record_output_length(length)
     assert expected(rows) == [10 + 8 - 1, 10 + 12 - 1, 69]
     assert expected(fresh) == [10 + 8 - 1, 10 + 3 - 1]
 
@@ -378,7 +378,7 @@ def test_estimated_lengths_hold_admission_back():
         world.hold(world.add(10, 100), KV)
         world.add(10, 100)
         for _ in range(known):
-            world.table.note_length(40)
+            world.table.record_output_length(40)
         return world
 
     assert step(world(0), "infermax") == ("mixed", {0: 1, 1: 10}, [])
@@ -404,6 +404,6 @@ def test_nothing_to_do():
 def test_the_histogram_grows_with_the_longest_output():
     table = World(num_blocks=10).table
     for length in (3, 5000, 3):
-        table.note_length(length)
+        table.record_output_length(length)
     assert (table.output_lengths[3], table.output_lengths[5000]) == (2, 1)
     assert table.output_lengths.sum() == table.num_output_lengths == 3

@@ -94,9 +94,9 @@ def test_a_seed_decides_everything_and_a_rate_only_stretches():
 def test_requests_of_the_simulator_are_the_requests_of_bench():
     from apt_jax.sim.config import SimulationConfig
     from apt_jax.sim.trace import load_trace
-    from apt_jax.sim.workload import draw_workload
+    from apt_jax.sim.workload import sample_workload
 
-    want = draw_workload(
+    want = sample_workload(
         load_trace("sharegpt"), SimulationConfig(trace="sharegpt", rate=3.0, cv=2.0, num_requests=40, seed=7)
     )
     arrivals = load.Arrivals(rate=3.0, burstiness=0.25, num_requests=40)

@@ -728,7 +728,7 @@ def test_stats_count_what_happened(serve_toy):
 def test_every_number_of_the_engine_is_on_the_wire():
     stats = toy_parts().engine.stats()
     wire = set(pb.GetStatsResponse.DESCRIPTOR.fields_by_name)
-    internal = {"deferred_rows", "dropped_rows", "refused_plan_rows"}
+    internal = {"num_deferred_requests", "num_discarded_tokens", "num_invalid_plan_rows"}
     internal |= {
         "step_tokens",
         "schedule_s",

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from apt_jax import LLM
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.text.tokenizer import load_tokenizer
 from serve.grpc_api.tokenizer_bundle import tokenizer_bundle
@@ -26,7 +26,7 @@ FEW_PROGRAMS: dict[str, Any] = {
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def files_of(parts: EngineParts) -> dict[str, str]:
+def files_of(parts: EngineComponents) -> dict[str, str]:
     data = tokenizer_bundle(parts)
     assert data is not None
     assert tokenizer_bundle(parts) == data  # equal contents, equal bytes

@@ -24,14 +24,14 @@ from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import KindSpec, make_policy
+from apt_jax.sched import CacheKindSpec, make_policy
 from apt_jax.utils.clock import VirtualClock
 from serve.grpc_api import vllm_service as vllm_grpc
 from serve.grpc_api.server import GrpcServer, ServerConfig
 from serve.grpc_api.service import SERVICE as APT_SERVICE
 from serve.grpc_api.vllm_service import SERVICE, sampling_fields
 from tests.support.endpoints import vllm_request
-from tests.support.fake_executor import Fault, FaultKind, HashExecutor
+from tests.support.fake_executor import FakeExecutor, Fault, FaultKind
 from tests.support.toy_serving import VOCAB_SIZE, expected_tokens, toy_parts
 
 Code = grpc.StatusCode
@@ -693,10 +693,10 @@ def test_loads_under_load(serve_toy):
 
 def test_blocks_of_layer_inputs_count_as_the_tokens_that_they_hold():
     clock = VirtualClock()
-    executor = HashExecutor(num_blocks=64, block_size=4, hidden_block_size=6, max_num_seqs=2, vocab_size=VOCAB_SIZE)
+    executor = FakeExecutor(num_blocks=64, block_size=4, hidden_block_size=6, max_num_seqs=2, vocab_size=VOCAB_SIZE)
     engine = Engine(
         executor, make_policy("fcfs"), clock,
-        (KindSpec(name="kv", blocks_per_group=2, offered=False), KindSpec(name="hidden", blocks_per_group=1)),
+        (CacheKindSpec(name="kv", blocks_per_group=2, offered=False), CacheKindSpec(name="hidden", blocks_per_group=1)),
         SchedulerConfig(max_num_seqs=2, overlap=False), CacheConfig(block_size=4),
     )  # fmt: skip
     params = SamplingParams(max_tokens=4, temperature=0.0)

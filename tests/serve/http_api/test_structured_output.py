@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from apt_jax.errors import ConfigError
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from serve import cli
 from serve.cli import options
 from serve.grpc_api.messages import request_fields, structured_outputs
@@ -34,7 +34,7 @@ async def text_of(served, prompt: str = "hello", **fields) -> tuple[str, int]:
     return "".join(c.text for c in chunks), chunks[-1].finish.reason
 
 
-def close(parts: EngineParts) -> None:
+def close(parts: EngineComponents) -> None:
     assert parts.grammars is not None
     parts.grammars.close()
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from apt_jax import LLM
-from apt_jax.frontend.components import EngineParts
+from apt_jax.frontend.components import EngineComponents
 from serve.client import AptClient
 from serve.protos.aptjax.v1 import apt_serve_pb2 as apt_pb
 from tests.support.toy_server import server_parts
@@ -199,7 +199,7 @@ class Server(Process):
 class Fleet:
     """Two servers, the gateway before them, and the engine that they have."""
 
-    def __init__(self, servers: list[Server], port: int, parts: EngineParts, say: Any) -> None:
+    def __init__(self, servers: list[Server], port: int, parts: EngineComponents, say: Any) -> None:
         self.servers = servers
         self.port = port
         self.parts = parts
