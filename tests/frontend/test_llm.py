@@ -252,7 +252,7 @@ def test_an_unknown_option_is_an_error():
 )
 def test_an_unknown_option_names_the_nearest_one(wrong, right):
     with pytest.raises(TypeError, match=f"LLM has no option '{wrong}'; did you mean {right}\\?$"):
-        LLM("tiny-opt", **{wrong: 1})
+        configure("tiny-opt", None, {wrong: 1})
 
 
 def test_options_are_the_fields_of_the_configuration():
