@@ -61,7 +61,7 @@ class UnknownRequestError(AptJaxError, KeyError):
 
 
 class QueueFullError(AptJaxError):
-    """There is too much to do for the request to wait (`apt_jax.admission`), or it has waited too long.
+    """There is too much to do for the request to wait (`apt_jax.engine.admission`), or it has waited too long.
 
     Attributes:
         retry_after_s: an estimate of when it would be admitted, in seconds.

@@ -1,7 +1,7 @@
 """Which of several replicas a request goes to, decided once, when it comes.
 
 A router knows of a replica what a server could tell it at that moment: how things stood when the step that runs was put together
-(`apt_jax.admission.QueueSnapshot`), when that step should end by the cost model, and what was sent there since. Lengths of outputs it
+(`apt_jax.engine.admission.QueueSnapshot`), when that step should end by the cost model, and what was sent there since. Lengths of outputs it
 never knows. Of equally good replicas it takes the one with the lowest index, so that a run depends on its seed alone.
 """
 

@@ -11,7 +11,7 @@ kernels       time, rate and share of the floor of each kernel, beside JAX's own
 peers         the same sizes in PyTorch                                              peers.csv
 step          a decode or prefill step of OPT-13B against reading its bytes once     step.csv
 serve         OPT-13B from a pool of 12 GB: attainment, latencies; simulated too     serve.csv, predictions.csv
-tune          better tiles for `apt_jax/pallas/tiles.py`                             tune.csv, tiles.json
+tune          better tiles for `apt_jax/pallas/triton_tiles.py`                             tune.csv, tiles.json
 
 Each stage runs in a process of its own with a time budget: it stops starting cases when that is spent, and is ended
 half a budget later; all end 10 % after `--seconds`. Rows are written as they are measured. A case that takes its process down is named in the table, and

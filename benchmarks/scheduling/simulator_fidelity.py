@@ -2,7 +2,7 @@
 
     python -m benchmarks.scheduling.simulator_fidelity [--requests N] [--seconds S]
 
-1. Calibrate tiny-opt on this machine (`apt_jax.calibrate`), as a server does at its start.
+1. Calibrate tiny-opt on this machine (`apt_jax.executor.calibrate`), as a server does at its start.
 2. Serve a trace with the engine as it serves: wall clock, the next step dispatched while one runs.
 3. Serve it with every step timed on its own; replay the times in the simulator: every decision must be the same.
 4. Simulate it with the calibrated cost model: predicted against measured time of every step of 3, and TTFT and TBT

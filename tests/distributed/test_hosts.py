@@ -555,7 +555,7 @@ import sys, time
 import jax
 from apt_jax.distributed import transport
 from apt_jax.config import EngineConfig, ModelConfig, ParallelConfig
-from apt_jax.hosts import join
+from apt_jax.distributed.hosts import join
 from apt_jax.models import resolve_model
 transport.SILENCE_S = float(sys.argv[3])
 jax.distributed.initialize = lambda *_, **__: None
