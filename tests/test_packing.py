@@ -20,7 +20,7 @@ FORM = StepFormat(
 def batch(num_tokens: list[int], start: list[int], kind: list[int], tables: list) -> StepBatch:
     n = len(num_tokens)
     return StepBatch(
-        seats=np.arange(n, dtype=np.int32), num_tokens=np.array(num_tokens, np.int32), start=np.array(start, np.int32),
+        slots=np.arange(n, dtype=np.int32), num_tokens=np.array(num_tokens, np.int32), start=np.array(start, np.int32),
         kind=np.array(kind, np.int8), token_ids=10 + np.arange(sum(num_tokens), dtype=np.int32),
         block_tables=np.array(tables, np.int32), samples=np.ones(n, bool), position=np.zeros(n, np.int32),
         params=[SamplingParams(temperature=0.0)] * n, history=[np.zeros(0, np.int32)] * n, prompt_len=np.zeros(n, np.int32),
@@ -35,7 +35,7 @@ def test_decode_rows_come_before_chunks_and_keys_before_layer_inputs():
     assert (step.num_decode, step.num_prefill) == (4, 4)
     found = FORM.forward_layout(4, 4).split(step.ints)
     assert found["token_ids"].tolist() == [14, 10, 0, 0, 11, 12, 13, 0]
-    assert found["token_seats"].tolist() == [2, 0, 4, 4, 1, 1, 1, 4]
+    assert found["token_slots"].tolist() == [2, 0, 4, 4, 1, 1, 1, 4]
     assert found["positions"].tolist() == [2, 5, 0, 0, 0, 1, 2, 0]
     assert found["first_slots"].tolist() == [30, 9, DROPPED, DROPPED, 20, 21, 22, DROPPED]
     assert found["second_slots"].tolist() == [34, DROPPED, DROPPED, DROPPED, 24, 25, 26, DROPPED]

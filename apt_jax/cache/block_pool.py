@@ -9,10 +9,10 @@ from apt_jax.executor import NULL_BLOCK
 from apt_jax.sched.request_table import HIDDEN, KV
 
 NO_SLOT = -1
-"""Seat of a request that holds no cache."""
+"""Slot of a request that holds no cache."""
 
 NO_OWNER = -1
-"""Owner of a free seat."""
+"""Owner of a free slot."""
 
 
 class CacheKind(enum.IntEnum):

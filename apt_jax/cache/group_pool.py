@@ -38,10 +38,10 @@ class GroupPool:
         num_refs: requests that hold the group.
         generation: how often a block was handed out as a first one: tells whether a group is still the same.
         second: V block of a group, `NULL_BLOCK` for hidden ones.
-        seat_sum: sum of the seats that hold the group: names the last one.
+        slot_sum: sum of the slots that hold the group: names the last one.
         is_expected: a step in flight fills the group, to be registered afterwards.
-        num_private: by seat, groups that it alone holds.
-        ownership_changed: `num_private` of a seat has changed otherwise than by its own allocations.
+        num_private: by slot, groups that it alone holds.
+        ownership_changed: `num_private` of a slot has changed otherwise than by its own allocations.
         in_use: by kind, groups with a holder.
         num_idle_blocks: blocks of groups without a holder that may be found again.
     """
@@ -54,7 +54,7 @@ class GroupPool:
         self.num_refs = np.zeros(num_blocks + 1, np.int32)
         self.generation = np.zeros(num_blocks + 1, np.int64)
         self.second = np.zeros(num_blocks + 1, np.int32)
-        self.seat_sum = np.zeros(num_blocks + 1, np.int64)
+        self.slot_sum = np.zeros(num_blocks + 1, np.int64)
         self.is_expected = np.zeros(num_blocks + 1, np.bool_)
         self.num_private = np.zeros(max_num_seqs, np.int32)
         self.ownership_changed = False
@@ -81,23 +81,23 @@ class GroupPool:
         self,
         firsts: int | NDArray[np.int32],
         seconds: int | NDArray[np.int32],
-        seats: int | NDArray[np.int32],
+        slots: int | NDArray[np.int32],
     ) -> None:
         """Give newly allocated groups their only holder; `in_use` and `num_private` are left to the caller."""
         self.num_refs[firsts] = 1
         self.generation[firsts] += 1
-        self.seat_sum[firsts] = seats
+        self.slot_sum[firsts] = slots
         self.second[firsts] = seconds
 
-    def release(self, ids: NDArray[np.int32], seat: int, kind: int) -> None:
-        """Drop a seat's references; groups that are registered or expected stay idle when nobody is left.
+    def release(self, ids: NDArray[np.int32], slot: int, kind: int) -> None:
+        """Drop a slot's references; groups that are registered or expected stay idle when nobody is left.
 
         Args:
-            ids: (halves, groups) blocks of all groups that the seat holds; `num_private` is left to the caller.
+            ids: (halves, groups) blocks of all groups that the slot holds; `num_private` is left to the caller.
         """
         firsts = ids[0]
         self.num_refs[firsts] -= 1
-        self.seat_sum[firsts] -= seat
+        self.slot_sum[firsts] -= slot
         left = self.num_refs[firsts]
         require(left.min(initial=0) >= 0, "a group was released more often than it was taken")
         self._mark_exclusive(firsts[left == 1])
@@ -117,19 +117,19 @@ class GroupPool:
     def _mark_exclusive(self, firsts: NDArray[np.int32]) -> None:
         """These groups have one holder left, who is charged for them from now on."""
         if firsts.size:
-            np.add.at(self.num_private, self.seat_sum[firsts], 1)
+            np.add.at(self.num_private, self.slot_sum[firsts], 1)
             self.ownership_changed = True
 
     # --- prefixes --------------------------------------------------------------------------------------------------
 
-    def share(self, nodes: Sequence[Node], seat: int) -> NDArray[np.int32]:
+    def share(self, nodes: Sequence[Node], slot: int) -> NDArray[np.int32]:
         """Add a holder to the first groups of a path from the root; returns their first blocks."""
         kind = nodes[0].kind
         firsts = np.array([node.block for node in nodes], np.int32)
         before = self.num_refs[firsts]
         lone = firsts[before == 1]
         if lone.size:
-            np.subtract.at(self.num_private, self.seat_sum[lone], 1)
+            np.subtract.at(self.num_private, self.slot_sum[lone], 1)
             self.ownership_changed = True
         idle = np.flatnonzero(before == 0)
         for first in firsts[idle].tolist():
@@ -137,8 +137,8 @@ class GroupPool:
         self.num_idle_blocks -= idle.size * self.blocks_per_group[kind]
         self.in_use[kind] += idle.size
         self.num_refs[firsts] += 1
-        self.seat_sum[firsts] += seat
-        self.num_private[seat] = idle.size
+        self.slot_sum[firsts] += slot
+        self.num_private[slot] = idle.size
         if idle.size and self.tracker is not None:
             self.tracker.used(nodes[int(idle[0])])
         return firsts
@@ -156,13 +156,13 @@ class GroupPool:
         begin: int,
         firsts: NDArray[np.int32],
         generations: NDArray[np.int64],
-        seat: int,
+        slot: int,
         table: NDArray[np.int32] | None,
     ) -> None:
         """Let others find full groups, as `HybridCache.register`.
 
         Args:
-            seat: of the request that filled them, if `table` is given.
+            slot: of the request that filled them, if `table` is given.
             table: (2, J) its block table, changed where a group is exchanged; None: it holds no cache.
         """
         prefixes = self.prefixes
@@ -196,7 +196,7 @@ class GroupPool:
                 new.append(node)
             elif node.block != first:
                 if holder is not None:
-                    self._deduplicate(seat, holder[:, at], node)
+                    self._deduplicate(slot, holder[:, at], node)
                 else:
                     self._discard(first)
             parent = node
@@ -228,13 +228,13 @@ class GroupPool:
         for first in list(self.prefixes.idle):
             self._discard(first)
 
-    def _deduplicate(self, seat: int, column: NDArray[np.int32], node: Node) -> None:
-        """Give a seat the registered group with the same tokens in place of its own, which becomes free.
+    def _deduplicate(self, slot: int, column: NDArray[np.int32], node: Node) -> None:
+        """Give a slot the registered group with the same tokens in place of its own, which becomes free.
 
         A step in flight may still read the old one; whoever gets its blocks writes them in a later step.
 
         Args:
-            column: (2,) of the seat's block table.
+            column: (2,) of the slot's block table.
         """
         kind = node.kind
         old = column[: self.blocks_per_group[kind]].copy()
@@ -243,13 +243,13 @@ class GroupPool:
             del self.prefixes.idle[node.block]
             self.num_idle_blocks -= self.blocks_per_group[kind]
         else:
-            self.num_private[seat] -= 1
+            self.num_private[slot] -= 1
             self.in_use[kind] -= 1
             if refs == 1:
-                self.num_private[self.seat_sum[node.block]] -= 1
+                self.num_private[self.slot_sum[node.block]] -= 1
             self.ownership_changed = True
         self.num_refs[node.block] += 1
-        self.seat_sum[node.block] += seat
+        self.slot_sum[node.block] += slot
         column[:] = node.block, self.second[node.block]
         self.num_refs[old[0]] = 0
         self.pool.free(old)

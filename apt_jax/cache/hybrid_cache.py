@@ -25,7 +25,7 @@ With prefix caching requests share groups, see `apt_jax.cache.group_pool`. Nobod
 held by two (`check_writable`): a request that needs all but the last position of one writes into a copy of it.
 
 Objects, from below: `BlockPool` counts blocks; `GroupPool` shares groups of them; `HybridCache` gives groups to requests and
-keeps their block tables, one row per seat. A seat is a request's place among those that hold cache, in [0, max_num_seqs).
+keeps their block tables, one row per slot. A slot is a request's place among those that hold cache, in [0, max_num_seqs).
 An owner is the number by which the engine knows a request during its whole life.
 """
 
@@ -46,18 +46,18 @@ from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, RequestTable
 class HybridCache:
     """Block tables of the requests that hold cache, over one pool for both kinds.
 
-    Attributes (arrays are indexed by seat; read them, change them through the methods only):
+    Attributes (arrays are indexed by slot; read them, change them through the methods only):
         groups: the groups of blocks; `pool`, `num_refs` and `generation` are its own.
         tables: (max_num_seqs, 2, J) int32 block tables as drawn above; J grows on demand.
         num_groups: groups held, ceil(num_tokens / block_sizes[kind]).
         num_tokens: positions reserved.
         num_private: groups that nobody else holds.
-        kind: `CacheKind` held, `NO_KIND` on free seats.
+        kind: `CacheKind` held, `NO_KIND` on free slots.
         block_sizes: positions of a group, by kind.
         blocks_per_group: its blocks, by kind.
-        owner: who holds the seat, `NO_OWNER` on free seats.
-        seat_by_owner: the same the other way round.
-        free_seats: the next one last.
+        owner: who holds the slot, `NO_OWNER` on free slots.
+        slot_by_owner: the same the other way round.
+        free_slots: the next one last.
         prefixes: registered groups; None: nothing is shared.
     """
 
@@ -83,8 +83,8 @@ class HybridCache:
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.kind = np.full(max_num_seqs, NO_KIND, np.int8)
         self.owner = np.full(max_num_seqs, NO_OWNER, np.int64)
-        self.free_seats = list(range(max_num_seqs - 1, -1, -1))
-        self.seat_by_owner: dict[int, int] = {}
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.slot_by_owner: dict[int, int] = {}
         self._cost = np.asarray(self.blocks_per_group, np.int32)
         self._size = np.asarray(self.block_sizes, np.int32)
 
@@ -98,7 +98,7 @@ class HybridCache:
 
     @property
     def charges_changed(self) -> bool:
-        """Whether `num_private` of a seat has changed otherwise than by that seat's `reserve`; reset by the reader."""
+        """Whether `num_private` of a slot has changed otherwise than by that slot's `reserve`; reset by the reader."""
         return self.groups.ownership_changed
 
     @charges_changed.setter
@@ -123,23 +123,23 @@ class HybridCache:
 
     @property
     def num_free_slots(self) -> int:
-        return len(self.free_seats)
+        return len(self.free_slots)
 
     def slot_of(self, owner: int) -> int:
-        """The owner's seat, `NO_SLOT` when it holds no cache."""
-        return self.seat_by_owner.get(owner, NO_SLOT)
+        """The owner's slot, `NO_SLOT` when it holds no cache."""
+        return self.slot_by_owner.get(owner, NO_SLOT)
 
     def blocks_needed(self, num_tokens: int, kind: int) -> int:
         """Blocks that `num_tokens` positions take: `blocks_per_group * ceil(num_tokens / block size)`."""
         return -(-num_tokens // self.block_sizes[kind]) * self.blocks_per_group[kind]
 
-    def num_blocks_of(self, seats: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Blocks held by taken seats."""
-        return self.num_groups[seats] * self._cost[self.kind[seats]]
+    def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Blocks held by taken slots."""
+        return self.num_groups[slots] * self._cost[self.kind[slots]]
 
-    def num_private_blocks_of(self, seats: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Blocks that taken seats hold alone."""
-        return self.num_private[seats] * self._cost[self.kind[seats]]
+    def num_private_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Blocks that taken slots hold alone."""
+        return self.num_private[slots] * self._cost[self.kind[slots]]
 
     def blocks_by_kind(self) -> dict[CacheKind, int]:
         """Blocks in use with each kind, shared ones counted once."""
@@ -148,25 +148,25 @@ class HybridCache:
     # --- taking and giving back ------------------------------------------------------------------------------------
 
     def reserve(self, owner: int, num_tokens: int, kind: int) -> bool:
-        """Make room for the owner's positions [0, num_tokens), keeping what it has; takes a seat at the first call.
+        """Make room for the owner's positions [0, num_tokens), keeping what it has; takes a slot at the first call.
 
         Returns:
-            False when blocks or a seat are lacking; then nothing has changed.
+            False when blocks or a slot are lacking; then nothing has changed.
 
         Raises:
             CacheIntegrityError: the owner holds the other kind, or would shrink.
         """
-        seat = self.seat_by_owner.get(owner, NO_SLOT)
+        slot = self.slot_by_owner.get(owner, NO_SLOT)
         groups = -(-num_tokens // self.block_sizes[kind])
-        if seat == NO_SLOT:
-            if not self.free_seats:
+        if slot == NO_SLOT:
+            if not self.free_slots:
                 return False
             held = 0
         else:
-            held = int(self.num_groups[seat])
-            if self.kind[seat] != kind:
-                raise CacheIntegrityError(f"owner {owner} holds kind {self.kind[seat]}, not {kind}")
-            if num_tokens < self.num_tokens[seat]:
+            held = int(self.num_groups[slot])
+            if self.kind[slot] != kind:
+                raise CacheIntegrityError(f"owner {owner} holds kind {self.kind[slot]}, not {kind}")
+            if num_tokens < self.num_tokens[slot]:
                 raise CacheIntegrityError(f"owner {owner} would shrink to {num_tokens} positions")
         new = groups - held
         halves = self.blocks_per_group[kind]
@@ -174,24 +174,24 @@ class HybridCache:
             ids = self.groups.allocate(new * halves)
             if ids is None:
                 return False
-            if seat == NO_SLOT:
-                seat = self._take_seat(owner, kind)
+            if slot == NO_SLOT:
+                slot = self._take_slot(owner, kind)
             self._widen_tables(groups)
-            self.tables[seat, :halves, held:groups] = ids.reshape(halves, new)
-            self.num_groups[seat] = groups
+            self.tables[slot, :halves, held:groups] = ids.reshape(halves, new)
+            self.num_groups[slot] = groups
             firsts = int(ids[0]) if new == 1 else ids[:new]  # single numbers are faster
-            self.groups.hold_new(firsts, NULL_BLOCK if halves == 1 else ids[1] if new == 1 else ids[new:], seat)
-            self.num_private[seat] += new
+            self.groups.hold_new(firsts, NULL_BLOCK if halves == 1 else ids[1] if new == 1 else ids[new:], slot)
+            self.num_private[slot] += new
             self.groups.in_use[kind] += new
-        elif seat == NO_SLOT:
+        elif slot == NO_SLOT:
             raise CacheIntegrityError(f"owner {owner} reserves {num_tokens} positions")
-        self.num_tokens[seat] = num_tokens
+        self.num_tokens[slot] = num_tokens
         return True
 
     def reserve_rows(
         self,
         owners: NDArray[np.int64],
-        seats: NDArray[np.int32],
+        slots: NDArray[np.int32],
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> NDArray[np.bool_]:
@@ -199,29 +199,29 @@ class HybridCache:
 
         Args:
             owners: (n,) owner of each row.
-            seats: (n,) their seats; changed in place where a row takes one.
+            slots: (n,) their slots; changed in place where a row takes one.
             num_tokens: (n,) positions each shall have.
             kinds: (n,) cache kind of each.
 
         Returns:
-            (n,) False where blocks or a seat were lacking; such a row keeps what it had.
+            (n,) False where blocks or a slot were lacking; such a row keeps what it had.
         """
-        seated = seats != NO_SLOT
-        roomy = seated & (num_tokens <= self.num_groups[seats] * self._size[kinds])
+        placed = slots != NO_SLOT
+        roomy = placed & (num_tokens <= self.num_groups[slots] * self._size[kinds])
         require(
-            (~roomy | (self.kind[seats] == kinds) & (self.owner[seats] == owners)).all(),
-            "seat of another owner or kind",
+            (~roomy | (self.kind[slots] == kinds) & (self.owner[slots] == owners)).all(),
+            "slot of another owner or kind",
         )
         if roomy.all():
-            self.num_tokens[seats] = num_tokens
+            self.num_tokens[slots] = num_tokens
             return roomy
-        self.num_tokens[seats[roomy]] = num_tokens[roomy]
+        self.num_tokens[slots[roomy]] = num_tokens[roomy]
         ok = roomy
         rest = np.flatnonzero(~roomy)
         if (
             rest.size > 1
-            and seated[rest].all()
-            and self._grow_by_one(owners[rest], seats[rest], num_tokens[rest], kinds[rest])
+            and placed[rest].all()
+            and self._grow_by_one(owners[rest], slots[rest], num_tokens[rest], kinds[rest])
         ):
             ok[rest] = True
             return ok
@@ -229,31 +229,31 @@ class HybridCache:
             owner = int(owners[i])
             if self.reserve(owner, int(num_tokens[i]), int(kinds[i])):
                 ok[i] = True
-                seats[i] = self.seat_by_owner[owner]
+                slots[i] = self.slot_by_owner[owner]
         return ok
 
     def _grow_by_one(
         self,
         owners: NDArray[np.int64],
-        seats: NDArray[np.int32],
+        slots: NDArray[np.int32],
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> bool:
-        """`reserve` for seated rows that need one more group each, the same blocks in the same order, all at once.
+        """`reserve` for placed rows that need one more group each, the same blocks in the same order, all at once.
 
         Returns:
             False where a row needs more or occurs twice, or empty blocks are short; then nothing has changed.
         """
-        held = self.num_groups[seats]
+        held = self.num_groups[slots]
         halves = self._cost[kinds]
         ends = np.cumsum(halves)
         total = int(ends[-1])
         fits = num_tokens <= (held + 1) * self._size[kinds]
-        if total > self.pool.num_free or not fits.all() or len(set(seats.tolist())) < seats.size:
+        if total > self.pool.num_free or not fits.all() or len(set(slots.tolist())) < slots.size:
             return False
         require(
-            ((self.kind[seats] == kinds) & (self.owner[seats] == owners)).all(),
-            "seat of another owner or kind",
+            ((self.kind[slots] == kinds) & (self.owner[slots] == owners)).all(),
+            "slot of another owner or kind",
         )
         ids = self.pool.allocate(total)
         if ids is None:
@@ -261,12 +261,12 @@ class HybridCache:
         width = int(held.max()) + 1
         self._widen_tables(width)
         firsts, seconds = ids[ends - halves], np.where(halves == 2, ids[ends - 1], NULL_BLOCK)
-        self.tables[seats, 0, held] = firsts
-        self.tables[seats, 1, held] = seconds
-        self.num_groups[seats] = held + 1
-        self.groups.hold_new(firsts, seconds, seats)
-        self.num_private[seats] += 1
-        self.num_tokens[seats] = num_tokens
+        self.tables[slots, 0, held] = firsts
+        self.tables[slots, 1, held] = seconds
+        self.num_groups[slots] = held + 1
+        self.groups.hold_new(firsts, seconds, slots)
+        self.num_private[slots] += 1
+        self.num_tokens[slots] = num_tokens
         num_hidden = int(np.count_nonzero(kinds))
         self.groups.in_use[KV] += kinds.size - num_hidden
         self.groups.in_use[HIDDEN] += num_hidden
@@ -290,9 +290,9 @@ class HybridCache:
         new: list[NDArray[np.int32] | None] = []
         ok: list[bool] = []
         for owner, num in zip(owners, num_tokens, strict=True):
-            seat = self.seat_by_owner.get(owner, NO_SLOT)
-            require(seat != NO_SLOT and self.kind[seat] == HIDDEN, f"owner {owner} holds no layer inputs")
-            require(num >= self.num_tokens[seat], f"owner {owner} would shrink to {num} positions")
+            slot = self.slot_by_owner.get(owner, NO_SLOT)
+            require(slot != NO_SLOT and self.kind[slot] == HIDDEN, f"owner {owner} holds no layer inputs")
+            require(num >= self.num_tokens[slot], f"owner {owner} would shrink to {num} positions")
             ids = self.groups.allocate(self.blocks_needed(num, KV))
             new.append(ids)
             ok.append(ids is not None or self.reserve(owner, num, HIDDEN))
@@ -301,49 +301,49 @@ class HybridCache:
             if ids is None:
                 given_back.append(None)
                 continue
-            seat = self.seat_by_owner[owner]
-            given_back.append(self.tables[seat, 0, : int(self.num_groups[seat])].copy())
-            self._empty(seat)
+            slot = self.slot_by_owner[owner]
+            given_back.append(self.tables[slot, 0, : int(self.num_groups[slot])].copy())
+            self._empty(slot)
             groups = ids.size // 2
             self._widen_tables(groups)
-            self.tables[seat, :, :groups] = ids.reshape(2, groups)
-            self.groups.hold_new(ids[:groups], ids[groups:], seat)
-            self.num_groups[seat] = self.num_private[seat] = groups
-            self.num_tokens[seat] = num
-            self.kind[seat] = KV
+            self.tables[slot, :, :groups] = ids.reshape(2, groups)
+            self.groups.hold_new(ids[:groups], ids[groups:], slot)
+            self.num_groups[slot] = self.num_private[slot] = groups
+            self.num_tokens[slot] = num
+            self.kind[slot] = KV
             self.groups.in_use[KV] += groups
         return given_back, ok
 
     def release(self, owner: int) -> int:
-        """Return all that the owner holds, its seat as well; returns the number of blocks.
+        """Return all that the owner holds, its slot as well; returns the number of blocks.
 
         Groups that are registered, or may be soon (`expect`), stay idle.
         """
-        seat = self.seat_by_owner.pop(owner, NO_SLOT)
-        require(seat != NO_SLOT, f"owner {owner} holds no cache")
-        num_blocks = self._empty(seat)
-        self.kind[seat] = NO_KIND
-        self.owner[seat] = NO_OWNER
-        self.free_seats.append(seat)
+        slot = self.slot_by_owner.pop(owner, NO_SLOT)
+        require(slot != NO_SLOT, f"owner {owner} holds no cache")
+        num_blocks = self._empty(slot)
+        self.kind[slot] = NO_KIND
+        self.owner[slot] = NO_OWNER
+        self.free_slots.append(slot)
         return num_blocks
 
-    def _empty(self, seat: int) -> int:
-        """Return all blocks of a seat, which stays taken; returns their number."""
-        groups, kind = int(self.num_groups[seat]), int(self.kind[seat])
-        ids = self.tables[seat, : self.blocks_per_group[kind], :groups]
-        self.groups.release(ids.copy(), seat, kind)
-        self.tables[seat, :, :groups] = NULL_BLOCK
-        self.num_groups[seat] = 0
-        self.num_private[seat] = 0
-        self.num_tokens[seat] = 0
+    def _empty(self, slot: int) -> int:
+        """Return all blocks of a slot, which stays taken; returns their number."""
+        groups, kind = int(self.num_groups[slot]), int(self.kind[slot])
+        ids = self.tables[slot, : self.blocks_per_group[kind], :groups]
+        self.groups.release(ids.copy(), slot, kind)
+        self.tables[slot, :, :groups] = NULL_BLOCK
+        self.num_groups[slot] = 0
+        self.num_private[slot] = 0
+        self.num_tokens[slot] = 0
         return ids.size
 
-    def _take_seat(self, owner: int, kind: int) -> int:
-        seat = self.free_seats.pop()
-        self.seat_by_owner[owner] = seat
-        self.owner[seat] = owner
-        self.kind[seat] = kind
-        return seat
+    def _take_slot(self, owner: int, kind: int) -> int:
+        slot = self.free_slots.pop()
+        self.slot_by_owner[owner] = slot
+        self.owner[slot] = owner
+        self.kind[slot] = kind
+        return slot
 
     def _widen_tables(self, groups: int) -> None:
         """Make room for so many groups in a row of `tables`."""
@@ -360,32 +360,32 @@ class HybridCache:
         """Begin with registered groups, the first ones of a path from the root; the owner holds nothing yet.
 
         Returns:
-            False when there is no seat; then nothing has changed.
+            False when there is no slot; then nothing has changed.
         """
-        require(owner not in self.seat_by_owner, f"owner {owner} holds cache")
-        if not self.free_seats:
+        require(owner not in self.slot_by_owner, f"owner {owner} holds cache")
+        if not self.free_slots:
             return False
         num = len(nodes)
         self._widen_tables(num)
-        seat = self._take_seat(owner, kind)
-        firsts = self.groups.share(nodes, seat)
-        self.tables[seat, 0, :num] = firsts
-        self.tables[seat, 1, :num] = self.groups.second[firsts]
-        self.num_groups[seat] = num
-        self.num_tokens[seat] = num * self.block_sizes[kind]
+        slot = self._take_slot(owner, kind)
+        firsts = self.groups.share(nodes, slot)
+        self.tables[slot, 0, :num] = firsts
+        self.tables[slot, 1, :num] = self.groups.second[firsts]
+        self.num_groups[slot] = num
+        self.num_tokens[slot] = num * self.block_sizes[kind]
         return True
 
     def copy_source(self, node: Node) -> NDArray[np.int32]:
         """Blocks of a registered group that is about to be copied, see `GroupPool.copy_source`."""
         return self.groups.copy_source(node)
 
-    def expect(self, seat: int, begin: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Announce that a step in flight fills groups [begin, end) of the seat: `register` or `discard` will follow.
+    def expect(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Announce that a step in flight fills groups [begin, end) of the slot: `register` or `discard` will follow.
 
         Returns:
             Their first blocks, and the generations of these.
         """
-        firsts = self.tables[seat, 0, begin:end].copy()
+        firsts = self.tables[slot, 0, begin:end].copy()
         self.groups.is_expected[firsts] = True
         return firsts, self.generation[firsts]
 
@@ -408,9 +408,9 @@ class HybridCache:
             firsts: their first blocks.
             generations: of these blocks when the groups were filled.
         """
-        seat = self.slot_of(owner)
-        table = None if seat == NO_SLOT else self.tables[seat]
-        self.groups.register(kind, digests, begin, firsts, generations, seat, table)
+        slot = self.slot_of(owner)
+        table = None if slot == NO_SLOT else self.tables[slot]
+        self.groups.register(kind, digests, begin, firsts, generations, slot, table)
 
     def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:
         """Groups that were expected will not be registered: if nobody holds them, they become free."""
@@ -429,18 +429,18 @@ class HybridCache:
 
     # --- for a step ------------------------------------------------------------------------------------------------
 
-    def block_tables(self, seats: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Block tables of the seats, (n, 2, J) with J the most groups among them; a copy.
+    def block_tables(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Block tables of the slots, (n, 2, J) with J the most groups among them; a copy.
 
         Raises:
             CacheIntegrityError: an entry in use is not in [1, num_blocks], or one not in use is not `NULL_BLOCK`. JAX
                 clamps or wraps a bad index silently, so this is checked before every launch.
         """
-        groups = self.num_groups[seats]
+        groups = self.num_groups[slots]
         width = int(groups.max(initial=0))
-        tables = self.tables[:, :, :width][seats]
+        tables = self.tables[:, :, :width][slots]
         used = np.arange(width, dtype=np.int32) < groups[:, None]
-        both = used & (self._cost[self.kind[seats]] == 2)[:, None]
+        both = used & (self._cost[self.kind[slots]] == 2)[:, None]
         require(
             tables.min(initial=0) >= 0
             and tables.max(initial=0) <= self.pool.num_blocks
@@ -450,7 +450,7 @@ class HybridCache:
         )
         return tables
 
-    def check_writable(self, seats: NDArray[np.int32], start: NDArray[np.int32]) -> None:
+    def check_writable(self, slots: NDArray[np.int32], start: NDArray[np.int32]) -> None:
         """Check that nobody else reads the groups that positions from `start` on are written to.
 
         Raises:
@@ -458,14 +458,14 @@ class HybridCache:
         """
         if self.prefixes is None:
             return
-        begin = start // self._size[self.kind[seats]]
-        num = self.num_groups[seats] - begin
+        begin = start // self._size[self.kind[slots]]
+        num = self.num_groups[slots] - begin
         if (num == 1).all():
-            firsts = self.tables[seats, 0, begin]
+            firsts = self.tables[slots, 0, begin]
         else:
-            row = np.repeat(np.arange(seats.size), num)
+            row = np.repeat(np.arange(slots.size), num)
             offset = np.arange(row.size) - np.repeat(np.cumsum(num) - num, num)
-            firsts = self.tables[seats[row], 0, begin[row] + offset]
+            firsts = self.tables[slots[row], 0, begin[row] + offset]
         require(
             (self.num_refs[firsts] == 1).all() and not self.prefixes.is_registered[firsts].any(),
             "a step would write into a block that others may read",

@@ -22,15 +22,15 @@ class CheckedCache(Protocol):
     tables: NDArray[np.int32]
     num_groups: NDArray[np.int32]
     num_tokens: NDArray[np.int32]
-    seat_by_owner: dict[int, int]
-    free_seats: list[int]
+    slot_by_owner: dict[int, int]
+    free_slots: list[int]
     max_num_seqs: int
     block_sizes: tuple[int, int]
     prefixes: PrefixTree | None
 
-    def num_blocks_of(self, seats: NDArray[np.int32]) -> NDArray[np.int32]: ...
+    def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]: ...
 
-    def block_tables(self, seats: NDArray[np.int32]) -> NDArray[np.int32]: ...
+    def block_tables(self, slots: NDArray[np.int32]) -> NDArray[np.int32]: ...
 
 
 def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> None:
@@ -45,19 +45,19 @@ def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> 
     groups = cache.groups
     groups.pool.check_integrity()
     taken = np.flatnonzero(cache.owner != NO_OWNER).astype(np.int32)
-    require(cache.seat_by_owner == {int(cache.owner[s]): int(s) for s in taken}, "seat map and owners differ")
+    require(cache.slot_by_owner == {int(cache.owner[s]): int(s) for s in taken}, "slot map and owners differ")
     require(
-        sorted([*cache.free_seats, *taken.tolist()]) == list(range(cache.max_num_seqs)), "a seat is lost or held twice"
+        sorted([*cache.free_slots, *taken.tolist()]) == list(range(cache.max_num_seqs)), "a slot is lost or held twice"
     )
     free = cache.owner == NO_OWNER
     require(
         not cache.num_groups[free].any() and not cache.tables[free].any() and (cache.kind[free] == NO_KIND).all(),
-        "a free seat holds blocks",
+        "a free slot holds blocks",
     )
     sizes = np.asarray(cache.block_sizes, np.int32)
-    expected_groups = -(-cache.num_tokens // sizes[cache.kind])  # a free seat has no tokens
+    expected_groups = -(-cache.num_tokens // sizes[cache.kind])  # a free slot has no tokens
     require((cache.num_groups == expected_groups).all(), "a block table is not ceil(tokens / block size) long")
-    require((cache.num_groups[taken] > 0).all(), "a seat is held without a block")
+    require((cache.num_groups[taken] > 0).all(), "a slot is held without a block")
     if taken.size:
         cache.block_tables(taken)
     listed = cache.tables[cache.tables != NULL_BLOCK]
@@ -69,7 +69,7 @@ def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> 
     lost = groups.pool.num_blocks - owned.size - groups.num_free
     require(lost == 0, f"{lost} blocks are lost")
     if alive is not None:
-        gone = set(cache.seat_by_owner) - set(alive)
+        gone = set(cache.slot_by_owner) - set(alive)
         require(not gone, f"owners {sorted(gone)} hold cache and are not alive")
 
 
@@ -82,21 +82,21 @@ def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.
     held = np.flatnonzero(refs)
     kind_of: dict[int, int] = {}
     sums = np.zeros(refs.size, np.int64)
-    for seat in taken.tolist():
-        ids = cache.tables[seat, :, : int(cache.num_groups[seat])]
+    for slot in taken.tolist():
+        ids = cache.tables[slot, :, : int(cache.num_groups[slot])]
         require(
             np.unique(ids[0]).size == ids[0].size and (groups.second[ids[0]] == ids[1]).all(),
             "a group is there twice, or in halves",
         )
-        require(int(np.count_nonzero(refs[ids[0]] == 1)) == groups.num_private[seat], "private groups are miscounted")
+        require(int(np.count_nonzero(refs[ids[0]] == 1)) == groups.num_private[slot], "private groups are miscounted")
         for first in ids[0].tolist():
-            require(kind_of.setdefault(first, cache.kind[seat]) == cache.kind[seat], "a group is held with two kinds")
+            require(kind_of.setdefault(first, cache.kind[slot]) == cache.kind[slot], "a group is held with two kinds")
             node = groups.prefixes.node_of.get(first)
             require(node is None or node.kind == kind_of[first], "a group is registered under another kind")
-        sums[ids[0]] += seat
+        sums[ids[0]] += slot
     for kind in CacheKind:
         require(sum(k == kind for k in kind_of.values()) == groups.in_use[kind], "groups in use are miscounted")
-    require((sums[held] == groups.seat_sum[held]).all(), "holders are miscounted")
+    require((sums[held] == groups.slot_sum[held]).all(), "holders are miscounted")
     owned = _blocks_of(groups, held)
     require(np.unique(owned).size == owned.size, "a block is owned twice")
     return owned

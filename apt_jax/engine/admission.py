@@ -60,7 +60,7 @@ class Queue:
     """Number of those requests."""
     missing_blocks: int
     """Blocks that they and the new request need beyond those that are free; negative: so many are left."""
-    missing_seats: int
+    missing_slots: int
     """Slots of the batch that they need beyond those that are free."""
     blocks_per_s: float
     """Recent rate of blocks given back by requests that end; 0: not known."""
@@ -91,7 +91,7 @@ class QueueSnapshot:
             uncached_tokens=queue.uncached_tokens + coming.tokens_before[which],
             uncached_requests=queue.uncached_requests + coming.num_before[which],
             missing_blocks=queue.missing_blocks + coming.blocks_before[which] + blocks,
-            missing_seats=queue.missing_seats + coming.num_before[which],
+            missing_slots=queue.missing_slots + coming.num_before[which],
         )
 
 
@@ -263,8 +263,8 @@ class Admission:
         before_s = self.prefill_s(queue.uncached_tokens, queue.uncached_requests, costs)
         if queue.missing_blocks > 0 and queue.blocks_per_s:
             before_s = max(before_s, queue.missing_blocks / queue.blocks_per_s)
-        if queue.missing_seats > 0 and queue.requests_per_s:
-            before_s = max(before_s, queue.missing_seats / queue.requests_per_s)
+        if queue.missing_slots > 0 and queue.requests_per_s:
+            before_s = max(before_s, queue.missing_slots / queue.requests_per_s)
         return before_s
 
     def prefill_s(self, num_tokens: int, num_requests: int, costs: StepCosts) -> float:
@@ -446,7 +446,7 @@ class AdmissionController:
             uncached_tokens=states.uncached_tokens(before),
             uncached_requests=int(before.size),
             missing_blocks=needed - cache.num_free,
-            missing_seats=int(before.size) + 1 + num_running - self._config.max_num_seqs,
+            missing_slots=int(before.size) + 1 + num_running - self._config.max_num_seqs,
             blocks_per_s=per_s * held / num_running if num_running else 0.0,
             requests_per_s=per_s,
         )

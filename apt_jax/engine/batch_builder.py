@@ -300,7 +300,7 @@ class BatchBuilder:
         samples = start + num_tokens == total
         if self._lengths_only:
             return StepBatch(
-                seats=slots,
+                slots=slots,
                 num_tokens=num_tokens,
                 start=start,
                 kind=kind,
@@ -328,7 +328,7 @@ class BatchBuilder:
                 begin, n = int(start[i]), int(num_tokens[i])
                 token_ids[ends[i] - n : ends[i]] = requests[i].tokens[begin : begin + n]
         return StepBatch(
-            seats=slots,
+            slots=slots,
             num_tokens=num_tokens,
             start=start,
             kind=kind,
@@ -373,10 +373,10 @@ class BatchBuilder:
         if cache.charges_changed:
             states.sync_charges()
         elif not has_prefixes:
-            table.num_blocks[rows] = cache.num_blocks_of(batch.seats)
+            table.num_blocks[rows] = cache.num_blocks_of(batch.slots)
         else:
-            table.num_blocks[rows] = cache.num_private_blocks_of(batch.seats)
-            table.num_shared[rows] = cache.num_blocks_of(batch.seats) - table.num_blocks[rows]
+            table.num_blocks[rows] = cache.num_private_blocks_of(batch.slots)
+            table.num_shared[rows] = cache.num_blocks_of(batch.slots) - table.num_blocks[rows]
         filled = self._filled(batch, rows, end) if has_prefixes else []
         again = np.minimum(end, states.computed_once.take(rows)) - batch.start
         for i in np.flatnonzero(again > 0).tolist() if again.max() > 0 else ():
@@ -402,7 +402,7 @@ class BatchBuilder:
         filled = []
         for i in np.flatnonzero(more).tolist():
             begin = int(num_filled[rows[i]])
-            firsts, generations = self._cache.expect(int(batch.seats[i]), begin, int(groups[i]))
+            firsts, generations = self._cache.expect(int(batch.slots[i]), begin, int(groups[i]))
             filled.append(
                 FilledBlocks(index=i, kind=int(batch.kind[i]), begin=begin, firsts=firsts, generations=generations)
             )

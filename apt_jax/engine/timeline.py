@@ -200,14 +200,14 @@ class TimelineLog:
         if iterations <= 0:
             return
         needed = self._blocks_needed(request.prompt_len)
-        counts = {"for_blocks": 0, "for_seats": 0, "behind_others": 0}
+        counts = {"for_blocks": 0, "for_slots": 0, "behind_others": 0}
         for number, free_blocks, num_running in reversed(self._states):
             if since is None or number < since:
                 break
             if free_blocks < needed:
                 counts["for_blocks"] += 1
             elif num_running >= self._max_num_seqs:
-                counts["for_seats"] += 1
+                counts["for_slots"] += 1
             else:
                 counts["behind_others"] += 1
         last = request.events[-1] if request.events else None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from apt_jax.request import SamplingParams
 
 TOKEN_ON_DEVICE = -1
-"""In `StepBatch.token_ids`: the last token sampled for this row's seat, which the host has not seen yet."""
+"""In `StepBatch.token_ids`: the last token sampled for this row's slot, which the host has not seen yet."""
 
 NO_TOKEN = -1
 """In `StepResult.token_ids`: the row did not sample in this step, or its mask left no token."""
@@ -45,7 +45,7 @@ class StepBatch:
     attends to positions `[0, start[r] + num_tokens[r])`. Where `samples[r]` a token is sampled from the last position.
     """
 
-    seats: NDArray[np.int32]
+    slots: NDArray[np.int32]
     """(n,) place of the request in the executor's per-request device state, in [0, max_num_seqs)."""
     num_tokens: NDArray[np.int32]
     """(n,) at least 1."""
@@ -86,7 +86,7 @@ class StepBatch:
         lens = self.num_tokens[rows]
         within = np.arange(int(lens.sum())) - np.repeat(np.cumsum(lens) - lens, lens)
         return StepBatch(
-            seats=self.seats[rows],
+            slots=self.slots[rows],
             num_tokens=lens,
             start=self.start[rows],
             kind=self.kind[rows],

@@ -51,7 +51,7 @@ def _batch(executor: JaxExecutor, kinds: list[int], starts: list[int], lens: lis
             tables[row, half, :blocks] = 1 + (cursor + np.arange(blocks)) % executor.num_blocks
             cursor += blocks
     return StepBatch(
-        seats=np.arange(n, dtype=np.int32),
+        slots=np.arange(n, dtype=np.int32),
         num_tokens=np.array(lens, np.int32),
         start=np.array(starts, np.int32),
         kind=np.array(kinds, np.int8),

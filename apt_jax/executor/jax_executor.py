@@ -59,7 +59,7 @@ from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.xla_decode import ROWS_PER_TILE
 
 MAX_MODEL_LEN = 1 << 22
-"""Longest context: block tables and histories are as long for every seat."""
+"""Longest context: block tables and histories are as long for every slot."""
 
 
 class JaxExecutor:
@@ -268,7 +268,7 @@ class JaxExecutor:
         # Decode rows as chunks of one token take several times as long as in a program of their own.
         parts = [np.flatnonzero(single), np.flatnonzero(~single)]
         return JoinedStepHandle(
-            num_rows=len(batch.seats), parts=[(rows, self._dispatch(batch.part(rows))) for rows in parts]
+            num_rows=len(batch.slots), parts=[(rows, self._dispatch(batch.part(rows))) for rows in parts]
         )
 
     def _run_conversions(self, batch: StepBatch, conversions: Conversions) -> None:
@@ -284,7 +284,7 @@ class JaxExecutor:
         params = [batch.params[r] for r in rows.tolist()]
         masked = batch.masked if batch.masked is not None and len(batch.masked) else None
         variant = SamplerVariant.for_rows(params, masked=masked is not None, branches=branches)
-        done = functools.partial(DeviceStepHandle, num_rows=len(batch.seats), rows=rows)
+        done = functools.partial(DeviceStepHandle, num_rows=len(batch.slots), rows=rows)
         two_programs = step.num_prefill or branches or variant.penalised or variant.masked
         if len(rows) and not two_programs:
             sample_ints = pack_sampling(batch, rows, params, step.num_decode, variant, form)

@@ -67,7 +67,7 @@ class StepFormat:
     def forward_layout(self, num_decode: int, num_prefill: int) -> PackedInts:
         t, rows = num_decode + num_prefill, min(self.max_num_seqs, num_prefill)
         return PackedInts(
-            token_ids=(t,), token_seats=(t,), positions=(t,), first_slots=(t,), second_slots=(t,), token_hidden=(t,),
+            token_ids=(t,), token_slots=(t,), positions=(t,), first_slots=(t,), second_slots=(t,), token_hidden=(t,),
             decode_tables=(num_decode, 2, self.table_len), decode_lens=(num_decode,),
             prefill_tables=(rows, 2, self.table_len), prefill_offsets=(rows,), prefill_lens=(rows,), prefix_lens=(rows,),
             prefill_hidden=(rows,), counts=(3,), sample_rows=(self.buckets.decode[-1],),
@@ -76,14 +76,14 @@ class StepFormat:
     def sample_layout(self, rows: int) -> PackedInts:
         # temperature, top_p and min_p are float32 bit patterns.
         return PackedInts(
-            seats=(rows,), top_k=(rows,), seed=(rows,), position=(rows,),
+            slots=(rows,), top_k=(rows,), seed=(rows,), position=(rows,),
             temperature=(rows,), top_p=(rows,), min_p=(rows,),
         )  # fmt: skip
 
     def penalty_layout(self, rows: int) -> PackedInts:
         # repetition, presence, frequency and bias_values are float32 bit patterns.
         return PackedInts(
-            history=(rows, self.max_model_len), prompt_len=(rows,), history_len=(rows,), last_seat=(rows,),
+            history=(rows, self.max_model_len), prompt_len=(rows,), history_len=(rows,), last_slot=(rows,),
             repetition=(rows,), presence=(rows,), frequency=(rows,),
             bias_ids=(rows, self.num_biases), bias_values=(rows, self.num_biases),
         )  # fmt: skip
@@ -97,13 +97,13 @@ class StepFormat:
     def empty_forward(self, num_decode: int, num_prefill: int) -> tuple[Views, Ints]:
         views, ints = self.forward_layout(num_decode, num_prefill).zeros()
         views["first_slots"][:] = views["second_slots"][:] = self.dropped_slot
-        views["token_seats"][:] = self.max_num_seqs
+        views["token_slots"][:] = self.max_num_seqs
         views["sample_rows"][:] = num_decode + num_prefill
         return views, ints
 
     def empty_sample(self, rows: int) -> tuple[Views, Ints]:
         views, ints = self.sample_layout(rows).zeros()
-        views["seats"][:] = self.max_num_seqs
+        views["slots"][:] = self.max_num_seqs
         return views, ints
 
     def empty_conversion(self, num_blocks: int) -> tuple[Views, Ints]:
@@ -129,7 +129,7 @@ def _split_rows(batch: StepBatch, *, mixed: bool) -> tuple[NDArray[np.int64], ND
     """Rows that decode and rows computed as chunks; without `mixed` all rows are chunks as soon as there is one."""
     decodes, prefills = np.flatnonzero(batch.num_tokens == 1), np.flatnonzero(batch.num_tokens > 1)
     if len(prefills) and not mixed:
-        return np.zeros(0, np.int64), np.arange(len(batch.seats))
+        return np.zeros(0, np.int64), np.arange(len(batch.slots))
     # KV rows first, then hidden ones; by length within, so that a tile of rows wastes little.
     return decodes[np.lexsort((-batch.start[decodes], batch.kind[decodes]))], prefills
 
@@ -181,14 +181,14 @@ def pack_forward(batch: StepBatch, form: StepFormat, *, mixed: bool) -> PackedFo
     block, rest = np.divmod(position, per_block)
     token_start = np.cumsum(batch.num_tokens) - batch.num_tokens
     views["token_ids"][place] = batch.token_ids[token_start[owner] + offset]
-    views["token_seats"][place] = batch.seats[owner]
+    views["token_slots"][place] = batch.slots[owner]
     views["positions"][place] = position
     views["first_slots"][place] = batch.block_tables[owner, 0, block] * per_block + rest
     second = batch.block_tables[owner, 1, block] * form.block_size + rest
     views["second_slots"][place] = np.where(hidden, form.dropped_slot, second)
     views["token_hidden"][place] = hidden
 
-    last_place = np.zeros(len(batch.seats), np.int64)
+    last_place = np.zeros(len(batch.slots), np.int64)
     last_place[decodes] = np.arange(n)
     last_place[prefills] = num_decode + chunk_ends - 1
     samples = np.flatnonzero(batch.samples)
@@ -208,10 +208,10 @@ def pack_sampling(
     variant: SamplerVariant,
     form: StepFormat,
 ) -> Ints:
-    """Seats and settings of the rows that sample."""
+    """Slots and settings of the rows that sample."""
     n = len(rows)
     views, ints = form.empty_sample(bucket)
-    views["seats"][:n] = batch.seats[rows]
+    views["slots"][:n] = batch.slots[rows]
     if not variant.greedy:
         views["top_k"][:n] = [p.top_k for p in params]
         views["seed"][:n] = np.array([(p.seed or 0) & 0xFFFFFFFF for p in params], np.uint32).view(np.int32)
@@ -226,7 +226,7 @@ def pack_penalties(
 ) -> Ints:
     """Histories, penalties and biases of the rows that sample."""
     views, ints = form.penalty_layout(bucket).zeros()
-    views["last_seat"][:] = form.max_num_seqs
+    views["last_slot"][:] = form.max_num_seqs
     views["repetition"][:] = _float_bits([1.0])
     views["bias_ids"][:] = form.vocab_size
     token_end = np.cumsum(batch.num_tokens)
@@ -235,7 +235,7 @@ def pack_penalties(
         views["history"][i, : len(history)] = history
         views["prompt_len"][i], views["history_len"][i] = batch.prompt_len[r], len(history)
         if batch.token_ids[token_end[r] - 1] < 0:
-            views["last_seat"][i] = batch.seats[r]
+            views["last_slot"][i] = batch.slots[r]
         views["repetition"][i], views["presence"][i], views["frequency"][i] = _float_bits(
             [p.repetition_penalty, p.presence_penalty, p.frequency_penalty]
         )

@@ -150,8 +150,8 @@ class Programs:
     ) -> tuple[Pools, Array]:
         """Write the cache; gives hidden states of the rows that sample."""
         parts = self.form.forward_layout(num_decode, num_prefill).split(ints)
-        seats, counts, sample_rows = (parts.pop(n) for n in ("token_seats", "counts", "sample_rows"))
-        on_device = last_tokens.at[seats].get(mode="fill", fill_value=0)
+        slots, counts, sample_rows = (parts.pop(n) for n in ("token_slots", "counts", "sample_rows"))
+        on_device = last_tokens.at[slots].get(mode="fill", fill_value=0)
         parts["token_ids"] = jnp.where(parts["token_ids"] < 0, on_device, parts["token_ids"])
         for name in ("token_hidden", "prefill_hidden"):
             parts[name] = parts[name] > 0
@@ -175,7 +175,7 @@ class Programs:
         parts = self.form.sample_layout(rows).split(ints)
         if variant.greedy:
             tokens, finite = greedy_tokens(params, hidden[:rows], self.config, self.ops, self._tensor)
-            last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
+            last_tokens = last_tokens.at[parts["slots"]].set(tokens, mode="drop")
             return last_tokens, jnp.stack([tokens, finite.astype(jnp.int32)]), None
         raw = logits(params, hidden[:rows], self.config, self.ops.dense, self._tensor)
         scores = raw
@@ -207,7 +207,7 @@ class Programs:
             )
         else:
             tokens, finite = draw(scores, settings)
-        last_tokens = last_tokens.at[parts["seats"]].set(tokens, mode="drop")
+        last_tokens = last_tokens.at[parts["slots"]].set(tokens, mode="drop")
         if masks is not None:
             model_is_finite = sampling.is_finite_row(unmasked)
             tokens = jnp.where(model_is_finite & ~finite, NO_TOKEN, tokens)

@@ -66,7 +66,7 @@ class ProgramRunner:
 
     Attributes:
         pools: one array per layer, (blocks + 1, block), donated to every program that writes cache.
-        last_tokens: (max_num_seqs,) the token sampled last for each seat; a step takes tokens from here that the host
+        last_tokens: (max_num_seqs,) the token sampled last for each slot; a step takes tokens from here that the host
             has not seen.
         leader: told of every call, where other hosts must make it too.
     """

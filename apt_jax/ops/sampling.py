@@ -46,8 +46,8 @@ class PenaltyRows:
     """Prompt then output tokens; out-of-range ids pad and are dropped."""
     prompt_len: Int32[Array, " B"]
     history_len: Int32[Array, " B"]
-    last_seat: Int32[Array, " B"]
-    """Seat whose last token the host has not seen yet and which follows the history; out of range: none."""
+    last_slot: Int32[Array, " B"]
+    """Slot whose last token the host has not seen yet and which follows the history; out of range: none."""
     repetition: Float[Array, " B"]
     presence: Float[Array, " B"]
     frequency: Float[Array, " B"]
@@ -128,7 +128,7 @@ def restrict(
 
 
 def penalise(
-    scores: Float[Array, "B V"], rows: PenaltyRows, last_tokens: Int32[Array, " seats"]
+    scores: Float[Array, "B V"], rows: PenaltyRows, last_tokens: Int32[Array, " slots"]
 ) -> Float[Array, "B V"]:
     """Repetition over prompt and output, presence and frequency over output, then bias (vLLM's and OpenAI's rules)."""
     batch, vocab = scores.shape
@@ -137,7 +137,7 @@ def penalise(
     valid = column < rows.history_len[:, None]
     seen_ids = jnp.where(valid, rows.history, vocab)
     output_ids = jnp.where(valid & (column >= rows.prompt_len[:, None]), rows.history, vocab)
-    last = last_tokens.at[rows.last_seat].get(mode="fill", fill_value=vocab)[:, None]
+    last = last_tokens.at[rows.last_slot].get(mode="fill", fill_value=vocab)[:, None]
     empty = jnp.zeros((batch, vocab), jnp.float32)
     outputs = empty.at[index, output_ids].add(1.0, mode="drop").at[index, last].add(1.0, mode="drop")
     seen = (empty.at[index, seen_ids].add(1.0, mode="drop") + outputs) > 0

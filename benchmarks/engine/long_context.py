@@ -78,7 +78,7 @@ def run(
         piece = ids[start : start + chunk]
         used = -(-(start + piece.size) // BLOCK)
         batch = StepBatch(
-            seats=np.zeros(1, np.int32), num_tokens=np.array([piece.size], np.int32), start=np.array([start], np.int32),
+            slots=np.zeros(1, np.int32), num_tokens=np.array([piece.size], np.int32), start=np.array([start], np.int32),
             kind=np.array([kind], np.int8), token_ids=piece, block_tables=tables[:, :, :used],
             samples=np.array([start + piece.size == ids.size]), position=np.zeros(1, np.int32),
             params=[SamplingParams(temperature=0.0)], history=[ids], prompt_len=np.array([ids.size], np.int32),

@@ -50,15 +50,15 @@ class LongestWaitPolicy:
         if decoding.size:
             room -= int(np.ceil(WATERMARK * view.total_blocks))
         victims = decoding[:0]
-        seats = view.max_num_seqs - decoding.size
-        if blocks[0] > room or seats < 1:
+        slots = view.max_num_seqs - decoding.size
+        if blocks[0] > room or slots < 1:
             since_s = view.now_s - table.last_token_s[decoding]
             order = np.lexsort((-table.rank[decoding], since_s))
             may = table.tokens_since_preemption[decoding] >= self.quantum
             may &= since_s < waited_s.max()
             order = order[may[order]]
             victims, freed = decoding[order], np.cumsum(needed[order])
-            num = max(int(np.searchsorted(freed, blocks[0] - room)) + 1, 1 - seats)
+            num = max(int(np.searchsorted(freed, blocks[0] - room)) + 1, 1 - slots)
             if num > victims.size:
                 return self._fcfs.decode(view)
             victims = victims[:num]

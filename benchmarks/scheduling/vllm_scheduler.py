@@ -61,7 +61,7 @@ CASES = {
         max_num_seqs=64,
         max_num_batched_tokens=2048,
     ),
-    # A budget that prompts and decodes use up, and seats that run out.
+    # A budget that prompts and decodes use up, and slots that run out.
     "chunks": Case(
         trace="azure-conv",
         num_requests=60,
@@ -73,7 +73,7 @@ CASES = {
         max_num_seqs=12,
         max_num_batched_tokens=24,
     ),
-    # As many tokens as seats: prompts get what the decodes leave, and lose it again.
+    # As many tokens as slots: prompts get what the decodes leave, and lose it again.
     "small steps": Case(
         trace="mooncake-conv",
         num_requests=60,

@@ -146,9 +146,9 @@ class TestHybridCache:
             more = (tokens + rng.integers(0, 5, 6)).astype(np.int32)
             owners = np.arange(10, 16)
             together, alone = caches
-            seats = np.full(6, NO_SLOT, np.int32)
-            assert together.reserve_rows(owners, seats, tokens, kinds).all()
-            assert together.reserve_rows(owners, seats, more, kinds).all()
+            slots = np.full(6, NO_SLOT, np.int32)
+            assert together.reserve_rows(owners, slots, tokens, kinds).all()
+            assert together.reserve_rows(owners, slots, more, kinds).all()
             for sizes in (tokens, more):
                 for owner, size, kind in zip(owners.tolist(), sizes.tolist(), kinds.tolist(), strict=True):
                     assert alone.reserve(owner, size, kind)
@@ -167,25 +167,25 @@ class TestHybridCache:
 
     def test_rows_that_grow_in_a_pool_that_is_short_are_served_in_order(self):
         cache = make_cache(num_blocks=7, block_size=4)
-        seats, owners = np.full(3, NO_SLOT, np.int32), np.arange(3)
+        slots, owners = np.full(3, NO_SLOT, np.int32), np.arange(3)
         kinds = np.zeros(3, np.int8)
-        assert cache.reserve_rows(owners, seats, ids(4, 4, 0 + 1), kinds).all()  # 6 of 7 blocks
-        ok = cache.reserve_rows(owners, seats, ids(5, 5, 5), kinds)
+        assert cache.reserve_rows(owners, slots, ids(4, 4, 0 + 1), kinds).all()  # 6 of 7 blocks
+        ok = cache.reserve_rows(owners, slots, ids(5, 5, 5), kinds)
         assert ok.tolist() == [False, False, False]
         cache.release(2)
-        ok = cache.reserve_rows(owners[:2], seats[:2], ids(5, 5), kinds[:2])
+        ok = cache.reserve_rows(owners[:2], slots[:2], ids(5, 5), kinds[:2])
         assert ok.tolist() == [True, False]
         cache.check_integrity([0, 1])
 
     def test_rows_are_served_in_order_until_the_blocks_are_gone(self):
         cache = make_cache(num_blocks=4)
         cache.reserve(0, 3, HIDDEN)
-        owners, seats = np.array([0, 1, 2, 3]), ids(cache.slot_of(0), NO_SLOT, NO_SLOT, NO_SLOT)
+        owners, slots = np.array([0, 1, 2, 3]), ids(cache.slot_of(0), NO_SLOT, NO_SLOT, NO_SLOT)
         kinds = np.array([HIDDEN, KV, KV, HIDDEN], np.int8)
-        ok = cache.reserve_rows(owners, seats, ids(4, 4, 4, 1), kinds)
+        ok = cache.reserve_rows(owners, slots, ids(4, 4, 4, 1), kinds)
         assert ok.tolist() == [True, True, False, True]
-        assert seats.tolist()[1] == cache.slot_of(1)
-        assert seats.tolist()[2] == NO_SLOT
+        assert slots.tolist()[1] == cache.slot_of(1)
+        assert slots.tolist()[2] == NO_SLOT
         cache.check_integrity([0, 1, 3])
 
     def test_tables_grow_with_the_longest_request(self):
@@ -208,13 +208,13 @@ class TestHybridCache:
         cache = make_cache()
         cache.reserve(0, 6, KV)
         cache.reserve(1, 6, HIDDEN)
-        seat = cache.slot_of(1)
+        slot = cache.slot_of(1)
         if damage == "leak":
             cache.pool.allocate(1)
         elif damage == "twice":
-            cache.tables[seat, 0, 0] = cache.tables[cache.slot_of(0), 0, 0]
+            cache.tables[slot, 0, 0] = cache.tables[cache.slot_of(0), 0, 0]
         elif damage == "length":
-            cache.num_tokens[seat] = 4
+            cache.num_tokens[slot] = 4
         with pytest.raises(CacheIntegrityError):
             cache.check_integrity([0] if damage == "dead owner" else [0, 1])
 
@@ -273,13 +273,13 @@ class TestPrefixes:
         assert node is not None
         assert cache.attach(1, node.path(1), kind)
         assert cache.reserve(1, 3, kind)
-        seats = ids(cache.slot_of(0), cache.slot_of(1))
-        assert cache.num_private_blocks_of(seats).tolist() == [2 * cost, cost]
-        assert cache.num_blocks_of(seats).tolist() == [3 * cost, 2 * cost]
+        slots = ids(cache.slot_of(0), cache.slot_of(1))
+        assert cache.num_private_blocks_of(slots).tolist() == [2 * cost, cost]
+        assert cache.num_blocks_of(slots).tolist() == [3 * cost, 2 * cost]
         assert (cache.num_shared, cache.num_free) == (cost, 12 - 4 * cost)
         assert cache.blocks_by_kind()[kind] == 4 * cost
         assert cache.release(0) == 3 * cost
-        assert cache.num_private_blocks_of(seats[1:]).tolist() == [2 * cost]
+        assert cache.num_private_blocks_of(slots[1:]).tolist() == [2 * cost]
         assert cache.num_shared == 0
         cache.check_integrity([1])
 
@@ -331,11 +331,11 @@ class TestPrefixes:
     def test_nobody_writes_where_others_may_read(self):
         cache = self.cache()
         self.fill(cache, 0, (1, 2, 3, 4, 5))
-        seat = ids(cache.slot_of(0))
-        cache.check_writable(seat, ids(4))
+        slot = ids(cache.slot_of(0))
+        cache.check_writable(slot, ids(4))
         for start in (0, 2, 3):
             with pytest.raises(CacheIntegrityError, match="others may read"):
-                cache.check_writable(seat, ids(start))
+                cache.check_writable(slot, ids(start))
 
     @pytest.mark.parametrize("damage", ["refs", "idle", "private", "early", "key"])
     def test_recount_finds(self, damage):
@@ -454,9 +454,9 @@ class PrefixMachine(RuleBasedStateMachine):
         self.note_blocks(owner)
 
     def note_blocks(self, owner: int) -> None:
-        seat = self.cache.slot_of(owner)
+        slot = self.cache.slot_of(owner)
         old = self.held[owner]
-        blocks = self.cache.tables[seat, 0, : self.cache.num_groups[seat]].tolist()
+        blocks = self.cache.tables[slot, 0, : self.cache.num_groups[slot]].tolist()
         assert blocks[: len(old)] == old
         in_use = {b for o, held in self.held.items() if o != owner for b in held}
         fresh = blocks[len(old) :]
@@ -482,7 +482,7 @@ class PrefixMachine(RuleBasedStateMachine):
         owner = data.draw(st.sampled_from(sorted(self.held)))
         tokens, kind = self.tokens[owner], self.kind[owner]
         size = self.SIZES[kind]
-        seat, full = self.cache.slot_of(owner), len(tokens) // size
+        slot, full = self.cache.slot_of(owner), len(tokens) // size
         prefixes = self.cache.prefixes
         assert prefixes is not None
         begin = 0
@@ -490,7 +490,7 @@ class PrefixMachine(RuleBasedStateMachine):
             begin += 1
         if begin == full:
             return
-        firsts, generations = self.cache.expect(seat, begin, full)
+        firsts, generations = self.cache.expect(slot, begin, full)
         digests = digests_of(tokens, size)
         self.cache.register(owner, kind, digests, begin, firsts, generations)
         for i in range(begin, full):
@@ -540,9 +540,9 @@ class PrefixMachine(RuleBasedStateMachine):
             assert node.block == block
         uses = collections.Counter(b for held in self.held.values() for b in held)
         for owner, blocks in self.held.items():
-            seat = cache.slot_of(owner)
-            assert cache.tables[seat, 0, : len(blocks)].tolist() == blocks
-            assert cache.num_private[seat] == sum(uses[b] == 1 for b in blocks)
+            slot = cache.slot_of(owner)
+            assert cache.tables[slot, 0, : len(blocks)].tolist() == blocks
+            assert cache.num_private[slot] == sum(uses[b] == 1 for b in blocks)
 
 
 class NarrowPrefixMachine(PrefixMachine):
@@ -598,17 +598,17 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(more=st.lists(st.integers(1, 4), min_size=7, max_size=7), kind=st.sampled_from([KV, HIDDEN]))
     def reserve_rows(self, more, kind):
         owners = np.arange(7)
-        seats = np.array([self.cache.slot_of(o) for o in range(7)], np.int32)
+        slots = np.array([self.cache.slot_of(o) for o in range(7)], np.int32)
         wanted = [(self.held.get(o, (0, 0))[0] + more[o], self.held.get(o, (0, kind))[1]) for o in range(7)]
         ok = self.cache.reserve_rows(
             owners,
-            seats,
+            slots,
             np.array([w[0] for w in wanted], np.int32),
             np.array([w[1] for w in wanted], np.int8),
         )
         for owner in np.flatnonzero(ok).tolist():
             self.held[owner] = wanted[owner]
-            assert seats[owner] == self.cache.slot_of(owner)
+            assert slots[owner] == self.cache.slot_of(owner)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

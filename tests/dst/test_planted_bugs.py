@@ -193,7 +193,7 @@ class PlaceholderKept(_Tampered):
 
 
 class ForeignBlock(_Tampered):
-    """A request reads the first block of the one that took its seat last."""
+    """A request reads the first block of the one that took its slot last."""
 
     def tamper(self):
         _wrap(self._builder, "_make_batch", self.making)

@@ -26,7 +26,7 @@ COSTS = StepCosts(
 )  # fmt: skip
 EMPTY = Queue(
     num_waiting=0, waiting_tokens=0, num_of_tenant=0, uncached_tokens=0, uncached_requests=0,
-    missing_blocks=0, missing_seats=0, blocks_per_s=0.0, requests_per_s=0.0,
+    missing_blocks=0, missing_slots=0, blocks_per_s=0.0, requests_per_s=0.0,
 )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ class TestForesight:
                 "num_waiting": int(rng.integers(0, 22)), "waiting_tokens": int(rng.integers(0, 400)),
                 "num_of_tenant": int(rng.integers(0, 20)), "uncached_tokens": int(rng.integers(0, 400)),
                 "uncached_requests": int(rng.integers(0, 20)), "missing_blocks": int(rng.integers(-20, 20)),
-                "missing_seats": int(rng.integers(-8, 8)), "blocks_per_s": float(rng.integers(0, 20)), "requests_per_s": float(rng.integers(0, 5)),
+                "missing_slots": int(rng.integers(-8, 8)), "blocks_per_s": float(rng.integers(0, 20)), "requests_per_s": float(rng.integers(0, 5)),
             }  # fmt: skip
             ttft_s, blocks, prompt_len = float(rng.uniform(0.05, 2)), int(rng.integers(0, 4)), int(rng.integers(1, 30))
             before = {**queue, "missing_blocks": queue["missing_blocks"] - blocks}
@@ -183,8 +183,8 @@ class TestObjectives:
     def test_seats_count_where_they_are_short(self):
         config: dict[str, Any] = {"slo_admission": "on"}
         with pytest.raises(QueueFullError, match="about 4022 ms"):
-            check(config, ttft_s=1.0, missing_seats=8, requests_per_s=2.0)
-        check(config, ttft_s=1.0, missing_seats=8, requests_per_s=0.0)
+            check(config, ttft_s=1.0, missing_slots=8, requests_per_s=2.0)
+        check(config, ttft_s=1.0, missing_slots=8, requests_per_s=0.0)
 
     def test_what_is_out_of_reach_alone_is_the_requests_own_fault(self):
         with pytest.raises(InvalidRequestError, match=r"2000 prompt tokens take about 2048 ms alone") as caught:

@@ -343,7 +343,7 @@ def test_long_tables_grow():
 
 def _batch(**changes) -> StepBatch:
     batch = StepBatch(
-        seats=np.zeros(1, np.int32),
+        slots=np.zeros(1, np.int32),
         num_tokens=np.ones(1, np.int32),
         start=np.full(1, 5, np.int32),
         kind=np.full(1, KV, np.int8),

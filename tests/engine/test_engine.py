@@ -892,7 +892,7 @@ def test_a_plan_for_more_blocks_than_there_are_defers_its_last_rows(overlap):
     for _ in range(4):
         h.add(prompt_len=4, max_tokens=1)
     h.step()
-    assert h.batches[0].seats.size == 3
+    assert h.batches[0].slots.size == 3
     h.drain()
     h.assert_all_as_expected()
     assert h.engine.stats().num_deferred_requests >= 1
@@ -1251,7 +1251,7 @@ def test_every_token_and_preemption_of_a_crowd_is_there_and_waits_have_reasons()
         assert computed + cached + lost >= 17 + 19
         for e in found:
             if e["event"] == "waited":
-                reasons = e["for_blocks"] + e["for_seats"] + e["behind_others"]
+                reasons = e["for_blocks"] + e["for_slots"] + e["behind_others"]
                 assert 0 < reasons <= e["iterations"]
     assert seen["preempted"]
     assert seen["waited"]
@@ -1266,7 +1266,7 @@ def test_who_waits_for_a_seat_is_told_so():
     names = run_all(h, log, *[(5, 20)] * 10)
     for name in names[8:]:
         (waited,) = [e for e in events(log, name) if e["event"] == "waited"]
-        assert waited["for_seats"] >= 19
+        assert waited["for_slots"] >= 19
         assert waited["for_blocks"] == 0
         assert waited["at_ms"] == 0
         assert waited["until_ms"] >= 19_000

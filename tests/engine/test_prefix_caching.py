@@ -434,7 +434,7 @@ def test_500_conversations_say_what_they_say_without_cache(policy):
             if not p or rng.random() > p:
                 return None
             if rng.random() < 0.5 or served.clock.now_s() - last[0] < 100:
-                row = int(rng.integers(batch.seats.size))
+                row = int(rng.integers(batch.slots.size))
                 return Fault(kind=FaultKind.NOT_FINITE, row=row) if batch.samples[row] else None
             last[0] = served.clock.now_s()
             return Fault(kind=FaultKind.RAISE_AFTER)

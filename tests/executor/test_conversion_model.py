@@ -56,7 +56,7 @@ def executor_of(
 def chunk(kind: int, tokens: list[int], start: int, table: np.ndarray, conversions: Conversions | None) -> StepBatch:
     """A step of one row."""
     return StepBatch(
-        seats=np.zeros(1, np.int32),
+        slots=np.zeros(1, np.int32),
         num_tokens=np.array([len(tokens)], np.int32),
         start=np.array([start], np.int32),
         kind=np.array([kind], np.int8),

@@ -181,9 +181,9 @@ def test_tokens_equal_a_plain_forward_pass(name, block_size, attention):
     assert executor.hidden_block_size == block_size * config.lane // config.hidden_size
     driver = Driver(executor)
     prompts = {0: list(range(5, 43)), 1: list(range(50, 88)), 2: [3, 4], 3: list(range(9, 30))}
-    for seat, prompt in prompts.items():
-        driver.add(seat, prompt, (first, HIDDEN, HIDDEN, HIDDEN)[seat])
-        driver.table[seat] = driver.table[seat][:, : executor.form.table_len]
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt, (first, HIDDEN, HIDDEN, HIDDEN)[slot])
+        driver.table[slot] = driver.table[slot][:, : executor.form.table_len]
     driver.step({0: 10, 1: 11, 2: 1})
     driver.step({1: 10, 3: 21})
     driver.step({0: 12, 1: 16, 2: 1, 3: 1})
@@ -191,8 +191,8 @@ def test_tokens_equal_a_plain_forward_pass(name, block_size, attention):
     driver.step({0: 1, 1: 1, 2: 1, 3: 1})
     for _ in range(20):
         driver.step({0: 1, 1: 1, 2: 1, 3: 1}, on_device=True)
-    for seat, prompt in prompts.items():
-        tokens = driver.tokens[seat]
+    for slot, prompt in prompts.items():
+        tokens = driver.tokens[slot]
         scores = np.asarray(forward(params, jnp.asarray(tokens, jnp.int32), config))
         top = np.sort(scores, axis=1)
         clear = top[:, -1] - top[:, -2] > 1e-3  # no tie that rounding decides

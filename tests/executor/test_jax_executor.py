@@ -46,15 +46,15 @@ def test_tokens_equal_a_plain_forward_pass(attention: HiddenAttention, mixed: bo
     """Both kinds side by side, chunked prompts over a cached prefix, decodes beside chunks, tokens fed on the device."""
     driver = Driver(make_executor(attention=attention, mixed=mixed, ops=ops))
     for kind_of in ({0: KV, 1: HIDDEN, 2: HIDDEN, 3: KV}, {0: HIDDEN, 1: KV, 2: KV, 3: HIDDEN}):
-        for seat, prompt in PROMPTS.items():
-            driver.add(seat, prompt, kind_of[seat])
+        for slot, prompt in PROMPTS.items():
+            driver.add(slot, prompt, kind_of[slot])
         driver.step({0: 3, 1: 20, 2: 1})
         driver.step({0: 1, 1: 10, 2: 1, 3: 5})
         driver.step({0: 1, 1: 7, 2: 1, 3: 12})
         for i in range(12):
             driver.step({0: 1, 1: 1, 2: 1, 3: 1}, on_device=i % 2 == 0)
-        for seat, prompt in PROMPTS.items():
-            assert driver.tokens[seat] == reference_greedy(prompt, len(driver.tokens[seat]) - len(prompt)), seat
+        for slot, prompt in PROMPTS.items():
+            assert driver.tokens[slot] == reference_greedy(prompt, len(driver.tokens[slot]) - len(prompt)), slot
 
 
 LAYOUTS = {
@@ -93,13 +93,13 @@ def test_log_probabilities_of_every_layout_are_those_of_the_plain_pass(layout: s
 def test_executors_of_one_kind(mode: CacheMode) -> None:
     driver = Driver(make_executor(mode))
     kind = KV if mode == "kv" else HIDDEN
-    for seat, prompt in PROMPTS.items():
-        driver.add(seat, prompt, kind)
+    for slot, prompt in PROMPTS.items():
+        driver.add(slot, prompt, kind)
     driver.step({s: len(p) for s, p in PROMPTS.items()})
     for _ in range(5):
         driver.step(dict.fromkeys(PROMPTS, 1))
-    for seat, prompt in PROMPTS.items():
-        assert driver.tokens[seat] == reference_greedy(prompt, 6)
+    for slot, prompt in PROMPTS.items():
+        assert driver.tokens[slot] == reference_greedy(prompt, 6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -110,8 +110,8 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
     expected = np.asarray(forward(exact, jnp.asarray(PROMPTS[1][:30], jnp.int32), CONFIG))[-1]
     expected = expected - np.log(np.exp(expected).sum())
     driver = Driver(make_executor(params=params))
-    for seat, kind in ((0, KV), (1, HIDDEN)):
-        driver.add(seat, PROMPTS[1][:30], kind)
+    for slot, kind in ((0, KV), (1, HIDDEN)):
+        driver.add(slot, PROMPTS[1][:30], kind)
     driver.step({0: 29, 1: 29})
     result = driver.step({0: 1, 1: 1}, SamplingParams(temperature=0.0, logprobs=5))
     assert result.top_logprobs is not None
@@ -120,18 +120,18 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
         np.testing.assert_allclose(result.top_logprobs[row], expected[result.top_ids[row]], atol=0.05)
 
 
-@pytest.mark.parametrize(("mode", "ops", "seats"), [("hybrid", None, 8), ("kv", GRAPHS, 2)])
-def test_Q8_serving_after_warm_up_compiles_nothing(mode: CacheMode, ops: KernelBackend | None, seats: int) -> None:
-    executor = make_executor(mode, mixed=True, ops=ops, max_num_seqs=seats)
+@pytest.mark.parametrize(("mode", "ops", "slots"), [("hybrid", None, 8), ("kv", GRAPHS, 2)])
+def test_Q8_serving_after_warm_up_compiles_nothing(mode: CacheMode, ops: KernelBackend | None, slots: int) -> None:
+    executor = make_executor(mode, mixed=True, ops=ops, max_num_seqs=slots)
     seen = []
     executor.warm_up(lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == list(range(seen[-1][1] + 1))
     assert executor.compilations == 0
     driver = Driver(executor)
     rng = np.random.default_rng(0)
-    for seat in range(seats):
+    for slot in range(slots):
         kind = int(rng.integers(2)) if mode == "hybrid" else KV
-        driver.add(seat, list(rng.integers(3, 97, int(rng.integers(1, 40)))), kind)
+        driver.add(slot, list(rng.integers(3, 97, int(rng.integers(1, 40)))), kind)
     variants = [
         GREEDY,
         SamplingParams(seed=1),
@@ -140,11 +140,11 @@ def test_Q8_serving_after_warm_up_compiles_nothing(mode: CacheMode, ops: KernelB
     ]
     for i in range(30):
         counts, budget = {}, 64
-        for seat in rng.permutation(seats)[: rng.integers(1, seats + 1)]:
-            left = len(driver.tokens[seat]) - driver.cached[seat]
+        for slot in rng.permutation(slots)[: rng.integers(1, slots + 1)]:
+            left = len(driver.tokens[slot]) - driver.cached[slot]
             n = min(budget, int(rng.integers(1, left + 1)))
-            if n and driver.cached[seat] + n < 90:
-                counts[int(seat)] = n
+            if n and driver.cached[slot] + n < 90:
+                counts[int(slot)] = n
                 budget -= n
         if counts:
             ends = [s for s, n in counts.items() if driver.cached[s] + n == len(driver.tokens[s])]
@@ -202,8 +202,8 @@ def test_sampled_tokens_do_not_depend_on_how_steps_are_cut_into_programs() -> No
     tokens = []
     for ops in (None, GRAPHS):
         driver = Driver(make_executor(ops=ops))
-        for seat, prompt in PROMPTS.items():
-            driver.add(seat, prompt, HIDDEN if seat % 2 else KV)
+        for slot, prompt in PROMPTS.items():
+            driver.add(slot, prompt, HIDDEN if slot % 2 else KV)
         driver.step({0: 3, 1: 37, 2: 1, 3: 17}, seeded)
         for _ in range(4):
             driver.step({0: 1, 1: 1, 2: 1, 3: 1}, seeded)
@@ -224,19 +224,19 @@ def settings() -> dict[str, SamplingParams]:
 
 
 @pytest.fixture(scope="module", params=[None, GRAPHS], ids=["branches", "graphs"])
-def four_seats(request: pytest.FixtureRequest) -> JaxExecutor:
+def four_slots(request: pytest.FixtureRequest) -> JaxExecutor:
     return make_executor(ops=request.param, max_num_seqs=4)
 
 
 @pytest.mark.parametrize("name", settings())
-def test_R25_a_mask_goes_with_every_setting(name: str, four_seats: JaxExecutor) -> None:
+def test_R25_a_mask_goes_with_every_setting(name: str, four_slots: JaxExecutor) -> None:
     """Masked rows take allowed tokens only, and rows without a mask the same as in a step without masks."""
     params = settings()[name]
     streams = []
     for masked in (True, False):
-        driver = Driver(four_seats)
-        for seat, prompt in PROMPTS.items():
-            driver.add(seat, prompt, HIDDEN if seat % 2 else KV)
+        driver = Driver(four_slots)
+        for slot, prompt in PROMPTS.items():
+            driver.add(slot, prompt, HIDDEN if slot % 2 else KV)
         masks = {1: only(*range(20, 30)), 2: only(40, 96), 3: only(*range(97))} if masked else None
         driver.step({0: 3, 1: 37, 2: 1, 3: 17}, params, masks=masks)
         for i in range(5):
@@ -257,9 +257,9 @@ def test_R25_a_mask_goes_with_every_setting(name: str, four_seats: JaxExecutor) 
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3, repetition_penalty=1.2)])
-def test_R21_a_row_whose_mask_leaves_nothing_has_no_token(params: SamplingParams, four_seats: JaxExecutor) -> None:
+def test_R21_a_row_whose_mask_leaves_nothing_has_no_token(params: SamplingParams, four_slots: JaxExecutor) -> None:
     """Alone, and as something else than a row whose logits are not finite."""
-    driver = Driver(four_seats)
+    driver = Driver(four_slots)
     driver.add(0, [5, 6, 7], KV)
     driver.add(1, [5, 6, 7], KV)
     result = driver.step({0: 3, 1: 3}, params, masks={0: only(8), 1: only()})
@@ -278,17 +278,17 @@ def test_M6_a_row_with_a_mask_whose_logits_are_not_finite_is_flagged() -> None:
     assert driver.tokens[0][-1] == 8
 
 
-def test_tokens_beyond_a_narrow_mask_are_forbidden(four_seats: JaxExecutor) -> None:
-    driver = Driver(four_seats)
+def test_tokens_beyond_a_narrow_mask_are_forbidden(four_slots: JaxExecutor) -> None:
+    driver = Driver(four_slots)
     driver.add(0, [5, 6, 7], KV)
     driver.step({0: 3}, masks={0: only(*range(97))[:1]})
     assert driver.tokens[0][-1] < 32
 
 
 def test_a_step_that_waits_for_masks_has_no_result_before(
-    four_seats: JaxExecutor, monkeypatch: pytest.MonkeyPatch
+    four_slots: JaxExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Driver(four_seats)
+    driver = Driver(four_slots)
     driver.add(0, [5, 6, 7], KV)
     execute = driver.executor.execute
 
@@ -298,7 +298,7 @@ def test_a_step_that_waits_for_masks_has_no_result_before(
             handle.result()
         return handle
 
-    monkeypatch.setattr(four_seats, "execute", keep)
+    monkeypatch.setattr(four_slots, "execute", keep)
     driver.step({0: 3}, masks={0: only(9)})
     assert driver.tokens[0][-1] == 9
 

@@ -16,13 +16,13 @@ def test_tokens_equal_a_plain_forward_pass(ops: str, attention: HiddenAttention)
     prompts = {0: [5, 6, 7], 1: list(range(10, 41)), 2: list(range(60, 69))}
     kinds = {0: KV, 1: HIDDEN, 2: KV} if attention == "absorb" else {0: HIDDEN, 1: KV, 2: HIDDEN}
     driver = Driver(make_executor(attention=attention, ops=ops))
-    for seat, prompt in prompts.items():
-        driver.add(seat, prompt, kinds[seat])
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt, kinds[slot])
     driver.step({0: 3, 1: 20, 2: 4})
     driver.step({1: 11, 2: 5})
     for _ in range(3):
         driver.step({0: 1, 1: 1, 2: 1})
     driver.step({1: 1})
-    for seat, prompt in prompts.items():
-        generated = len(driver.tokens[seat]) - len(prompt)
-        assert driver.tokens[seat] == reference_greedy(prompt, generated), seat
+    for slot, prompt in prompts.items():
+        generated = len(driver.tokens[slot]) - len(prompt)
+        assert driver.tokens[slot] == reference_greedy(prompt, generated), slot

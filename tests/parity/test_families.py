@@ -97,24 +97,24 @@ def test_the_paged_decoder(pair, attention) -> None:
     def step(counts: dict[int, int]) -> None:
         """One step; the logits of rows that reach the end of their tokens, in the order that the executor samples."""
         seen.clear()
-        ends = {seat: driver.cached[seat] + n for seat, n in counts.items()}
+        ends = {slot: driver.cached[slot] + n for slot, n in counts.items()}
         driver.step(counts)
-        sampling = [seat for seat in counts if ends[seat] + 1 == len(driver.tokens[seat])]
-        for row, seat in enumerate(sampling):
+        sampling = [slot for slot in counts if ends[slot] + 1 == len(driver.tokens[slot])]
+        for row, slot in enumerate(sampling):
             np.testing.assert_allclose(
                 seen[0][row],
-                want[ends[seat] - 1],
+                want[ends[slot] - 1],
                 atol=TOLERANCE,
                 rtol=0,
-                err_msg=f"seat {seat} at {ends[seat] - 1}",
+                err_msg=f"slot {slot} at {ends[slot] - 1}",
             )
-            driver.tokens[seat] = tokens[: ends[seat] + 1]  # what comes next is given, not sampled
+            driver.tokens[slot] = tokens[: ends[slot] + 1]  # what comes next is given, not sampled
 
     for kind in kinds:
         driver.add(2 * kind, tokens[:PROMPT], kind)
         driver.add(2 * kind + 1, tokens[:PROMPT], kind)
-    for seat in whole:
-        step({seat: PROMPT})
+    for slot in whole:
+        step({slot: PROMPT})
     step(dict.fromkeys(chunked, 13))
     step(dict.fromkeys(chunked, 1))
     step(dict.fromkeys(chunked, PROMPT - 14))

@@ -130,7 +130,7 @@ class Held:
         victim = self.victim
         if victim is None or self.engine.states.slot[victim.row] < 0:
             return False
-        return bool((batch.seats == self.engine.states.slot[victim.row]).any())
+        return bool((batch.slots == self.engine.states.slot[victim.row]).any())
 
 
 class GrpcVictim:
@@ -255,8 +255,8 @@ def test_nothing_is_left(state, way):
 
     async def whole() -> None:
         room: dict[str, Any] = {"num_blocks": 4096, "max_model_len": 2048} if state == "blocked in a write" else {}
-        seats = 1 if state == "queued" else 4
-        parts = toy_parts(clock=clock, max_num_seqs=seats, debug=not room, **room)
+        slots = 1 if state == "queued" else 4
+        parts = toy_parts(clock=clock, max_num_seqs=slots, debug=not room, **room)
         async with http_serving(parts, grpc=KEEPALIVE, connections=PATIENCE) as served:
             await asyncio.wait_for(scenario(served), 60)
 

@@ -183,7 +183,7 @@ def state(**fields: Any) -> ReplicaState:
     """An idle replica with 100 free blocks, but for what is said."""
     of_queue = {f.name: fields.pop(f.name) for f in dataclasses.fields(Queue) if f.name in fields}
     empty = dict.fromkeys((f.name for f in dataclasses.fields(Queue)), 0)
-    queue = Queue(**{**empty, "missing_blocks": -100, "missing_seats": -8, **of_queue})
+    queue = Queue(**{**empty, "missing_blocks": -100, "missing_slots": -8, **of_queue})
     given = {
         "admission": Admission(SchedulerConfig()), "coming": PendingArrivals(), "busy_s": 0.0, "num_running": 0, "num_blocks": 100,
         "free_blocks": 100, "queued_tokens": 0, "tokens_per_s": 0.0, "min_blocks_for": lambda n: -(-n // 16),

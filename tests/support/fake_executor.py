@@ -200,7 +200,7 @@ class FakeExecutor:
         num_blocks: usable blocks.
         block_size: keys, or values, that a block holds.
         hidden_block_size: layer inputs that a block holds; None: `block_size`.
-        max_num_seqs: seats.
+        max_num_seqs: slots.
         vocab_size: tokens are in [0, vocab_size).
         clock: moved forward to the end of a step by `StepHandle.result`; None: time stands still.
         duration_s: seconds that a step takes; steps queue behind each other.
@@ -312,7 +312,7 @@ class FakeExecutor:
         row = np.repeat(np.arange(n), batch.num_tokens)
         first = np.cumsum(batch.num_tokens) - batch.num_tokens
         position = np.arange(row.size) - first[row] + batch.start[row]
-        tokens = np.where(batch.token_ids == TOKEN_ON_DEVICE, self._last_token[batch.seats[row]], batch.token_ids)
+        tokens = np.where(batch.token_ids == TOKEN_ON_DEVICE, self._last_token[batch.slots[row]], batch.token_ids)
         if (tokens < 0).any():
             raise BatchContractError("a token on the device that was never sampled")
         group, slot = np.divmod(position, self._sizes(batch.kind[row]))
@@ -388,7 +388,7 @@ class FakeExecutor:
         if fault is not None and fault.kind is FaultKind.BAD_TOKEN:
             sampled[fault.row % n] = self.vocab_size + 3 if fault.row % 2 else -7
         # The device goes on with what it has sampled, whatever the host makes of it.
-        self._last_token[batch.seats[batch.samples]] = np.abs(sampled[batch.samples])
+        self._last_token[batch.slots[batch.samples]] = np.abs(sampled[batch.samples])
         ids = np.where(batch.samples, sampled, np.int32(NO_TOKEN))
         if fault is not None and fault.kind is FaultKind.PARTIAL:
             return StepResult(token_ids=ids[:-1], finite=finite[:-1])
@@ -419,7 +419,7 @@ class FakeExecutor:
             require(rows.size and (np.diff(rows) > 0).all(), "masked rows in disorder")
             require(batch.samples[rows].all(), "a mask for a row that does not sample")
         for name, dtype in (
-            ("seats", np.int32),
+            ("slots", np.int32),
             ("num_tokens", np.int32),
             ("start", np.int32),
             ("kind", np.int8),
@@ -435,10 +435,10 @@ class FakeExecutor:
             "block tables",
         )
         require(len(batch.params) == len(batch.history) == n, "params or history of another length")
-        require(np.unique(batch.seats).size == n, "two rows on one seat")
+        require(np.unique(batch.slots).size == n, "two rows on one slot")
         require(
-            batch.seats.min() >= 0 and batch.seats.max() < self.max_num_seqs,
-            "a seat that is not there",
+            batch.slots.min() >= 0 and batch.slots.max() < self.max_num_seqs,
+            "a slot that is not there",
         )
         require((batch.num_tokens >= 1).all() and (batch.start >= 0).all(), "an empty row")
         require(np.isin(batch.kind, (KV, HIDDEN)).all(), "an unknown kind")

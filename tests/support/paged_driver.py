@@ -61,14 +61,14 @@ class Driver:
         self.kind: dict[int, int] = {}
         self.table: dict[int, np.ndarray] = {}
 
-    def add(self, seat: int, prompt: list[int], kind: int) -> None:
+    def add(self, slot: int, prompt: list[int], kind: int) -> None:
         per_row = 2 * (128 // BLOCK)
-        blocks = 1 + (seat * 48 + np.random.default_rng(seat).permutation(48)) % self.executor.num_blocks
-        self.table[seat] = (
+        blocks = 1 + (slot * 48 + np.random.default_rng(slot).permutation(48)) % self.executor.num_blocks
+        self.table[slot] = (
             np.stack([blocks[:24], blocks[24:48]]) if kind == KV else np.stack([blocks[:24], np.zeros(24, np.int64)])
         )
         assert per_row >= 48
-        self.tokens[seat], self.cached[seat], self.kind[seat] = list(prompt), 0, kind
+        self.tokens[slot], self.cached[slot], self.kind[slot] = list(prompt), 0, kind
 
     def step(
         self,
@@ -77,10 +77,10 @@ class Driver:
         on_device: bool = False,
         masks: dict[int, np.ndarray] | None = None,
     ):
-        """One step; `masks` (words of bits) by seat, of rows that sample."""
-        seats = list(counts)
+        """One step; `masks` (words of bits) by slot, of rows that sample."""
+        slots = list(counts)
         ids, samples = [], []
-        for s in seats:
+        for s in slots:
             start, n = self.cached[s], counts[s]
             piece = self.tokens[s][start : start + n]
             complete = start + n == len(self.tokens[s])
@@ -89,26 +89,26 @@ class Driver:
             ids += piece
             samples.append(complete)
         batch = StepBatch(
-            seats=np.array(seats, np.int32),
-            num_tokens=np.array([counts[s] for s in seats], np.int32),
-            start=np.array([self.cached[s] for s in seats], np.int32),
-            kind=np.array([self.kind[s] for s in seats], np.int8),
+            slots=np.array(slots, np.int32),
+            num_tokens=np.array([counts[s] for s in slots], np.int32),
+            start=np.array([self.cached[s] for s in slots], np.int32),
+            kind=np.array([self.kind[s] for s in slots], np.int8),
             token_ids=np.array(ids, np.int32),
-            block_tables=np.stack([self.table[s] for s in seats]).astype(np.int32),
+            block_tables=np.stack([self.table[s] for s in slots]).astype(np.int32),
             samples=np.array(samples),
-            position=np.zeros(len(seats), np.int32),
-            params=[params] * len(seats),
-            history=[np.array(self.tokens[s], np.int32) for s in seats],
-            prompt_len=np.array([len(self.tokens[s]) for s in seats], np.int32),
-            masked=np.array([i for i, s in enumerate(seats) if s in masks]) if masks else None,
+            position=np.zeros(len(slots), np.int32),
+            params=[params] * len(slots),
+            history=[np.array(self.tokens[s], np.int32) for s in slots],
+            prompt_len=np.array([len(self.tokens[s]) for s in slots], np.int32),
+            masked=np.array([i for i, s in enumerate(slots) if s in masks]) if masks else None,
         )
         handle = self.executor.execute(batch)
         if masks:
             assert batch.masked is not None
             assert all(samples[i] for i in batch.masked)
-            cast("MaskedStepHandle", handle).sample(np.stack([masks[s] for s in seats if s in masks]))
+            cast("MaskedStepHandle", handle).sample(np.stack([masks[s] for s in slots if s in masks]))
         result = handle.result()
-        for i, s in enumerate(seats):
+        for i, s in enumerate(slots):
             self.cached[s] += counts[s]
             if samples[i]:
                 self.tokens[s].append(int(result.token_ids[i]))

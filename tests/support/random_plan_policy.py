@@ -116,12 +116,12 @@ class RandomPolicy:
             rows.append(row)
             num_tokens.append(length)
             kinds.append(kind)
-        seats = view.max_num_seqs - (view.running.size - len(preempt))
+        slots = view.max_num_seqs - (view.running.size - len(preempt))
         waiting = [int(r) for r in view.waiting]
         if self._chance(self.chaos.shuffle):
             self._rng.shuffle(waiting)
         for row in waiting:
-            if seats < 1 or budget < 1:
+            if slots < 1 or budget < 1:
                 break
             if self._chance(self.chaos.skip):
                 continue
@@ -138,7 +138,7 @@ class RandomPolicy:
             free -= _start_blocks(view, row, length, kind)
             length = _left(view, row, length, kind)
             budget -= length
-            seats -= 1
+            slots -= 1
             rows.append(row)
             num_tokens.append(length)
             kinds.append(kind)

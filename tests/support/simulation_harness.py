@@ -319,7 +319,7 @@ class Simulation:
             if not scenario.second_failure:
                 self._next_fault_s = math.inf  # until the engine has recovered, see `_step`
             self.num_step_faults += 1
-            self.note["step failure with >= 2 rows"] += batch.seats.size >= 2
+            self.note["step failure with >= 2 rows"] += batch.slots.size >= 2
             self.note["step failure with a token in flight"] += bool((batch.token_ids == -1).any())
             kinds = (
                 FaultKind.OUT_OF_MEMORY if self.num_step_faults % 2 else FaultKind.RAISE_BEFORE,
@@ -331,10 +331,10 @@ class Simulation:
             self.note[f"step failure: {kind.name.lower()}"] += 1
             return Fault(kind=kind)
         if rng.random() < scenario.p_bad_row:
-            row = int(rng.integers(batch.seats.size * 2))
-            if batch.samples[row % batch.seats.size]:
+            row = int(rng.integers(batch.slots.size * 2))
+            if batch.samples[row % batch.slots.size]:
                 self.row_faults_planted = True
-                self.note["bad row with >= 2 bystanders"] += batch.seats.size >= 3
+                self.note["bad row with >= 2 bystanders"] += batch.slots.size >= 3
                 return Fault(
                     kind=FaultKind.NOT_FINITE if rng.random() < 0.5 else FaultKind.BAD_TOKEN,
                     row=row,
@@ -605,7 +605,7 @@ class Simulation:
         _expect(stats.free_blocks == stats.total_blocks, f"{stats.used_blocks} blocks are lost")
         _expect(
             engine.cache.num_free_slots == scenario.max_num_seqs and not engine.table.live.any(),
-            "seats or rows are lost",
+            "slots or rows are lost",
         )
         _expect(sum(stats.finished.values()) == len(self.streams), "ends are miscounted")
         _expect(
