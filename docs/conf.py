@@ -28,6 +28,7 @@ myst_heading_anchors = 4
 nb_execution_mode = "off"  # tests run the notebooks
 
 default_role = "code"  # docstrings write names in single backticks, as Markdown does
+highlight_language = "text"  # of blocks that name none
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_class_signature = "separated"

@@ -56,7 +56,7 @@ def main(num_requests: int = 200) -> None:
     )  # fmt: skip
     for name, policy in (("fcfs", None), ("shortest-first", ShortestFirst())):
         result = simulate(config, policy=policy)
-        print(f"{name:15} {result.slo_attainment:6.1%} attained, TTFT p99 {result.ttft_s['p99']:.1f} s")
+        print(f"{name:15} {result.slo_attainment:6.1%} attained, TTFT p99 {result.ttft_p99_s:.1f} s")
 
 
 if __name__ == "__main__":
