@@ -253,7 +253,7 @@ def effective_throughput(
         target: in (0, 1].
         low, high: first bracket, requests/s.
         tolerance: relative width of the bracket at which the search ends.
-        seeds: at least one run a seed; INTERFACES asks for three.
+        seeds: at least one run a seed; docs/metrics.md asks for three.
 
     Returns:
         Requests a second; 0.0 if `low` misses the target already.

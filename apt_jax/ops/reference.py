@@ -197,7 +197,7 @@ def decode_absorbed(
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N D"]:
-    """`softmax(q~ x^T) x` over positions [0, lens), x shared by all heads (DESIGN.md §6); the scale is in q~."""
+    """`softmax(q~ x^T) x` over positions [0, lens), x shared by all heads (docs/design/hybrid_cache.md, Absorption); the scale is in q~."""
     width = q_absorbed.shape[2]
 
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:

@@ -28,7 +28,7 @@ for columns, fields with a default and functions that are added.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheKindSpec:
-    """A cache kind as data: its memory and its extra time over the KV kind (DESIGN.md §5, Apt-Serve Eq. 6)."""
+    """A cache kind as data: its memory and its extra time over the KV kind (docs/design/scheduling.md, Value of a request; Apt-Serve Eq. 6)."""
 
     name: str
     blocks_per_group: int

@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EffectiveRate:
-    """The highest request rate that meets an attainment target, over seeds (INTERFACES §6)."""
+    """The highest request rate that meets an attainment target, over seeds (docs/metrics.md, A run)."""
 
     target: float
     rates: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Time of a step as a model fitted to measured ones (DESIGN.md §7; InferMax §3.2, BROS §4.1).
+"""Time of a step as a model fitted to measured ones (docs/design/scheduling.md, Cost model; InferMax §3.2, BROS §4.1).
 
 Two models from the same points, both by non-negative least squares on relative errors:
 

@@ -10,7 +10,7 @@ from apt_jax.sched.request_table import HIDDEN
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Time of a step as a linear model of what is in it (DESIGN.md §7; InferMax §3.2, BROS §4.1).
+    """Time of a step as a linear model of what is in it (docs/design/scheduling.md, Cost model; InferMax §3.2, BROS §4.1).
 
     From calibration or a hardware description; all in seconds, zero where nothing is known. A row decodes when it
     computes one token over cached positions, else it is a prefill chunk of c tokens over m cached ones. Per phase:
