@@ -1,12 +1,13 @@
 """The public surface is what it was: flags, the OpenAPI document, public names, protobuf messages.
 
-An intended change rewrites the files (`python tests/support/snapshots.py`) and needs an entry in the changelog.
+An intended change rewrites the files (`python -m tests.support.snapshots`) and needs an entry in the changelog.
 """
 
 import json
 
 import pytest
-from snapshots import DIRECTORY, SNAPSHOTS, cli_flags, openapi_document, public_names
+
+from tests.support.snapshots import DIRECTORY, SNAPSHOTS, cli_flags, openapi_document, public_names
 
 
 def stored(name: str):

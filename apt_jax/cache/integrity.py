@@ -90,7 +90,9 @@ def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.
         )
         require(int(np.count_nonzero(refs[ids[0]] == 1)) == groups.num_private[slot], "private groups are miscounted")
         for first in ids[0].tolist():
-            require(kind_of.setdefault(first, cache.kind[slot]) == cache.kind[slot], "a group is held with two kinds")
+            require(
+                kind_of.setdefault(first, int(cache.kind[slot])) == cache.kind[slot], "a group is held with two kinds"
+            )
             node = groups.prefixes.node_of.get(first)
             require(node is None or node.kind == kind_of[first], "a group is registered under another kind")
         sums[ids[0]] += slot

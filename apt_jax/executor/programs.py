@@ -70,7 +70,8 @@ class Programs:
         specs: Any,
     ) -> None:
         self.config, self.ops, self.form, self.kinds_offered = config, ops, form, kinds_offered
-        self._hidden_mode, self._tensor, self._mesh, self._specs = hidden_mode, tensor, mesh, specs
+        self._hidden_mode: HiddenMode | None = hidden_mode
+        self._tensor, self._mesh, self._specs = tensor, mesh, specs
         pools, alike = P(None, parallel.AXIS), P()
         self.jitted: dict[str, Any] = {
             "forward": self._jit(self.forward, donate=("pools",), results=(pools, alike)),

@@ -1,24 +1,55 @@
-"""Models: one functional decoder, its parameters, and the adapters and loaders that fill them from checkpoints."""
+"""Models: one functional decoder, its parameters, and the adapters and loaders that fill them from checkpoints.
+
+Names are imported when they are first used: `apt_jax.models.config` needs no JAX.
+"""
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from apt_jax.models.config import ModelConfig
+    from apt_jax.models.families.registry import FAMILIES, PRESETS
+    from apt_jax.models.loading.loader import LoadedModel, load_model
+    from apt_jax.models.loading.resolve import (
+        ResolvedModel,
+        bundled_models,
+        models_with_files,
+        read_model_config,
+        resolve_model,
+    )
+    from apt_jax.models.params import ModelParams
+    from apt_jax.models.reference import forward, reference_generate_greedy
+
+__all__ = [
+    "FAMILIES",
+    "PRESETS",
+    "LoadedModel",
+    "ModelConfig",
+    "ModelParams",
+    "ResolvedModel",
+    "bundled_models",
+    "forward",
+    "load_model",
+    "models_with_files",
+    "read_model_config",
+    "reference_generate_greedy",
+    "resolve_model",
+]
 
 _HOMES = {
-    **dict.fromkeys(("FAMILIES", "PRESETS"), "apt_jax.models.families"),
-    **dict.fromkeys(("LoadedModel", "load_model"), "apt_jax.models.loading.loader"),
+    **dict.fromkeys(("FAMILIES", "PRESETS"), "families.registry"),
+    **dict.fromkeys(("LoadedModel", "load_model"), "loading.loader"),
     **dict.fromkeys(
         ("ResolvedModel", "bundled_models", "models_with_files", "read_model_config", "resolve_model"),
-        "apt_jax.models.loading.resolve",
+        "loading.resolve",
     ),
-    "ModelConfig": "apt_jax.models.config",
-    "ModelParams": "apt_jax.models.params",
-    **dict.fromkeys(("forward", "reference_generate_greedy"), "apt_jax.models.reference"),
+    "ModelConfig": "config",
+    "ModelParams": "params",
+    **dict.fromkeys(("forward", "reference_generate_greedy"), "reference"),
 }
-
-__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    """Import on first use: `apt_jax.models.config` needs no JAX."""
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(f"apt_jax.models.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'apt_jax.models' has no attribute {name!r}")

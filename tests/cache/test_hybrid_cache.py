@@ -116,7 +116,7 @@ class TestHybridCache:
         assert cache.reserve(1, 12, HIDDEN)
         cache.check_integrity([0, 1])
 
-    def test_a_request_without_a_seat_must_wait(self):
+    def test_a_request_without_a_slot_must_wait(self):
         cache = make_cache(max_num_seqs=1)
         assert cache.reserve(0, 1, HIDDEN)
         assert not cache.reserve(1, 1, HIDDEN)

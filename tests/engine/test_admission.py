@@ -180,7 +180,7 @@ class TestObjectives:
         assert caught.value.retry_after_s == pytest.approx(4.022)
         check(config, ttft_s=1.0, missing_blocks=50, blocks_per_s=0.0)  # nothing is known
 
-    def test_seats_count_where_they_are_short(self):
+    def test_slots_count_where_they_are_short(self):
         config: dict[str, Any] = {"slo_admission": "on"}
         with pytest.raises(QueueFullError, match="about 4022 ms"):
             check(config, ttft_s=1.0, missing_slots=8, requests_per_s=2.0)

@@ -388,7 +388,7 @@ def test_estimated_lengths_hold_admission_back():
     assert step(crowded, "infermax")[1] == {0: 1, 1: 10}
 
 
-def test_a_waiting_request_takes_a_seat_that_is_free():
+def test_a_waiting_request_takes_a_slot_that_is_free():
     world = World(num_blocks=1000, mode="kv", max_num_seqs=2)
     world.hold(world.add(30), KV)
     world.hold(world.add(20), KV)
