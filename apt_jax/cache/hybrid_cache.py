@@ -98,7 +98,7 @@ class HybridCache:
 
     @property
     def charges_changed(self) -> bool:
-        """Whether `num_private` of a slot has changed otherwise than by that slot's `reserve`; reset by the reader."""
+        """True after `num_private` of a slot has changed by anything but its own `reserve`; reset by the reader."""
         return self.groups.ownership_changed
 
     @charges_changed.setter

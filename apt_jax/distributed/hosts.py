@@ -39,7 +39,7 @@ _WARN_EVERY_S = 1.0
 
 
 class HostError(AptJaxError):
-    """Ranks of one replica have not met, or one of them is gone; beginning anew may help."""
+    """Ranks of one replica have not met, or one of them is gone; a new start may help."""
 
 
 def end_process(code: int, reason: str | None = None) -> None:
@@ -115,8 +115,8 @@ class Hosts(abc.ABC):
         self.on_lost(reason)
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """An exception within is told to the other ranks, which end with its message."""
+    def propagate_errors(self) -> Iterator[None]:
+        """Send an exception raised within to the other ranks, which end with its message."""
         try:
             yield
         except Exception as error:

@@ -24,7 +24,7 @@ class Plan:
 
     program: str
     arrays: Sequence[Array | None]
-    """What it takes from the host, in the order of its arguments."""
+    """Arguments that come from the host, in order."""
     static: dict[str, Any]
 
     def encode(self) -> bytes:

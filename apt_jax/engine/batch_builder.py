@@ -110,7 +110,7 @@ class PlanFilter:
         kind: NDArray[np.int8],
         preempt: NDArray[np.int32],
     ) -> bool:
-        """Whether a plan runs nothing but running requests, and is valid: most plans do, and this is quicker to see."""
+        """Return True if a plan is valid and schedules only running requests: a fast check, which most plans pass."""
         states = self._states
         if rows.min() < 0 or rows.max() >= states.capacity or preempt.size:
             return False

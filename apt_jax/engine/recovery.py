@@ -1,4 +1,4 @@
-"""What the engine does after failures: recompute, smaller steps, breaking a stall, and its end."""
+"""Recovery from failures: recomputation, smaller steps, breaking a stall, and the end of the engine."""
 
 import logging
 
@@ -20,7 +20,7 @@ FAILURE_WINDOW_S = 60.0
 
 _LEAST_TOKENS = 16
 """Minimum size of a step, however little memory there is: programs are not compiled for fewer, and prompts must go on."""
-SQUEEZE_S = 600.0
+OOM_BACKOFF_S = 600.0
 """How long steps are kept small after one for which there was no memory."""
 
 
@@ -41,12 +41,12 @@ class StepLimits:
         """There was no memory for a step of `num_tokens`: keep the next ones to half of it."""
         self.num_tokens = max(_LEAST_TOKENS, min(self.num_tokens, num_tokens) // 2)
         self.num_seqs = min(self.num_seqs, self.num_tokens)
-        self._until_s = now_s + SQUEEZE_S
+        self._until_s = now_s + OOM_BACKOFF_S
         logger.error(
             "no memory for a step of %d tokens: for %.0f s steps have at most %d tokens and %d requests. If it happens "
             "again, lower --max-num-batched-tokens, --max-num-seqs or --device-memory-utilization",
             num_tokens,
-            SQUEEZE_S,
+            OOM_BACKOFF_S,
             self.num_tokens,
             self.num_seqs,
         )

@@ -241,7 +241,7 @@ class RequestStates(ColumnTable):
         """Put a request among the waiting ones.
 
         Args:
-            request: one that admission has let in.
+            request: admitted by `AdmissionController.check`.
             pinned_kind: the only kind that can hold it; `NO_KIND`: any can.
             expected_ttft_s: see `Admission.check`.
         """

@@ -78,7 +78,7 @@ class KindSet(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SamplerVariant:
-    """What a sampling program can do; each needed combination is compiled."""
+    """Features of a sampling program; each needed combination is compiled."""
 
     greedy: bool = False
     """All rows take the most likely token, their settings are not read."""

@@ -18,7 +18,7 @@ _MAX_PROMPT_LEN = 8192
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionDemand:
-    """What a request asks of the engine."""
+    """Resources and latency that a request asks for."""
 
     prompt_len: int
     """Tokens of its prompt."""

@@ -384,7 +384,7 @@ class AsyncEngine:
                 self._inbox.popleft()
             self._add(first)
         self._wake()  # those that were rejected
-        snapshot = self._engine.outlook()
+        snapshot = self._engine.queue_snapshot()
         with self._work:
             pending = [command.request for command in self._inbox if isinstance(command, RequestStream)]
             self._gate.begin_step(snapshot, pending)

@@ -155,7 +155,7 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
     from apt_jax.distributed.rendezvous import join
 
     hosts = join(config, model, resolved)
-    with hosts.telling():
+    with hosts.propagate_errors():
         yield hosts
 
 

@@ -72,7 +72,7 @@ class Replica:
         engine, view = self.engine, self.engine.view()
         return ReplicaState(
             admission=engine.admission,
-            outlook=engine.outlook(),
+            queue_snapshot=engine.queue_snapshot(),
             coming=self._coming,
             busy_s=busy_s,
             num_running=int(view.running.size),

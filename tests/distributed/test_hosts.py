@@ -148,7 +148,7 @@ def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
 
 
 def has_joined(caplog: pytest.LogCaptureFixture, rank: int) -> Callable[[], Any]:
-    """Whether rank 0 has said that it did."""
+    """Return a check of the log for the line that the rank has joined."""
     return lambda: re.search(rf"rank {rank} \(.*\) joined", caplog.text)
 
 
@@ -188,7 +188,7 @@ def test_a_rank_that_ends_is_noticed_by_all(ranks):
 
 def test_an_error_of_one_rank_is_the_last_word_of_all(ranks):
     _, follower = pair(ranks)
-    with pytest.raises(ValueError, match="no such file"), follower.telling():
+    with pytest.raises(ValueError, match="no such file"), follower.propagate_errors():
         raise ValueError("no such file\nor directory")
     until(lambda: 0 in ranks.lost)
     assert ranks.lost[0] == f"rank 1 ({socket.gethostname()}): no such file or directory"

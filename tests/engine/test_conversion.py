@@ -300,7 +300,7 @@ def test_no_block_that_is_given_back_is_handed_out_in_the_same_call():
         assert cache.reserve(owner, 8, HIDDEN)
     before = [cache.tables[cache.slot_of(owner), 0, :2].tolist() for owner in range(3)]
     given_back, ok = cache.convert_rows([0, 1, 2], [8, 9, 9])
-    # 8 free blocks: the first takes 4, the second would take 6 and keeps its kind with one more, the third likewise.
+    # 8 free blocks: the first takes 4, the second would take 6 and keeps its kind with one more, and so does the third.
     assert ok == [True, True, True]
     assert given_back[0] is not None
     assert given_back[0].tolist() == before[0]

@@ -272,7 +272,7 @@ class TestEnds:
         ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else None,
     )
     def test_E10_of_several_reasons_in_one_step_there_is_one(self, overlap, causes, ends):
-        """What is wrong, then a stop token, then what is seen of the text, then the length."""
+        """In this order: an error, a stop token, a stop in the text, the length."""
 
         class Processor:
             def on_token(self, request, token_id):

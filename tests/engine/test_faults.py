@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
-from apt_jax.engine import FAILURE_WINDOW_S, SQUEEZE_S
+from apt_jax.engine import FAILURE_WINDOW_S, OOM_BACKOFF_S
 from apt_jax.engine.timeline import TimelineLog
 from apt_jax.errors import ConfigError, EngineDeadError
 from apt_jax.executor import is_out_of_memory
@@ -161,7 +161,7 @@ def test_D1_after_a_step_without_memory_steps_are_half_as_large_for_a_while(when
     assert max(tokens for _, tokens in faulty.batches[first:]) == faulty.batches[0][1] // 2
     for flag in ("--max-num-batched-tokens", "--max-num-seqs", "--device-memory-utilization"):
         assert flag in caplog.text
-    clock.ahead_s += SQUEEZE_S
+    clock.ahead_s += OOM_BACKOFF_S
     done = len(faulty.batches)
     run_all(parts, [request_of(parts, f"later{i}", "y" * 60, 2) for i in range(4)])
     assert max(tokens for _, tokens in faulty.batches[done:]) == faulty.batches[0][1]
@@ -472,7 +472,7 @@ def test_all_who_held_cache_are_told_that_it_was_lost_once(overlap, fault):
     assert events(log, "holder").count("lost") == 1
     assert events(log, "new").count("lost") == 1
     lost = events(log, "holder").index("lost")
-    assert "prefill" in events(log, "holder")[lost:]  # it is computed anew
+    assert "prefill" in events(log, "holder")[lost:]  # it is recomputed
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -266,8 +266,8 @@ class TestFaults:
         served.serve([*prompt(8), *prompt(8, 1)], 8)
         assert served.engine.stats().cached_blocks == 0
 
-    def test_a_request_whose_form_leaves_no_token_spoils_nothing_for_others(self, overlap):
-        """What it has found is as good as before: nobody can empty the cache of others by asking for the impossible."""
+    def test_a_request_whose_constraint_leaves_no_token_spoils_nothing_for_others(self, overlap):
+        """The blocks that it has found stay valid: nobody can evict others' cache with a constraint that cannot be met."""
 
         class NoToken:
             ended = False
@@ -308,7 +308,7 @@ class TestFaults:
 
 
 class TestPlantedBugs:
-    """What breaks no accounting must show in the tokens."""
+    """Bugs that break no accounting must show in the tokens."""
 
     def test_registering_before_the_token_is_known(self):
         class TooEarly(Engine):

@@ -84,7 +84,7 @@ def allowed(constraint: LLConstraint, vocab_size: int = 4096) -> set[int] | None
 
 
 def follows(constraint: LLConstraint, ids: list[int], vocab_size: int = 4096) -> bool:
-    """Whether each id is allowed when it comes."""
+    """Return True if each id is allowed when it comes."""
     for token in ids:
         tokens = allowed(constraint, vocab_size)
         if tokens is None or token not in tokens:
@@ -94,7 +94,7 @@ def follows(constraint: LLConstraint, ids: list[int], vocab_size: int = 4096) ->
 
 
 def over(constraint: LLConstraint, eos: int = 2) -> bool:
-    """Whether the output may end here."""
+    """Return True if the output may end here."""
     if constraint.ended:
         return True
     tokens = allowed(constraint)

@@ -1,4 +1,4 @@
-"""What holds for every policy: promises of `Plan`, progress, names."""
+"""Properties of every policy: the contract of `Plan`, progress, names."""
 
 import dataclasses
 import re
@@ -92,7 +92,8 @@ def test_plans_of_variants_keep_their_promises(name, world):
 
 
 REDECIDES = ("apt", "apt-s")
-"""Who runs is decided again in every iteration, as the paper has it: each token may cost the recomputation of its whole request."""
+"""Policies that choose the running requests again in every iteration, as in the paper: each token may cost the recomputation of its whole
+request."""
 
 
 def serve_everything(name: str, decay: float, world: World) -> None:
