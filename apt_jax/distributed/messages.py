@@ -20,7 +20,7 @@ Array = NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One program call, as rank 0 makes it."""
+    """One program call of rank 0."""
 
     program: str
     arrays: Sequence[Array | None]

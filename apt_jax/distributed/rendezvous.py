@@ -1,4 +1,4 @@
-"""How the ranks of a replica meet, before JAX touches a device."""
+"""Rendezvous of the ranks of a replica, before JAX touches a device."""
 
 import contextlib
 import ipaddress

@@ -11,9 +11,9 @@ Three bounds, checked when a request arrives and before anything is allocated fo
 
 A rejection says when to retry: when the excess has been worked off.
 
-A request that arrives while a step runs need not wait for its end to be rejected: `Admission.early_reject` decides by a `QueueSnapshot`,
-which the engine published when the step began, and by the requests that have arrived since. It only ever rejects; the engine
-decides about the others.
+A request that arrives while a step runs need not wait for its end to be rejected: `Admission.early_reject` decides by a
+`QueueSnapshot`, which the engine published when the step began, and by the requests that have arrived since. It only ever
+rejects; the engine decides about the others.
 """
 
 import collections

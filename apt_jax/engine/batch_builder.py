@@ -352,7 +352,7 @@ class BatchBuilder:
         return copies[copies[:, 1] != NULL_BLOCK]
 
     def record(self, batch: StepBatch | None, rows: NDArray[np.int32]) -> None:
-        """Record what `build` returned, where somebody listens."""
+        """Record the result of `build`, if there is a listener."""
         if self._recorder.current is not None:
             self._recorder.built(
                 batch,

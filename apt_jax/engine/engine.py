@@ -46,7 +46,7 @@ Plans of policies from outside this package are checked each time (0.1 ms), thos
 Failures. What can be blamed on one request (logits that are not finite, a token outside the vocabulary, its output
 processor, its grammar) ends that request alone. A step that raises has destroyed the pool: the executor is reset, every
 request that held cache waits again, and the loop goes on; a second failure within a minute ends the engine, visibly. After
-a step for which there was no memory, steps are at most half as large for a while (`OOM_BACKOFF_S`). Accounting that contradicts
+a step that ran out of memory, steps are at most half as large for a while (`OOM_BACKOFF_S`). Accounting that contradicts
 itself (`CacheIntegrityError`) ends the engine at once: better than serving one request another's memory.
 
 Parts. `RequestStates` owns the requests and their transitions, `PolicyRunner` the policy, `BatchBuilder` turns plans into
@@ -88,7 +88,7 @@ from apt_jax.utils.clock import Clock
 logger = logging.getLogger("apt_jax.engine")
 
 _COST_ERROR_EVERY = 8
-"""Every such step is compared with the cost model."""
+"""One in so many steps is compared with the cost model."""
 
 
 class Engine:
@@ -480,7 +480,7 @@ class Engine:
 
     @property
     def dead_reason(self) -> str | None:
-        """Why the engine ended; None while it lives."""
+        """Reason for which the engine ended; None while it is alive."""
         return self._recovery.dead_reason
 
     def is_live(self, request: EngineRequest) -> bool:

@@ -60,7 +60,7 @@ class Iteration:
     number: int
     """Number among the decisions that run or preempt something, from 0, listened to or not."""
     at_s: float
-    """When it was made, on the engine's clock."""
+    """Time of the decision on the engine's clock."""
     type: str
     """`Plan.iteration`: "prefill", "decode" or "mixed"; "idle": nothing to run."""
     scheduled: tuple[ScheduledRow, ...] = ()
@@ -79,7 +79,8 @@ class Iteration:
     schedule_s: float = 0.0
     """Host time of the decision."""
     step_s: float | None = None
-    """From the dispatch of the step, or from the end of the one before it if that is later, until its tokens were there. None: nothing ran."""
+    """Duration of the step: from its dispatch, or from the end of the step before it if that is later, until its tokens
+    arrived. None: nothing ran."""
     failed: bool = False
     """The step raised, or was in flight when another one did; its results are lost."""
     lost: tuple[str, ...] = ()

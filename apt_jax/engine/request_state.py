@@ -49,7 +49,7 @@ class StepOutput:
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it. Validation merges EOS into the stop tokens: it is named here too."""
     error: str | None = None
-    """Why it ended with "error"."""
+    """Reason for which it ended with "error"."""
     num_outputs: int = 0
     """Tokens delivered so far, the new ones included."""
     metrics: RequestMetrics
@@ -75,7 +75,7 @@ class RequestState:
     tokens: NDArray[np.int32]
     """(prompt_len + max_tokens,) prompt, then the outputs that the host knows."""
     num_known: int
-    """How much of `tokens` is filled."""
+    """Filled length of `tokens`."""
     prompt_len: int
     params: SamplingParams
     stop_token_ids: frozenset[int]

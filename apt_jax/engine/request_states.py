@@ -451,6 +451,6 @@ class RequestStates(ColumnTable):
         )
 
     def take_outputs(self) -> list[StepOutput]:
-        """Return the outputs that nobody has seen yet, once."""
+        """Return the outputs that have not been returned yet."""
         outputs, self.outputs = self.outputs, []
         return outputs

@@ -36,7 +36,7 @@ class EngineStats:
     """Steps run, by `Plan.iteration`."""
     num_preemptions: int
     kind_switches: dict[tuple[str, str], int]
-    """By (from, to), of requests that came back after a preemption."""
+    """Kind switches by (from, to), of requests resumed after a preemption."""
     num_conversions: int
     """Conversions of a running request from layer inputs to keys and values."""
     recomputed_tokens: int
@@ -44,7 +44,7 @@ class EngineStats:
     prefix_cache_queries: int
     """Tokens of requests that were scheduled for the first time; 0 without prefix caching."""
     prefix_cache_hits: int
-    """Those of them that were found cached."""
+    """Tokens of `prefix_cache_queries` that were found cached."""
     finished: dict[str, int]
     """Ended requests by reason."""
     num_refused: int

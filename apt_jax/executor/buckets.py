@@ -1,4 +1,4 @@
-"""Which programs there are: padded sizes, cache kinds that can occur, and variants of the sampler. Needs no JAX."""
+"""The set of compiled programs: padded sizes, cache kinds that can occur, and variants of the sampler. Needs no JAX."""
 
 import dataclasses
 from collections.abc import Sequence

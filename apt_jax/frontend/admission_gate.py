@@ -23,7 +23,7 @@ class AdmissionDemand:
     prompt_len: int
     """Tokens of its prompt."""
     uncached_tokens: int
-    """Those of them that are not cached."""
+    """Prompt tokens that are not cached."""
     num_blocks: int
     """Cache blocks for the prompt."""
     best_effort: bool

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that runs.
+"""Builds a running engine from a configuration.
 
 `build_engine` makes everything once, for every front end: model, tokenizer, executor (compiled), costs (calibrated or
 loaded), policy, engine.

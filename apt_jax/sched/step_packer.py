@@ -81,7 +81,7 @@ def blocks_after(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
 
 
 def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> int:
-    """How many of all running `rows`, the last to be preempted first, keep their cache and still get their blocks.
+    """Return how many of all running `rows`, the last to be preempted first, keep their cache and get their blocks.
 
     The rows behind them must be preempted. That is what a loop does which takes the rows one by one and preempts the
     last of them while the next one does not fit.
@@ -191,7 +191,7 @@ class StepPacker:
         self._kind: list[int] = []
 
     def decode(self, rows: Rows) -> None:
-        """One token of each of `rows`, before anything else; the caller has seen to it that their blocks are there."""
+        """Add one token of each of `rows`, before anything else; the caller has checked that their blocks are free."""
         table = self.view.table
         self._decoding = rows
         self.tokens_left -= rows.size
@@ -296,7 +296,7 @@ class StepPacker:
 
 
 def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
-    """One token of each of `rows`, as many as a step may hold, after `preempt` gave their cache up."""
+    """Add one token of each of `rows`, as many as a step may hold, after `preempt` have lost their cache."""
     rows = rows[: view.max_num_batched_tokens]
     if not rows.size:
         return Plan.idle(preempt)

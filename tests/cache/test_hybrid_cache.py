@@ -569,7 +569,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Random reservations and releases, held against a model that puts one position after the other into a block."""
 
     INPUTS = 3
-    """Layer inputs a block."""
+    """Layer inputs per block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Products of the C++ kernels against float64, and the fallback where they are not available. Attention: tests/pallas."""
+"""Products of the C++ kernels against float64, and the fallback where they are not available. Attention:
+tests/pallas."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""How ranks meet, and how they notice that another one is gone; JAX is not joined here (tests/serve/test_several_hosts.py)."""
+"""Rendezvous of ranks and detection of lost ones; JAX is not joined here (tests/serve/test_several_hosts.py)."""
 
 import contextlib
 import dataclasses
@@ -428,7 +428,7 @@ def test_a_strangers_message_ends_nobody_and_learns_nothing(ranks, key, caplog, 
 
 
 def test_strangers_that_say_nothing_hold_nobody_up_for_long(ranks, key, monkeypatch):
-    """No more than so many are looked at, and each for a while only."""
+    """Only so many connections are read at a time, each for a limited time."""
     monkeypatch.setattr(transport, "HELLO_S", 1.0)
     ranks.start(0, key=key)
     until(lambda: _listens(ranks.port))

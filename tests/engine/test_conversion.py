@@ -258,7 +258,7 @@ def test_broken_promises_are_named():
 
 
 def test_what_a_policy_may_not_convert_stays_as_it_is():
-    """As in a server, which reports the promise once and goes on."""
+    """Setting of a server, which reports a broken promise once and goes on."""
     policy = Converter(after=1)
     policy.checks = False
     made = served(policy, num_blocks=8, debug=False)  # 16 positions as KV: 20 can be held as layer inputs alone

@@ -306,7 +306,7 @@ def test_H9_jumps_of_the_wall_clock_change_nothing(monkeypatch):
 
 
 def end_thread(engine: AsyncEngine) -> None:
-    """As if something killed the engine's thread, wherever it is."""
+    """Raise in the engine's thread, wherever it is."""
     ident = ctypes.c_ulong(engine._thread.ident or 0)
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
 

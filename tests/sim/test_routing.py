@@ -52,7 +52,7 @@ def part_of(workload: Workload, index: np.ndarray) -> Workload:
 
 
 def served_alone(config: SimulationConfig, workload: Workload) -> list[RequestMetrics | None]:
-    """One engine, fed as simply as can be: whatever has come by the clock is added, then a step is run."""
+    """Run one engine in a plain loop: add the requests that have arrived, then run a step."""
     hardware, clock = load_hardware(config.model, config.hardware), VirtualClock()
     costs = hardware.step_costs(config.hidden_attention)
     scheduler = SchedulerConfig(

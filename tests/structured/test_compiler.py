@@ -60,7 +60,7 @@ def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
 
 
 def checked(**form: Any) -> StructuredOutputsParams:
-    """As validation hands it on."""
+    """Return the grammar in the form that validation returns."""
 
     class Source:
         wanted: Any = None

@@ -26,7 +26,7 @@ TINY = 1e-40  # a denormal as a 32-bit number
 
 
 class ByteEncoder:
-    """One token a byte, after a special one."""
+    """One token per byte, after a special one."""
 
     vocab_size = 300
 

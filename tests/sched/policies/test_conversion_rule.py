@@ -1,4 +1,4 @@
-"""When a hidden request is worth keys and values: by hand, by brute force, and in a running world."""
+"""The rule for converting hidden requests: against hand calculation, brute force, and in a running world."""
 
 import dataclasses
 import time

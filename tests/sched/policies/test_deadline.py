@@ -13,7 +13,7 @@ COSTS = StepCosts(
     decode_base_s=0.01,
     decode_per_request_s=0.001,
 )
-"""A step takes 10 ms and 1 ms a token."""
+"""A step takes 10 ms and 1 ms per token."""
 
 
 def world_of(*, num_blocks: int = 10**5, max_num_batched_tokens: int = 1000, block_size: int = 4) -> World:
@@ -191,7 +191,7 @@ def test_priority_lies_between_deadline_and_length():
 
 def test_who_cannot_be_in_time_goes_last_for_good():
     world = world_of()
-    policy = QoServePolicy()  # 1,000 prompt tokens a second
+    policy = QoServePolicy()  # 1,000 prompt tokens per second
     world.add(600, ttft_s=0.5)  # 0.6 s of work
     world.add(400, ttft_s=0.5)
     world.add(100, ttft_s=9.0)

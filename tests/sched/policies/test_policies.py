@@ -92,8 +92,8 @@ def test_plans_of_variants_keep_their_promises(name, world):
 
 
 REDECIDES = ("apt", "apt-s")
-"""Policies that choose the running requests again in every iteration, as in the paper: each token may cost the recomputation of its whole
-request."""
+"""Policies that choose the running requests again in every iteration, as in the paper: each token may cost the
+recomputation of its whole request."""
 
 
 def serve_everything(name: str, decay: float, world: World) -> None:

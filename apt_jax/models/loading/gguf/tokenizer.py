@@ -33,7 +33,7 @@ _TEKKEN = (
 _GPT2 = None
 """Built into the library's byte-level pre-tokenizer."""
 _DIGITS = ""
-"""As GPT-2, after every digit has been split off."""
+"""Pattern of GPT-2, after every digit has been split off."""
 
 _SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), _GPT2),
