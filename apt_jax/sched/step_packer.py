@@ -172,7 +172,7 @@ class StepPacker:
 
     Attributes:
         tokens_left: of `max_num_batched_tokens`.
-        seats_left: of `max_num_seqs`.
+        slots_left: of `max_num_seqs`.
         blocks_left: free blocks that no row of the step has taken.
     """
 
@@ -180,7 +180,7 @@ class StepPacker:
         self.view = view
         self.preempt = view.running[:0] if preempt is None else preempt
         self.tokens_left = view.max_num_batched_tokens
-        self.seats_left = view.max_num_seqs - (view.running.size - self.preempt.size)
+        self.slots_left = view.max_num_seqs - (view.running.size - self.preempt.size)
         self.blocks_left = view.free_blocks
         if self.preempt.size:
             self.blocks_left += int(view.table.num_blocks[self.preempt].sum())
@@ -240,13 +240,13 @@ class StepPacker:
         whole = view.blocks_for(lengths + found, kind) - shared
         # As many as go one after another, at once.
         num = int(np.searchsorted(np.cumsum(lengths), self.tokens_left, side="right"))
-        num = max(min(num, self.seats_left), 0)
+        num = max(min(num, self.slots_left), 0)
         self._rows += rows[:num].tolist()
         self._num_tokens += lengths[:num].tolist()
         self._kind += kind[:num].tolist()
         self.tokens_left -= int(lengths[:num].sum())
         self.blocks_left -= int(whole[:num].sum())
-        self.seats_left -= num
+        self.slots_left -= num
         if in_order or split:
             rest = np.arange(num, rows.size)
         else:  # those that can go at all
@@ -254,7 +254,7 @@ class StepPacker:
             goes = (left <= self.tokens_left) | (left > view.max_num_batched_tokens)
             rest = num + np.flatnonzero(goes)
         for i in rest.tolist():
-            if self.seats_left < 1 or self.tokens_left < 1:
+            if self.slots_left < 1 or self.tokens_left < 1:
                 return
             length, blocks = int(lengths[i]), int(whole[i])
             if length > self.tokens_left:
@@ -266,7 +266,7 @@ class StepPacker:
                 groups = -(-(int(found[i]) + length) // self._sizes[kind[i]])
                 blocks = groups * self._per_group[kind[i]] - int(shared[i])
             self._add(int(rows[i]), length, int(kind[i]), blocks)
-            self.seats_left -= 1
+            self.slots_left -= 1
 
     @property
     def is_empty(self) -> bool:

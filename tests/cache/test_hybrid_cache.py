@@ -116,7 +116,7 @@ class TestHybridCache:
         assert cache.reserve(1, 12, HIDDEN)
         cache.check_integrity([0, 1])
 
-    def test_a_request_without_a_seat_must_wait(self):
+    def test_a_request_without_a_slot_must_wait(self):
         cache = make_cache(max_num_seqs=1)
         assert cache.reserve(0, 1, HIDDEN)
         assert not cache.reserve(1, 1, HIDDEN)
@@ -265,7 +265,7 @@ class TestPrefixes:
         cache.check_integrity([1, 2])
 
     @pytest.mark.parametrize("kind", [KV, HIDDEN])
-    def test_shared_groups_are_charged_to_nobody(self, kind):
+    def test_shared_groups_are_not_attributed_to_a_request(self, kind):
         cache = self.cache()
         cost = cache.blocks_per_group[kind]
         self.fill(cache, 0, (1, 2, 3, 4, 5), kind)

@@ -403,7 +403,7 @@ NONCE = {"nonce": bytes(32)}
     ],
     ids=["introduction alone", "no proof", "wrong proof", "short nonce", "failed", "drain", "garbage", "too large"],
 )
-def test_a_strangers_message_ends_nobody_and_learns_nothing(ranks, key, caplog, said):
+def test_an_unauthenticated_message_ends_no_rank_and_learns_nothing(ranks, key, caplog, said):
     ranks.start(0, key=key)
     until(lambda: _listens(ranks.port))
     stranger, close = transport.connect("127.0.0.1", ranks.port, "rank 0")
@@ -427,7 +427,7 @@ def test_a_strangers_message_ends_nobody_and_learns_nothing(ranks, key, caplog, 
     assert ranks.lost == {}
 
 
-def test_strangers_that_say_nothing_hold_nobody_up_for_long(ranks, key, monkeypatch):
+def test_silent_connections_hold_no_rank_up_for_long(ranks, key, monkeypatch):
     """Only so many connections are read at a time, each for a limited time."""
     monkeypatch.setattr(transport, "HELLO_S", 1.0)
     ranks.start(0, key=key)

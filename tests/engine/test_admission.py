@@ -180,7 +180,7 @@ class TestObjectives:
         assert caught.value.retry_after_s == pytest.approx(4.022)
         check(config, ttft_s=1.0, missing_blocks=50, blocks_per_s=0.0)  # nothing is known
 
-    def test_seats_count_where_they_are_short(self):
+    def test_slots_count_where_they_are_short(self):
         config: dict[str, Any] = {"slo_admission": "on"}
         with pytest.raises(QueueFullError, match="about 4022 ms"):
             check(config, ttft_s=1.0, missing_slots=8, requests_per_s=2.0)
@@ -205,7 +205,7 @@ class TestObjectives:
         check({}, admission=admission, ttft_s=0.05, now_s=20.0)  # nobody is before it
         check({}, admission=admission, ttft_s=0.15, now_s=60.0, **queue)
 
-    def test_warn_lets_in_counts_and_says_so_now_and_then(self, caplog):
+    def test_warn_admits_counts_and_logs_at_a_limited_rate(self, caplog):
         admission = Admission(SchedulerConfig(slo_admission="warn"))
         with caplog.at_level(logging.WARNING):
             for now_s in (0.0, 1.0, 2.0, 11.0):
@@ -304,7 +304,7 @@ def test_what_is_cached_of_a_prompt_takes_no_time():
         ask("third", 0.001)
 
 
-def test_Q1_under_ten_times_overload_those_let_in_keep_their_objective():
+def test_Q1_under_ten_times_overload_admitted_requests_keep_their_slo():
     # What the machine can do at most, about: 1 / (72 tokens and 16 decode rows of a full batch).
     fits = overload("on", 4.0)
     assert fits["accepted"] > 0.99

@@ -208,7 +208,7 @@ def test_a_step_that_fails_while_it_converts_loses_no_request(kind):
     assert made.engine.stats().step_failures == 1
 
 
-def test_keys_and_values_that_turn_out_bad_are_found_by_nobody():
+def test_keys_and_values_that_turn_out_bad_are_not_found():
     def fault(batch: StepBatch) -> Fault | None:
         return Fault(kind=FaultKind.NOT_FINITE) if batch.conversions is not None else None
 

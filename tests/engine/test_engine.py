@@ -1260,7 +1260,7 @@ def test_every_token_and_preemption_of_a_crowd_is_there_and_waits_have_reasons()
     assert sum(e["for_blocks"] for e in waits) > 0
 
 
-def test_who_waits_for_a_seat_is_told_so():
+def test_a_wait_for_a_slot_is_recorded():
     h = Harness(policy=fcfs(), num_blocks=512)
     log = logged(h)
     names = run_all(h, log, *[(5, 20)] * 10)

@@ -153,7 +153,7 @@ async def generate(engine: AsyncEngine, max_tokens: int) -> None:
         pass
 
 
-def test_watchers_see_the_same_and_who_does_not_read_loses_the_oldest():
+def test_subscribers_see_the_same_and_slow_ones_lose_the_oldest():
     async def body(engine):
         quick, slow = engine.watch(), engine.watch(capacity=5)
         seen: list[Iteration] = []

@@ -359,7 +359,7 @@ def test_E5_E6_a_thread_that_is_ended_is_the_end_of_the_engine_and_all_learn_of_
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-def test_E12_a_failure_in_the_error_path_leaves_nobody_waiting():
+def test_E12_a_failure_in_the_error_path_leaves_no_caller_waiting():
     """The engine dies, and then even giving back its requests fails."""
 
     async def scenario():
@@ -449,7 +449,7 @@ def drain(parts: EngineComponents) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fault", [StepFault("raise"), StepFault("raise", "result")])
-def test_all_who_held_cache_are_told_that_it_was_lost_once(overlap, fault):
+def test_the_loss_of_cache_is_recorded_once_per_request(overlap, fault):
     # A long prompt in chunks fills steps of its own under a policy that runs prefills alone.
     parts = toy_parts(overlap=overlap, policy="fcfs")
     log, add = logged(parts)

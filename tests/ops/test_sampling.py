@@ -121,7 +121,7 @@ def test_penalties_and_bias_follow_the_published_rules() -> None:
     scores = rng.standard_normal((b, v)).astype(np.float32)
     history = rng.integers(0, v, (b, s)).astype(np.int32)
     prompt_len, history_len = np.array([4, 0, 7], np.int32), np.array([10, 16, 7], np.int32)
-    last_tokens, last_seat = np.array([5, 6, 7, 8], np.int32), np.array([2, 4, 0], np.int32)
+    last_tokens, last_slot = np.array([5, 6, 7, 8], np.int32), np.array([2, 4, 0], np.int32)
     repetition, presence, frequency = (
         np.array([1.3, 1.0, 0.8], np.float32),
         np.array([0.5, 0.0, -1.0], np.float32),
@@ -131,7 +131,7 @@ def test_penalties_and_bias_follow_the_published_rules() -> None:
     bias_values = np.zeros((b, sampling.NUM_BIASES), np.float32)
     bias_ids[1, :2], bias_values[1, :2] = [3, 9], [2.5, -np.inf]
     rows = sampling.PenaltyRows(
-        history=jnp.asarray(history), prompt_len=jnp.asarray(prompt_len), history_len=jnp.asarray(history_len), last_seat=jnp.asarray(last_seat),
+        history=jnp.asarray(history), prompt_len=jnp.asarray(prompt_len), history_len=jnp.asarray(history_len), last_slot=jnp.asarray(last_slot),
         repetition=jnp.asarray(repetition), presence=jnp.asarray(presence), frequency=jnp.asarray(frequency),
         bias_ids=jnp.asarray(bias_ids), bias_values=jnp.asarray(bias_values),
     )  # fmt: skip
@@ -141,8 +141,8 @@ def test_penalties_and_bias_follow_the_published_rules() -> None:
             list(history[r, : prompt_len[r]]),
             list(history[r, prompt_len[r] : history_len[r]]),
         )
-        if last_seat[r] < 4:
-            output.append(last_tokens[last_seat[r]])
+        if last_slot[r] < 4:
+            output.append(last_tokens[last_slot[r]])
         expected = scores[r].astype(np.float64)
         for t in set(prompt) | set(output):
             expected[t] = expected[t] / repetition[r] if expected[t] > 0 else expected[t] * repetition[r]

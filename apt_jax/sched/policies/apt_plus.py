@@ -122,7 +122,7 @@ class AptPlusPolicy:
         packer.tokens_left = _prompt_tokens(view, decoding, decode_s, packer.tokens_left)
         if partial.size:
             packer.continue_prefill(partial)
-        if waiting is not None and packer.seats_left > 0 and packer.tokens_left > 0:
+        if waiting is not None and packer.slots_left > 0 and packer.tokens_left > 0:
             self._admit(view, waiting, packer, decoding, partial)
         if packer.is_empty and partial.size and not preempt.size:
             return resolve_prefill_deadlock(view, partial)

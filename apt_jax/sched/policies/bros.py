@@ -338,13 +338,13 @@ class BrosPolicy:
         step, cut, _ = _fit(view, asked, 0, self._batch_size, limit_s)
         short = int(step.need.sum()) - view.free_blocks
         short -= int(table.num_blocks[victims].sum())
-        new_seats = int(np.count_nonzero(~step.holds)) - (view.max_num_seqs - view.running.size)
-        new_seats = max(new_seats - victims.size, 0)
+        new_slots = int(np.count_nonzero(~step.holds)) - (view.max_num_seqs - view.running.size)
+        new_slots = max(new_slots - victims.size, 0)
         taken = theirs[::-1]  # the latest first
         num_taken = 0
         if short > 0:
             num_taken = int(np.searchsorted(np.cumsum(table.num_blocks[taken]), short)) + 1
-        taken = taken[: max(num_taken, new_seats)]
+        taken = taken[: max(num_taken, new_slots)]
         return step, np.concatenate([victims, taken]), cut
 
     def _best_effort(

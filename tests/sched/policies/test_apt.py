@@ -161,7 +161,7 @@ def test_the_blocks_of_a_begun_prompt_are_set_aside():
     assert decided(world.step(policy)) == {0: (10, KV)}
 
 
-def test_seats_limit_admission():
+def test_slots_limit_admission():
     world = World(num_blocks=1000, max_num_seqs=3)
     world.hold(world.add(5), KV)
     for _ in range(5):

@@ -81,7 +81,7 @@ def test_edf_serves_everybody_in_one_order():
     assert step(world, EdfPolicy()) == ("mixed", {3: 30, 1: 30, 2: 20, 0: 1}, [])
 
 
-def test_edf_preempts_who_is_due_last_and_nobody_for_those_that_wait():
+def test_edf_preempts_the_last_due_and_none_for_waiting_requests():
     world = world_of(block_size=4)
     for tbt_s in (0.5, 0.1, 0.3):
         decode(world, last_s=0.0, tbt_s=tbt_s)  # 4 blocks, 2 more now

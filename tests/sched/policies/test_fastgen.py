@@ -81,7 +81,7 @@ def test_the_first_prompt_that_does_not_fit_ends_the_step():
     assert step(world) == ("decode", {0: 1}, [])
 
 
-def test_seats_and_an_empty_world():
+def test_slots_and_an_empty_world():
     world = World(num_blocks=100, mode="kv", max_num_seqs=2)
     for _ in range(3):
         world.add(4, 4)

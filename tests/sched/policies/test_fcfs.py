@@ -30,7 +30,7 @@ def test_admission_keeps_the_watermark_unless_nothing_runs():
     assert world.schedule(FcfsPolicy()).iteration == "decode"
 
 
-def test_seats_and_tokens_limit_a_step():
+def test_slots_and_tokens_limit_a_step():
     world = World(num_blocks=1000, max_num_seqs=3, max_num_batched_tokens=20)
     for length in (10, 9, 9, 1):
         world.add(length)

@@ -152,7 +152,7 @@ def test_Q5_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_overload_nobody_is_preempted(name):
+def test_without_overload_no_request_is_preempted(name):
     world = World(num_blocks=1000, block_size=4, costs=SOME_COSTS)
     policy = make_policy(name)
     for _ in range(8):
