@@ -313,7 +313,7 @@ class AdmissionController:
         config: limits.
         states: live requests.
         cache: the pool.
-        clock: tells the time.
+        clock: the current time.
         offered: cache kinds on offer, those that take the most blocks per position last.
         can_mask: whether requests may have structured output.
     """

@@ -23,7 +23,7 @@ class PlanFilter:
     Args:
         states: the requests as they are.
         limits: of a step.
-        policies: told of violations.
+        policies: receives violations.
         is_offered: (num_kinds,) cache kinds on offer.
         can_convert: whether rows may be converted.
     """
@@ -140,7 +140,7 @@ class BatchBuilder:
         cache: gives the blocks.
         plans: filters the plans.
         counters: counts what happens to rows.
-        recorder: told of rows that must wait.
+        recorder: receives rows that must wait.
         lengths_only: leave token ids, block tables, sampling parameters and histories empty.
     """
 

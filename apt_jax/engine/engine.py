@@ -97,7 +97,7 @@ class Engine:
     Args:
         executor: runs steps; its pool and its slots set the limits.
         policy: decides each iteration.
-        clock: tells the time.
+        clock: the current time.
         kinds: cache kinds as data, indexed by `sched.view.KV` and `HIDDEN`.
         scheduler_config: limits and whether steps overlap.
         cache_config: block size.

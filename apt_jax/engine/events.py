@@ -2,7 +2,7 @@
 
 The engine makes an `Iteration` of each of its decisions while a listener is attached, and reports it when the step has ended. A
 `IterationSubscription` keeps the last few hundred for a reader in an event loop; a reader that is too slow loses the oldest ones and
-is told how many.
+receives their number.
 """
 
 import asyncio

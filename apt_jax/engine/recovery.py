@@ -80,7 +80,7 @@ class Recovery:
         Args:
             error: what the step raised.
             executor: ran it.
-            iteration: its decision, not yet reported; None: nobody listens.
+            iteration: its decision, not yet reported; None: there is no listener.
             num_tokens: its size.
         """
         self._counters.step_failures += 1

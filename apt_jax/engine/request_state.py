@@ -131,4 +131,4 @@ class InFlightStep:
     """Its time by the cost model; None: this step is not measured."""
     has_chunks: bool
     iteration: Iteration | None
-    """Reported when the step has ended; None: nobody listens."""
+    """Reported when the step has ended; None: there is no listener."""

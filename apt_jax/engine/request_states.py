@@ -109,7 +109,7 @@ class RequestStates(ColumnTable):
         table: what policies see of the requests; rows are the same.
         cache: blocks and slots of the running requests.
         prefixes: what waiting requests would find cached.
-        clock: tells the time.
+        clock: the current time.
         counters: transitions are counted there.
         recorder: preemptions and changes of kind are recorded there.
         max_num_seqs: running requests at most.

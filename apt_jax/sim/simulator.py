@@ -170,7 +170,7 @@ def simulate(
         step_s: durations of steps; None: the hardware's cost model.
         executor: makes another one than `SimulatedExecutor` for the run's clock, which it must advance
             (`apt_jax.sim.recording`); its pool and block size must be the hardware's. `host_s` is then only predicted.
-        progress: told (ended requests, all) now and then.
+        progress: called with (ended requests, all) at times.
         on_step: called with the engine that has run it after every iteration, for pictures.
         can_convert: whether policies may convert layer inputs to keys and values, at
             `StepCosts.convert_per_hidden_token_s` a token.

@@ -170,7 +170,7 @@ def sweep(
         configs: what to run.
         store: runs that are there already are taken from it, new ones put into it.
         workers: processes; None: one a core. One: no processes at all.
-        progress: told (done, total).
+        progress: called with (done, total).
 
     Raises:
         ConfigError: of the first configuration that is refused; finished runs are kept.
