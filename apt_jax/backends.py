@@ -168,7 +168,7 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
         ops = _IMPLEMENTATIONS[chosen](chip)
     except KernelBuildError as error:
         if name is not None:
-            raise ValueError(f"attention implementation 'cpu' cannot be had: {error}") from None
+            raise ValueError(f"attention implementation 'cpu' is not available: {error}") from None
         logger.warning("attention kernels: xla, several times slower than cpu, as %s", error)
         return attention_ops(platform, "xla", chip)
     logger.info("attention kernels: %s on %s (%s)", chosen, platform, chip or "any chip")

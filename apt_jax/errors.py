@@ -54,7 +54,7 @@ class ModelLoadError(AptJaxError, ValueError):
 
 
 class UnknownRequestError(AptJaxError, KeyError):
-    """No live request has this id."""
+    """Raised where no live request has the id."""
 
     def __str__(self) -> str:
         return f"no live request has the id {self.args[0]!r}"

@@ -47,12 +47,13 @@ def p99_tbt_s(token_times_s: Sequence[float]) -> float | None:
 
 
 def p99_tbt_drop_first_s(token_times_s: Sequence[float]) -> float | None:
-    """As `p99_tbt_s` without the first gap (that after a prefill, where requests are often preempted); None without a second gap."""
+    """`p99_tbt_s` without the first gap (that after a prefill, where requests are often preempted); None without a
+    second gap."""
     return percentile(gaps_s(token_times_s)[1:], 99)
 
 
 class Distribution:
-    """How many values fell where, since it was made: a histogram that costs a microsecond a value and never grows.
+    """A histogram of constant size, which takes a microsecond per value.
 
     Args:
         bounds: upper bounds of the buckets, rising; a value belongs to the first bucket whose bound is at least it, or to a
@@ -87,7 +88,7 @@ class Distribution:
         self.sum += value
 
     def add_all(self, values: NDArray[np.float64]) -> None:
-        """As `add` for each of `values`, (n,)."""
+        """Add each of `values`, (n,)."""
         buckets = np.searchsorted(self.bounds, values, side="left")
         for bucket, count in enumerate(np.bincount(buckets, minlength=len(self.counts)).tolist()):
             self.counts[bucket] += count
@@ -105,10 +106,10 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """One request as its sender saw it. Make one for every request sent, whatever became of it."""
+    """One request as its sender saw it. Create one for every request sent, whatever its outcome."""
 
     arrival_s: float
-    """When it was sent."""
+    """Time of sending."""
     token_times_s: Sequence[float] = ()
     finished_s: float | None = None
     ok: bool = True
@@ -190,13 +191,13 @@ class Summary:
     tbt_s: Percentiles
     """Over completed requests, of each one's P99 gap."""
     p99_tbt_drop_first_s: Percentiles
-    """As `tbt_s`, the first gap of each request left out."""
+    """`tbt_s` without the first gap of each request."""
     duration_s: float
     """First arrival to last token."""
     tokens_per_s: float
     """Output tokens delivered over `duration_s`."""
     goodput: float
-    """Requests that attained their SLO over `duration_s`, requests a second."""
+    """Requests that attained their SLO over `duration_s`, requests per second."""
 
     def as_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -256,7 +257,7 @@ def effective_throughput(
         seeds: at least one run a seed; docs/metrics.md asks for three.
 
     Returns:
-        Requests a second; 0.0 if `low` misses the target already.
+        Requests per second; 0.0 if `low` misses the target already.
 
     Raises:
         ValueError: an impossible bracket, target or tolerance, or no seed.
@@ -289,7 +290,7 @@ def effective_throughput(
 
 
 class TokenRate:
-    """Tokens a second of the time that steps took, over the last ten seconds, from counters that are read now and then.
+    """Tokens per second of step time, over the last ten seconds, from counters that are read now and then.
 
     Gateways divide the tokens that wait by it. Over idle time as well, a server with little to do would look slow.
     """

@@ -42,7 +42,8 @@ class StructuredOutputsParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Bounds are declared in `apt_jax.validation.REQUEST_FIELDS` and checked for every front end alike."""
+    """Sampling parameters. Bounds are declared in `apt_jax.validation.REQUEST_FIELDS` and checked for every front end
+    alike."""
 
     max_tokens: int = 16
     """Maximum number of output tokens. None, as in vLLM: as many as there is room for after the prompt."""
@@ -141,7 +142,7 @@ class EngineRequest:
     """With `seed` filled in and `stop_token_ids` merged with the model's EOS unless `ignore_eos`."""
     slo: SLO
     arrival_s: float
-    """On the engine's clock."""
+    """Arrival time on the engine's clock."""
     slo_class: Literal["rt", "be"] = "rt"
     grammar: Grammar | None = None
     """Compiled from `params.structured_outputs`."""
@@ -166,7 +167,7 @@ class RequestMetrics:
     arrival_s: float
     first_scheduled_s: float | None = None
     token_times_s: list[float] = dataclasses.field(default_factory=list)
-    """When each output token was delivered."""
+    """Delivery time of each output token."""
     finished_s: float | None = None
     num_preemptions: int = 0
     num_kind_switches: int = 0
@@ -217,7 +218,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    """One entry a token: the sampled token and the most likely ones."""
+    """One entry per token: the sampled token and the most likely ones."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for EOS."""
@@ -234,4 +235,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
-    """Why it ended with `finish_reason == "error"`."""
+    """Reason for which it ended with `finish_reason == "error"`."""

@@ -1,4 +1,4 @@
-"""Generate without a server: two prompts with an SLO, and what became of them."""
+"""Generate without a server: two prompts with an SLO, and the timings of their outputs."""
 
 from apt_jax import LLM, SLO, SamplingParams
 

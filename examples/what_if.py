@@ -1,4 +1,4 @@
-"""What would a policy do on hardware that is not here? Attainment by rate and policy, simulated.
+"""Simulate SLO attainment by request rate and policy, on hardware that is not at hand.
 
 The same as `apt-jax simulate --rates 2,4,8 --scheduling-policy fcfs,apt,apt-plus`, from Python.
 """

@@ -99,7 +99,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values a token, all layers."""
+        """Bytes of keys and values per token, all layers."""
         return self.layers * 2 * self.kv_heads * 128 * 2
 
     @property
@@ -431,7 +431,7 @@ def _reproject_extra_s(profiles: Profiles, model: Model, card: Card, tp: int) ->
 def _absorb(reproject: StepCosts, model: Model, card: Card, tp: int) -> StepCosts:
     """Two-kernel absorption: scores from X, then P X; X is read twice, as many bytes as K and V once.
 
-    Bytes a layer over n tokens of one request: 4 d n (X, twice) + 4 H n (P, written and read) + 8 H d (q~ and z,
+    Bytes per layer over n tokens of one request: 4 d n (X, twice) + 4 H n (P, written and read) + 8 H d (q~ and z,
     written and read, whatever n is). All move at the speed at which the row at hand reads keys and values. Operations
     are 2 * 2 H d n with H padded to a multiple of 16, at 60 % of the tensor peak; what is slower of the two counts.
     Under tensor parallelism X is cut by feature; scores of all heads are summed over GPUs. Prefill chunks reproject: over
@@ -746,7 +746,7 @@ def main() -> None:
 
 
 def print_table(described: Sequence[Hardware]) -> None:
-    """One line a description: pool, what steps cost, how well the fit meets its points."""
+    """One line per description: pool, what steps cost, how well the fit meets its points."""
     print(
         f"{'description':26}{'KV tokens':>11}{'1k prompt':>11}{'64 x 512':>10}{'t/token':>9}"
         "   prefill R2, worst   decode R2, worst"

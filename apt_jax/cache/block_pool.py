@@ -16,7 +16,7 @@ NO_OWNER = -1
 
 
 class CacheKind(enum.IntEnum):
-    """What of a request is cached; the numbers are the columns of `sched.view`."""
+    """Cached content of a request; the values are the columns of `sched.view`."""
 
     KV = KV
     HIDDEN = HIDDEN

@@ -34,7 +34,7 @@ class GroupPool:
         pool: the blocks.
         blocks_per_group: by kind.
         prefixes: registered and idle groups.
-        tracker: prefix hits of waiting requests; None: nobody asks.
+        tracker: prefix hits of waiting requests; None: not tracked.
         num_refs: requests that hold the group.
         generation: how often a block was handed out as a first one: tells whether a group is still the same.
         second: V block of a group, `NULL_BLOCK` for hidden ones.

@@ -98,7 +98,7 @@ class HybridCache:
 
     @property
     def charges_changed(self) -> bool:
-        """Whether `num_private` of a slot has changed otherwise than by that slot's `reserve`; reset by the reader."""
+        """True after `num_private` of a slot has changed by anything but its own `reserve`; reset by the reader."""
         return self.groups.ownership_changed
 
     @charges_changed.setter
@@ -413,11 +413,11 @@ class HybridCache:
         self.groups.register(kind, digests, begin, firsts, generations, slot, table)
 
     def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:
-        """Groups that were expected will not be registered: if nobody holds them, they become free."""
+        """Cancel the registration of expected groups; those that no slot holds become free."""
         self.groups.discard(firsts, generations)
 
     def drop_prefix(self, kind: int, digests: Sequence[bytes], begin: int) -> None:
-        """Let nobody find what builds on the first `begin` groups of this path and goes along it."""
+        """Drop what is registered on this path behind its first `begin` groups."""
         if begin < len(digests):
             node = self.groups.prefixes.find(kind, digests[begin])
             if node is not None:

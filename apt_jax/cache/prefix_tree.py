@@ -58,7 +58,7 @@ class Node:
         self.rows: set[int] = set()
         """Waiting requests whose longest cached prefix ends here."""
         self.num_below = 0
-        """Those that end here or in a descendant; not counted in a root."""
+        """Requests whose prefix ends here or in a descendant; not counted in a root."""
 
     def path(self, num: int) -> list["Node"]:
         """The first `num` nodes of the path from the root, which is left out."""

@@ -1,4 +1,4 @@
-// Attention of one query a row over the keys and values of the block pool.
+// Attention of one query per row over the keys and values of the block pool.
 
 #pragma once
 
@@ -8,11 +8,11 @@ namespace {
 
 constexpr int kTile = 64;  // positions attended to at a time
 
-// What happens to scores before the softmax: `ScoreRules`.
+// Modifiers of scores before the softmax, see `LogitModifiers`.
 struct Rules {
   float softcap;        // 0: none
   int64_t window;       // 0: none
-  const float* slopes;  // of ALiBi, a query head each; nullptr: none
+  const float* slopes;  // of ALiBi, one per query head; nullptr: none
 };
 
 // The slots of one request that a query may see: of position after position.

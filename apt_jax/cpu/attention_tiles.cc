@@ -192,7 +192,7 @@ void attend_tiles(const QueryTile* tiles, int64_t count, int64_t width, const Ca
     }
 }
 
-constexpr int kTaskQueries = 64;  // of a prefill task: 4 tiles a head
+constexpr int kTaskQueries = 64;  // of a prefill task: 4 tiles per head
 constexpr int64_t kFew = 4;       // chunks of at most so many tokens attend as decode rows do
 
 // `count` queries from `q` on, at positions from `first` on, of `group` heads that share a key head.

@@ -1,1 +1,2 @@
-"""One replica on several devices and hosts: how ranks meet, what rank 0 tells the others, and how a lost rank is noticed."""
+"""One replica on several devices and hosts: rendezvous of the ranks, the program calls that rank 0 sends, and the
+detection of lost ranks."""

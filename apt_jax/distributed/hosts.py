@@ -39,7 +39,7 @@ _WARN_EVERY_S = 1.0
 
 
 class HostError(AptJaxError):
-    """Ranks of one replica have not met, or one of them is gone; beginning anew may help."""
+    """Ranks of one replica have not met, or one of them is gone; a new start may help."""
 
 
 def end_process(code: int, reason: str | None = None) -> None:
@@ -115,8 +115,8 @@ class Hosts(abc.ABC):
         self.on_lost(reason)
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """An exception within is told to the other ranks, which end with its message."""
+    def propagate_errors(self) -> Iterator[None]:
+        """Send an exception raised within to the other ranks, which end with its message."""
         try:
             yield
         except Exception as error:
@@ -174,7 +174,7 @@ class Leader(Hosts):
         self._tell(welcome={})
 
     def admit(self, stream: "Stream") -> None:
-        """Take a stream that somebody has opened, and listen to it if it is a rank's, in this thread."""
+        """Accept a stream, and listen to it in this thread if it is a rank's."""
         from apt_jax.distributed.transport import HELLO_S, StreamError
 
         address = stream.name
@@ -198,7 +198,7 @@ class Leader(Hosts):
         self._listen(rank, stream)
 
     def _warn(self, text: str) -> None:
-        """Log strangers, who may be many, once in a while."""
+        """Log rejected connections at a limited rate, as they may be many."""
         now_s = time.monotonic()
         if now_s - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = now_s
@@ -215,7 +215,7 @@ class Leader(Hosts):
     # --- from then on
 
     def announce(self, plan: Plan) -> None:
-        """Have the other ranks make a call; to be called right before it is made here.
+        """Send a program call to the other ranks; to be called right before it is run here.
 
         Raises:
             StreamError: a rank is gone.
@@ -230,7 +230,7 @@ class Leader(Hosts):
             self.on_drain()
 
     def end(self) -> None:
-        """End as it should be: the other ranks end with exit code 0."""
+        """End normally: the other ranks end with exit code 0."""
         self._closing = True
         self._tell(end={})
         self.close()

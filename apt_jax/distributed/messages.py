@@ -20,11 +20,11 @@ Array = NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One program call, as rank 0 makes it."""
+    """One program call of rank 0."""
 
     program: str
     arrays: Sequence[Array | None]
-    """What it takes from the host, in the order of its arguments."""
+    """Arguments that come from the host, in order."""
     static: dict[str, Any]
 
     def encode(self) -> bytes:

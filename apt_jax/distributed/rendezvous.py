@@ -1,4 +1,4 @@
-"""How the ranks of a replica meet, before JAX touches a device."""
+"""Rendezvous of the ranks of a replica, before JAX touches a device."""
 
 import contextlib
 import ipaddress
@@ -48,7 +48,7 @@ def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
-    with hosts.telling():
+    with hosts.propagate_errors():
         try:
             jax.distributed.initialize(
                 f"{ours.master_addr}:{ours.master_port + 1}",

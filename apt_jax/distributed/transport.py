@@ -5,7 +5,7 @@ host that vanishes or a process that is stopped after `SILENCE_S`. Messages are 
 protobuf (the extra `serve`); nothing imports this module before ranks are to meet.
 
 What a stranger at the port can use up is bounded: `MAX_HELLOS` streams at once that are not ranks yet, one a connection, of
-`MAX_FROM_RANK` bytes a message; a connection without a stream is closed after `HELLO_S`.
+`MAX_FROM_RANK` bytes per message; a connection without a stream is closed after `HELLO_S`.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ from apt_jax.errors import AptJaxError, one_line
 
 
 class StepError(AptJaxError):
-    """What rank 0 had this rank run has failed."""
+    """A program call of rank 0 failed on this rank."""
 
 
 class PlanRunner(Protocol):
@@ -25,7 +25,7 @@ def follow(executor: PlanRunner, follower: Follower) -> None:
     import jax
 
     flying: collections.deque[Any] = collections.deque()
-    with follower.telling():
+    with follower.propagate_errors():
         try:
             for plan in follower.plans():
                 flying.append(executor.run_plan(plan))

@@ -11,9 +11,9 @@ Three bounds, checked when a request arrives and before anything is allocated fo
 
 A rejection says when to retry: when the excess has been worked off.
 
-A request that arrives while a step runs need not wait for its end to be rejected: `Admission.early_reject` decides by an `QueueSnapshot`,
-which the engine published when the step began, and by the requests that have arrived since. It only ever rejects; the engine
-decides about the others.
+A request that arrives while a step runs need not wait for its end to be rejected: `Admission.early_reject` decides by a
+`QueueSnapshot`, which the engine published when the step began, and by the requests that have arrived since. It only ever
+rejects; the engine decides about the others.
 """
 
 import collections
@@ -96,7 +96,7 @@ class QueueSnapshot:
 
 
 class PendingArrivals:
-    """Requests that have arrived since an `QueueSnapshot` was made; indexes are those of `QueueSnapshot.queues`."""
+    """Requests that have arrived since a `QueueSnapshot` was made; indexes are those of `QueueSnapshot.queues`."""
 
     def __init__(self) -> None:
         self.num = self.tokens = 0
@@ -129,7 +129,7 @@ class Admission:
         self._config = config
         self._errors: collections.deque[tuple[float, float]] = collections.deque(maxlen=_NUM_ERRORS)
         self._warned_s = -math.inf
-        self.num_doubtful = 0
+        self.num_slo_at_risk_admitted = 0
         """Requests admitted although their SLO looked out of reach (`slo_admission="warn"`)."""
 
     def check(
@@ -166,12 +166,12 @@ class Admission:
         before_s = self._before_s(queue, costs)
         expected_s = alone_s + self.expected_wait_s(queue, costs, self.margin_s(now_s))
         if expected_s > ttft_s:
-            self._doubt(own_tokens, ttft_s, alone_s, expected_s, now_s)
+            self._handle_unreachable_slo(own_tokens, ttft_s, alone_s, expected_s, now_s)
         return before_s + alone_s if before_s else None
 
     def early_reject(
         self,
-        outlook: QueueSnapshot,
+        snapshot: QueueSnapshot,
         coming: PendingArrivals,
         *,
         prompt_len: int,
@@ -188,15 +188,15 @@ class Admission:
             prompt_len, own_tokens, ttft_s, tenant: as for `check`.
             blocks: blocks that its prompt needs.
         """
-        queue = outlook.queue_before(coming, blocks=blocks, best_effort=best_effort, tenant=tenant)
+        queue = snapshot.queue_before(coming, blocks=blocks, best_effort=best_effort, tenant=tenant)
         try:
-            self._check_counts(prompt_len, tenant, queue, outlook.costs)
+            self._check_counts(prompt_len, tenant, queue, snapshot.costs)
         except QueueFullError as error:
             return error
         if self._config.slo_admission != "on":
             return None
-        alone_s = self.prefill_s(own_tokens, 1, outlook.costs)
-        expected_s = alone_s + self.expected_wait_s(queue, outlook.costs, outlook.margin_s)
+        alone_s = self.prefill_s(own_tokens, 1, snapshot.costs)
+        expected_s = alone_s + self.expected_wait_s(queue, snapshot.costs, snapshot.margin_s)
         if alone_s > ttft_s or expected_s <= ttft_s:  # out of reach for good: the engine says so
             return None
         return _out_of_reach_now(ttft_s, expected_s)
@@ -242,10 +242,12 @@ class Admission:
                 _bounded(self.prefill_s(min(too_many, queue.waiting_tokens), 1, costs)),
             )
 
-    def _doubt(self, own_tokens: int, ttft_s: float, alone_s: float, expected_s: float, now_s: float) -> None:
+    def _handle_unreachable_slo(
+        self, own_tokens: int, ttft_s: float, alone_s: float, expected_s: float, now_s: float
+    ) -> None:
         asked = _asked(ttft_s)
         if self._config.slo_admission == "warn":
-            self.num_doubtful += 1
+            self.num_slo_at_risk_admitted += 1
             if now_s - self._warned_s >= _WARN_EVERY_S:
                 self._warned_s = now_s
                 logger.warning("%s is asked for, about %.0f ms are to be expected", asked, 1e3 * expected_s)
@@ -311,7 +313,7 @@ class AdmissionController:
         config: limits.
         states: live requests.
         cache: the pool.
-        clock: tells the time.
+        clock: the current time.
         offered: cache kinds on offer, those that take the most blocks per position last.
         can_mask: whether requests may have structured output.
     """
@@ -389,8 +391,8 @@ class AdmissionController:
         """Count the blocks of so many positions in the kind on offer that takes fewest."""
         return min(self._cache.blocks_needed(num_tokens, kind) for kind in self._offered)
 
-    def outlook(self, costs: StepCosts) -> QueueSnapshot:
-        """Describe the queue to those who decide while a step runs."""
+    def queue_snapshot(self, costs: StepCosts) -> QueueSnapshot:
+        """Return the queue as early rejection sees it while a step runs."""
         waiting = self._states.rows(WAITING)
         with_slo = waiting[~self._states.table.best_effort[waiting]]
         queue = self._queue(waiting, with_slo, 0, 0)
@@ -406,8 +408,8 @@ class AdmissionController:
         """Estimate the queueing time of a new request with an SLO; None without a cost model."""
         if costs == StepCosts():
             return None
-        outlook = self.outlook(costs)
-        return self._admission.expected_wait_s(outlook.queues[0], costs, outlook.margin_s)
+        snapshot = self.queue_snapshot(costs)
+        return self._admission.expected_wait_s(snapshot.queues[0], costs, snapshot.margin_s)
 
     def _queue_before(self, request: EngineRequest, blocks: int) -> Queue:
         """The queue before a new request that needs `blocks` for its prompt."""

@@ -23,7 +23,7 @@ class PlanFilter:
     Args:
         states: the requests as they are.
         limits: of a step.
-        policies: told of violations.
+        policies: receives violations.
         is_offered: (num_kinds,) cache kinds on offer.
         can_convert: whether rows may be converted.
     """
@@ -110,7 +110,7 @@ class PlanFilter:
         kind: NDArray[np.int8],
         preempt: NDArray[np.int32],
     ) -> bool:
-        """Whether a plan runs nothing but running requests, and is valid: most plans do, and this is quicker to see."""
+        """Return True if a plan is valid and schedules only running requests: a fast check, which most plans pass."""
         states = self._states
         if rows.min() < 0 or rows.max() >= states.capacity or preempt.size:
             return False
@@ -140,7 +140,7 @@ class BatchBuilder:
         cache: gives the blocks.
         plans: filters the plans.
         counters: counts what happens to rows.
-        recorder: told of rows that must wait.
+        recorder: receives rows that must wait.
         lengths_only: leave token ids, block tables, sampling parameters and histories empty.
     """
 
@@ -352,7 +352,7 @@ class BatchBuilder:
         return copies[copies[:, 1] != NULL_BLOCK]
 
     def record(self, batch: StepBatch | None, rows: NDArray[np.int32]) -> None:
-        """Record what `build` returned, where somebody listens."""
+        """Record the result of `build`, if there is a listener."""
         if self._recorder.current is not None:
             self._recorder.built(
                 batch,

@@ -62,7 +62,7 @@ class TokenCommitter:
     Args:
         states: takes the outputs and ends requests.
         cache: keeps the prefixes.
-        clock: tells the time.
+        clock: the current time.
         counters: tokens are counted there.
         admission: learns how long first tokens took.
         output_processor: the front end's hook for every token.

@@ -46,7 +46,7 @@ Plans of policies from outside this package are checked each time (0.1 ms), thos
 Failures. What can be blamed on one request (logits that are not finite, a token outside the vocabulary, its output
 processor, its grammar) ends that request alone. A step that raises has destroyed the pool: the executor is reset, every
 request that held cache waits again, and the loop goes on; a second failure within a minute ends the engine, visibly. After
-a step for which there was no memory, steps are at most half as large for a while (`SQUEEZE_S`). Accounting that contradicts
+a step that ran out of memory, steps are at most half as large for a while (`OOM_BACKOFF_S`). Accounting that contradicts
 itself (`CacheIntegrityError`) ends the engine at once: better than serving one request another's memory.
 
 Parts. `RequestStates` owns the requests and their transitions, `PolicyRunner` the policy, `BatchBuilder` turns plans into
@@ -88,7 +88,7 @@ from apt_jax.utils.clock import Clock
 logger = logging.getLogger("apt_jax.engine")
 
 _COST_ERROR_EVERY = 8
-"""Every such step is compared with the cost model."""
+"""One in so many steps is compared with the cost model."""
 
 
 class Engine:
@@ -97,7 +97,7 @@ class Engine:
     Args:
         executor: runs steps; its pool and its slots set the limits.
         policy: decides each iteration.
-        clock: tells the time.
+        clock: the current time.
         kinds: cache kinds as data, indexed by `sched.view.KV` and `HIDDEN`.
         scheduler_config: limits and whether steps overlap.
         cache_config: block size.
@@ -231,7 +231,7 @@ class Engine:
         self.states.add(request, pinned_kind, expected_ttft_s)
 
     def note_refused(self) -> None:
-        """Count a request that was rejected for the engine, by its `outlook`."""
+        """Count a request that was rejected early, by the `queue_snapshot`."""
         self._counters.num_refused += 1
 
     def abort(self, request_id: str) -> bool:
@@ -442,7 +442,7 @@ class Engine:
 
     @property
     def debug(self) -> bool:
-        """Whether contract violations and failures raise."""
+        """True: contract violations and failures raise."""
         return self._policies.debug
 
     @debug.setter
@@ -465,7 +465,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether another `step` has anything to do."""
+        """True while another `step` has something to do."""
         return bool(self.states.by_id or self.states.outputs) or self._pending is not None
 
     @property
@@ -480,11 +480,11 @@ class Engine:
 
     @property
     def dead_reason(self) -> str | None:
-        """Why the engine ended; None while it lives."""
+        """Reason for which the engine ended; None while it is alive."""
         return self._recovery.dead_reason
 
     def is_live(self, request: EngineRequest) -> bool:
-        """Whether this very request, not another one of its id, is alive."""
+        """Return True if this very request, not another one of its id, is alive."""
         state = self.states.by_id.get(request.request_id)
         return state is not None and state.request is request
 
@@ -493,11 +493,11 @@ class Engine:
         return self.states.by_id[request_id].metrics
 
     def has(self, request_id: str) -> bool:
-        """Whether a live request has this id. For any thread."""
+        """Return True if a live request has this id. Thread-safe."""
         return request_id in self.states.by_id
 
     def has_been_scheduled(self, request_id: str) -> bool:
-        """Whether a live request has ever been scheduled; True also for one that is not alive."""
+        """Return True if a live request has ever been scheduled, and for a request that is not alive."""
         state = self.states.by_id.get(request_id)
         return state is None or state.metrics.first_scheduled_s is not None
 
@@ -512,16 +512,16 @@ class Engine:
         """Count the blocks of so many positions in the kind on offer that takes fewest. For any thread."""
         return self._controller.min_blocks_for(num_tokens)
 
-    def outlook(self) -> QueueSnapshot:
-        """Describe the queue for requests that arrive while the step runs that has just been put together (`on_plan`)."""
-        return self._controller.outlook(self.costs)
+    def queue_snapshot(self) -> QueueSnapshot:
+        """Return the queue for early rejection while the step runs that has just been built (`on_plan`)."""
+        return self._controller.queue_snapshot(self.costs)
 
     def stats(self) -> EngineStats:
         """Return counters and gauges; takes a tenth of a millisecond."""
         return collect_stats(
             self.states,
             self._counters,
-            num_doubtful=self.admission.num_doubtful,
+            num_slo_at_risk_admitted=self.admission.num_slo_at_risk_admitted,
             compilations=self.executor.compilations,
             expected_wait_s=self._controller.expected_wait_s(self.costs),
         )

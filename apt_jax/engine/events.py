@@ -2,7 +2,7 @@
 
 The engine makes an `Iteration` of each of its decisions while a listener is attached, and reports it when the step has ended. A
 `IterationSubscription` keeps the last few hundred for a reader in an event loop; a reader that is too slow loses the oldest ones and
-is told how many.
+receives their number.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class ScheduledRow:
 
     @property
     def decodes(self) -> bool:
-        """Whether it computes one token over cached ones."""
+        """True: it computes one token over cached ones."""
         return self.num_tokens == 1 and self.start > 0
 
 
@@ -60,7 +60,7 @@ class Iteration:
     number: int
     """Number among the decisions that run or preempt something, from 0, listened to or not."""
     at_s: float
-    """When it was made, on the engine's clock."""
+    """Time of the decision on the engine's clock."""
     type: str
     """`Plan.iteration`: "prefill", "decode" or "mixed"; "idle": nothing to run."""
     scheduled: tuple[ScheduledRow, ...] = ()
@@ -79,7 +79,8 @@ class Iteration:
     schedule_s: float = 0.0
     """Host time of the decision."""
     step_s: float | None = None
-    """From the dispatch of the step, or from the end of the one before it if that is later, until its tokens were there. None: nothing ran."""
+    """Duration of the step: from its dispatch, or from the end of the step before it if that is later, until its tokens
+    arrived. None: nothing ran."""
     failed: bool = False
     """The step raised, or was in flight when another one did; its results are lost."""
     lost: tuple[str, ...] = ()
@@ -113,7 +114,7 @@ class IterationSubscription:
     def __init__(self, capacity: int, leave: Callable[["IterationSubscription"], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._leave = leave
-        self._news = asyncio.Event()
+        self._has_unread = asyncio.Event()
         self._lock = threading.Lock()
         self._unread: collections.deque[Iteration] = collections.deque(maxlen=capacity)
         self._num_dropped = 0
@@ -124,22 +125,22 @@ class IterationSubscription:
 
     async def __anext__(self) -> IterationBatch:
         while True:
-            self._news.clear()
+            self._has_unread.clear()
             error = self._error  # read first: iterations before the end are delivered before it
-            news = self.take()
-            if news.iterations:
-                return news
+            batch = self.take()
+            if batch.iterations:
+                return batch
             if error is not None:
                 raise error
-            await self._news.wait()
+            await self._has_unread.wait()
 
     def take(self) -> IterationBatch:
         """Return what is unread now, without waiting; from any thread."""
         with self._lock:
-            news = IterationBatch(num_dropped=self._num_dropped, iterations=list(self._unread))
+            batch = IterationBatch(num_dropped=self._num_dropped, iterations=list(self._unread))
             self._unread.clear()
             self._num_dropped = 0
-        return news
+        return batch
 
     def close(self) -> None:
         """End the subscription; any number of times."""
@@ -159,7 +160,7 @@ class IterationSubscription:
     def _wake(self) -> bool:
         """Wake the reader; returns False where its event loop is gone."""
         try:
-            self._loop.call_soon_threadsafe(self._news.set)
+            self._loop.call_soon_threadsafe(self._has_unread.set)
         except RuntimeError:  # the event loop is closed
             return False
         return True

@@ -13,9 +13,9 @@ class IterationRecorder:
     """Makes an `Iteration` of each decision and gives it to the listener when its step has ended.
 
     Attributes:
-        listener: told of every decision, in order; must be quick and must not raise.
+        listener: called with every decision, in order; must be quick and must not raise.
         num_decisions: the number of the next `Iteration`.
-        current: the decision that is being carried out; None: nobody listens, or it does nothing.
+        current: the decision that is being carried out; None: there is no listener, or it does nothing.
         preempted_between: preemptions that no decision asked for; reported with the next decision.
     """
 
@@ -27,7 +27,7 @@ class IterationRecorder:
         self.preempted_between: list[PreemptedRow] = []
 
     def begin(self, plan: Plan, schedule_s: float) -> None:
-        """Number a decision that does something, and record it in `current` where somebody listens."""
+        """Number a decision that does something, and record it in `current` if there is a listener."""
         preempted, self.preempted_between = self.preempted_between, []
         self.current = None
         if not plan.rows.size and not plan.preempt.size and not preempted:

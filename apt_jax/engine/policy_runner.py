@@ -98,7 +98,7 @@ class PolicyRunner:
         self._num_idle, self._is_stuck = 0, False
 
     def note_idle(self, has_requests: bool) -> bool:
-        """Nothing was scheduled and nothing is in flight; returns True after so many times that the engine must act.
+        """Count an idle iteration with nothing in flight; returns True after so many that the engine must act.
 
         No policy should let that last. Where plans are checked, `fcfs` decides until something runs; only when it finds
         nothing to run either the engine must act.

@@ -1,4 +1,4 @@
-"""What the engine does after failures: recompute, smaller steps, breaking a stall, and its end."""
+"""Recovery from failures: recomputation, smaller steps, breaking a stall, and the end of the engine."""
 
 import logging
 
@@ -20,12 +20,12 @@ FAILURE_WINDOW_S = 60.0
 
 _LEAST_TOKENS = 16
 """Minimum size of a step, however little memory there is: programs are not compiled for fewer, and prompts must go on."""
-SQUEEZE_S = 600.0
-"""How long steps are kept small after one for which there was no memory."""
+OOM_BACKOFF_S = 600.0
+"""Time for which steps stay small after one ran out of memory, seconds."""
 
 
 class StepLimits:
-    """Limits of a step, which are lower for a while after one for which there was no memory.
+    """Limits of a step, which are lower for a while after a step ran out of memory.
 
     Attributes:
         num_seqs: requests of a step at most.
@@ -38,15 +38,15 @@ class StepLimits:
         self._until_s: float | None = None
 
     def reduce(self, num_tokens: int, now_s: float) -> None:
-        """There was no memory for a step of `num_tokens`: keep the next ones to half of it."""
+        """Limit the next steps to half of `num_tokens`, the size of a step that ran out of memory."""
         self.num_tokens = max(_LEAST_TOKENS, min(self.num_tokens, num_tokens) // 2)
         self.num_seqs = min(self.num_seqs, self.num_tokens)
-        self._until_s = now_s + SQUEEZE_S
+        self._until_s = now_s + OOM_BACKOFF_S
         logger.error(
             "no memory for a step of %d tokens: for %.0f s steps have at most %d tokens and %d requests. If it happens "
             "again, lower --max-num-batched-tokens, --max-num-seqs or --device-memory-utilization",
             num_tokens,
-            SQUEEZE_S,
+            OOM_BACKOFF_S,
             self.num_tokens,
             self.num_seqs,
         )
@@ -75,12 +75,12 @@ class Recovery:
         self.dead_reason: str | None = None
 
     def recover(self, error: Exception, executor: Executor, iteration: Iteration | None, num_tokens: int) -> None:
-        """A step failed and took the pool with it: reset the executor; every holder of cache waits again.
+        """Reset the executor after a step that failed and took the pool with it; every request with cache waits again.
 
         Args:
             error: what the step raised.
             executor: ran it.
-            iteration: its decision, not yet reported; None: nobody listens.
+            iteration: its decision, not yet reported; None: there is no listener.
             num_tokens: its size.
         """
         self._counters.step_failures += 1
@@ -122,7 +122,7 @@ class Recovery:
 
 
 def break_stall(states: RequestStates, view: SchedulerView, policy_name: str, *, debug: bool) -> None:
-    """The policy schedules nothing any more: preempt the request that came last, or end the one that is alone."""
+    """Break a stall, in which the policy schedules nothing: preempt the last request in order, or end the only one."""
     message = (
         f"{policy_name} scheduled nothing in {STALL_LIMIT} iterations: {view.waiting.size} waiting, "
         f"{view.running.size} running, {view.free_blocks} free blocks"

@@ -49,7 +49,7 @@ class StepOutput:
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it. Validation merges EOS into the stop tokens: it is named here too."""
     error: str | None = None
-    """Why it ended with "error"."""
+    """Reason for which it ended with "error"."""
     num_outputs: int = 0
     """Tokens delivered so far, the new ones included."""
     metrics: RequestMetrics
@@ -75,7 +75,7 @@ class RequestState:
     tokens: NDArray[np.int32]
     """(prompt_len + max_tokens,) prompt, then the outputs that the host knows."""
     num_known: int
-    """How much of `tokens` is filled."""
+    """Filled length of `tokens`."""
     prompt_len: int
     params: SamplingParams
     stop_token_ids: frozenset[int]
@@ -131,4 +131,4 @@ class InFlightStep:
     """Its time by the cost model; None: this step is not measured."""
     has_chunks: bool
     iteration: Iteration | None
-    """Reported when the step has ended; None: nobody listens."""
+    """Reported when the step has ended; None: there is no listener."""

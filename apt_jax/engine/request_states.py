@@ -109,7 +109,7 @@ class RequestStates(ColumnTable):
         table: what policies see of the requests; rows are the same.
         cache: blocks and slots of the running requests.
         prefixes: what waiting requests would find cached.
-        clock: tells the time.
+        clock: the current time.
         counters: transitions are counted there.
         recorder: preemptions and changes of kind are recorded there.
         max_num_seqs: running requests at most.
@@ -241,7 +241,7 @@ class RequestStates(ColumnTable):
         """Put a request among the waiting ones.
 
         Args:
-            request: one that admission has let in.
+            request: admitted by `AdmissionController.check`.
             pinned_kind: the only kind that can hold it; `NO_KIND`: any can.
             expected_ttft_s: see `Admission.check`.
         """
@@ -451,6 +451,6 @@ class RequestStates(ColumnTable):
         )
 
     def take_outputs(self) -> list[StepOutput]:
-        """Return the outputs that nobody has seen yet, once."""
+        """Return the outputs that have not been returned yet."""
         outputs, self.outputs = self.outputs, []
         return outputs

@@ -36,7 +36,7 @@ class EngineStats:
     """Steps run, by `Plan.iteration`."""
     num_preemptions: int
     kind_switches: dict[tuple[str, str], int]
-    """By (from, to), of requests that came back after a preemption."""
+    """Kind switches by (from, to), of requests resumed after a preemption."""
     num_conversions: int
     """Conversions of a running request from layer inputs to keys and values."""
     recomputed_tokens: int
@@ -44,12 +44,12 @@ class EngineStats:
     prefix_cache_queries: int
     """Tokens of requests that were scheduled for the first time; 0 without prefix caching."""
     prefix_cache_hits: int
-    """Those of them that were found cached."""
+    """Tokens of `prefix_cache_queries` that were found cached."""
     finished: dict[str, int]
     """Ended requests by reason."""
     num_refused: int
     """Requests that admission rejected."""
-    num_doubtful: int
+    num_slo_at_risk_admitted: int
     """Requests admitted although their SLO looked out of reach (`slo_admission="warn"`)."""
     prompt_tokens: int
     """Prompt tokens of requests that have delivered a token."""
@@ -98,7 +98,7 @@ def collect_stats(
     states: RequestStates,
     counters: EngineCounters,
     *,
-    num_doubtful: int,
+    num_slo_at_risk_admitted: int,
     compilations: int,
     expected_wait_s: float | None,
 ) -> EngineStats:
@@ -131,7 +131,7 @@ def collect_stats(
         prefix_cache_hits=counters.prefix_cache_hits,
         finished=dict(counters.finished),
         num_refused=counters.num_refused,
-        num_doubtful=num_doubtful,
+        num_slo_at_risk_admitted=num_slo_at_risk_admitted,
         prompt_tokens=counters.prompt_tokens,
         generation_tokens=counters.generation_tokens,
         num_deferred_requests=counters.num_deferred_requests,

@@ -131,7 +131,7 @@ class TimelineLog:
             self._requests.popitem(last=False)
 
     def end(self, ended: EngineRequest, reason: str, now_s: float) -> None:
-        """A request has ended; another one with its id may have begun since."""
+        """Record the end of a request; another one with its id may have begun since."""
         request = self._requests.get(ended.request_id)
         if request is not None and request.arrival_s == ended.arrival_s:
             self._add(request, "ended", now_s, reason=reason)

@@ -1,4 +1,4 @@
-"""Which implementation of attention an executor uses."""
+"""Choice of the attention implementation of an executor."""
 
 import logging
 from typing import Any
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def needed_extras(config: ModelConfig, hidden_mode: HiddenMode | None, hidden: bool) -> frozenset[str]:
-    """Those of `pallas.registry.EXTRAS` that a model needs."""
+    """Return the features of `ops.backend.EXTRAS` that a model needs."""
     needed = {
         "softcap": config.attention_softcap is not None,
         "alibi": bool(config.alibi_slopes),
@@ -27,7 +27,8 @@ def needed_extras(config: ModelConfig, hidden_mode: HiddenMode | None, hidden: b
 def choose_attention(
     platform: str, wanted: str | KernelBackend | None, chip: str | None, extras: frozenset[str]
 ) -> KernelBackend:
-    """The ops asked for, or the platform's; XLA's where those lack what the model needs and nobody named them."""
+    """Return the requested ops, or the platform's default; XLA's where the default lacks a feature that the model
+    needs."""
     if isinstance(wanted, KernelBackend):
         ops = wanted
     else:

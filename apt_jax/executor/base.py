@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from apt_jax.request import SamplingParams
 
 TOKEN_ON_DEVICE = -1
-"""In `StepBatch.token_ids`: the last token sampled for this row's slot, which the host has not seen yet."""
+"""Placeholder in `StepBatch.token_ids` for the last token sampled for this row's slot, which the host has not seen
+yet."""
 
 NO_TOKEN = -1
-"""In `StepResult.token_ids`: the row did not sample in this step, or its mask left no token."""
+"""Placeholder in `StepResult.token_ids`: the row did not sample in this step, or its mask left no token."""
 
 NULL_BLOCK = 0
 """Padding in block tables: reserved, never allocated, never read."""

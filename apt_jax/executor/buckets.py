@@ -1,4 +1,4 @@
-"""Which programs there are: padded sizes, cache kinds that can occur, and variants of the sampler. Needs no JAX."""
+"""The set of compiled programs: padded sizes, cache kinds that can occur, and variants of the sampler. Needs no JAX."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ class KindSet(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SamplerVariant:
-    """What a sampling program can do; each needed combination is compiled."""
+    """Features of a sampling program; each needed combination is compiled."""
 
     greedy: bool = False
     """All rows take the most likely token, their settings are not read."""

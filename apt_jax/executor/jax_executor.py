@@ -204,7 +204,7 @@ class JaxExecutor:
 
     @property
     def absorbs(self) -> bool:
-        """Whether attention over layer inputs absorbs what it can of the projections."""
+        """True: attention over layer inputs absorbs what it can of the projections."""
         return self.hidden_mode is not None
 
     @property
@@ -238,18 +238,18 @@ class JaxExecutor:
         return call.lower().compile().as_text()
 
     def reset(self) -> None:
-        """Make the pool and the last-token memory anew after a step that failed; all cache is lost.
+        """Allocate the pool and the last-token memory again after a step that failed; all cache is lost.
 
         Raises:
-            RuntimeError: other hosts are in that step too, and who knows where.
+            RuntimeError: other hosts are in that step too, at an unknown point.
         """
         if self.leader is not None:
             time.sleep(1.0)  # where it failed for want of another rank, that is said first
-            raise RuntimeError("a step failed, and several hosts do not begin anew together")
+            raise RuntimeError("a step failed, and several hosts cannot be reset together")
         self.clear()
 
     def clear(self) -> None:
-        """Make the pool and the last-token memory anew, on all hosts; all cache is lost."""
+        """Allocate the pool and the last-token memory again, on all hosts; all cache is lost."""
         self.runner.clear()
 
     def run_plan(self, plan: Plan) -> Any:

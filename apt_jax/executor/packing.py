@@ -259,7 +259,7 @@ def pack_masks(masks: Ints, places: NDArray[np.int64], bucket: int, form: StepFo
 
 
 def pack_copies(copies: Ints, size: int, form: StepFormat) -> Ints:
-    """Pairs of blocks, padded with copies of the reserved block to nowhere."""
+    """Pairs of blocks, padded with copies of the reserved block to the drop index."""
     pairs = np.full((size, 2), (0, form.num_blocks + 1), np.int32)
     pairs[: len(copies)] = copies
     return pairs

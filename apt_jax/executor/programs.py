@@ -110,7 +110,7 @@ class Programs:
 
     @property
     def branches(self) -> bool:
-        """Whether programs skip on the device what no row needs."""
+        """True: programs skip on the device what no row needs."""
         return self.ops.branches
 
     def kind_sets(self) -> list[KindSet]:

@@ -68,7 +68,7 @@ class ProgramRunner:
         pools: one array per layer, (blocks + 1, block), donated to every program that writes cache.
         last_tokens: (max_num_seqs,) the token sampled last for each slot; a step takes tokens from here that the host
             has not seen.
-        leader: told of every call, where other hosts must make it too.
+        leader: receives every call, where other hosts must make it too.
     """
 
     def __init__(self, params: ModelParams, programs: Programs, memory: PoolMemory) -> None:

@@ -18,12 +18,12 @@ _MAX_PROMPT_LEN = 8192
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionDemand:
-    """What a request asks of the engine."""
+    """Resources and latency that a request asks for."""
 
     prompt_len: int
     """Tokens of its prompt."""
     uncached_tokens: int
-    """Those of them that are not cached."""
+    """Prompt tokens that are not cached."""
     num_blocks: int
     """Cache blocks for the prompt."""
     best_effort: bool

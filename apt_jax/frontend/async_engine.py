@@ -233,7 +233,7 @@ class AsyncEngine:
 
     @property
     def dead_reason(self) -> str | None:
-        """Why the engine ended by itself; None while it lives and after a shutdown."""
+        """Reason for which the engine ended by itself; None while it is alive and after a shutdown."""
         error = self._end_error
         return None if error is None or isinstance(error, EngineClosedError) else str(error)
 
@@ -384,7 +384,7 @@ class AsyncEngine:
                 self._inbox.popleft()
             self._add(first)
         self._wake()  # those that were rejected
-        snapshot = self._engine.outlook()
+        snapshot = self._engine.queue_snapshot()
         with self._work:
             pending = [command.request for command in self._inbox if isinstance(command, RequestStream)]
             self._gate.begin_step(snapshot, pending)
@@ -513,7 +513,8 @@ class AsyncEngine:
         self._wake()
 
     def _empty_inbox(self) -> None:
-        """Answer everything in the inbox at the end, whatever state the engine is in: nobody may wait for ever."""
+        """Answer everything in the inbox at the end, whatever state the engine is in, so that no caller waits for
+        ever."""
         while self._inbox:
             with self._work:
                 commands = self._drain_inbox()

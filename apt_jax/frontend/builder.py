@@ -1,4 +1,4 @@
-"""From a configuration to an engine that runs.
+"""Builds a running engine from a configuration.
 
 `build_engine` makes everything once, for every front end: model, tokenizer, executor (compiled), costs (calibrated or
 loaded), policy, engine.
@@ -155,7 +155,7 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
     from apt_jax.distributed.rendezvous import join
 
     hosts = join(config, model, resolved)
-    with hosts.telling():
+    with hosts.propagate_errors():
         yield hosts
 
 

@@ -182,7 +182,7 @@ class LLM:
                         raise EngineDeadError(f"the engine has ended: {engine.dead_reason}")
         finally:
             if num_open and engine.dead_reason is None:
-                self._abandon(requests)
+                self._abort_unfinished(requests)
         return [states[request].output() for request in requests]
 
     def chat(
@@ -223,7 +223,7 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, slo=slo, use_tqdm=use_tqdm)
 
-    def _abandon(self, requests: Sequence[EngineRequest]) -> None:
+    def _abort_unfinished(self, requests: Sequence[EngineRequest]) -> None:
         """Abort the unfinished requests of an interrupted call, so that the next one starts clean."""
         for request in requests:
             self.engine.abort(request.request_id)

@@ -1,4 +1,4 @@
-"""From the engine's outputs to text: incremental outputs, and their sum as users see it."""
+"""Text of the engine's outputs: incremental outputs, and the whole outputs of the public API."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ class ProgressBars:
     """
 
     _DONE: ClassVar = {"preparing": ("program", "prepared"), "calibrating": ("step", "calibrated")}
-    """Stages of the start: the unit counted, and the verb that reports the end."""
+    """By stage of the start: the unit counted, and the word that reports the end."""
 
     def __init__(self, *, disable: bool | None = None, say: Callable[[str], None] | None = None) -> None:
         self._disable, self._say = disable, say or logger.info

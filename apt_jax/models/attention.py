@@ -38,7 +38,7 @@ class AttentionInputs:
     options: StepOptions
     batch: DecoderBatch
     cos_sin: _CosSin | None
-    """For every token of the step; None: no rotary embedding."""
+    """RoPE factors of every token of the step; None: no rotary embedding."""
     all_angles: Float[Array, "S HALF"] | None
     """Angles of every position, for keys computed from cached layer inputs; None: not needed."""
     rules: LogitModifiers | None

@@ -24,7 +24,7 @@ ITEMSIZE = 2
 """Bytes of a 16-bit value."""
 
 BLOCK_SIZE = CacheConfig().block_size
-"""Keys a block."""
+"""Keys per block."""
 
 BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
 
@@ -53,7 +53,7 @@ class CacheKindInfo:
     hybrid: bool
     """`--cache hybrid` offers both kinds; else it means KV."""
     refusal: str | None
-    """Why the hidden kind is not offered."""
+    """Reason for which the hidden kind is not offered."""
     break_even_tokens: float | None
     """Context from which absorbed attention moves fewer bytes than attention over keys and values, in a kernel that reads
     layer inputs once: its queries and results are N * D wide, written and read, whatever the context. None: it is bound by

@@ -44,7 +44,7 @@ class Source:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     take: Callable[[np.ndarray], np.ndarray] | None = None
-    """From the tensor to the leaf; None: the whole tensor in the leaf's shape."""
+    """Maps the tensor to the leaf; None: the whole tensor in the leaf's shape."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ class ModelFamily:
     presets: Mapping[str, Mapping[str, Any]]
     """Published sizes by name, as configuration fields; they can be run with random weights."""
     model_config: Callable[[Mapping[str, Any], int | None], ModelConfig]
-    """From the fields of a ``config.json``, and the longest context that will be served, to the model's shape."""
+    """Maps the fields of a ``config.json``, and the longest context that will be served, to the model's shape."""
     source: Callable[[str, tuple[int, ...], ModelConfig], Source]
-    """From a leaf of `param_names` and its shape to its tensor."""
+    """Maps a leaf of `param_names` and its shape to its tensor."""
     strip_prefix: Callable[[str], str]
     """A stored tensor name without prefixes that depend on the class it was saved from."""
     ignored_tensors: re.Pattern[str] = NORM_BUFFERS

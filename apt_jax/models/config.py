@@ -25,7 +25,7 @@ class RopeConfig:
     """Rotary position embedding: lanes i and i + `rotary_dim` / 2 of a head turn by position * `inv_freq[i]`."""
 
     inv_freq: tuple[float, ...]
-    """Radians a position, one a pair of lanes; float32 values, scaling applied (`apt_jax.models.rope`)."""
+    """Radians per position, one per pair of lanes; float32 values, scaling applied (`apt_jax.models.rope`)."""
     attention_factor: float = 1.0
     """Factor on the turned lanes of queries and of keys (YaRN, LongRoPE)."""
 
@@ -181,11 +181,11 @@ class ModelConfig:
 
     @property
     def hidden_refusal(self) -> str | None:
-        """Why the hidden kind is not offered; None where it is."""
+        """Reason for which the hidden kind is not offered; None where it is."""
         if self.hidden_ratio >= 1:
             size = "larger" if self.hidden_ratio > 1 else "not smaller"
             return (
-                f"its layer inputs ({self.hidden_size} values a token and layer) are {size} than its keys and values "
+                f"its layer inputs ({self.hidden_size} values per token and layer) are {size} than its keys and values "
                 f"(2 x {self.lane})"
             )
         if self.clip_qkv is not None:

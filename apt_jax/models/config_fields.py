@@ -71,7 +71,7 @@ class ConfigFields:
         return value
 
     def optional_positive(self, name: str) -> int | None:
-        """As `positive`, or None where the field is absent or null."""
+        """Return a positive integer, or None where the field is absent or null."""
         return None if self._fields.get(name) is None else self.positive(name)
 
     def choice(self, name: str, default: str, known: Mapping[str, _T]) -> _T:
@@ -130,7 +130,7 @@ class ConfigFields:
         }
 
     def label_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
-        """As `token_id`, but None outside the vocabulary: some models write -1 for a token that they do not use."""
+        """Return a token id, or None outside the vocabulary: some models write -1 for a token that they do not use."""
         value = self._fields.get(name, default)
         if value is not None and type(value) is not int:
             raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a token id")

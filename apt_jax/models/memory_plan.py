@@ -19,13 +19,13 @@ class Leaf:
     """One array of the parameters."""
 
     name: str
-    """As in `params.param_names`; layers are alike, and the first stands for all."""
+    """Name of `params.param_names`; layers are alike, and the first stands for all."""
     shape: tuple[int, ...]
-    """Sum over all devices."""
+    """Shape before sharding."""
     cut: str
-    """By axis what it is cut by, such as ``tensor, -, -``."""
+    """Mesh axis that each of its axes is sharded over, such as ``tensor, -, -``."""
     device_bytes: int
-    """On one device, of all layers."""
+    """Bytes on one device, over all layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -145,7 +145,7 @@ def reference_generate_greedy(
     *,
     eos_token_id: int | None = None,
 ) -> list[int]:
-    """Continue `prompt` by the most likely token (the smallest id among equals), computing everything anew each time.
+    """Continue `prompt` by the most likely token (the smallest id among equals), recomputing everything for each token.
 
     Args:
         prompt: at least one id.

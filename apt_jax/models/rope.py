@@ -31,7 +31,7 @@ _OLD_NAMES = {"su": "longrope"}
 
 
 def _parameters(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """One dictionary from the old and the new way of writing them."""
+    """Return the RoPE parameters, from the old or the new form of the configuration."""
     found: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):  # the second takes the place of the first
         value = fields.get(name)

@@ -116,7 +116,7 @@ def tensor_mesh(size: int, num_hosts: int = 1) -> Mesh:
 
 
 def hidden_refusal(config: ModelConfig, size: int) -> str | None:
-    """Why layer inputs cannot be cached on so many devices; None where they can."""
+    """Reason for which layer inputs cannot be cached on so many devices; None where they can."""
     if size == 1:
         return None
     if config.hidden_size % size:

@@ -68,9 +68,9 @@ class StepOptions:
     """B: decode rows, padding included."""
     block_size: int
     hidden_block_size: int
-    """Layer inputs a block."""
+    """Layer inputs per block."""
     hidden_mode: HiddenMode | None
-    """What hidden decode rows absorb, as in `ModelConfig.hidden_mode`; None: nothing, they are reprojected."""
+    """Projections that hidden decode rows absorb, as in `ModelConfig.hidden_mode`; None: they are reprojected."""
     kinds: tuple[bool, bool]
     """(KV rows can occur, hidden rows can occur)."""
     ops: KernelBackend

@@ -50,7 +50,7 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
 def map_matrices(
     params: ModelParams, change: Callable[[Any], Any], *, keep: Callable[[Any], Any] | None = None
 ) -> ModelParams:
-    """With every matrix that rows are multiplied with, and the token embeddings, changed; they come flattened to (outputs,
+    """Change every matrix that rows are multiplied with, and the token embeddings; they come flattened to (outputs,
     inputs).
 
     Args:

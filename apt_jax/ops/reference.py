@@ -16,7 +16,7 @@ Rotary embedding turns lanes i and i + R / 2 of the first R lanes of every head 
 in Llama and GPT-NeoX); cached layer inputs are not turned, so keys computed from them are turned by their position.
 
 Dimension key: B rows, T query tokens, N query heads, K key/value heads, H head width, D model width, E lane width, R
-rotary lanes of a head, P blocks, C slots a block, J table entries a row, S positions. Softmax and sums are float32
+rotary lanes of a head, P blocks, C slots per block, J table entries per row, S positions. Softmax and sums are float32
 whatever the input dtype.
 """
 

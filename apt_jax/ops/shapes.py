@@ -43,7 +43,7 @@ PUBLISHED = {
         AttentionShape(name="gpt-neox-20b", num_heads=64, num_kv_heads=64, head_dim=96, rotary_dim=24),
     )
 }  # fmt: skip
-"""By name."""
+"""Shapes by name."""
 
 GATE = ("opt-13b", "opt-30b", "opt-66b", "llama-2-7b")
 """Shapes that every GPU kernel must compile for without spills."""

@@ -81,7 +81,7 @@ def fetch_blocks(
     width: int | None = None,
     tensor: Shards | None = None,
 ) -> Float[Array, "R T E"]:
-    """The slots of G blocks a row; where `own` is given, zeros for slots that are not the row's own.
+    """The slots of G blocks per row; where `own` is given, zeros for slots that are not the row's own.
 
     Args:
         width: of a slot, where `block_size` of them do not fill a block.

@@ -24,7 +24,7 @@ class Tiles:
     """Tile sizes of the two kernels; found by compiling for sm_80 and sm_90 without spills, not by timing."""
 
     tokens: int = 64
-    """T, tokens a tile of scores; a multiple of 16."""
+    """T, tokens per tile of scores; a multiple of 16."""
     score_lanes: int = 64
     """Lanes that kernel 1 reads at a time,"""
     score_warps: int = 4

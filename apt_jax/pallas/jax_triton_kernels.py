@@ -17,7 +17,7 @@ Float32 products are not rounded to TF32 ("ieee").
 Run-time checks of annotations leave these functions alone (`no_type_check`): Triton compiles their source, in the names
 of this module.
 
-Dimension key as in `reference.py`, and T tokens a tile, M tiles a row.
+Dimension key as in `reference.py`, and T tokens per tile, M tiles per row.
 """
 
 from typing import no_type_check

@@ -4,14 +4,14 @@ Both ops are one flash-attention kernel. Its grid is (row, step); a step folds t
 maximum m, denominator l and accumulator that stay in VMEM from step to step. How blocks arrive:
 
   * Lengths, block tables and slot ranges are prefetched into scalar memory, and the block specifications look them up:
-    the pipeline fetches the blocks of step s + 1 while step s computes. G blocks a step are G operands, all of them the
+    the pipeline fetches the blocks of step s + 1 while step s computes. G blocks per step are G operands, all of them the
     same pool, as one operand can only bring slots that lie side by side.
   * A step past the row's end asks for the blocks that the last step left in VMEM, so nothing is fetched, and computes
     nothing. The number of steps is that of the longest row, known on the device only.
   * Tokens that are not the row's own get score -1e30 and weight 0, and their values are replaced by 0: 0 * NaN = NaN.
 
 Keys and values of all heads lie side by side in the E lanes of a slot. The queries are therefore spread over E lanes, each
-in those of its key/value head and 0 elsewhere, which makes of all heads two matrix products a step; what the accumulator
+in those of its key/value head and 0 elsewhere, which makes of all heads two matrix products per step; what the accumulator
 gathers outside of a head's own lanes is dropped at the end. The multiplications by 0 are N times more than needed, and
 still too few to matter: they are 2 N a byte of cache, where a TPU can do over 200. In absorbed attention the queries are E
 wide by nature, and the cached inputs are both keys and values.

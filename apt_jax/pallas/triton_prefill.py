@@ -74,7 +74,7 @@ _TILES = {
     ("hidden", "sm_90"): PrefillTile(queries=32, keys=64, lanes=64, span=512, warps=8, stages=3),
 }
 """By kernel and chip; chosen so that nothing spills at the widths of OPT-13B, 30B, 66B, Llama-2-7B and GPT-NeoX-20B. `prefill_hidden` is at the
-limit on sm_80: with 128 keys or 32 lanes a step it spills."""
+limit on sm_80: with 128 keys or 32 lanes per step it spills."""
 
 
 def _tile_for(kernel: str, chip: str | None, itemsize: int, num_tokens: int, group: int) -> PrefillTile:

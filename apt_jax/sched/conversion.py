@@ -1,4 +1,4 @@
-"""When a hidden request should go on with keys and values (`Plan.convert`): a rule from measured costs.
+"""Rule for converting hidden requests to keys and values (`Plan.convert`), from measured costs.
 
 Apt-Serve charges a hidden request its extra time t = c0 + c1 * tokens in every decode step (Eq. 6) for as long as it runs, and
 changes the kind of a request by a preemption alone. With rotary embedding, where keys must be restored in every step, that makes

@@ -1,4 +1,4 @@
-"""The table of all live requests: one NumPy column a property, one row a request."""
+"""The table of all live requests: one NumPy column per property, one row per request."""
 
 import copy
 from typing import ClassVar, NamedTuple, TypeVar, cast
@@ -131,7 +131,7 @@ class RequestTable(ColumnTable):
         return row
 
     def record_tokens(self, rows: NDArray[np.int32], now_s: float) -> None:
-        """One token is delivered to each of `rows` (no row twice): sets `last_token_s` and counts what came late."""
+        """Record one delivered token for each of `rows` (no row twice): sets `last_token_s` and counts late tokens."""
         gap_s = now_s - self.last_token_s.take(rows)
         delivered = self.num_delivered.take(rows)
         late = gap_s > self.slo_tbt_s.take(rows)

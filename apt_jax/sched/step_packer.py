@@ -81,7 +81,7 @@ def blocks_after(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
 
 
 def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> int:
-    """How many of all running `rows`, the last to be preempted first, keep their cache and still get their blocks.
+    """Return how many of all running `rows`, the last to be preempted first, keep their cache and get their blocks.
 
     The rows behind them must be preempted. That is what a loop does which takes the rows one by one and preempts the
     last of them while the next one does not fit.
@@ -172,7 +172,7 @@ class StepPacker:
 
     Attributes:
         tokens_left: of `max_num_batched_tokens`.
-        seats_left: of `max_num_seqs`.
+        slots_left: of `max_num_seqs`.
         blocks_left: free blocks that no row of the step has taken.
     """
 
@@ -180,7 +180,7 @@ class StepPacker:
         self.view = view
         self.preempt = view.running[:0] if preempt is None else preempt
         self.tokens_left = view.max_num_batched_tokens
-        self.seats_left = view.max_num_seqs - (view.running.size - self.preempt.size)
+        self.slots_left = view.max_num_seqs - (view.running.size - self.preempt.size)
         self.blocks_left = view.free_blocks
         if self.preempt.size:
             self.blocks_left += int(view.table.num_blocks[self.preempt].sum())
@@ -191,7 +191,7 @@ class StepPacker:
         self._kind: list[int] = []
 
     def decode(self, rows: Rows) -> None:
-        """One token of each of `rows`, before anything else; the caller has seen to it that their blocks are there."""
+        """Add one token of each of `rows`, before anything else; the caller has checked that their blocks are free."""
         table = self.view.table
         self._decoding = rows
         self.tokens_left -= rows.size
@@ -240,13 +240,13 @@ class StepPacker:
         whole = view.blocks_for(lengths + found, kind) - shared
         # As many as go one after another, at once.
         num = int(np.searchsorted(np.cumsum(lengths), self.tokens_left, side="right"))
-        num = max(min(num, self.seats_left), 0)
+        num = max(min(num, self.slots_left), 0)
         self._rows += rows[:num].tolist()
         self._num_tokens += lengths[:num].tolist()
         self._kind += kind[:num].tolist()
         self.tokens_left -= int(lengths[:num].sum())
         self.blocks_left -= int(whole[:num].sum())
-        self.seats_left -= num
+        self.slots_left -= num
         if in_order or split:
             rest = np.arange(num, rows.size)
         else:  # those that can go at all
@@ -254,7 +254,7 @@ class StepPacker:
             goes = (left <= self.tokens_left) | (left > view.max_num_batched_tokens)
             rest = num + np.flatnonzero(goes)
         for i in rest.tolist():
-            if self.seats_left < 1 or self.tokens_left < 1:
+            if self.slots_left < 1 or self.tokens_left < 1:
                 return
             length, blocks = int(lengths[i]), int(whole[i])
             if length > self.tokens_left:
@@ -266,7 +266,7 @@ class StepPacker:
                 groups = -(-(int(found[i]) + length) // self._sizes[kind[i]])
                 blocks = groups * self._per_group[kind[i]] - int(shared[i])
             self._add(int(rows[i]), length, int(kind[i]), blocks)
-            self.seats_left -= 1
+            self.slots_left -= 1
 
     @property
     def is_empty(self) -> bool:
@@ -296,7 +296,7 @@ class StepPacker:
 
 
 def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
-    """One token of each of `rows`, as many as a step may hold, after `preempt` gave their cache up."""
+    """Add one token of each of `rows`, as many as a step may hold, after `preempt` have lost their cache."""
     rows = rows[: view.max_num_batched_tokens]
     if not rows.size:
         return Plan.idle(preempt)

@@ -18,7 +18,7 @@ SHORTEST_PENDING_S = 1e-6
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PendingValue:
-    """How urgent requests are; arrays of shape (n,), in the order of the rows that were asked for."""
+    """Pending times of requests; arrays of shape (n,), in the order of the given rows."""
 
     pending_s: NDArray[np.float64]
     """p_i: since the last token, or since arrival before the first one (Apt-Serve §4.2)."""
@@ -27,7 +27,7 @@ class PendingValue:
     after it. What was late before does not count: "its tracked pending time may exceed the latency SLOs" (§4.2)."""
 
     def part(self, rows: slice) -> "PendingValue":
-        """That of some of the rows."""
+        """Return the pending values of some of the rows."""
         return PendingValue(self.pending_s[rows], self.violated[rows])
 
 

@@ -39,7 +39,7 @@ class CacheKindSpec:
     """Attention first restores the keys and values of all cached positions, in every step (Apt-Serve §3.1). False: it works on
     what is cached."""
     extra_base_s: float = 0.0
-    """c0 of t = c0 + c1 * tokens, seconds a request and decode iteration over KV; may be negative."""
+    """c0 of t = c0 + c1 * tokens, seconds per request and decode iteration over KV; may be negative."""
     extra_per_token_s: float = 0.0
     """c1, seconds a cached token and decode iteration over KV; may be negative."""
 
@@ -120,7 +120,7 @@ class SchedulerView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One iteration: which rows run, over how many tokens, with which kind, and who gives its cache up first.
+    """One iteration: the rows that run, their numbers of tokens and cache kinds, and the requests preempted before.
 
     Promises that the engine checks before it acts:
       * `rows` are live, unique, and none is in `preempt`; `1 <= num_tokens <= remaining` (of the row's kind: cached
@@ -147,7 +147,7 @@ class Plan:
 
     @classmethod
     def idle(cls, preempt: NDArray[np.int32] | None = None) -> "Plan":
-        """Nothing runs."""
+        """Return a plan in which nothing runs."""
         none = np.zeros(0, np.int32)
         return cls(
             rows=none,
@@ -167,7 +167,7 @@ class Policy(Protocol):
     """
 
     name: str
-    """In logs, metrics and tables."""
+    """Name in logs, metrics and tables."""
 
     def schedule(self, view: SchedulerView) -> Plan:
         """Decide one iteration. Must not modify `view.table`."""

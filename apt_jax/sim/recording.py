@@ -120,10 +120,10 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One iteration, in terms that do not depend on the run: requests are called by their number."""
+    """One iteration, independent of the run: requests are identified by their number."""
 
     now_s: float
-    """When it was made."""
+    """Time of the decision."""
     iteration: str
     """`Plan.iteration`."""
     rows: tuple[tuple[int, int, int], ...]
@@ -228,7 +228,8 @@ def run_replayed(config: SimulationConfig, hardware: Hardware, workload: Workloa
 
 
 def difference(first: Run, second: Run) -> str | None:
-    """Where two runs part, in words; None where every decision, its time and every token's time are the same."""
+    """Describe the first difference of two runs; None where every decision, its time and every token's time are the
+    same."""
     for i, (a, b) in enumerate(zip(first.decisions, second.decisions, strict=False)):
         if a != b:
             return f"iteration {i}: {a} and {b}"

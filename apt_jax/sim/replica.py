@@ -1,4 +1,4 @@
-"""One simulated replica: an engine on a clock of its own."""
+"""One simulated replica: an engine with its own clock."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from apt_jax.sim.routing import ReplicaState
 from apt_jax.utils.clock import VirtualClock
 
 IDLE_S = 0.01
-"""Where a policy lets requests wait with nothing running, time goes on by this much, or to the next arrival."""
+"""Time step where a policy lets requests wait with nothing running, unless the next arrival is earlier."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ReplicaCounts:
 
 
 class TimedExecutor(Executor, Protocol):
-    """An executor that says how long it has worked."""
+    """An executor that counts its steps and its busy time."""
 
     @property
     def num_steps(self) -> int: ...
@@ -48,16 +48,16 @@ class Replica:
         self.engine, self.executor, self._clock = engine, executor, clock
         self._overlap = overlap
         self.next_s = math.inf
-        """When its next iteration begins; infinite: there is nothing to do."""
+        """Start of its next iteration; infinite: there is nothing to do."""
         self.num_sent = self.hidden_tokens = 0
         self._inbox: list[EngineRequest] = []
         self._coming = PendingArrivals()
         self._rate = TokenRate()
         self._in_step: ReplicaState | None = None
-        """How things stood when the last step was put together, with the time that it should end at as `busy_s`."""
+        """State when the last step was built, with the expected time of its end as `busy_s`."""
 
     def watch(self) -> None:
-        """From now on `state` can be asked."""
+        """Record states from now on, for `state`."""
         self.engine.on_plan = self._look_at_step
 
     def _look_at_step(self, batch: StepBatch) -> None:
@@ -72,7 +72,7 @@ class Replica:
         engine, view = self.engine, self.engine.view()
         return ReplicaState(
             admission=engine.admission,
-            outlook=engine.outlook(),
+            queue_snapshot=engine.queue_snapshot(),
             coming=self._coming,
             busy_s=busy_s,
             num_running=int(view.running.size),
@@ -84,7 +84,7 @@ class Replica:
         )
 
     def state(self, now_s: float) -> ReplicaState:
-        """The state of the replica at `now_s`, which lies between the beginnings of two iterations."""
+        """Return the state of the replica at `now_s`, which lies between the starts of two iterations."""
         if self._in_step is not None and self._clock.now_s() > now_s:  # it ends after this
             left_s = max(self._in_step.busy_s - now_s, 0.0)
             return dataclasses.replace(self._in_step, busy_s=left_s, coming=self._coming)
@@ -109,7 +109,7 @@ class Replica:
         self.next_s = max(self._clock.now_s(), request.arrival_s)
 
     def turn(self) -> tuple[list[StepOutput], int]:
-        """One iteration of the engine; returns what it delivered, and how many of the requests that had come were refused."""
+        """Run one iteration of the engine; returns its outputs, and how many of the arrived requests were rejected."""
         self._clock.advance_to(self.next_s)
         num_refused = 0
         for request in self._inbox:

@@ -1,4 +1,4 @@
-"""Which of several replicas a request goes to, decided once, when it comes.
+"""Routing of a request to one of several replicas, decided once, on arrival.
 
 A router knows of a replica what a server could tell it at that moment: how things stood when the step that runs was put together
 (`apt_jax.engine.admission.QueueSnapshot`), when that step should end by the cost model, and what was sent there since. Lengths of outputs it
@@ -16,7 +16,7 @@ from apt_jax.request import EngineRequest
 # Of smg 1.13: --least-load-default-throughput, --least-load-mean-prefill-tokens, --least-load-kv-pressure-weight.
 _TOKENS_PER_S, _RUNNING_TOKENS, _PRESSURE_WEIGHT_S = 2000.0, 1024, 0.15
 _AS_GOOD = 0.05
-"""Share of the objective by which slacks may differ and count as equal: the cost model knows them no better."""
+"""Slacks that differ by less than this share of the SLO count as equal: the cost model is no more precise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,11 @@ class ReplicaState:
     """The state of a replica as a router sees it."""
 
     admission: Admission
-    outlook: QueueSnapshot
+    queue_snapshot: QueueSnapshot
     coming: PendingArrivals
-    """Requests that were sent to it since."""
+    """Requests sent to it since then."""
     busy_s: float
-    """Until the step that runs should end; 0: none runs."""
+    """Time until the running step should end; 0: none runs."""
     num_running: int
     """Requests that hold cache."""
     num_blocks: int
@@ -36,23 +36,24 @@ class ReplicaState:
     queued_tokens: int
     """Positions that the waiting requests have to compute."""
     tokens_per_s: float
-    """Output tokens a second of the time that steps took, over the last ten seconds; 0: there were none."""
+    """Output tokens per second of step time, over the last ten seconds; 0: there were none."""
     min_blocks_for: Callable[[int], int]
-    """Blocks that so many positions take at least."""
+    """Minimum number of blocks of so many positions."""
 
 
 Router = Callable[[EngineRequest, Sequence[ReplicaState]], int]
-"""The index of the replica for a request; one object a run."""
+"""Returns the index of the replica for a request; one object per run."""
 
 
 def round_robin() -> Router:
-    """One after the other."""
+    """Route to the replicas in turn."""
     turns = itertools.count()
     return lambda request, states: next(turns) % len(states)
 
 
 def least_load() -> Router:
-    """The shortest drain time as the gateway smg 1.13 reckons (its `least_load`), from loads that are never old."""
+    """Route to the shortest drain time as the gateway smg 1.13 estimates it (its `least_load`), from loads that are
+    never stale."""
 
     def score_s(state: ReplicaState) -> float:
         tokens = state.queued_tokens + state.coming.tokens + _RUNNING_TOKENS * state.num_running
@@ -64,10 +65,10 @@ def least_load() -> Router:
 
 
 def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
-    """When the first token of a new request should come, seconds from now, as admission reckons: the rest of the step that runs,
-    what waits before it (prompts, memory, slots), and its own prompt."""
-    num_tokens, outlook = int(request.prompt_token_ids.size), state.outlook
-    queue = outlook.queue_before(
+    """Estimate the TTFT of a new request in seconds, as admission does: the rest of the running step, the wait for other
+    requests (prompts, memory, slots), and the prefill of its own prompt."""
+    num_tokens, snapshot = int(request.prompt_token_ids.size), state.queue_snapshot
+    queue = snapshot.queue_before(
         state.coming,
         blocks=state.min_blocks_for(num_tokens),
         best_effort=request.slo_class == "be",
@@ -75,14 +76,14 @@ def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
     )
     return (
         state.busy_s
-        + state.admission.expected_wait_s(queue, outlook.costs, outlook.margin_s)
-        + state.admission.prefill_s(num_tokens, 1, outlook.costs)
+        + state.admission.expected_wait_s(queue, snapshot.costs, snapshot.margin_s)
+        + state.admission.prefill_s(num_tokens, 1, snapshot.costs)
     )
 
 
 def expected_slack() -> Router:
-    """The most time left between the expected first token and the objective; of those within a twentieth of the objective of it, the
-    one whose pool is least used. Requests without an objective go where their first token is expected first."""
+    """Route to the largest slack between the expected first token and the TTFT SLO; among slacks within a twentieth of the
+    SLO of the largest, to the least used pool. Requests without an SLO go where their first token is expected first."""
 
     def choose(request: EngineRequest, states: Sequence[ReplicaState]) -> int:
         objective_s = request.slo.ttft_s
@@ -99,7 +100,7 @@ def expected_slack() -> Router:
 
 def _share_claimed(state: ReplicaState) -> float:
     """The claimed share of the pool: by requests that hold cache, and by the prompts of those that wait."""
-    queue = state.outlook.queues[1]
+    queue = state.queue_snapshot.queues[1]
     return (queue.missing_blocks + state.coming.blocks_before[1]) / state.num_blocks
 
 

@@ -84,12 +84,12 @@ class SimulationResult:
     """p50 and p99 of a scheduling call on this host, ms, of several replicas the longest; the only numbers that are not deterministic with the next."""
     sim_wall_s: float
     requests: list[RequestMetrics | None]
-    """In order of arrival; None: refused."""
+    """Replica of each request in order of arrival; None: rejected."""
     replicas: tuple[ReplicaCounts, ...]
     routed_to: NDArray[np.int32]
     """(requests,) index of the replica of each."""
     tenants: tuple[TenantCounts, ...] = ()
-    """By tenant; empty where there is one."""
+    """Counts by tenant; empty where there is only one."""
 
     @property
     def slo_attainment(self) -> float:
@@ -98,7 +98,7 @@ class SimulationResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second, from the first arrival to the last token."""
+        """Output tokens per second, from the first arrival to the last token."""
         return self.summary.tokens_per_s
 
     @property
@@ -170,7 +170,7 @@ def simulate(
         step_s: durations of steps; None: the hardware's cost model.
         executor: makes another one than `SimulatedExecutor` for the run's clock, which it must advance
             (`apt_jax.sim.recording`); its pool and block size must be the hardware's. `host_s` is then only predicted.
-        progress: told (ended requests, all) now and then.
+        progress: called with (ended requests, all) at times.
         on_step: called with the engine that has run it after every iteration, for pictures.
         can_convert: whether policies may convert layer inputs to keys and values, at
             `StepCosts.convert_per_hidden_token_s` a token.

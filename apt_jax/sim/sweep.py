@@ -32,7 +32,7 @@ class EffectiveRate:
 
     target: float
     rates: tuple[float, ...]
-    """Requests a second, one a seed, each found by bisection."""
+    """Requests per second, one per seed, each found by bisection."""
 
     @property
     def mean(self) -> float:
@@ -126,7 +126,7 @@ def bisect_rate(
     Doubles or halves from `guess` until the rate is bracketed, then bisects to a relative width of `tolerance`.
 
     Returns:
-        Requests a second (0.0 where even a hundredth of one misses), and attainment by rate.
+        Requests per second (0.0 where even a hundredth of one misses), and attainment by rate.
     """
     runs: dict[str, float] = {}
 
@@ -170,7 +170,7 @@ def sweep(
         configs: what to run.
         store: runs that are there already are taken from it, new ones put into it.
         workers: processes; None: one a core. One: no processes at all.
-        progress: told (done, total).
+        progress: called with (done, total).
 
     Raises:
         ConfigError: of the first configuration that is refused; finished runs are kept.
@@ -195,7 +195,7 @@ def find_rates(
     """Effective throughput of each configuration (its `rate` and `seed` do not count), by bisection for every seed.
 
     Args:
-        guesses: where to begin, requests a second, one a configuration; None: 2 for each replica.
+        guesses: where to begin, requests per second, one per configuration; None: 2 for each replica.
         store, workers, progress: as in `sweep`; a unit of work is one configuration and seed.
     """
     store = Store() if store is None else store

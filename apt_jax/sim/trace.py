@@ -3,7 +3,7 @@
 A trace file is CSV (or gzipped CSV) with the columns `prompt_tokens`, `output_tokens` and optionally `arrival_s` (seconds,
 not falling), `class` (`rt` or `be`) and `hash_ids`; other columns are ignored. `traces/` holds those that the papers use, by name.
 
-`hash_ids` are whole numbers, separated by spaces, one a block of so many prompt tokens (`prompts_of`): requests that begin
+`hash_ids` are whole numbers, separated by spaces, one per block of so many prompt tokens (`prompts_of`): requests that begin
 with the same numbers begin with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
 """
 
@@ -291,7 +291,7 @@ def draw_arrivals(num_requests: int, rate: float, cv: float, rng: np.random.Gene
 
 
 def scale_arrivals(arrival_s: NDArray[np.float64], rate: float | None) -> NDArray[np.float64]:
-    """Recorded arrivals from 0 on, stretched to a mean of `rate` requests a second (None: as recorded)."""
+    """Recorded arrivals from 0 on, stretched to a mean of `rate` requests per second (None: as recorded)."""
     arrival_s = arrival_s - arrival_s[0]
     if rate is None or arrival_s[-1] <= 0:
         return arrival_s

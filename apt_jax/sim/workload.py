@@ -71,12 +71,14 @@ def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -
         i = int(np.flatnonzero(~fits)[0])
         raise ConfigError(
             f"{trace.name} line {trace.lines[i]}: {trace.prompt_tokens[i]} prompt and {trace.output_tokens[i]} output "
-            f"tokens can never fit {config.model} on {hardware.name} ({limit} tokens a request); "
+            f"tokens can never fit {config.model} on {hardware.name} ({limit} tokens per request); "
             "--drop-too-long leaves such requests out"
         )
     kept = trace.take(np.flatnonzero(fits))
     if not kept.num_requests:
-        raise ConfigError(f"{trace.name}: no request fits {config.model} on {hardware.name} ({limit} tokens a request)")
+        raise ConfigError(
+            f"{trace.name}: no request fits {config.model} on {hardware.name} ({limit} tokens per request)"
+        )
     return kept
 
 
@@ -92,7 +94,7 @@ def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
         arrival_s = scale_arrivals(picked.arrival_s, config.rate)
     else:
         if config.rate is None:
-            raise ConfigError(f"trace {trace.name} has no arrivals: say how many requests a second (--rate)")
+            raise ConfigError(f"trace {trace.name} has no arrivals: say how many requests per second (--rate)")
         # Without replacement while there are enough.
         index = rng.permutation(trace.num_requests)[:n]
         if n > index.size:

@@ -27,7 +27,7 @@ NUM_TRIALS = 2
 
 
 def first_allowed(mask: bytes, rng: random.Random, eos: set[int]) -> int | None:
-    """Some allowed token other than `eos`."""
+    """Return an allowed token other than `eos`."""
     bits = int.from_bytes(mask, "little")
     for token in eos:
         bits &= ~(1 << token)

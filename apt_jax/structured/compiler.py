@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 FIELD = "structured_outputs"
 COMPILE_LIMIT_S = 2.0
-"""For the trial of one grammar."""
+"""Time limit of the trial of one grammar."""
 CHILD_MEMORY_BYTES = 512 << 20
-"""That a trial may take beyond the tokenizer."""
+"""Memory that a trial may take beyond the tokenizer."""
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 128 << 20
 DEFAULT_WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,2}"
@@ -171,7 +171,7 @@ class _Vocabulary:
 
 
 class _Source:
-    """Where the copies of one form come from. They share a lexer: its states, and an overflow of them.
+    """Makes copies of one grammar, which share a lexer: its states, and an overflow of them.
 
     Args:
         vocabulary: of the model.

@@ -1,4 +1,4 @@
-"""Where apt-jax keeps what it can make again: calibrations, compiled programs, compiled kernels."""
+"""The cache directory, for what can be made again: calibrations, compiled programs, compiled kernels."""
 
 import logging
 import os

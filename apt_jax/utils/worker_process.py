@@ -17,7 +17,7 @@ from typing import Any
 
 
 class ChildTimeoutError(Exception):
-    """No answer in time."""
+    """Raised where no answer comes in time."""
 
 
 class ChildDiedError(Exception):

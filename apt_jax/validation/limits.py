@@ -15,7 +15,7 @@ from apt_jax.options import field_docs
 from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
 
 MAX_INTEGER = 2**31 - 1
-"""Of counts, whatever the model."""
+"""Upper bound of counts, whatever the model."""
 MAX_REQUEST_ID_CHARS = 128
 REQUEST_ID_PATTERN = rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARS}}}"
 MAX_STOP_STRINGS = 4
@@ -29,7 +29,7 @@ MAX_PENALTY = 2.0
 """Absolute value of the presence and frequency penalties."""
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR_BYTES = 64 << 10
-"""Of a schema, expression or grammar, and of all choices together."""
+"""Size of a schema, expression or grammar, and of all choices together."""
 MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 1024
 MAX_WHITESPACE_PATTERN_BYTES = 256
@@ -62,9 +62,9 @@ class FieldSpec:
     """Least number; of a map, least value."""
     max: float | None = None
     open_min: bool = False
-    """Whether `min` itself is excluded."""
+    """True: `min` itself is excluded."""
     or_zero: bool = False
-    """Whether 0 is accepted besides the range."""
+    """True: 0 is accepted besides the range."""
     max_items: int | None = None
     """Greatest length of a list or map."""
     max_chars: int | None = None

@@ -125,7 +125,7 @@ class HttpApp:
         self._service.drain()
         self._dashboard.drain()
 
-    async def end_views(self) -> None:
+    async def close_event_streams(self) -> None:
         """End the event streams of the dashboard."""
         await self._dashboard.close()
 

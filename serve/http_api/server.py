@@ -148,7 +148,7 @@ class HttpServer:
         self.app.drain()
         if self._engine is not None:
             await self._engine.shutdown(drain_s)
-        await self.app.end_views()
+        await self.app.close_event_streams()
         server, running = self._uvicorn, self._running
         if server is not None and running is not None:
             # Every response has its end or its error: uvicorn gives them time to be sent.

@@ -278,7 +278,7 @@ class _Scrape(Collector):
             (
                 "aptjax:requests_doubtful",
                 "Requests let in although their TTFT objective looked out of reach.",
-                stats.num_doubtful,
+                stats.num_slo_at_risk_admitted,
             ),
         ):
             yield self._counter(name, text, [((), value)])

@@ -265,7 +265,7 @@ class TestPrefixes:
         cache.check_integrity([1, 2])
 
     @pytest.mark.parametrize("kind", [KV, HIDDEN])
-    def test_shared_groups_are_charged_to_nobody(self, kind):
+    def test_shared_groups_are_not_attributed_to_a_request(self, kind):
         cache = self.cache()
         cost = cache.blocks_per_group[kind]
         self.fill(cache, 0, (1, 2, 3, 4, 5), kind)
@@ -569,7 +569,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Random reservations and releases, held against a model that puts one position after the other into a block."""
 
     INPUTS = 3
-    """Layer inputs a block."""
+    """Layer inputs per block."""
 
     def __init__(self) -> None:
         super().__init__()

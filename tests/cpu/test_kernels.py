@@ -1,4 +1,5 @@
-"""Products of the C++ kernels against float64, and what happens where they cannot be had. Attention: tests/pallas."""
+"""Products of the C++ kernels against float64, and the fallback where they are not available. Attention:
+tests/pallas."""
 
 import dataclasses
 import logging
@@ -255,7 +256,7 @@ def test_without_a_compiler_xla_serves_and_says_so(
     with caplog.at_level(logging.WARNING):
         assert attention_ops("cpu").name == "xla"
     assert "no C++ compiler found" in caplog.text
-    with pytest.raises(ConfigError, match=r"'cpu' cannot be had: no C\+\+ compiler"):
+    with pytest.raises(ConfigError, match=r"'cpu' is not available: no C\+\+ compiler"):
         choose_attention("cpu", "cpu", None, frozenset())
 
 

@@ -54,18 +54,18 @@ def test_command_lines_are_accepted(path, tmp_path):
     keys.write_text("k" * 32)
     keys.chmod(0o440)
     for pod, container in containers(path):
-        program, verb, *argv = command(container)
+        program, subcommand, *argv = command(container)
         if program == "smg":
             routers = pytest.importorskip("smg.launch_router", reason="needs the gateway")
-            assert verb == "launch"
+            assert subcommand == "launch"
             assert routers.parse_router_args(argv).worker_urls
             continue
         assert program == "apt-jax"
-        parser = options.Parser(prog=verb)
-        {"serve": serve, "launch": launch}[verb].add_arguments(parser)
+        parser = options.Parser(prog=subcommand)
+        {"serve": serve, "launch": launch}[subcommand].add_arguments(parser)
         args = parser.parse_args(argv)
         gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
-        if verb == "launch":
+        if subcommand == "launch":
             if importlib.util.find_spec("smg") is None:
                 pytest.skip("needs the gateway")
             seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
@@ -93,11 +93,11 @@ def test_command_lines_are_accepted(path, tmp_path):
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_ports_of_containers_are_those_that_the_programs_open(path):
     for _, container in containers(path):
-        program, verb, *argv = command(container)
+        program, subcommand, *argv = command(container)
         flags = dict(word.removeprefix("--").split("=", 1) for word in argv if "=" in word)
         http = int(flags.get("port", 8000))
         opened = {"http": http, "grpc": int(flags.get("grpc-port", 50051))}
-        if verb == "launch":
+        if subcommand == "launch":
             metrics = flags.get("prometheus-port") or http + int(flags.get("replicas", 1)) + 1
             opened = {"http": http, "metrics": int(metrics)}
         if "master-port" in flags:

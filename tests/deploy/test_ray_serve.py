@@ -31,7 +31,7 @@ def said() -> str:
 
 
 class Lifespan:
-    """What a server tells an ASGI application of its own life."""
+    """The lifespan events that a server sends to an ASGI application."""
 
     def __init__(self, app: EngineApp) -> None:
         self._told: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""How ranks meet, and how they notice that another one is gone; JAX is not joined here (tests/serve/test_several_hosts.py)."""
+"""Rendezvous of ranks and detection of lost ones; JAX is not joined here (tests/serve/test_several_hosts.py)."""
 
 import contextlib
 import dataclasses
@@ -148,7 +148,7 @@ def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
 
 
 def has_joined(caplog: pytest.LogCaptureFixture, rank: int) -> Callable[[], Any]:
-    """Whether rank 0 has said that it did."""
+    """Return a check of the log for the line that the rank has joined."""
     return lambda: re.search(rf"rank {rank} \(.*\) joined", caplog.text)
 
 
@@ -188,7 +188,7 @@ def test_a_rank_that_ends_is_noticed_by_all(ranks):
 
 def test_an_error_of_one_rank_is_the_last_word_of_all(ranks):
     _, follower = pair(ranks)
-    with pytest.raises(ValueError, match="no such file"), follower.telling():
+    with pytest.raises(ValueError, match="no such file"), follower.propagate_errors():
         raise ValueError("no such file\nor directory")
     until(lambda: 0 in ranks.lost)
     assert ranks.lost[0] == f"rank 1 ({socket.gethostname()}): no such file or directory"
@@ -403,7 +403,7 @@ NONCE = {"nonce": bytes(32)}
     ],
     ids=["introduction alone", "no proof", "wrong proof", "short nonce", "failed", "drain", "garbage", "too large"],
 )
-def test_a_strangers_message_ends_nobody_and_learns_nothing(ranks, key, caplog, said):
+def test_an_unauthenticated_message_ends_no_rank_and_learns_nothing(ranks, key, caplog, said):
     ranks.start(0, key=key)
     until(lambda: _listens(ranks.port))
     stranger, close = transport.connect("127.0.0.1", ranks.port, "rank 0")
@@ -427,8 +427,8 @@ def test_a_strangers_message_ends_nobody_and_learns_nothing(ranks, key, caplog, 
     assert ranks.lost == {}
 
 
-def test_strangers_that_say_nothing_hold_nobody_up_for_long(ranks, key, monkeypatch):
-    """No more than so many are looked at, and each for a while only."""
+def test_silent_connections_hold_no_rank_up_for_long(ranks, key, monkeypatch):
+    """Only so many connections are read at a time, each for a limited time."""
     monkeypatch.setattr(transport, "HELLO_S", 1.0)
     ranks.start(0, key=key)
     until(lambda: _listens(ranks.port))

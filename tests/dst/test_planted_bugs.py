@@ -252,7 +252,7 @@ class MissingCopy(_Tampered):
 
 
 class CopyOfHalf(_Tampered):
-    """Of keys and values only the keys are copied."""
+    """Only the keys are copied, not the values."""
 
     def tamper(self):
         _wrap(self._builder, "_copies", lambda copies: lambda sources: copies(sources)[:1])

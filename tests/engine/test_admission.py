@@ -1,4 +1,4 @@
-"""Who may wait: counts, shares of tenants, objectives by the cost model; alone and in an engine on virtual time."""
+"""Admission: queue limits, shares of tenants, SLOs by the cost model; alone and in an engine on virtual time."""
 
 import dataclasses
 import logging
@@ -51,10 +51,10 @@ def check(
     )
 
 
-class TestForesight:
-    """What is refused while a step runs would be refused after it."""
+class TestEarlyReject:
+    """A request that is rejected while a step runs would also be rejected after it."""
 
-    def test_it_refuses_nothing_that_the_check_lets_in(self):
+    def test_it_rejects_nothing_that_the_check_admits(self):
         rng = np.random.default_rng(0)
         refused = 0
         for _ in range(2000):
@@ -72,11 +72,11 @@ class TestForesight:
             ttft_s, blocks, prompt_len = float(rng.uniform(0.05, 2)), int(rng.integers(0, 4)), int(rng.integers(1, 30))
             before = {**queue, "missing_blocks": queue["missing_blocks"] - blocks}
             one = Queue(**before)
-            outlook = QueueSnapshot(
+            snapshot = QueueSnapshot(
                 queues=(one, one), of_tenants={"a": queue["num_of_tenant"]}, costs=COSTS, margin_s=0.0
             )
             error = Admission(SchedulerConfig(**config)).early_reject(
-                outlook, PendingArrivals(), prompt_len=prompt_len, own_tokens=prompt_len, blocks=blocks, ttft_s=ttft_s, best_effort=False, tenant="a"
+                snapshot, PendingArrivals(), prompt_len=prompt_len, own_tokens=prompt_len, blocks=blocks, ttft_s=ttft_s, best_effort=False, tenant="a"
             )  # fmt: skip
             if error is None:
                 continue
@@ -85,14 +85,14 @@ class TestForesight:
                 check(config, ttft_s=ttft_s, tenant="a", prompt_len=prompt_len, **queue)
         assert 200 < refused < 1900
 
-    def test_who_has_come_since_counts_as_waiting(self):
+    def test_requests_that_arrived_since_the_snapshot_count_as_waiting(self):
         admission = Admission(SchedulerConfig(max_num_queued_reqs=16))
-        outlook = QueueSnapshot(queues=(EMPTY, EMPTY), of_tenants={}, costs=COSTS, margin_s=0.0)
+        snapshot = QueueSnapshot(queues=(EMPTY, EMPTY), of_tenants={}, costs=COSTS, margin_s=0.0)
         coming = PendingArrivals()
 
         def refused(tenant: str | None = None) -> bool:
             return admission.early_reject(
-                outlook, coming, prompt_len=5, own_tokens=5, blocks=1, ttft_s=math.inf, best_effort=False, tenant=tenant
+                snapshot, coming, prompt_len=5, own_tokens=5, blocks=1, ttft_s=math.inf, best_effort=False, tenant=tenant
             ) is not None  # fmt: skip
 
         taken = 0
@@ -205,12 +205,12 @@ class TestObjectives:
         check({}, admission=admission, ttft_s=0.05, now_s=20.0)  # nobody is before it
         check({}, admission=admission, ttft_s=0.15, now_s=60.0, **queue)
 
-    def test_warn_lets_in_counts_and_says_so_now_and_then(self, caplog):
+    def test_warn_admits_counts_and_logs_at_a_limited_rate(self, caplog):
         admission = Admission(SchedulerConfig(slo_admission="warn"))
         with caplog.at_level(logging.WARNING):
             for now_s in (0.0, 1.0, 2.0, 11.0):
                 check({}, admission=admission, ttft_s=0.001, now_s=now_s)
-        assert admission.num_doubtful == 4
+        assert admission.num_slo_at_risk_admitted == 4
         assert len(caplog.records) == 2
         assert "within 1 ms is asked for, about 22 ms" in caplog.text
 
@@ -304,7 +304,7 @@ def test_what_is_cached_of_a_prompt_takes_no_time():
         ask("third", 0.001)
 
 
-def test_Q1_under_ten_times_overload_those_let_in_keep_their_objective():
+def test_Q1_under_ten_times_overload_admitted_requests_keep_their_slo():
     # What the machine can do at most, about: 1 / (72 tokens and 16 decode rows of a full batch).
     fits = overload("on", 4.0)
     assert fits["accepted"] > 0.99

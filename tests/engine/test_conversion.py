@@ -208,7 +208,7 @@ def test_a_step_that_fails_while_it_converts_loses_no_request(kind):
     assert made.engine.stats().step_failures == 1
 
 
-def test_keys_and_values_that_turn_out_bad_are_found_by_nobody():
+def test_keys_and_values_that_turn_out_bad_are_not_found():
     def fault(batch: StepBatch) -> Fault | None:
         return Fault(kind=FaultKind.NOT_FINITE) if batch.conversions is not None else None
 
@@ -258,7 +258,7 @@ def test_broken_promises_are_named():
 
 
 def test_what_a_policy_may_not_convert_stays_as_it_is():
-    """As in a server, which reports the promise once and goes on."""
+    """Setting of a server, which reports a broken promise once and goes on."""
     policy = Converter(after=1)
     policy.checks = False
     made = served(policy, num_blocks=8, debug=False)  # 16 positions as KV: 20 can be held as layer inputs alone
@@ -300,7 +300,7 @@ def test_no_block_that_is_given_back_is_handed_out_in_the_same_call():
         assert cache.reserve(owner, 8, HIDDEN)
     before = [cache.tables[cache.slot_of(owner), 0, :2].tolist() for owner in range(3)]
     given_back, ok = cache.convert_rows([0, 1, 2], [8, 9, 9])
-    # 8 free blocks: the first takes 4, the second would take 6 and keeps its kind with one more, the third likewise.
+    # 8 free blocks: the first takes 4, the second would take 6 and keeps its kind with one more, and so does the third.
     assert ok == [True, True, True]
     assert given_back[0] is not None
     assert given_back[0].tolist() == before[0]

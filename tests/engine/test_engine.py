@@ -272,7 +272,7 @@ class TestEnds:
         ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else None,
     )
     def test_E10_of_several_reasons_in_one_step_there_is_one(self, overlap, causes, ends):
-        """What is wrong, then a stop token, then what is seen of the text, then the length."""
+        """In this order: an error, a stop token, a stop in the text, the length."""
 
         class Processor:
             def on_token(self, request, token_id):
@@ -1260,7 +1260,7 @@ def test_every_token_and_preemption_of_a_crowd_is_there_and_waits_have_reasons()
     assert sum(e["for_blocks"] for e in waits) > 0
 
 
-def test_who_waits_for_a_slot_is_told_so():
+def test_a_wait_for_a_slot_is_recorded():
     h = Harness(policy=fcfs(), num_blocks=512)
     log = logged(h)
     names = run_all(h, log, *[(5, 20)] * 10)

@@ -1,4 +1,4 @@
-"""What is told of the scheduler's decisions is what happened, and nobody who watches holds anything up."""
+"""Iteration events say what happened, and slow subscribers hold nothing up."""
 
 import asyncio
 import collections
@@ -153,25 +153,25 @@ async def generate(engine: AsyncEngine, max_tokens: int) -> None:
         pass
 
 
-def test_watchers_see_the_same_and_who_does_not_read_loses_the_oldest():
+def test_subscribers_see_the_same_and_slow_ones_lose_the_oldest():
     async def body(engine):
         quick, slow = engine.watch(), engine.watch(capacity=5)
         seen: list[Iteration] = []
 
         async def read() -> None:
-            async for news in quick:
-                assert news.num_dropped == 0
-                seen.extend(news.iterations)
+            async for batch in quick:
+                assert batch.num_dropped == 0
+                seen.extend(batch.iterations)
 
         task = asyncio.create_task(read())
         await generate(engine, 40)
-        news = await anext(slow)
-        assert [i.number for i in news.iterations] == [35, 36, 37, 38, 39]
-        assert news.num_dropped == 35
+        batch = await anext(slow)
+        assert [i.number for i in batch.iterations] == [35, 36, 37, 38, 39]
+        assert batch.num_dropped == 35
         await generate(engine, 3)
-        news = await anext(slow)
-        assert news.num_dropped == 0
-        assert [i.number for i in news.iterations] == [40, 41, 42]
+        batch = await anext(slow)
+        assert batch.num_dropped == 0
+        assert [i.number for i in batch.iterations] == [40, 41, 42]
         while len(seen) < 43:
             await asyncio.sleep(0.001)
         assert [i.number for i in seen] == list(range(43))
@@ -233,16 +233,16 @@ def test_what_is_unread_can_be_taken_without_waiting():
         watch = engine.watch(capacity=3)
         assert watch.take().iterations == []
         await generate(engine, 8)
-        news = watch.take()
-        assert [i.number for i in news.iterations] == [5, 6, 7]
-        assert news.num_dropped == 5
+        batch = watch.take()
+        assert [i.number for i in batch.iterations] == [5, 6, 7]
+        assert batch.num_dropped == 5
         assert watch.take().iterations == []
         watch.close()
 
     scenario(body, overlap=False)
 
 
-# --- what became of the last requests ------------------------------------------------------------------------------
+# --- timelines of the last requests --------------------------------------------------------------------------------
 
 
 def test_where_the_last_requests_of_each_tenant_stand():

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
-from apt_jax.engine import FAILURE_WINDOW_S, SQUEEZE_S
+from apt_jax.engine import FAILURE_WINDOW_S, OOM_BACKOFF_S
 from apt_jax.engine.timeline import TimelineLog
 from apt_jax.errors import ConfigError, EngineDeadError
 from apt_jax.executor import is_out_of_memory
@@ -161,7 +161,7 @@ def test_D1_after_a_step_without_memory_steps_are_half_as_large_for_a_while(when
     assert max(tokens for _, tokens in faulty.batches[first:]) == faulty.batches[0][1] // 2
     for flag in ("--max-num-batched-tokens", "--max-num-seqs", "--device-memory-utilization"):
         assert flag in caplog.text
-    clock.ahead_s += SQUEEZE_S
+    clock.ahead_s += OOM_BACKOFF_S
     done = len(faulty.batches)
     run_all(parts, [request_of(parts, f"later{i}", "y" * 60, 2) for i in range(4)])
     assert max(tokens for _, tokens in faulty.batches[done:]) == faulty.batches[0][1]
@@ -306,7 +306,7 @@ def test_H9_jumps_of_the_wall_clock_change_nothing(monkeypatch):
 
 
 def end_thread(engine: AsyncEngine) -> None:
-    """As if something killed the engine's thread, wherever it is."""
+    """Raise in the engine's thread, wherever it is."""
     ident = ctypes.c_ulong(engine._thread.ident or 0)
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
 
@@ -359,7 +359,7 @@ def test_E5_E6_a_thread_that_is_ended_is_the_end_of_the_engine_and_all_learn_of_
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-def test_E12_a_failure_in_the_error_path_leaves_nobody_waiting():
+def test_E12_a_failure_in_the_error_path_leaves_no_caller_waiting():
     """The engine dies, and then even giving back its requests fails."""
 
     async def scenario():
@@ -449,7 +449,7 @@ def drain(parts: EngineComponents) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fault", [StepFault("raise"), StepFault("raise", "result")])
-def test_all_who_held_cache_are_told_that_it_was_lost_once(overlap, fault):
+def test_the_loss_of_cache_is_recorded_once_per_request(overlap, fault):
     # A long prompt in chunks fills steps of its own under a policy that runs prefills alone.
     parts = toy_parts(overlap=overlap, policy="fcfs")
     log, add = logged(parts)
@@ -472,7 +472,7 @@ def test_all_who_held_cache_are_told_that_it_was_lost_once(overlap, fault):
     assert events(log, "holder").count("lost") == 1
     assert events(log, "new").count("lost") == 1
     lost = events(log, "holder").index("lost")
-    assert "prefill" in events(log, "holder")[lost:]  # it is computed anew
+    assert "prefill" in events(log, "holder")[lost:]  # it is recomputed
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -266,8 +266,9 @@ class TestFaults:
         served.serve([*prompt(8), *prompt(8, 1)], 8)
         assert served.engine.stats().cached_blocks == 0
 
-    def test_a_request_whose_form_leaves_no_token_spoils_nothing_for_others(self, overlap):
-        """What it has found is as good as before: nobody can empty the cache of others by asking for the impossible."""
+    def test_a_request_whose_constraint_leaves_no_token_spoils_nothing_for_others(self, overlap):
+        """The blocks that it has found stay valid: nobody can evict others' cache with a constraint that cannot be
+        met."""
 
         class NoToken:
             ended = False
@@ -308,7 +309,7 @@ class TestFaults:
 
 
 class TestPlantedBugs:
-    """What breaks no accounting must show in the tokens."""
+    """Bugs that break no accounting must show in the tokens."""
 
     def test_registering_before_the_token_is_known(self):
         class TooEarly(Engine):
@@ -409,7 +410,7 @@ def test_500_conversations_say_what_they_say_without_cache(policy):
     """Held against streams that no cache was used for; tight pools, evictions, preemptions, both kinds, faults."""
     total: dict[str, int] = dict.fromkeys(("hits", "queries", "copies", "resets"), 0)
     cases = [
-        # num, blocks, block size, layer inputs a block, overlap, preempt, offered, faults
+        # num, blocks, block size, layer inputs per block, overlap, preempt, offered, faults
         (150, 70, 4, 4, True, 0.05, (True, True), 0.0),
         (100, 60, 4, 4, False, 0.0, (True, False), 0.0),
         (75, 26, 2, 3, True, 0.1, (False, True), 0.0),

@@ -326,7 +326,7 @@ def test_C8_a_deadline_ends_a_running_and_a_queued_request():
 # --- back-pressure -------------------------------------------------------------------------------------------------
 
 
-def test_C5_a_reader_that_never_reads_blocks_nobody_and_loses_nothing():
+def test_C5_a_reader_that_never_reads_blocks_no_other_and_loses_nothing():
     async def scenario(engine):
         lazy_request = request(engine, "lazy", params={"max_tokens": 100, "logprobs": 1})
         lazy = engine.submit(lazy_request)
@@ -364,7 +364,7 @@ def test_requests_beyond_the_queue_limit_are_refused_with_a_hint():
     run(scenario, max_num_seqs=1, max_num_queued_reqs=2)
 
 
-def test_Q7_what_has_waited_too_long_is_given_up():
+def test_Q7_a_request_that_waits_too_long_expires():
     async def scenario(engine):
         executor_of(engine.parts).gate.clear()
         first, second = request(engine, "a"), request(engine, "b")

@@ -377,8 +377,8 @@ def test_an_output_is_a_snapshot():
     parts.engine.add_request(request)
     state, snapshots = RequestState(request), [RequestState(request).output()]
     while parts.engine.has_work:
-        for news in parts.engine.step():
-            state.add(parts.assembler.delta(news))
+        for output in parts.engine.step():
+            state.add(parts.assembler.delta(output))
             snapshots.append(state.output())
     assert [len(s.outputs[0].token_ids) for s in snapshots] == list(range(9))
     assert [len(s.metrics.token_times_s) for s in snapshots] == list(range(9))

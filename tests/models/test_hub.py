@@ -1,4 +1,4 @@
-"""Models of the hub, without the hub: a local cache, and a download function that is made up."""
+"""Models of the hub, without the hub: a local cache, and a fake download function."""
 
 import sys
 from pathlib import Path

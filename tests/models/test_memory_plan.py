@@ -1,4 +1,4 @@
-"""What fits on which devices, and what is advised where nothing does."""
+"""Memory plans: models that fit devices, and the advice where one does not."""
 
 import pytest
 
@@ -20,7 +20,7 @@ HELPS = {
     "--num-blocks-override": {"num_blocks_override": 4},
     "--device-memory-utilization": {"device_memory_utilization": 1.0},
 }
-"""What each advice is taken to mean."""
+"""Settings that each advice is taken to mean."""
 
 
 def plan(**given) -> MemoryPlan:

@@ -14,9 +14,9 @@ from apt_jax.ops import reference, xla_decode, xla_prefill
 from apt_jax.ops.reference import KeyNorm, LogitModifiers
 
 C, K, G, H, D = 16, 2, 3, 12, 20
-"""Slots a block, key heads, queries a key head, head width, model width (narrower than the lane of 24)."""
+"""Slots per block, key heads, queries per key head, head width, model width (narrower than the lane of 24)."""
 N, E = K * G, K * H
-INPUTS = C * E // D  # layer inputs a block
+INPUTS = C * E // D  # layer inputs per block
 LENS = (1, 0, 15, 16, 17, 40, 65, 130, 33, 7)
 
 RULES: dict[str, LogitModifiers] = {

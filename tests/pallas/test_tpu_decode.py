@@ -30,7 +30,7 @@ BLOCK = 16
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2}
 """Relative to the largest output."""
 LENGTHS = (0, 1, 17, 64, 129)
-"""Of 5 rows: none, one, into the second block, one step exactly, one slot into the third step."""
+"""Lengths of 5 rows: none, one, into the second block, one step exactly, one slot into the third step."""
 KV_SHAPES = ("one-head", "three-heads", "grouped-by-three")
 ABSORBED_SHAPES = ("one-head", "three-heads", "width-80")
 LOWERED = ("opt-13b", "opt-66b", "llama-2-7b", "llama-3-8b")
@@ -180,7 +180,7 @@ def test_kernels_lower_for_a_tpu(name: str, op: str, dtype: str, ranged: bool) -
 
 
 def _batch_arrays(num_decode: int, num_prefill: int, entries: int) -> dict[str, ShapeDtypeStruct]:
-    """Of the fields of a batch: the shapes and dtypes that they are annotated with."""
+    """Return the annotated shapes and dtypes of the fields of a batch."""
     sizes = {"T": num_decode + num_prefill, "B": num_decode, "R": 2, "J": entries}
     arrays = {}
     for field in dataclasses.fields(DecoderBatch):

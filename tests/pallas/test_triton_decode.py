@@ -15,7 +15,7 @@ from apt_jax.pallas import triton_decode_absorbed, triton_decode_kv, triton_deco
 from apt_jax.pallas.triton_tiles import CHIPS, Tile, head_splits, num_splits, padded, tile_for
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
-"""Of one layer's attention output, relative to the largest."""
+"""Tolerance of one layer's attention output, relative to its largest value."""
 
 LENGTHS = [0, 1, 15, 16, 17, 65, 129]
 

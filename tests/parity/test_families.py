@@ -134,7 +134,8 @@ LONGER = {
 
 @pytest.mark.parametrize("kind", LONGER)
 def test_a_context_beyond_the_original_has_the_frequencies_of_its_length(kind, tmp_path) -> None:
-    """What depends on the length of the context is that of `max_model_len`; within the original one nothing changes."""
+    """RoPE parameters that depend on the context length follow `max_model_len`; within the original length nothing
+    changes."""
     fields = MODELS["llama"][1] | {"max_position_embeddings": 128 if kind == "longrope" else 32}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**fields, rope_parameters=LONGER[kind])

@@ -60,8 +60,8 @@ def their_tokenizer(path: Path) -> Any:
 
 
 def _their_choices(model: Any, prompt: list[int], output: list[int]) -> list[int]:
-    """What transformers would choose at each place of an output, given what comes before: all equal, and greedy decoding
-    gives the same output."""
+    """Return the tokens that transformers would choose at each position of an output, given those before it. If all are
+    equal, greedy decoding gives the same output."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + output])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -14,7 +14,8 @@ from apt_jax.sim.simulator import simulate
 
 
 def fits(chosen, arrival_s, work_s, within_s) -> bool:
-    """Whether each interval from an arrival to a deadline has room for what lies in it: enough, with preemption, on one machine."""
+    """Return True if each interval from an arrival to a deadline has room for the work in it: enough, with preemption,
+    on one machine."""
     return all(
         sum(work_s[i] for i in chosen if arrival_s[a] <= arrival_s[i] <= arrival_s[b])
         <= arrival_s[b] + within_s - arrival_s[a] + 1e-9

@@ -36,7 +36,7 @@ COSTS = StepCosts(
     decode_per_hidden_token_s=0.043,
 )
 CHEAP_STEPS = dataclasses.replace(COSTS, prefill_base_s=0.3, decode_base_s=0.9)
-"""Long prefills are dearer than steps: evictions rarely pay, and the maximum of a mixed step matters."""
+"""Long prefills cost more than steps: evictions rarely pay, and the maximum of a mixed step matters."""
 BOTH_KINDS = (CacheKindSpec(name="kv", blocks_per_group=2), CacheKindSpec(name="hidden", blocks_per_group=1))
 
 
@@ -108,7 +108,7 @@ def exhaustive(problem: OptimalProblem) -> float:
             yield canonical(after), time_s, first, last
 
     def price(now_s, end_s, first, last):
-        """What a batch adds to the objective."""
+        """Return what a batch adds to the objective."""
         if problem.objective == "latency":
             return end_s - now_s
         if problem.objective == "slo":
@@ -202,7 +202,7 @@ def test_every_equal_instance_of_three_and_four_requests_is_solved():
 
 
 def random_problem(rng: np.random.Generator, num_requests: int) -> OptimalProblem:
-    """Of any flavour, small enough for the search."""
+    """Return a random problem with any options, small enough for the search."""
     online = rng.random() < 0.4
     chunked = rng.random() < 0.4
     small = num_requests > 2

@@ -52,7 +52,7 @@ def part_of(workload: Workload, index: np.ndarray) -> Workload:
 
 
 def served_alone(config: SimulationConfig, workload: Workload) -> list[RequestMetrics | None]:
-    """One engine, fed as simply as can be: whatever has come by the clock is added, then a step is run."""
+    """Run one engine in a plain loop: add the requests that have arrived, then run a step."""
     hardware, clock = load_hardware(config.model, config.hardware), VirtualClock()
     costs = hardware.step_costs(config.hidden_attention)
     scheduler = SchedulerConfig(
@@ -153,7 +153,7 @@ def test_every_request_is_served_once_whatever_comes_when(data):
 
 
 def test_no_router_looks_ahead():
-    """What comes after a request, and how long outputs will be, does not change where it goes."""
+    """Routing does not depend on later requests or on output lengths."""
     config, workload = dataclasses.replace(BUSY, replicas=3), bursts(36)
     cut = part_of(workload, np.arange(24))
     for routing in ROUTING_POLICIES:
@@ -187,7 +187,7 @@ def state(**fields: Any) -> ReplicaState:
     given = {
         "admission": Admission(SchedulerConfig()), "coming": PendingArrivals(), "busy_s": 0.0, "num_running": 0, "num_blocks": 100,
         "free_blocks": 100, "queued_tokens": 0, "tokens_per_s": 0.0, "min_blocks_for": lambda n: -(-n // 16),
-        "outlook": QueueSnapshot(queues=(queue, queue), of_tenants={}, costs=COSTS, margin_s=0.0),
+        "queue_snapshot": QueueSnapshot(queues=(queue, queue), of_tenants={}, costs=COSTS, margin_s=0.0),
     }  # fmt: skip
     return ReplicaState(**{**given, **fields})
 

@@ -87,9 +87,9 @@ def test_rho_is_what_policies_charge_and_not_what_steps_take():
 def test_a_large_rho_keeps_apt_from_the_hidden_kind():
     config = dataclasses.replace(SMALL, policy="apt", rate=8.0, num_requests=100, hidden_attention="reproject")
     free = simulate(dataclasses.replace(config, rho_us=0.0))
-    dear = simulate(dataclasses.replace(config, rho_us=1e4))
+    expensive = simulate(dataclasses.replace(config, rho_us=1e4))
     assert free.hidden_token_fraction > 0.2
-    assert dear.hidden_token_fraction < 0.02
+    assert expensive.hidden_token_fraction < 0.02
 
 
 def test_time_of_the_host_lengthens_every_step_and_the_device_stays_idle():

@@ -60,7 +60,7 @@ def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
 
 
 def checked(**form: Any) -> StructuredOutputsParams:
-    """As validation hands it on."""
+    """Return the grammar in the form that validation returns."""
 
     class Source:
         wanted: Any = None
@@ -84,7 +84,7 @@ def allowed(constraint: LLConstraint, vocab_size: int = 4096) -> set[int] | None
 
 
 def follows(constraint: LLConstraint, ids: list[int], vocab_size: int = 4096) -> bool:
-    """Whether each id is allowed when it comes."""
+    """Return True if each id is allowed when it comes."""
     for token in ids:
         tokens = allowed(constraint, vocab_size)
         if tokens is None or token not in tokens:
@@ -94,7 +94,7 @@ def follows(constraint: LLConstraint, ids: list[int], vocab_size: int = 4096) ->
 
 
 def over(constraint: LLConstraint, eos: int = 2) -> bool:
-    """Whether the output may end here."""
+    """Return True if the output may end here."""
     if constraint.ended:
         return True
     tokens = allowed(constraint)
@@ -118,7 +118,7 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize(("form", "good", "bad"), OUTPUTS, ids=lambda x: str(x)[:30])
-def test_a_form_allows_its_outputs_and_no_others(compiler, tokenizer, form, good, bad):
+def test_a_constraint_allows_its_outputs_and_no_others(compiler, tokenizer, form, good, bad):
     grammar = compiler.compile(checked(**form))
     for text in good:
         constraint = grammar.start()
@@ -341,7 +341,7 @@ def test_a_child_that_does_not_read_costs_the_time_limit(tokenizer):
 # --- the cache ---------------------------------------------------------------------------------------------------
 
 
-def test_a_form_is_compiled_once(tokenizer):
+def test_a_constraint_is_compiled_once(tokenizer):
     made = compiler_of(tokenizer)
     for _ in range(3):
         made.compile(checked(json=SCHEMA))
@@ -393,7 +393,7 @@ def few_states(monkeypatch) -> None:
     monkeypatch.setattr(grammar_module, "LIMITS", limits)
 
 
-def test_outputs_of_one_form_do_not_use_up_its_lexer(tokenizer, few_states):
+def test_outputs_of_one_constraint_do_not_use_up_its_lexer(tokenizer, few_states):
     """All outputs share its states: whether they come one after another or at once, none ends for another's."""
     made = compiler_of(tokenizer)
     grammar = made.compile(checked(regex=MANY_STATES))
@@ -436,7 +436,7 @@ def test_R11_an_output_that_needs_too_much_alone_is_an_error(tokenizer, few_stat
     made.close()
 
 
-def test_R11_what_the_lexer_of_a_form_collects_is_given_up_now_and_then(tokenizer, monkeypatch):
+def test_R11_lexer_states_of_a_constraint_are_dropped_at_times(tokenizer, monkeypatch):
     monkeypatch.setattr(grammar_module, "_WORN_MASKS", 100)
     made = compiler_of(tokenizer)
     rng, roots = np.random.default_rng(3), []
@@ -451,7 +451,7 @@ def test_R11_what_the_lexer_of_a_form_collects_is_given_up_now_and_then(tokenize
     made.close()
 
 
-def test_R11_a_form_counts_with_what_it_takes(tokenizer):
+def test_R11_a_constraint_counts_with_the_memory_it_takes(tokenizer):
     """Not with what the child still had to ask for, after it had tried a larger one."""
     made = compiler_of(tokenizer, limit_s=10.0)
     if not Path("/proc/self/statm").exists():
@@ -467,7 +467,7 @@ def test_R11_a_form_counts_with_what_it_takes(tokenizer):
     made.close()
 
 
-def test_a_form_that_was_too_slow_is_tried_again(tokenizer):
+def test_a_constraint_that_was_too_slow_is_tried_again(tokenizer):
     """A busy machine is no property of the form."""
     made = compiler_of(tokenizer, limit_s=0.3)
     for _ in range(2):

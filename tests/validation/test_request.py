@@ -26,7 +26,7 @@ TINY = 1e-40  # a denormal as a 32-bit number
 
 
 class ByteEncoder:
-    """One token a byte, after a special one."""
+    """One token per byte, after a special one."""
 
     vocab_size = 300
 
@@ -131,7 +131,7 @@ def test_the_seed_given_stays_and_eos_can_be_ignored():
 # --- request id ----------------------------------------------------------------------------------------------------
 
 
-def test_request_ids_are_made_up_when_absent():
+def test_request_ids_are_generated_when_absent():
     ids = {build().request_id for _ in range(3)}
     assert len(ids) == 3
     assert all(i.startswith("req-") for i in ids)

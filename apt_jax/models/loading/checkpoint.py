@@ -58,7 +58,7 @@ class TensorInfo:
     file: str
     """File name inside the model directory."""
     dtype: str
-    """As in the safetensors format: ``F32``, ``BF16``, ..."""
+    """Dtype name of the safetensors format: ``F32``, ``BF16``, ..."""
     shape: tuple[int, ...]
     start: int
     """Byte offset in the file; tensors are read in this order."""
@@ -71,7 +71,7 @@ class Checkpoint(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """By the name that the file gives them."""
+        """Tensors by their names in the file."""
         ...
 
     def read(self, name: str) -> np.ndarray:

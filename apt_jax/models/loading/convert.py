@@ -47,7 +47,7 @@ class _Writer(Protocol):
 
 
 class _SafetensorsWriter:
-    """One file a group, and an index where there are several."""
+    """Write one file per group, and an index where there are several."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

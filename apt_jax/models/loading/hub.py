@@ -52,7 +52,7 @@ def hub_snapshot(repo: str, revision: str | None, download: Callable[..., str] |
         download: in place of `huggingface_hub.snapshot_download`.
 
     Raises:
-        ModelLoadError: not cached and not to be had: unknown, private, offline, or the library is not installed.
+        ModelLoadError: not cached and not available: unknown, private, offline, or the library is not installed.
     """
     name = repo if revision is None else f"{repo}@{revision}"
     if download is None:

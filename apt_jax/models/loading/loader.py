@@ -1,4 +1,4 @@
-"""From a model's name to its parameters on the device.
+"""Loads the parameters of a model onto the device, given its name.
 
 1. `resolve_model` turns the name into a directory, a GGUF file or a preset; the hub is asked for names such as
    ``owner/model`` alone. No code is ever taken from a model directory.
@@ -148,7 +148,8 @@ def _check_memory(config: ModelConfig, dtype: np.dtype[Any], sharding: LeafShard
 
 
 def _is_finite(values: np.ndarray) -> bool:
-    """No NaN and no infinity: no element has all exponent bits set. Independent of slow 16-bit float arithmetic."""
+    """Return True if there is no NaN and no infinity: no element has all exponent bits set. Avoids slow 16-bit float
+    arithmetic."""
     bits, mask = {
         "float16": (np.uint16, 0x7C00),
         "bfloat16": (np.uint16, 0x7F80),
@@ -338,7 +339,7 @@ def _load_params(
         largest = max((info.num_bytes for info in checkpoint.tensors.values()), default=0)
 
         def place(leaf: _Leaf) -> tuple[bool, str, int]:
-            """As they lie in the files, but what is large first: memory is not in pieces yet."""
+            """Sort key: large tensors first, before memory is fragmented, then in the order of the files."""
             info = checkpoint.tensors[leaf.stored] if leaf.stored is not None else None
             return (True, "", 0) if info is None else (2 * info.num_bytes < largest, info.file, info.start)
 

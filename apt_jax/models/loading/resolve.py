@@ -1,4 +1,4 @@
-"""From a model's name to its files and its shape: which model a name stands for, and the family that reads its configuration.
+"""Resolves a model's name to its files and its shape, by the family that reads its configuration.
 
 The hub is asked for names such as ``owner/model`` alone. No code is ever taken from a model directory.
 """

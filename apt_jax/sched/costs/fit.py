@@ -27,7 +27,7 @@ from apt_jax.sched.view import CacheKindSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPoint:
-    """One measured step, a row a request."""
+    """One measured step, one row per request."""
 
     num_tokens: Sequence[int]
     """Tokens that each row computes."""
@@ -39,7 +39,7 @@ class StepPoint:
 
     @property
     def is_prefill(self) -> bool:
-        """At least one row is a chunk."""
+        """True: at least one row is a prefill chunk."""
         return max(self.num_tokens) > 1
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int8]]:
@@ -78,7 +78,7 @@ _DECODE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitQuality:
-    """How well a phase's fit predicts points that it has not seen."""
+    """Quality of a phase's fit on held-back points."""
 
     num_points: int
     num_held_back: int

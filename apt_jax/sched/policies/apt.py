@@ -124,10 +124,10 @@ class AptPolicy:
         packer = StepPacker(view)
         if partial.size:
             packer.continue_prefill(partial)
-        if view.waiting.size and packer.seats_left > 0 and packer.tokens_left > 0:
+        if view.waiting.size and packer.slots_left > 0 and packer.tokens_left > 0:
             memory = view.free_blocks - growth(view, partial) - self._promised(view, decoding)
             if memory > 0:
-                chosen = self._begin(view, urgent, num_requests, memory, packer.tokens_left, packer.seats_left)
+                chosen = self._begin(view, urgent, num_requests, memory, packer.tokens_left, packer.slots_left)
                 packer.start(*chosen, in_order=True)
         return packer.plan()
 

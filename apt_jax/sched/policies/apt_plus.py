@@ -1,4 +1,5 @@
-"""apt-plus: Apt-Serve's knapsack for those who can still attain their objectives, and who pauses so that they do (docs/apt-plus.md)."""
+"""apt-plus: Apt-Serve's knapsack over requests that can still attain their SLOs, and pauses of others
+(docs/apt-plus.md)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,7 @@ TYPICAL_TOKENS = 256
 
 
 class AptPlusPolicy:
-    """Everyone decodes in every step, prompts ride along; memory goes to those who can still attain their objectives.
+    """All running requests decode in every step, beside prompts; memory goes to requests that can still attain their SLOs.
 
     1. *One step for both phases.* The weights are read once for decodes and prompts; there is no iteration type (Apt-Serve-S, §6.7). A step takes as many prompt
        tokens as the cost model allows without a gap above `TBT_SHARE` of the objective of anyone who can still attain.
@@ -121,7 +122,7 @@ class AptPlusPolicy:
         packer.tokens_left = _prompt_tokens(view, decoding, decode_s, packer.tokens_left)
         if partial.size:
             packer.continue_prefill(partial)
-        if waiting is not None and packer.seats_left > 0 and packer.tokens_left > 0:
+        if waiting is not None and packer.slots_left > 0 and packer.tokens_left > 0:
             self._admit(view, waiting, packer, decoding, partial)
         if packer.is_empty and partial.size and not preempt.size:
             return resolve_prefill_deadlock(view, partial)
@@ -155,7 +156,7 @@ class AptPlusPolicy:
         order: NDArray[np.intp],
         is_free: NDArray[np.bool_],
     ) -> int:
-        """How many of `order` pause: until the next positions fit, and for waiting requests that are urgent."""
+        """Return how many of `order` pause: until the next positions fit, and for waiting requests that are urgent."""
         table = view.table
         if not decoding.size:
             return 0
@@ -228,7 +229,7 @@ class AptPlusPolicy:
         """The kind that each waiting row would take.
 
         Say the pool is full of N typical requests with KV and a step takes T. A request of m tokens that takes the
-        hidden kind instead saves a share s of the pool. Filled, that brings s N more requests a step: the rate N / T
+        hidden kind instead saves a share s of the pool. Filled, that brings s N more requests per step: the rate N / T
         gains s, and loses the share by which the step grows, of its own slower reads and of the newcomers':
 
             s T > t(m) + s N (per request + per token * typical length)

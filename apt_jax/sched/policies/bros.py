@@ -25,7 +25,7 @@ BASE_BATCH = 128
 """B_base (BROS §4.2)."""
 
 AGING_TOKENS_PER_S = 100.0
-"""A best-effort request that waits gains this many recomputation tokens a second on those that come after it."""
+"""A waiting best-effort request gains this many recomputation tokens per second on those that come after it."""
 
 RESERVE_TOKENS = 8
 """Best-effort requests are admitted only if every decoding request then has room for this many more tokens."""
@@ -110,7 +110,7 @@ class _Candidates:
 
 
 class _Groups:
-    """When the last group of each request's tokens came to its end, seen from one decision to the next.
+    """Completion time of the last group of each request's tokens, as seen from one decision to the next.
 
     Args:
         size: tokens of a group after the first token, which is a group of its own.
@@ -280,7 +280,7 @@ class BrosPolicy:
     def _pull_real_time(
         self, view: SchedulerView, pending: _Candidates, queued: _Candidates
     ) -> tuple[_Candidates, float]:
-        """Those in the order of their remaining time, late ones last, waiting ones as far as a step may have them.
+        """Order real-time candidates by remaining time, late ones last; of the waiting ones as many as a step may take.
 
         Returns:
             The candidates, and the time that a step may take.

@@ -257,10 +257,10 @@ class QoServePolicy:
     * *Hybrid priority* of prompts: arrival + TTFT objective + alpha * (tokens left to compute), between earliest deadline
       (alpha = 0) and shortest remaining prompt first. Prompts under way and waiting ones are in one order, so a prompt
       can be interrupted by a more urgent one and keeps its cache; a decode never is (selective preemption).
-    * *Eager relegation*: a request that has not begun and can no longer be in time, at the prompt tokens a second that
+    * *Eager relegation*: a request that has not begun and can no longer be in time, at the prompt tokens per second that
       the engine has computed of late (a moving average), goes behind all that can, for good.
 
-    The rules are those of the paper; sizes, margin, alpha = 8 ms a token and the weight of the average are those of the
+    The rules are those of the paper; sizes, margin, alpha = 8 ms per token and the weight of the average are those of the
     authors' scheduler (microsoft/sarathi-serve, `niyama_asplos2026`). Where it is silent or the engine differs:
 
     * Objectives are TTFT and TBT; their tiers with an objective for the last token, and relegation by hints of what is
@@ -326,7 +326,7 @@ class QoServePolicy:
         return plan
 
     def _observe(self, view: SchedulerView) -> None:
-        """The moving average of prompt tokens a second, after the step before."""
+        """Moving average of prompt tokens per second, after the step before."""
         if not self._tokens_per_s:
             per_token_s = view.costs.prefill_per_token_s
             self._tokens_per_s = 1 / per_token_s if per_token_s > 0 else self.TOKENS_PER_S

@@ -75,7 +75,7 @@ class FcfsPolicy:
             packer.decode(beside)
         if partial.size:
             packer.continue_prefill(partial)
-        waiting = view.waiting[: max(packer.seats_left, 0)]
+        waiting = view.waiting[: max(packer.slots_left, 0)]
         if not waiting.size or packer.tokens_left < 1:
             return packer.plan()
         kind = allowed_kinds(view, waiting).argmax(axis=1)

@@ -91,7 +91,7 @@ class RoundRobinPolicy:
 
     @staticmethod
     def _taken(own: SchedulerView, others: Rows) -> Rows:
-        """Those of `others` that make room for what the class needs next."""
+        """Return the `others` to preempt for what the class needs next."""
         table = own.table
         if own.running.size:
             decoding, partial = split_running(own)

@@ -136,7 +136,7 @@ class OptimalSchedule:
     objective: float
     """Value of the problem's objective; seconds, or requests for "slo"."""
     bound: float
-    """No schedule is better than this."""
+    """Lower bound of the objective over all schedules."""
     status: Literal["optimal", "feasible"]
     """"feasible": the time ran out before the proof."""
 

@@ -266,7 +266,7 @@ def test_Q6_a_running_request_keeps_its_kind_where_attention_needs_no_reprojecti
     assert not world.schedule(AptPolicy()).preempt.size
     assert world.schedule(AptPolicy(keep_kind=False)).preempt.tolist() == [1]
     assert not hybrid_pair(20).schedule(AptPolicy(keep_kind=True)).preempt.size
-    # It may still be given up for want of room.
+    # It may still be preempted for want of blocks.
     world.num_blocks = 14
     assert world.schedule(AptPolicy()).preempt.tolist() == [1]
 

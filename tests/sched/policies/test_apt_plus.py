@@ -201,7 +201,7 @@ def test_the_latest_of_those_that_may_wait_pauses_first():
     assert w.schedule(AptPlusPolicy()).preempt.tolist() == [1]
 
 
-def test_a_paused_request_that_may_wait_takes_nobodys_memory_back():
+def test_a_paused_request_that_may_wait_preempts_none():
     w = urgent_world(101)
     policy = AptPlusPolicy()
     assert w.step(policy).preempt.tolist() == [0]

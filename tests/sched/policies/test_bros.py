@@ -144,7 +144,7 @@ def test_a_step_ends_before_the_first_deadline():
     assert COSTS.step_s(plan.num_tokens, world.table.num_cached[plan.rows], plan.kind) <= 0.05
 
 
-def test_a_missed_deadline_stops_nobody():
+def test_a_missed_deadline_stops_no_request():
     world = World(num_blocks=400, mode="kv", costs=COSTS)
     late = [world.add(20, arrival_s=-2.0, ttft_s=1.0) for _ in range(2)]
     policy = make_policy("bros")

@@ -1,4 +1,4 @@
-"""When a hidden request is worth keys and values: by hand, by brute force, and in a running world."""
+"""The rule for converting hidden requests: against hand calculation, brute force, and in a running world."""
 
 import dataclasses
 import time
@@ -25,7 +25,7 @@ def chosen(made: World, room: int = 1000, **changes) -> list[int]:
     return rows_to_convert(view, view.running, room).tolist()
 
 
-def test_the_dearest_go_first_as_far_as_there_is_room():
+def test_the_most_expensive_go_first_as_far_as_there_is_room():
     made = world([3, 30, 11, 12])  # 4, 31, 12 and 13 tokens: 2, 16, 6 and 8 blocks
     assert chosen(made) == [1, 3, 2, 0]
     assert chosen(made, room=32) == [1, 3, 2, 0]

@@ -13,7 +13,7 @@ COSTS = StepCosts(
     decode_base_s=0.01,
     decode_per_request_s=0.001,
 )
-"""A step takes 10 ms and 1 ms a token."""
+"""A step takes 10 ms and 1 ms per token."""
 
 
 def world_of(*, num_blocks: int = 10**5, max_num_batched_tokens: int = 1000, block_size: int = 4) -> World:
@@ -81,7 +81,7 @@ def test_edf_serves_everybody_in_one_order():
     assert step(world, EdfPolicy()) == ("mixed", {3: 30, 1: 30, 2: 20, 0: 1}, [])
 
 
-def test_edf_preempts_who_is_due_last_and_nobody_for_those_that_wait():
+def test_edf_preempts_the_last_due_and_none_for_waiting_requests():
     world = world_of(block_size=4)
     for tbt_s in (0.5, 0.1, 0.3):
         decode(world, last_s=0.0, tbt_s=tbt_s)  # 4 blocks, 2 more now
@@ -191,7 +191,7 @@ def test_priority_lies_between_deadline_and_length():
 
 def test_who_cannot_be_in_time_goes_last_for_good():
     world = world_of()
-    policy = QoServePolicy()  # 1,000 prompt tokens a second
+    policy = QoServePolicy()  # 1,000 prompt tokens per second
     world.add(600, ttft_s=0.5)  # 0.6 s of work
     world.add(400, ttft_s=0.5)
     world.add(100, ttft_s=9.0)

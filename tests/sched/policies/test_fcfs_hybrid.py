@@ -55,7 +55,7 @@ def test_the_limit_counts_those_that_are_hidden_already():
         assert plan.preempt.tolist() == preempted
 
 
-def test_a_request_that_ended_meanwhile_keeps_nobody_out():
+def test_a_request_that_ended_meanwhile_blocks_no_admission():
     world, policy = full_world(), FcfsHybridPolicy()
     world.step(policy)
     world.table.remove(0)

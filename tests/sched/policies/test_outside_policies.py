@@ -105,7 +105,7 @@ def test_a_file_in_the_current_directory(module):
 
 def test_an_installed_package(tmp_path, monkeypatch):
     def install(name: str, *points: str) -> None:
-        """What installing a package leaves where Python looks."""
+        """Write the metadata that installing a package leaves on the import path."""
         place = tmp_path / f"{name}-1.0.dist-info"
         place.mkdir()
         (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -224,7 +224,7 @@ def test_a_module_that_fails_is_one_line(module, text, message):
 
 
 @pytest.mark.parametrize(
-    "verb",
+    "command",
     [
         ("serve", "tiny-opt"),
         ("generate", "tiny-opt", "hi"),
@@ -234,10 +234,10 @@ def test_a_module_that_fails_is_one_line(module, text, message):
     ],
 )
 @pytest.mark.parametrize("policy", ["tests.support.outside_policies:OtherVersion", "no_such_module:Class", "fcfs?x=1"])
-def test_every_verb_says_so_at_once(verb, policy, capsys):
-    assert main([*verb, "--scheduling-policy", policy]) == 2
+def test_every_command_says_so_at_once(command, policy, capsys):
+    assert main([*command, "--scheduling-policy", policy]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"apt-jax {verb[0]}: policy=")
+    assert error.startswith(f"apt-jax {command[0]}: policy=")
     assert len(error.strip().splitlines()) == 1
 
 

@@ -1,4 +1,4 @@
-"""What holds for every policy: promises of `Plan`, progress, names."""
+"""Properties of every policy: the contract of `Plan`, progress, names."""
 
 import dataclasses
 import re
@@ -92,7 +92,8 @@ def test_plans_of_variants_keep_their_promises(name, world):
 
 
 REDECIDES = ("apt", "apt-s")
-"""Who runs is decided again in every iteration, as the paper has it: each token may cost the recomputation of its whole request."""
+"""Policies that choose the running requests again in every iteration, as in the paper: each token may cost the
+recomputation of its whole request."""
 
 
 def serve_everything(name: str, decay: float, world: World) -> None:
@@ -151,7 +152,7 @@ def test_Q5_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_overload_nobody_is_preempted(name):
+def test_without_overload_no_request_is_preempted(name):
     world = World(num_blocks=1000, block_size=4, costs=SOME_COSTS)
     policy = make_policy(name)
     for _ in range(8):

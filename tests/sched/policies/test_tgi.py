@@ -12,7 +12,7 @@ def running(world: World, num: int, max_tokens: int = 100) -> list[int]:
 
 
 def test_whole_lengths_are_reserved():
-    # 4 tokens a block and two of each: 10 + 23 - 1 positions are 16 blocks.
+    # 4 tokens per block and two of each: 10 + 23 - 1 positions are 16 blocks.
     world = World(num_blocks=47, mode="kv")
     rows = [world.add(10, 23) for _ in range(3)]
     assert world.schedule(make_policy("tgi")).rows.tolist() == rows[:2]

@@ -316,7 +316,7 @@ EVICTION_FREE = ["fcfs-ef", "sarathi-ef", "sarathi-nocp-ef", "sarathi-nohy-ef", 
 
 
 @pytest.mark.parametrize("name", EVICTION_FREE)
-def test_eviction_free_evicts_nobody_where_its_original_does(name):
+def test_eviction_free_evicts_none_where_its_original_does(name):
     def preempted(name: str) -> int:
         rng = np.random.default_rng(5)
         world = World(num_blocks=60, mode="kv", block_size=2, max_num_batched_tokens=60)
@@ -388,7 +388,7 @@ def test_estimated_lengths_hold_admission_back():
     assert step(crowded, "infermax")[1] == {0: 1, 1: 10}
 
 
-def test_a_waiting_request_takes_a_slot_that_is_free():
+def test_a_waiting_request_takes_a_free_slot():
     world = World(num_blocks=1000, mode="kv", max_num_seqs=2)
     world.hold(world.add(30), KV)
     world.hold(world.add(20), KV)

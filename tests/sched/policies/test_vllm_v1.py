@@ -62,7 +62,7 @@ def test_a_whole_prompt_must_fit_but_nothing_is_set_aside_for_it():
     assert step(world, policy) == ("mixed", {0: 1, 1: 8}, [3])
 
 
-def test_the_last_make_room_until_the_first_fits_and_nobody_is_admitted():
+def test_the_last_make_room_until_the_first_fits_and_none_is_admitted():
     world = World(num_blocks=24, mode="kv", block_size=4)
     for _ in range(4):
         world.hold(world.add(8, 20), KV, num_outputs=1)  # 4 blocks each, 2 more now

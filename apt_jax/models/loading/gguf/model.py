@@ -494,7 +494,7 @@ def gguf_fields(file: GgufFile) -> dict[str, Any]:
 
 
 def hf_name(arch: str, name: str) -> str | None:
-    """Hugging Face's name of a tensor of a GGUF file; None: it has none, or is no weight."""
+    """Hugging Face's name of a tensor of a GGUF file; None: it has none, or is not a weight."""
     names = _NAMES[arch]
     base, _, suffix = name.rpartition(".")
     if suffix not in ("weight", "bias") or name in _ROPE_TENSORS:

@@ -33,7 +33,7 @@ _TEKKEN = (
 _GPT2 = None
 """Built into the library's byte-level pre-tokenizer."""
 _DIGITS = ""
-"""As GPT-2, after every digit has been split off."""
+"""Pattern of GPT-2, after every digit has been split off."""
 
 _SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), _GPT2),
@@ -238,11 +238,11 @@ def gguf_chat_template(file: GgufFile) -> str | None:
     """The default chat template in the metadata.
 
     Raises:
-        ModelLoadError: it is no text.
+        ModelLoadError: it is not a string.
     """
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise ModelLoadError(f"{file.path}: metadata tokenizer.chat_template is no text")
+        raise ModelLoadError(f"{file.path}: metadata tokenizer.chat_template is not a string")
     return template
 
 
