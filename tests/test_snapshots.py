@@ -6,7 +6,8 @@ An intended change rewrites the files (`python tests/support/snapshots.py`) and 
 import json
 
 import pytest
-from snapshots import DIRECTORY, SNAPSHOTS, cli_flags, openapi_document, public_names
+
+from tests.support.snapshots import DIRECTORY, SNAPSHOTS, cli_flags, openapi_document, public_names
 
 
 def stored(name: str):

@@ -15,8 +15,8 @@ import grpc
 
 from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, nearest
 from apt_jax.version import __version__
+from serve.cli.flags import Parser
 from serve.errors import CommandError
-from serve.flags import Parser
 
 _COMMANDS = {
     "serve": ("serve.cli.commands.serve", "serve a model over HTTP and gRPC"),

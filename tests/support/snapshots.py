@@ -13,8 +13,8 @@ from typing import Any
 
 import apt_jax
 from apt_jax.validation import RequestLimits
-from serve.cli import _VERBS
-from serve.flags import Parser
+from serve.cli.flags import Parser
+from serve.cli.main import _COMMANDS
 from serve.http_api import openapi
 from serve.protos.aptjax.v1 import apt_serve_pb2
 
@@ -26,7 +26,7 @@ PROBES = ("-1", "0", "1", "1.5", "inf", "ttft:5")
 def cli_flags() -> dict[str, dict[str, Any]]:
     """The flags of every command: names, types, choices and defaults; not the help texts."""
     flags: dict[str, dict[str, Any]] = {}
-    for command, (module, _) in _VERBS.items():
+    for command, (module, _) in _COMMANDS.items():
         parser = Parser(prog=command)
         importlib.import_module(module).add_arguments(parser)
         flags[command] = {}

@@ -24,8 +24,7 @@ from apt_jax.sim.optimal.check import Replay, check_schedule
 from apt_jax.sim.optimal.problem import OBJECTIVES, OptimalProblem, OptimalRequest, OptimalSchedule
 from apt_jax.sim.optimal.solver import find_better, solve_optimal
 from apt_jax.sim.trace import Trace, known_traces, load_trace
-from serve import flags
-from serve.cli import options
+from serve.cli import flags, options
 from serve.cli.output import print_table, write_json
 from serve.errors import CommandError
 

@@ -81,7 +81,7 @@ def test_every_verb_has_help(verb):
 def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
     import importlib
 
-    from serve.flags import Parser
+    from serve.cli.flags import Parser
 
     parser = Parser(prog=verb)
     module = "serve.demo.demo" if verb == "demo" else f"serve.cli.commands.{verb}"
