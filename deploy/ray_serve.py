@@ -89,7 +89,7 @@ class EngineApp:
         await send({"type": "lifespan.startup.complete"})
         await receive()  # shutdown
         self._http.drain()
-        await self._http.end_views()
+        await self._http.close_event_streams()
         await self._engine.shutdown(DRAIN_S)
         self._http.close()
         await send({"type": "lifespan.shutdown.complete"})

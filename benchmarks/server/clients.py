@@ -40,7 +40,7 @@ class Record:
     longest_gap_s: float = 0.0
     p99_gap_s: float = 0.0
     attained: bool | None = None
-    """Whether the SLO was met, by the server; None: not reported."""
+    """SLO verdict of the server; None: not reported."""
 
 
 @dataclasses.dataclass(kw_only=True)

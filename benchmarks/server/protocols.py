@@ -41,7 +41,7 @@ class Piece:
     """None: the API returns no text."""
     finish_reason: str | None = None
     attained: bool | None = None
-    """Whether the SLO was met, by the server; None: not reported."""
+    """SLO verdict of the server; None: not reported."""
 
 
 class Refused(Exception):

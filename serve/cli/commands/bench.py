@@ -340,7 +340,7 @@ async def _warm_up(args: argparse.Namespace, backend: Backend, source: load.Sour
         raise kind(f"{args.target}: the first request failed: {outcome.status}: {outcome.error}")
 
 
-# --- the verb ------------------------------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> int:

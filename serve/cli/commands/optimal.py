@@ -298,7 +298,7 @@ T = TypeVar("T")
 
 
 def _beside_a_spinner(solve: Callable[[], T], time_limit_s: float) -> T:
-    """What `solve` returns; in a thread beside a spinner, so that Ctrl-C works while HiGHS runs."""
+    """Run `solve` in a thread and show a spinner, so that Ctrl-C works while HiGHS runs."""
     found: list[T] = []
     failed: list[Exception] = []
 

@@ -110,8 +110,8 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("serv",), "unknown verb 'serv'; did you mean serve?"),
-        (("frobnicate",), "verbs: serve"),
+        (("serv",), "unknown command 'serv'; did you mean serve?"),
+        (("frobnicate",), "commands: serve"),
         (("--hlp",), "did you mean --help?"),
         (("serve", "--grpc-prot", "1"), "unknown flag '--grpc-prot'; did you mean --grpc-port?"),
         (("serve", "--max-num-seq=3"), "did you mean --max-num-seqs?"),

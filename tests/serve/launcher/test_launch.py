@@ -357,7 +357,7 @@ def test_a_replica_that_ends_too_often_ends_all(tmp_path):
         assert "started again in 1 s" in fleet.err
         assert "started again in 2 s" in fleet.err
         assert fleet.err.splitlines()[-1] == (
-            "apt-jax launch: replica 0 ended with exit code 3, 3 times in a row (--max-restarts 2); its last words: out of luck"
+            "apt-jax launch: replica 0 ended with exit code 3, 3 times in a row (--max-restarts 2); last log line: out of luck"
         )
 
 
