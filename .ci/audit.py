@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def audit(command: list[str], service: str, requirements: Path) -> tuple[list[dict[str, Any]], int, str]:
-    """What pip-audit found, its exit code, and what it said."""
+    """Run pip-audit; return its findings, its exit code and its output."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
         options = ["--strict", "--disable-pip", "--no-deps", "--progress-spinner", "off", "-f", "json"]

@@ -90,7 +90,7 @@ def make_request(
 
 
 class _Client:
-    """What both clients share: the methods of their channel, and the arguments of its calls.
+    """Shared part of both clients: the methods of their channel, and the arguments of its calls.
 
     Args:
         grpc_module: `grpc` or `grpc.aio`.

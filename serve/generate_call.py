@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class EngineCall(NamedTuple):
-    """What one call asks of the engine."""
+    """Requests of one call to the engine."""
 
     call_id: str
     requests: Sequence[EngineRequest]
@@ -125,7 +125,7 @@ class CallService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new calls are accepted."""
+        """True while new calls are accepted."""
         return self.attached is not None and self.attached.is_serving and not self._draining
 
     def engine(self, *, even_draining: bool = False) -> AsyncEngine:

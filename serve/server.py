@@ -266,7 +266,7 @@ def raise_file_limit() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether an address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""What prefix caching saves on conversations: the same turns with it and without it, on this machine.
+"""Savings by prefix caching on conversations: the same turns with and without it, on this machine.
 
 What is timed: conversations over a few system prompts, several turns each; a turn is sent when the answer before it has
 come, a fixed number of conversations is open at a time. Time to first token of each turn, wall time of the whole, and
@@ -49,7 +49,7 @@ class Run:
     hit_share: float
     host_p50_ms: float
     digest: int
-    """Of all answers: equal with and without caching."""
+    """Digest of all answers; equal with and without caching."""
 
 
 def fresh(parts: EngineComponents, policy: str, prefix_caching: bool) -> EngineComponents:

@@ -1,12 +1,12 @@
-"""What structured output costs: time a token with and without it, time to fill masks, time to compile forms.
+"""Cost of structured output: time per token with and without it, time to fill masks, time to compile constraints.
 
-What is timed. *Tokens*: batches of C requests at once through the engine in process, each with a JSON schema of its own, random
-(`benchmarks.engine.random_schemas`); then the same prompts, numbers of tokens and settings without a form (end of sequence ignored), so that both runs have
-the same steps; wall time over output tokens, alternating; medians over the repeats, the cost of the
-differences of neighbours. Forms are compiled before. *Masks*: of one
-request, at every token of random outputs. *Forms*: a new schema through the child process and here; the same one again; the child's start.
-What limits it: a mask walks the vocabulary's trie (host), a masked step samples in a program of its own and after the tokens
-of the step before are known.
+*Tokens*: batches of C concurrent requests through the engine in process, each with its own random JSON schema
+(`benchmarks.engine.random_schemas`), alternate with the same prompts, numbers of tokens and settings without a constraint (end of
+sequence ignored), so that both runs have the same steps. Wall time over output tokens; medians over the repeats, and for the cost
+over the differences of neighbouring runs. Constraints are compiled before. *Masks*: those of one request, at every token of random
+outputs. *Constraints*: a new schema in the child process and in this one, the same schema again, and the start of the child.
+Limits: a mask walks the trie of the vocabulary on the host; a masked step uses a separate sampling program, which starts after the
+tokens of the previous step are known.
 
     python -m benchmarks.engine.structured_output --out benchmarks/results/structured-output
 """

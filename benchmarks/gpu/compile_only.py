@@ -25,11 +25,11 @@ _MAX_CTAS = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What occupancy depends on, from the CUDA programming guide's table of compute capabilities."""
+    """Limits that occupancy depends on, from the CUDA programming guide's table of compute capabilities."""
 
     name: str
     device_kind: str
-    """As JAX calls it; kernels choose their tiles by it."""
+    """Its name in JAX, by which kernels choose their tiles."""
     capability: int
     """80 for 8.0."""
     shared_bytes_per_sm: int
@@ -100,7 +100,7 @@ class KernelCode:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelReport:
-    """What the compiler made of a kernel."""
+    """Resources and instructions of a compiled kernel."""
 
     registers: int
     stack_bytes: int
@@ -118,7 +118,7 @@ class KernelReport:
 
 
 def occupancy(chip: Chip, *, registers: int, num_warps: int, shared_bytes: int) -> int:
-    """CTAs that fit one SM at a time."""
+    """Return the number of CTAs that fit one SM at a time."""
     if shared_bytes > chip.shared_bytes_per_cta:
         return 0
     registers_of_cta = -(-registers // 8) * 8 * 32 * num_warps
@@ -322,7 +322,7 @@ def compile_triton(
 
 
 def failures(code: KernelCode, report: KernelReport) -> list[str]:
-    """What is wrong with a compiled kernel, a line each; empty: it passes."""
+    """Return the faults of a compiled kernel, one line each; empty: it passes."""
     wrong = []
     if report.spill_ops:
         wrong.append(f"{report.spill_ops} spill instructions (must be 0)")

@@ -51,7 +51,7 @@ _TARGETS = {
 """From the datasheets and the CUDA programming guide's table of compute capabilities."""
 
 _COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN"
-"""What XLA takes into a command buffer (a CUDA graph) by default."""
+"""Operations that XLA puts into a command buffer (a CUDA graph) by default."""
 MAX_TEMPORARY_SHARE = 0.05
 """Temporaries of a step may take this much of the pool's size."""
 
@@ -74,7 +74,7 @@ class PluginMissing(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramReport:
-    """What XLA made of a program; of one device where there are several."""
+    """Memory use and launches of a compiled program; those of one device where there are several."""
 
     pool_bytes: int
     pool_copies: int
@@ -84,14 +84,14 @@ class ProgramReport:
     temporary_bytes: int
     command_buffers: int
     kernels: int
-    """Launches in all, inside command buffers or not."""
+    """Number of launches, inside and outside command buffers."""
     outside: int
     """Launches outside command buffers."""
     collectives: int
 
 
 def make_mesh(chip: Chip, num_devices: int) -> Any:
-    """A mesh with the one axis `x` over GPUs that are described, not there.
+    """Return a mesh with one axis `x` over GPUs that are described but not present.
 
     Raises:
         PluginMissing: the CUDA plugin is not installed.
@@ -235,10 +235,10 @@ def _sizes(text: str, operation: str) -> list[int]:
 
 
 def failures(report: ProgramReport, num_loops: int = 0) -> list[str]:
-    """What is wrong with a step, a line each; empty: it passes.
+    """Return the faults of a compiled step, one line each; empty: it passes.
 
     Args:
-        num_loops: that end when the data say so, which a command buffer cannot hold: each is a launch between two of them.
+        num_loops: number of loops whose length depends on data, which a command buffer cannot hold: each is a launch between two of them.
     """
     wrong = []
     if report.pool_copies:

@@ -32,12 +32,12 @@ VARIANTS = {"greedy": GREEDY, "draw": SamplerVariant(filtered=False), "sample": 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCase:
-    """What a step is compiled for."""
+    """Model, shapes and options that a step is compiled for."""
 
     model: str
     dtype: str
     kinds: tuple[bool, bool]
-    """Whether rows of the KV and of the hidden kind occur."""
+    """Presence of KV rows and of hidden rows."""
     absorb: bool = True
     """Hidden rows are absorbed; else reprojected."""
     num_devices: int = 1
@@ -45,7 +45,7 @@ class StepCase:
     """None: all of the model."""
     num_rows: int = 64
     prefill_tokens: int = 0
-    """Of prompt chunks: the step has these instead of decode rows."""
+    """Number of prompt tokens; if there are any, the step has no decode rows."""
     context: int = 2048
     """Longest context of a row, in tokens."""
     num_blocks: int = 6144

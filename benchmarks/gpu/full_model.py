@@ -40,14 +40,14 @@ BLOCK_SIZE = 16
 CONTEXT = 469
 """Cached tokens of a decoding request: the mean over the life of a ShareGPT request."""
 POOL_BYTES = 56 << 30
-"""Most that the pool takes; a batch with more cached tokens reads some blocks again."""
+"""Maximum size of the pool; a batch with more cached tokens reads some blocks again."""
 SERVED_POOL_BYTES = 12e9
-"""Of the pool, what serving may use: what an A100 40 GB has beside OPT-13B's weights."""
+"""Part of the pool that serving uses: the memory that OPT-13B's weights leave on an A100 40 GB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Size:
-    """What is built."""
+    """Model and shapes of a run."""
 
     model: str
     dtype: str
@@ -124,7 +124,7 @@ Program = tuple[int, int, KindSet]
 
 
 def _lower(executor: JaxExecutor, program: Program) -> Any:
-    """What `JaxExecutor.execute` will call; sampling programs are small and left to the first call."""
+    """Lower the program that `JaxExecutor.execute` calls; sampling programs are small and compiled at their first call."""
     rows, tokens, kinds = program
     _, ints = executor.form.empty_forward(rows, tokens)
     head = (executor.params, executor.runner.pools, executor.runner.last_tokens, ints)

@@ -80,10 +80,10 @@ class KernelCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one kernel or one step."""
+    """Result of compiling one kernel or one step."""
 
     kernel: str
-    """Its own name; of a step, what its rows are."""
+    """Name of the kernel; of a step, the kinds of its rows."""
     op: str
     shape: str
     dtype: str
@@ -454,7 +454,7 @@ def _installed(module: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Of what compiles."""
+    """Return the versions of the compilers."""
     names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "triton")
     return {name: importlib.metadata.version(name) for name in names}
 

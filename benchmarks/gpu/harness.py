@@ -1,4 +1,4 @@
-"""What the stages of `run.py` share: tables that outlive a crash, time budgets, and the facts of a run.
+"""Shared parts of the stages of `run.py`: tables that survive a crash, time budgets, and the facts of a run.
 
 A stage is a list of cases. Each case adds one row to the stage's CSV as soon as it is done, so that a run that is cut off
 keeps what it has. Before a case starts, its name is written down: where a kernel takes the process with it, the next
@@ -36,11 +36,11 @@ _FATAL = ("illegal", "misaligned", "launch failure", "CUDA_ERROR", "device-side"
 
 
 class Table:
-    """A CSV that grows by a row a case.
+    """A CSV file with one row per case.
 
     Args:
-        path: the file; it is begun anew unless `resume`.
-        columns: after `case`, and before `status`, which is "ok" or what went wrong.
+        path: the file; it is overwritten unless `resume`.
+        columns: columns between `case` and `status`, which is "ok" or an error.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], *, resume: bool = False) -> None:
@@ -65,7 +65,7 @@ class Table:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV, none where there is no file."""
+    """Return the rows of a CSV file; none if it does not exist."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -87,7 +87,7 @@ class Stage:
     only: str = ""
     """Part of the names of cases to run; empty: all."""
     num_skipped: int = 0
-    """Cases that there was no time for."""
+    """Number of cases skipped for lack of time."""
     started_s: float = dataclasses.field(default_factory=time.monotonic)
 
     @property

@@ -15,7 +15,7 @@ from apt_jax.ops.shapes import AttentionShape
 
 BLOCK_SIZE = 16
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
-"""Of the largest output."""
+"""Maximum error relative to the largest output."""
 
 Arrays = dict[str, Any]
 
@@ -184,10 +184,10 @@ def in_float32(args: Arrays) -> Arrays:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a call cannot do without."""
+    """Minimum memory traffic and operations of a call."""
 
     num_bytes: float
-    """Every cached element, query, weight and result once."""
+    """Bytes of every cached element, query, weight and result, once."""
     moved_bytes: float
     """The same with layer inputs as often as the design of `triton_decode_absorbed` reads them: twice where absorbed."""
     flop: float

@@ -60,7 +60,7 @@ class _Trial:
     tunable: _Tunable
     case: Timed
     key: tuple[Any, ...]
-    """Of the table."""
+    """Key of the tile table."""
     tile: Any
     default: bool
 
@@ -71,8 +71,8 @@ class _Trial:
         return f"{self.tunable.kernel}{shape}: {values}"
 
 
-def _neighbours(tile: Any, choices: Mapping[str, Sequence[int]], changed: int) -> list[Any]:
-    """Tiles that differ from `tile` in exactly `changed` fields; the tile itself is first of those for one."""
+def _variations(tile: Any, choices: Mapping[str, Sequence[int]], changed: int) -> list[Any]:
+    """Return tiles that differ from `tile` in exactly `changed` fields; with `changed=1` the first is `tile` itself."""
     found = [tile] if changed == 1 else []
     for fields in itertools.combinations(choices, changed):
         for values in itertools.product(*(choices[f] for f in fields)):
@@ -126,7 +126,7 @@ def _trials(chip: str, tiny: bool) -> Iterator[_Trial]:
                 continue  # one tile for all shapes
             case, key, default = (of_prefill if tunable.prefill else of_decode)(tunable, shape)
             choices = {"warps": (8,)} if tiny else {**tunable.choices, **_COMMON}
-            for tile in _neighbours(default, choices, changed):
+            for tile in _variations(default, choices, changed):
                 yield _Trial(tunable=tunable, case=case, key=key, tile=tile, default=tile == default)
 
 

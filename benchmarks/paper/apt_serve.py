@@ -69,8 +69,8 @@ Rows = list[dict[str, Any]]
 VLLM, SARATHI, FASTGEN = "vLLM", "Sarathi-Serve", "DeepSpeed-FastGen"
 APT_KV, APT_HYBRID = "Apt-Serve, KV", "Apt-Serve, hybrid"
 RHO_US = 70.0
-"""What hidden cache is charged with, as the authors' probe most likely gave it: a float32 product with the whole QKV weight, divided
-by 5, on OPT-13B. The executor takes the true 15.9 us a token."""
+"""Assumed cost of a hidden token, most likely what the authors' probe measured: a float32 product with the whole QKV weight on OPT-13B,
+divided by 5. The executor takes the true 15.9 us per token."""
 SYSTEMS: dict[str, dict[str, Any]] = {
     VLLM: {"policy": "fcfs", "cache": "kv"},
     SARATHI: {"policy": "sarathi", "cache": "kv"},
@@ -458,7 +458,7 @@ def _effective_table(runs: Runs, found: Mapping[tuple[str, str, str], Sequence[M
 
 
 _SHARES = ("slo", "ttft", "tbt", "bound")
-"""What of a point is a share of the requests."""
+"""Fields of a point that are shares of the requests."""
 
 
 def _points_table(found: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]) -> Rows:
@@ -1198,13 +1198,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter
     )
-    verbs = parser.add_subparsers(dest="command", required=True, metavar="FIGURE")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="FIGURE")
     for name, (function, requests, seeds) in COMMANDS.items():
         aliases = [alias for alias, of in _ALIASES.items() if of == name]
         text = (function.__doc__ or "").split("\n")[0].replace("%", "%%")
-        add_options(verbs.add_parser(name, aliases=aliases, help=text), requests=requests, seeds=seeds)
-    add_options(verbs.add_parser("all", help="every one of them"), requests=0, seeds=0)
-    reporting = verbs.add_parser("report", help="the table of targets as Markdown")
+        add_options(commands.add_parser(name, aliases=aliases, help=text), requests=requests, seeds=seeds)
+    add_options(commands.add_parser("all", help="all of them"), requests=0, seeds=0)
+    reporting = commands.add_parser("report", help="the table of targets as Markdown")
     reporting.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     args = parser.parse_args(argv)
     if args.command == "report":

@@ -79,8 +79,8 @@ SHOWN = {
     "longest-wait": "preemptive, 64 tokens",
     "longest-wait-256": "preemptive, 256 tokens",
 }
-SEATS = {"bros": 1024, "tgi": 1024}
-"""Requests that may hold cache at once; 256 where nothing is said."""
+MAX_NUM_SEQS = {"bros": 1024, "tgi": 1024}
+"""Maximum number of running requests; 256 for other policies."""
 VARIANTS: dict[str, Callable[[], Policy]] = {
     "longest-wait": LongestWaitPolicy,
     "longest-wait-16": lambda: LongestWaitPolicy(16),
@@ -101,11 +101,11 @@ class Mixed:
     model: str
     dataset: str
     rate: float
-    """RT requests a second."""
+    """RT requests per second."""
     duration_s: float = 60.0
-    """Of RT arrivals."""
+    """Duration of the RT arrivals."""
     be_batch: int = 256
-    """BE requests that come at once; 0: none."""
+    """BE requests that arrive at once; 0: none."""
     max_num_seqs: int = 256
     num_requests: int = 0
     """RT requests; 0: as many as come in `duration_s`."""
@@ -134,9 +134,9 @@ class Watched:
     def __init__(self, inner: Policy) -> None:
         self.inner, self.name = inner, inner.name
         self.spent_s = 0.0
-        """On this host."""
+        """Time spent in the policy, on this host."""
         self.ranks = np.zeros(0, np.int64)
-        """Of the requests in the last plan."""
+        """Ranks of the requests in the last plan."""
 
     def schedule(self, view: SchedulerView) -> Plan:
         start_s = time.perf_counter()
@@ -183,12 +183,12 @@ class Feed:
             costs=costs,
         )
         self.ended: list[RequestMetrics] = []
-        """RT requests."""
+        """Metrics of finished RT requests."""
         self.be_ended_s: list[float] = []
         self.executed_s: list[float] = []
-        """Of each request in the order of sending: time of the steps that it was in."""
+        """Time of the steps that each request was in, in the order of sending."""
         self.served_s: list[float] = []
-        """Of RT requests as they end."""
+        """Time of the steps of RT requests, in the order of finishing."""
         self._ranks: dict[str, int] = {}
         self._num_be = 0
 
@@ -210,12 +210,12 @@ class Feed:
             outputs = self.engine.step()
             if self.executor.num_steps > before:
                 self._note(self.executor.busy_s - busy_s)
-            for news in outputs:
-                if news.finish_reason is None:
+            for step_output in outputs:
+                if step_output.finish_reason is None:
                     continue
-                if news.request.slo_class == "rt":
-                    self.ended.append(news.metrics)
-                    self.served_s.append(self.executed_s[self._ranks[news.request.request_id]])
+                if step_output.request.slo_class == "rt":
+                    self.ended.append(step_output.metrics)
+                    self.served_s.append(self.executed_s[self._ranks[step_output.request.request_id]])
                 else:
                     self.be_ended_s.append(self.clock.now_s())
             if self.executor.num_steps == before and not outputs and self.engine.has_work:
@@ -316,7 +316,7 @@ class Options:
             rate=point[1],
             duration_s=self.duration_s,
             be_batch=self.be_batch,
-            max_num_seqs=self.max_num_seqs or SEATS.get(policy.split("-")[0], 256),
+            max_num_seqs=self.max_num_seqs or MAX_NUM_SEQS.get(policy.split("-")[0], 256),
             seed=seed,
         )
 

@@ -40,15 +40,17 @@ AnyCase = TypeVar("AnyCase", bound=Case)
 
 
 def _sources(policy: str) -> str:
-    """Digest of the modules that a policy's decisions come from, of the simulator and of the cost models."""
+    """Return a digest of the modules that determine a policy's decisions, of the simulator and of the cost models."""
     files = set((ROOT / "apt_jax/sim/descriptions").glob("*.json"))
-    files |= {ROOT / "apt_jax/sim/simulator.py", ROOT / "benchmarks/paper/infermax_fig15.py"}
-    files |= {ROOT / "apt_jax/sched" / name for name in ("fcfs.py", "policy.py", "unified.py", "view.py")}
+    files |= {ROOT / "apt_jax/sim" / name for name in ("simulator.py", "replica.py", "executor.py")}
+    files |= {*(ROOT / "apt_jax/sched").glob("*.py"), *(ROOT / "apt_jax/sched/costs").glob("*.py")}
+    files |= {ROOT / "apt_jax/sched/policies" / name for name in ("fcfs.py", "unified.py")}
+    files.add(ROOT / "benchmarks/paper/infermax_fig15.py")
     if policy in POLICIES:
         made = POLICIES[policy](SchedulerConfig(policy=policy), 0)
         files.add(Path(str(sys.modules[type(made).__module__].__file__)))
     else:  # a variant that a script makes
-        files |= {ROOT / "apt_jax/sched" / name for name in ("bros.py", "round_robin.py")}
+        files |= {ROOT / "apt_jax/sched/policies" / name for name in ("bros.py", "round_robin.py")}
         files.add(ROOT / "benchmarks/paper/longest_wait.py")
     digest = hashlib.sha256()
     for file in sorted(files):

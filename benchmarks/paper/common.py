@@ -1,6 +1,6 @@
-"""What the benchmarks that repeat a paper's numbers share: targets, settings, runs that are kept, tables and verdicts.
+"""Shared parts of the reproduction benchmarks: targets, settings, stored runs, tables and verdicts.
 
-`targets.csv` holds every number that the three papers state in words or tables, one a row with a stable id:
+`targets.csv` holds every number that the three papers state in text or tables, one per row with a stable id:
 
 * AptServe: Gao et al., "Apt-Serve: Adaptive Request Scheduling on Hybrid Cache for Scalable LLM Inference Serving",
   SIGMOD 2025.
@@ -129,9 +129,9 @@ def paper_config(
 
 
 def source_digest() -> str:
-    """Of the package's sources and data: runs of another state of the code are never taken for this one's."""
+    """Return a digest of the package's sources and data, so that stored runs of other code are not reused."""
     digest = hashlib.sha256()
-    for folder, pattern in ((_PACKAGE, "*.py"), (_PACKAGE / "sched", "*.py"), (_PACKAGE / "sim", "**/*")):
+    for folder, pattern in ((_PACKAGE, "**/*.py"), (_PACKAGE / "sim", "**/*")):
         for path in sorted(folder.glob(pattern)):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(path.name.encode() + path.read_bytes())
@@ -288,8 +288,8 @@ def verdict(target: Target, values: Sequence[float], agrees: bool | None) -> str
 
 
 def gain_verdict(gain: float, half: float, paper: float) -> str:
-    """Of a difference that the paper has too: only where our 95 % interval excludes zero; "reproduced" where it holds the
-    paper's and is narrow (2 points, or a fifth of the paper's)."""
+    """Return the verdict on a gain that the paper reports: "undecided" if our 95 % interval includes zero, "reproduced" if it
+    includes the paper's gain and is narrow (2 points, or a fifth of the paper's gain)."""
     if abs(gain) <= half:
         return "undecided"
     if gain * paper <= 0:

@@ -13,7 +13,7 @@ of one token), except in Figs. 13, 14 and 16. Objectives play no part: they are 
     fig10_12 two kinds of requests mixed: rank by input, by output, by neither; three shuffles
     sorting  keeping long requests (§6) on those mixes and on equal requests: the 1.4 x of §1
     fig13    Fig. 5 on the engine itself, small, on the CPU of this machine, against the simulator (infermax_engine.py)
-    fig14    Fig. 9 likewise
+    fig14    Fig. 9 on the engine itself, in the same way
     fig16    the Azure conversation hour on Llama-3-70B, four A100, M = 100K, C = 16384, arrivals as recorded
 
 `--grid` says how many I and O Figs. 4 to 9 have: coarse 3, fine 6 (powers of 4), full 11 (powers of 2).
@@ -572,7 +572,7 @@ def fig9(options: Options) -> list[Row]:
     twins = tuple(dict.fromkeys(p for base in bases for p in (base, twin(base))))
 
     def prompts(capacity: int) -> list[int]:
-        # What fits beside 31 tokens of output; InferMax crops its axes likewise.
+        # Prompts that fit with 31 tokens of output; InferMax crops its axes in the same way.
         lengths = (16, 64) if options.quick else sorted({16, 64, *options.prompts})
         return [i for i in lengths if i + 31 <= capacity]
 

@@ -1,9 +1,9 @@
-"""What routing does to several replicas: attainment by routing policy, replicas and rate, on bursty arrivals and long-tailed lengths.
+"""Routing over several replicas: attainment by routing policy, replicas and rate, with bursty arrivals and long-tailed lengths.
 
     python -m benchmarks.scheduling.replica_routing                        2 and 4 replicas, 5 to 15 minutes of two cores
     python -m benchmarks.scheduling.replica_routing --replicas 8 --seeds 3
 
-Simulated, so nothing of it depends on the machine but the time it takes. Every replica runs `apt` with the hybrid cache. A third of the
+The runs are simulated, so only their duration depends on the machine. Every replica runs `apt` with the hybrid cache. A third of the
 requests each has a TTFT objective of 0.5, 1 and 5 s, and a TBT objective of 0.5, 1 and 1 s. All policies see the same requests at the same times.
 Writes JSON and a plot to benchmarks/results, and prints a table.
 """
@@ -142,7 +142,7 @@ def cells_of(results: list[dict[str, Any]]) -> Cells:
 
 
 def mean(runs: list[dict[str, Any]], *names: str) -> float:
-    """Of a number of several runs, found by its names from the outside in."""
+    """Return the mean over several runs of the value at a path of keys."""
     values: list[Any] = list(runs)
     for name in names:
         values = [value[name] for value in values]

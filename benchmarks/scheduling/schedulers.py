@@ -60,7 +60,7 @@ HYBRID = {"apt": "reproject", "apt-s": "reproject", "apt-plus": "absorb"}
 """Policies that choose between cache kinds, and how they attend to layer inputs."""
 
 BASE = "vllm-v1"
-"""What the others are compared with, seed by seed."""
+"""Policy that the others are compared with, seed by seed."""
 
 RATES = {"ShareGPT": (1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), "LongBench": (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)}
 QUICK_RATES = {"ShareGPT": (3.0, 6.0), "LongBench": (1.0, 2.0)}
@@ -70,7 +70,7 @@ Variant = tuple[str, str]
 
 
 def base_of(policy: str) -> str:
-    """Its name without options."""
+    """Return the name of a policy without its options."""
     return policy.partition("?")[0]
 
 
@@ -93,7 +93,7 @@ def config_of(dataset: str, variant: Variant, num_requests: int) -> SimulationCo
 
 
 def run(config: SimulationConfig) -> dict[str, Any]:
-    """What the table needs of one run."""
+    """Simulate one run; return the columns of the table."""
     result = simulate(config)
     summary = result.summary
     return {
@@ -108,7 +108,7 @@ def run(config: SimulationConfig) -> dict[str, Any]:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Of the 95 % interval of the mean; not a number with one value."""
+    """Return the half-width of the 95 % interval of the mean; NaN for one value."""
     return common.half_width(values) if len(values) > 1 else math.nan
 
 

@@ -103,7 +103,7 @@ def requests_of(case: Case) -> list[tuple[int, int, int]]:
 
 
 def vllm_steps(case: Case) -> list[Step]:
-    """What vLLM's scheduler decides."""
+    """Run vLLM's scheduler; return its steps."""
     import torch  # pyright: ignore[reportMissingImports]
     from vllm.config import (  # pyright: ignore[reportMissingImports]
         CacheConfig,
@@ -201,7 +201,7 @@ def vllm_steps(case: Case) -> list[Step]:
 
 
 def our_steps(case: Case, policy: str = "vllm-v1") -> list[Step]:
-    """What our engine does under a policy."""
+    """Run our engine under a policy; return its steps."""
     import numpy as np
 
     from apt_jax.config import SLO, CacheConfig, SchedulerConfig
@@ -275,7 +275,7 @@ def our_steps(case: Case, policy: str = "vllm-v1") -> list[Step]:
 
 
 def differences(theirs: Sequence[Step], ours: Sequence[Step]) -> list[str]:
-    """What is not alike, a line each; the order inside a step does not count."""
+    """Return the differences, one line each; the order inside a step does not count."""
     found = []
     for i, (a, b) in enumerate(zip(theirs, ours, strict=False)):
         step_a, step_b = (dict(zip(s["ids"], s["tokens"], strict=True)) for s in (a, b))
@@ -289,7 +289,7 @@ def differences(theirs: Sequence[Step], ours: Sequence[Step]) -> list[str]:
 
 
 def pack(steps: Sequence[Step]) -> list[list[list[int]]]:
-    """Steps as short lists: ids, tokens of those that have more than one (as pairs), preempted ones."""
+    """Return steps as short lists: ids, pairs of position and tokens for those with more than one, preempted ids."""
     return [
         [
             step["ids"],
@@ -301,7 +301,7 @@ def pack(steps: Sequence[Step]) -> list[list[list[int]]]:
 
 
 def unpack(packed: Sequence[Sequence[list[int]]]) -> list[Step]:
-    """What `pack` packed."""
+    """Return the steps that `pack` packed."""
     steps = []
     for ids, longer, preempted in packed:
         tokens = [1] * len(ids)

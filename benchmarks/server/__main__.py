@@ -1,12 +1,12 @@
-"""Long runs of the whole server, with real processes: what it promises under load, overload, signals, and what its edge costs.
+"""Long runs of the whole server with real processes: its guarantees under load, overload and signals, and its overhead.
 
-    python -m benchmarks.edge soak        200 streams for 10 minutes: every token as offline, memory flat, all blocks free
-    python -m benchmarks.edge overload    10 times what it can do, for 2 minutes: refusals at once, accepted requests in time
-    python -m benchmarks.edge stop        SIGTERM, kill -9 and the end of the engine's thread, under load
-    python -m benchmarks.edge overhead    what the doors cost beside the bare engine, 64 streams
+    python -m benchmarks.server soak        200 streams for 10 minutes: every token as offline, memory stays flat, all blocks are free again
+    python -m benchmarks.server overload    10 times its capacity for 2 minutes: fast rejections, accepted requests within their SLO
+    python -m benchmarks.server stop        SIGTERM, kill -9 and the death of the engine thread, under load
+    python -m benchmarks.server overhead    overhead of each API over the bare engine, 64 streams
 
-Each starts the server itself, prints a screenful, and writes JSON (`--json FILE`). Exit code 1: a promise was broken. What limits the
-figures: clients and server share the cores of one machine.
+Each starts the server itself, prints a summary, and writes JSON (`--json FILE`). Exit code 1: a guarantee was violated. Clients and server
+share the cores of one machine, which limits the figures.
 """
 
 import argparse
@@ -20,9 +20,9 @@ _RUNS = {"soak": soak, "overload": overload, "stop": stop, "overhead": overhead}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one of them; returns the exit code."""
+    """Run one of them; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.edge",
+        prog="python -m benchmarks.server",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     runs = parser.add_subparsers(dest="run", required=True, metavar="RUN")
@@ -35,16 +35,16 @@ def main(arguments: list[str] | None = None) -> int:
             type=str.split,
             default=[],
             metavar="'FLAGS'",
-            help="further flags of the engine, in one argument",
+            help="more flags of the engine, as one argument",
         )
         one.add_argument(
             "--server-flags",
             type=str.split,
             default=[],
             metavar="'FLAGS'",
-            help="further flags of the server, likewise",
+            help="more flags of the server, as one argument",
         )
-        one.add_argument("--processes", type=int, default=2, help="of clients (default: 2)")
+        one.add_argument("--processes", type=int, default=2, help="number of client processes (default: 2)")
         one.add_argument("--seed", type=int, default=0)
         one.add_argument("--json", type=Path, metavar="FILE")
         module.add_arguments(one)

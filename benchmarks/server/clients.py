@@ -1,6 +1,6 @@
-"""Processes of clients: streams one after another or arrivals at a rate, every token held against the offline answer.
+"""Client processes: a closed loop of streams or arrivals at a rate, with every token compared with the offline answer.
 
-Times are of `time.monotonic`, which is the same clock in all processes of a machine.
+Times are those of `time.monotonic`, which is the same clock in all processes of a machine.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.server.offline import Answer
-from benchmarks.server.protocols import Ask, Door, Doors, Refused
+from benchmarks.server.protocols import Endpoint, Endpoints, LoadRequest, Refused
 
 _LAG_PERIOD_S = 0.01
 _SPAWN = multiprocessing.get_context("spawn")
@@ -25,58 +25,58 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Record:
-    """What became of one request, as its client saw it."""
+    """Outcome of one request, as its client saw it."""
 
-    door: str
+    protocol: str
     started_s: float
     first_s: float | None = None
-    """When its first token came."""
+    """Time of its first token."""
     ended_s: float = 0.0
     num_tokens: int = 0
     status: str = ""
-    """`complete`, `left` (the client went on purpose), or that of `Refused`."""
+    """`complete`, `left` (the client disconnected on purpose), or that of `Refused`."""
     problem: str = ""
-    """What differs from the offline answer; nothing."""
+    """Difference from the offline answer; empty: none."""
     longest_gap_s: float = 0.0
     p99_gap_s: float = 0.0
     attained: bool | None = None
-    """The server's verdict."""
+    """SLO verdict of the server; None: not reported."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Report:
-    """Of one process."""
+    """Results of one client process."""
 
     records: list[Record]
     lag_s: list[float]
-    """How much later than asked for its event loop woke, every 10 ms."""
+    """Delay of its event loop, measured every 10 ms."""
     cpu_s: float
     late_s: float = 0.0
-    """The most that an arrival was sent after it was due."""
+    """Longest time from when a request was due to when it was sent."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one process of clients does.
+    """Load that one client process generates.
 
     Attributes:
         http, grpc: addresses.
-        asks: the requests, drawn from again and again.
-        answers: of each offline; None: not compared.
-        doors: each request takes the next.
-        streams: at a time, one request after another in each; 0: arrivals.
-        rate: arrivals a second, Poisson.
-        duration_s: no request begins after it.
-        in_order: every request once, in order, then the end.
-        leave_share: of clients that leave before the end.
-        token_ids: whether HTTP is asked for ids.
+        requests: the requests, drawn with replacement.
+        answers: offline answer to each; None: not compared.
+        protocols: names of the APIs, used in turn.
+        streams: concurrent streams of a closed loop; 0: arrivals at `rate`.
+        rate: Poisson arrivals per second.
+        duration_s: no request starts after it.
+        in_order: send every request once, in order.
+        leave_share: share of clients that disconnect before the end.
+        token_ids: request token ids over HTTP.
     """
 
     http: str
     grpc: str
-    asks: Sequence[Ask]
+    requests: Sequence[LoadRequest]
     answers: Sequence[Answer] | None = None
-    doors: Sequence[str] = ("http", "grpc", "vllm")
+    protocols: Sequence[str] = ("http", "grpc", "vllm")
     streams: int = 0
     rate: float = 0.0
     duration_s: float = float("inf")
@@ -88,10 +88,10 @@ class Load:
 
 
 class Clients:
-    """Processes of clients that have begun; a context.
+    """Running client processes; a context.
 
     Args:
-        loads: one a process.
+        loads: one per process.
     """
 
     def __init__(self, loads: Sequence[Load]) -> None:
@@ -108,17 +108,17 @@ class Clients:
 
     @property
     def num_done(self) -> int:
-        """Requests that have ended."""
+        """Number of finished requests."""
         return sum(done.value for done in self._done)
 
     def running(self, pause_s: float = 0.2) -> Iterator[None]:
-        """Now and then, until every process has something to report."""
+        """Yield every `pause_s` until every process has a report."""
         while not all(report.poll() for report in self._reports):
             yield
             time.sleep(pause_s)
 
     def reports(self) -> list[Report]:
-        """Wait for the end.
+        """Wait for the reports of all processes.
 
         Raises:
             RuntimeError: a process ended without a report.
@@ -128,7 +128,7 @@ class Clients:
             try:
                 found.append(report.recv())
             except EOFError:
-                raise RuntimeError("a process of clients broke") from None
+                raise RuntimeError("a client process ended without a report") from None
             process.join()
         return found
 
@@ -141,10 +141,10 @@ class Clients:
             process.join()
 
 
-def add_ask_arguments(
+def add_request_arguments(
     parser: argparse.ArgumentParser, *, prompt_len: tuple[int, int], output_len: tuple[int, int]
 ) -> None:
-    """Flags of requests, for `asks_of`, with these defaults."""
+    """Add the flags that `build_requests` reads, with these defaults."""
     for name, default in (("--prompt-len", prompt_len), ("--output-len", output_len)):
         least, most = default
         parser.add_argument(
@@ -158,14 +158,14 @@ def add_ask_arguments(
     parser.add_argument("--vocab-size", type=int, default=4000, help="prompts have token ids below it (default: 4000)")
 
 
-def asks_of(args: argparse.Namespace, count: int) -> list[Ask]:
-    """Different requests by the flags of `add_ask_arguments`."""
-    return draw_asks(
+def build_requests(args: argparse.Namespace, count: int) -> list[LoadRequest]:
+    """Return random requests by the flags of `add_request_arguments`."""
+    return random_requests(
         count, vocab_size=args.vocab_size, prompt_len=tuple(args.prompt_len), output_len=tuple(args.output_len), seed=args.seed
     )  # fmt: skip
 
 
-def draw_asks(
+def random_requests(
     count: int,
     *,
     vocab_size: int,
@@ -173,15 +173,15 @@ def draw_asks(
     output_len: tuple[int, int],
     seed: int,
     sampled_share: float = 0.5,
-) -> list[Ask]:
-    """Different requests: random token ids, greedy ones and others with a seed. Some share a beginning, which prefix caching finds.
+) -> list[LoadRequest]:
+    """Return requests with random prompts, some greedy and some with a seed. Some share a prefix, which prefix caching finds.
 
     Args:
-        prompt_len, output_len: least and most, tokens.
+        prompt_len, output_len: minimum and maximum in tokens.
     """
     rng = np.random.default_rng(seed)
     shared = rng.integers(5, vocab_size, prompt_len[1]).tolist()
-    asks = []
+    requests = []
     for number in range(count):
         length = int(rng.integers(prompt_len[0], prompt_len[1] + 1))
         ids = rng.integers(5, vocab_size, length).tolist()
@@ -194,8 +194,8 @@ def draw_asks(
         }
         if rng.random() < sampled_share:
             params |= {"temperature": 0.75, "top_p": 0.9375, "seed": number}
-        asks.append(Ask(prompt_ids=tuple(ids), params=params))
-    return asks
+        requests.append(LoadRequest(prompt_ids=tuple(ids), params=params))
+    return requests
 
 
 # --- in a process ------------------------------------------------------------------------------------------------
@@ -214,52 +214,52 @@ async def _work(load: Load, done: Any) -> Report:
         found.records.append(record)
         done.value += 1
 
-    async with Doors(load.http, load.grpc) as doors, _lag(found.lag_s):
-        for door in set(load.doors):  # connections and code are warm
+    async with Endpoints(load.http, load.grpc) as endpoints, _lag(found.lag_s):
+        for protocol in set(load.protocols):  # warm up connections and code
             with contextlib.suppress(Refused):
                 params = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-                async for _ in doors[door].ask(Ask(prompt_ids=(7,), params=params)):
+                async for _ in endpoints[protocol].stream(LoadRequest(prompt_ids=(7,), params=params)):
                     pass
         cpu_s = time.process_time()
         if load.streams:
-            await _streams(load, doors, note)
+            await _streams(load, endpoints, note)
         else:
-            found.late_s = await _arrivals(load, doors, note)
+            found.late_s = await _arrivals(load, endpoints, note)
         found.cpu_s = time.process_time() - cpu_s
     return found
 
 
-async def _streams(load: Load, doors: Any, note: Callable[[Record], None]) -> None:
-    """So many at a time, one after another."""
+async def _streams(load: Load, endpoints: Any, note: Callable[[Record], None]) -> None:
+    """Keep `load.streams` requests in flight."""
     until_s = time.monotonic() + load.duration_s
     turns = _turns(load)
 
     async def stream() -> None:
-        for number, door, leave_after in turns:
+        for number, protocol, leave_after in turns:
             if time.monotonic() >= until_s:
                 return
-            record = await _follow(load, number, door, doors[door], leave_after)
+            record = await _follow(load, number, protocol, endpoints[protocol], leave_after)
             note(record)
             if record.status not in ("complete", "left"):
-                await asyncio.sleep(0.05)  # a server that refuses is not stormed
+                await asyncio.sleep(0.05)  # do not flood a server that rejects
 
     await asyncio.gather(*(stream() for _ in range(load.streams)))
 
 
-async def _arrivals(load: Load, doors: Any, note: Callable[[Record], None]) -> float:
-    """A Poisson process; returns the most that one was late."""
+async def _arrivals(load: Load, endpoints: Any, note: Callable[[Record], None]) -> float:
+    """Send requests as a Poisson process; return the longest time that one was late."""
     rng = np.random.default_rng([load.seed, 1])
     due_s = begun_s = time.monotonic()
     late_s, open_calls = 0.0, set[asyncio.Task[None]]()
-    for number, door, leave_after in _turns(load):
+    for number, protocol, leave_after in _turns(load):
         due_s += float(rng.exponential(1 / load.rate))
         if due_s > begun_s + load.duration_s:
             break
         await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
         late_s = max(late_s, time.monotonic() - due_s)
 
-        async def call(number: int = number, door: str = door, leave_after: int | None = leave_after) -> None:
-            note(await _follow(load, number, door, doors[door], leave_after))
+        async def call(number: int = number, protocol: str = protocol, leave_after: int | None = leave_after) -> None:
+            note(await _follow(load, number, protocol, endpoints[protocol], leave_after))
 
         task = asyncio.create_task(call())
         open_calls.add(task)
@@ -269,29 +269,29 @@ async def _arrivals(load: Load, doors: Any, note: Callable[[Record], None]) -> f
 
 
 def _turns(load: Load) -> Iterable[tuple[int, str, int | None]]:
-    """Which request, by which door, and after how many tokens its client leaves."""
+    """Yield the index of a request, its protocol, and after how many tokens its client disconnects (None: it does not)."""
     rng = np.random.default_rng([load.seed, 0])
-    number, count = 0, len(load.asks)
+    number, count = 0, len(load.requests)
     while not load.in_order or number < count:
-        ask = number if load.in_order else int(rng.integers(count))
-        most = load.asks[ask].params["max_tokens"]
+        index = number if load.in_order else int(rng.integers(count))
+        most = load.requests[index].params["max_tokens"]
         leaves = bool(rng.random() < load.leave_share)
-        yield ask, load.doors[number % len(load.doors)], int(rng.integers(0, most)) if leaves else None
+        yield index, load.protocols[number % len(load.protocols)], int(rng.integers(0, most)) if leaves else None
         number += 1
 
 
-async def _follow(load: Load, number: int, name: str, door: Door, leave_after: int | None) -> Record:
-    """One request to its end."""
-    ask = load.asks[number]
+async def _follow(load: Load, number: int, protocol: str, endpoint: Endpoint, leave_after: int | None) -> Record:
+    """Send one request and read its stream to the end."""
+    request = load.requests[number]
     answer = None if load.answers is None else load.answers[number]
-    record = Record(door=name, started_s=time.monotonic())
+    record = Record(protocol=protocol, started_s=time.monotonic())
     ids: list[int] = []
     texts: list[str] = []
     times_s: list[float] = []
     reason = None
     try:
-        async with contextlib.aclosing(door.ask(ask, token_ids=load.token_ids)) as pieces:
-            if leave_after == 0:  # before its first token, some time
+        async with contextlib.aclosing(endpoint.stream(request, token_ids=load.token_ids)) as pieces:
+            if leave_after == 0:  # at some time before its first token
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.05):
                         await anext(pieces)
@@ -327,7 +327,7 @@ async def _follow(load: Load, number: int, name: str, door: Door, leave_after: i
 
 
 def _difference(answer: Answer, ids: list[int], text: str | None, reason: str | None) -> str:
-    """How what came differs from the offline answer, of which it may be the beginning where it has no end."""
+    """Describe how an answer differs from the offline one; an answer without a finish reason may be a prefix of it."""
     expected = answer.token_ids if reason is not None else answer.token_ids[: len(ids)]
     if tuple(ids) != expected:
         at = next((i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), None)
@@ -343,7 +343,7 @@ def _difference(answer: Answer, ids: list[int], text: str | None, reason: str | 
 
 @contextlib.asynccontextmanager
 async def _lag(found: list[float]) -> AsyncIterator[None]:
-    """Measures how late the event loop wakes."""
+    """Measure the delay of the event loop."""
 
     async def measure() -> None:
         while True:

@@ -1,6 +1,6 @@
-"""What the engine says without any edge: the answers that streams are held against, and its speed.
+"""Reference answers and speed of the engine alone, without HTTP or gRPC.
 
-Everything here runs in a process of its own, so that nothing of the engine stays in the one that measures.
+The engine runs in a separate process, so that it leaves nothing in the measuring one.
 """
 
 import argparse
@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.server.protocols import Ask
+from benchmarks.server.protocols import LoadRequest
 
 _ROUNDING = 2e-5
-"""Of scores and of sums of probabilities in float32, with room to spare."""
+"""Rounding error of scores and of sums of probabilities in float32, with a margin."""
 
 _WRONG = 1e-2
-"""By so much no token may lose."""
+"""A chosen token whose score is lower than the best one by more than this is an error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Of one request."""
+    """Reference answer to one request."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -37,21 +37,21 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Of one batch of requests."""
+    """Time taken for one batch of requests."""
 
     tokens: int
     wall_s: float
     cpu_s: float
-    """Of the process that computes."""
+    """CPU time of the process that computes."""
 
 
 class Offline:
-    """An engine in a process of its own, configured by flags of `apt-jax serve`.
+    """An engine in a separate process, configured by flags of `apt-jax serve`.
 
     Args:
         model: see `apt-jax serve`.
-        flags: of the engine.
-        cores: it may run on these alone; None: on all.
+        flags: flags of the engine.
+        cores: the cores that it may run on; None: all of them.
     """
 
     def __init__(self, model: str, flags: Sequence[str], *, cores: Sequence[int] | None = None) -> None:
@@ -59,28 +59,28 @@ class Offline:
             1, multiprocessing.get_context("spawn"), _start, (model, tuple(flags), cores)
         )
 
-    def answers(self, asks: Sequence[Ask]) -> tuple[list[Ask], list[Answer]]:
-        """What `LLM.generate` says to the requests that have one answer alone.
+    def answers(self, requests: Sequence[LoadRequest]) -> tuple[list[LoadRequest], list[Answer]]:
+        """Return the requests whose answer is unambiguous, and the answers of `LLM.generate` to them.
 
-        In float32 the others are left out: a token of theirs wins by no more than what the order of additions is worth, which
-        depends on the batch. Those are a few in a hundred of the requests with a seed. Other dtypes and quantised weights are not
-        looked at.
+        In float32 the others are dropped: at some token the best two scores differ by no more than the rounding error, and the
+        order of additions, which depends on the batch, decides. That is the case for a few percent of the requests with a seed.
+        Other dtypes and quantised weights are not checked.
 
         Raises:
-            RuntimeError: a plain forward pass says another token, or more than a fifth would be left out.
+            RuntimeError: a plain forward pass chooses another token, or more than a fifth of the requests are ambiguous.
         """
-        answers, certain = self._pool.submit(_answers, asks).result()
-        if sum(certain) < 0.8 * len(asks):
-            raise RuntimeError(f"only {sum(certain)} of {len(asks)} answers do not hang on rounding")
-        return list(itertools.compress(asks, certain)), list(itertools.compress(answers, certain))
+        answers, certain = self._pool.submit(_answers, requests).result()
+        if sum(certain) < 0.8 * len(requests):
+            raise RuntimeError(f"only {sum(certain)} of {len(requests)} answers do not depend on rounding")
+        return list(itertools.compress(requests, certain)), list(itertools.compress(answers, certain))
 
-    def speed(self, asks: Sequence[Ask]) -> Speed:
-        """Of `LLM.generate`, all requests at once."""
-        return self._pool.submit(_speed, asks).result()
+    def speed(self, requests: Sequence[LoadRequest]) -> Speed:
+        """Measure `LLM.generate` with all requests at once."""
+        return self._pool.submit(_speed, requests).result()
 
-    def async_speed(self, asks: Sequence[Ask], num_streams: int) -> Speed:
-        """Of `AsyncEngine`, so many streams at a time, each the next request when the one before has ended."""
-        return self._pool.submit(_async_speed, asks, num_streams).result()
+    def async_speed(self, requests: Sequence[LoadRequest], num_streams: int) -> Speed:
+        """Measure `AsyncEngine` with `num_streams` concurrent streams; each takes the next request when its last one has ended."""
+        return self._pool.submit(_async_speed, requests, num_streams).result()
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -113,36 +113,38 @@ def _start(model: str, flags: Sequence[str], cores: Sequence[int] | None) -> Non
     _llm = LLM.from_parts(build_engine(_config, calibrate=False))
 
 
-def _generate(asks: Sequence[Ask]) -> list[Any]:
-    return _llm.generate([list(ask.prompt_ids) for ask in asks], [ask.params for ask in asks], use_tqdm=False)
+def _generate(requests: Sequence[LoadRequest]) -> list[Any]:
+    return _llm.generate(
+        [list(request.prompt_ids) for request in requests], [request.params for request in requests], use_tqdm=False
+    )
 
 
-def _answers(asks: Sequence[Ask]) -> tuple[list[Answer], list[bool]]:
-    """With whether each is the only one."""
-    outputs = [request.outputs[0] for request in _generate(asks)]
+def _answers(requests: Sequence[LoadRequest]) -> tuple[list[Answer], list[bool]]:
+    """Return the answers, and for each whether it is unambiguous."""
+    outputs = [result.outputs[0] for result in _generate(requests)]
     answers = [Answer(token_ids=tuple(o.token_ids), text=o.text, finish_reason=o.finish_reason) for o in outputs]
     if _config.dtype != "float32" or _config.quantization is not None:
         return answers, [True] * len(answers)
     leads = _compiled_leads(_config)
-    certain = [_is_certain(leads, ask, a.token_ids) for ask, a in zip(asks, answers, strict=True)]
+    certain = [_is_certain(leads, request, a.token_ids) for request, a in zip(requests, answers, strict=True)]
     return answers, certain
 
 
-def _is_certain(leads_of: Any, ask: Ask, token_ids: Sequence[int]) -> bool:
-    """Whether each token wins by more than rounding over all others in a plain forward pass."""
-    row, params = [*ask.prompt_ids, *token_ids], ask.params
+def _is_certain(leads_of: Any, request: LoadRequest, token_ids: Sequence[int]) -> bool:
+    """Return whether each token leads all others by more than the rounding error in a plain forward pass."""
+    row, params = [*request.prompt_ids, *token_ids], request.params
     padded = np.zeros(-(-len(row) // 64) * 64, np.int32)  # few shapes to compile for
     padded[: len(row)] = row
-    first = len(ask.prompt_ids) - 1  # after it comes the first token of the answer
+    first = len(request.prompt_ids) - 1  # after it comes the first token of the answer
     leads = leads_of(padded, first, params["temperature"], params.get("top_p", 1.0), params.get("seed", 0))
     leads = np.asarray(leads)[:, first : len(row) - 1]
     if (leads.max(axis=0) < -_WRONG).any():
-        raise RuntimeError(f"a plain forward pass says other tokens than the engine to {params}")
+        raise RuntimeError(f"a plain forward pass chooses other tokens than the engine for {params}")
     return bool((leads > _ROUNDING).all())
 
 
 def _compiled_leads(config: Any) -> Any:
-    """By how much the token after each position leads all others, at either end of what may be the border of top-p."""
+    """Compile a function of the lead of the token after each position over all others, at both ends of the uncertainty of top-p."""
     import jax
     import jax.numpy as jnp
 
@@ -150,7 +152,7 @@ def _compiled_leads(config: Any) -> Any:
     from apt_jax.models.reference import forward
     from apt_jax.ops import sampling
 
-    model = load_model(config)  # the engine joins and lays out its weights anew
+    model = load_model(config)  # a second copy: the engine joins weights and changes their layout
 
     def leads(params: Any, row: Any, first: Any, temperature: Any, top_p: Any, seed: Any) -> Any:
         num, drawn = row.size, temperature > 0
@@ -171,27 +173,27 @@ def _compiled_leads(config: Any) -> Any:
     return functools.partial(jax.jit(leads), model.params)
 
 
-def _speed(asks: Sequence[Ask]) -> Speed:
+def _speed(requests: Sequence[LoadRequest]) -> Speed:
     started_s, cpu_s = time.perf_counter(), time.process_time()
-    outputs = _generate(asks)
+    outputs = _generate(requests)
     return Speed(
-        tokens=sum(len(request.outputs[0].token_ids) for request in outputs),
+        tokens=sum(len(result.outputs[0].token_ids) for result in outputs),
         wall_s=time.perf_counter() - started_s,
         cpu_s=time.process_time() - cpu_s,
     )
 
 
-def _async_speed(asks: Sequence[Ask], num_streams: int) -> Speed:
+def _async_speed(requests: Sequence[LoadRequest], num_streams: int) -> Speed:
     from apt_jax.frontend.async_engine import AsyncEngine
 
     async def run() -> int:
         engine = AsyncEngine(_llm.parts)
-        todo, tokens = iter(asks), 0
+        todo, tokens = iter(requests), 0
 
         async def stream() -> None:
             nonlocal tokens
-            for ask in todo:
-                request = _llm.parts.build_request(prompt_token_ids=list(ask.prompt_ids), params=ask.params)
+            for wanted in todo:
+                request = _llm.parts.build_request(prompt_token_ids=list(wanted.prompt_ids), params=wanted.params)
                 async for delta in engine.submit(request):
                     tokens += len(delta.token_ids)
 

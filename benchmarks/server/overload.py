@@ -1,9 +1,9 @@
-"""Ten times the requests that the server can serve: it refuses at once, keeps its word to those it took, and stays healthy.
+"""Ten times as many requests as the server can serve: it rejects fast, meets the SLOs of accepted requests, and stays healthy.
 
-1. Capacity: requests a second of a closed loop that always has enough.
-2. Open loop: Poisson arrivals at ten times that, over all doors, each with objectives. The time to a refusal is taken at the client, from
-   before it sends to the status; attainment both by the server's verdict and by the client's clock, of all requests that were not refused.
-3. `/health` is asked every half second all the while; afterwards requests must be answered as offline.
+1. Capacity: completed requests per second of a saturated closed loop.
+2. Open loop: Poisson arrivals at ten times that rate over all APIs, each request with an SLO. The time to a rejection is measured at the
+   client, from before it sends to the status; attainment by the server's verdict and by the client's clock, of all accepted requests.
+3. `/health` is polled every half second; afterwards requests must be answered as offline.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.server.clients import Clients, Load, Record, add_ask_arguments, asks_of
+from benchmarks.server.clients import Clients, Load, Record, add_request_arguments, build_requests
 from benchmarks.server.offline import Offline
-from benchmarks.server.protocols import Ask
+from benchmarks.server.protocols import LoadRequest
 from benchmarks.server.report import Run, progress
 from benchmarks.server.server_process import Server
 
@@ -26,37 +26,45 @@ _HEALTH_PERIOD_S = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--duration", type=float, default=120.0, metavar="S", help="of the overload, seconds (default: 120)"
+        "--duration", type=float, default=120.0, metavar="S", help="duration of the overload in seconds (default: 120)"
     )
     parser.add_argument(
-        "--capacity-duration", type=float, default=20.0, metavar="S", help="of the closed loop, seconds (default: 20)"
+        "--capacity-duration",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="duration of the closed loop in seconds (default: 20)",
     )
-    parser.add_argument("--requests", type=int, default=100, help="different ones (default: 100)")
+    parser.add_argument("--requests", type=int, default=100, help="number of different requests (default: 100)")
     parser.add_argument(
         "--capacity-streams",
         type=int,
-        help="of the closed loop (default: --max-num-seqs's default and half of --queued)",
+        help="concurrent streams of the closed loop (default: the default of --max-num-seqs plus half of --queued)",
     )
-    parser.add_argument("--times", type=float, default=10.0, help="the capacity (default: 10)")
-    parser.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="objective (default: 1000)")
-    parser.add_argument("--slo-tbt-ms", type=float, default=200.0, help="objective (default: 200)")
+    parser.add_argument(
+        "--times", type=float, default=10.0, help="offered load as a multiple of the capacity (default: 10)"
+    )
+    parser.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="TTFT SLO (default: 1000)")
+    parser.add_argument("--slo-tbt-ms", type=float, default=200.0, help="TBT SLO (default: 200)")
     parser.add_argument("--queued", type=int, default=64, help="--max-num-queued-reqs (default: 64)")
     parser.add_argument(
-        "--refusal-ms", type=float, default=50.0, help="within which 99 of 100 refusals must come (default: 50)"
+        "--refusal-ms", type=float, default=50.0, help="maximum P99 of the time to a rejection (default: 50)"
     )
-    parser.add_argument("--attainment", type=float, default=0.8, help="of accepted requests (default: 0.8)")
-    add_ask_arguments(parser, prompt_len=(16, 160), output_len=(96, 160))
+    parser.add_argument(
+        "--attainment", type=float, default=0.8, help="minimum SLO attainment of accepted requests (default: 0.8)"
+    )
+    add_request_arguments(parser, prompt_len=(16, 160), output_len=(96, 160))
 
 
 def run(args: argparse.Namespace) -> Run:
     found = Run("overload", args)
-    asks = asks_of(args, args.requests)
+    requests = build_requests(args, args.requests)
     with Offline(args.model, args.engine_flags) as offline:
-        asks, answers = offline.answers(asks)
-    found.say(f"{len(asks)} of {args.requests} offline answers do not hang on rounding")
+        requests, answers = offline.answers(requests)
+    found.say(f"{len(requests)} of {args.requests} offline answers do not depend on rounding")
     hurried = [
-        Ask(prompt_ids=a.prompt_ids, params=a.params, slo_ttft_ms=args.slo_ttft_ms, slo_tbt_ms=args.slo_tbt_ms)
-        for a in asks
+        LoadRequest(prompt_ids=a.prompt_ids, params=a.params, slo_ttft_ms=args.slo_ttft_ms, slo_tbt_ms=args.slo_tbt_ms)
+        for a in requests
     ]  # fmt: skip
     flags = [
         *args.engine_flags,
@@ -68,11 +76,11 @@ def run(args: argparse.Namespace) -> Run:
     ]
     with Server(args.model, flags) as server:
         where = {"http": server.http, "grpc": server.grpc, "answers": answers}
-        capacity = _capacity(args, server, Load(asks=asks, **where))
+        capacity = _capacity(args, server, Load(requests=requests, **where))
         rate = args.times * capacity
         found.say(f"capacity {capacity:.1f} requests/s, offered {rate:.1f}")
         loads = [
-            Load(asks=hurried, rate=rate / args.processes, duration_s=args.duration, seed=args.seed + number, **where)
+            Load(requests=hurried, rate=rate / args.processes, duration_s=args.duration, seed=args.seed + number, **where)
             for number in range(args.processes)
         ]  # fmt: skip
         cpu_s, begun_s = server.cpu_s(), time.monotonic()
@@ -83,7 +91,7 @@ def run(args: argparse.Namespace) -> Run:
         wall_s, cpu_s = time.monotonic() - begun_s, server.cpu_s() - cpu_s
         after = server.until_idle()
         states = server.get("/health"), server.get("/ready"), server.grpc_serving()
-        again = Load(asks=asks[:12], streams=2, in_order=True, **where)
+        again = Load(requests=requests[:12], streams=2, in_order=True, **where)
         with Clients([again]) as clients:
             last = clients.reports()[0].records
     records = [record for report in reports for record in report.records]
@@ -91,10 +99,10 @@ def run(args: argparse.Namespace) -> Run:
     accepted = [record for record in records if record.status not in REFUSALS]
     refusal_ms = _percentiles_ms(record.ended_s - record.started_s for record in refused)
     by_door = {
-        door: _percentiles_ms(r.ended_s - r.started_s for r in refused if r.door == door)
-        for door in sorted({r.door for r in refused})
+        protocol: _percentiles_ms(r.ended_s - r.started_s for r in refused if r.protocol == protocol)
+        for protocol in sorted({r.protocol for r in refused})
     }
-    judged = [record for record in accepted if record.door != "vllm"]  # which does not say
+    judged = [record for record in accepted if record.protocol != "vllm"]  # which does not report it
     client_view = _share(_attained(record, args) for record in accepted)
     server_view = _share(record.attained is True for record in judged)
     problems = collections.Counter(record.problem for record in (*records, *last) if record.problem)
@@ -137,7 +145,7 @@ def run(args: argparse.Namespace) -> Run:
     found.promise("accepted requests complete", all(r.status == "complete" for r in accepted), found.values["statuses"])
     found.promise("what they say equals the offline answers", not problems, dict(problems) or "it does")
     found.promise(
-        "/health is 200 all the while", not health.failures, f"asked {len(health.times_s)} times: {_shown(health_ms)}"
+        "/health is always 200", not health.failures, f"asked {len(health.times_s)} times: {_shown(health_ms)}"
     )
     well = states == (200, 200, True) and all(r.status == "complete" for r in last)
     found.promise(
@@ -153,8 +161,8 @@ def run(args: argparse.Namespace) -> Run:
 
 
 def _capacity(args: argparse.Namespace, server: Server, load: Load) -> float:
-    """Requests a second that end while enough of them are there."""
-    # Not more than may wait, so that none is refused.
+    """Return the completed requests per second of a saturated closed loop."""
+    # No more than fit into the queue, so that none is rejected.
     streams, duration_s = args.capacity_streams or 64 + args.queued // 2, args.capacity_duration
     whole = Load(**{**vars(load), "streams": streams, "duration_s": duration_s})
     begun_s = time.monotonic()
@@ -163,7 +171,7 @@ def _capacity(args: argparse.Namespace, server: Server, load: Load) -> float:
             bar(time.monotonic() - begun_s)
         records = clients.reports()[0].records
     first_s = min(record.started_s for record in records)
-    # From when the first ones have made room until no more come.
+    # From when the first requests have finished until no more arrive.
     since_s, until_s = first_s + duration_s / 4, first_s + duration_s
     ended = sum(since_s <= r.ended_s < until_s and r.status == "complete" for r in records)
     server.until_idle()
@@ -171,7 +179,7 @@ def _capacity(args: argparse.Namespace, server: Server, load: Load) -> float:
 
 
 def _attained(record: Record, args: argparse.Namespace) -> bool:
-    """By the client's clock; the gap that 99 of 100 do not exceed counts."""
+    """Return whether a request met its SLO by the client's clock: TTFT and the P99 of its token gaps."""
     if record.status != "complete" or record.first_s is None:
         return False
     ttft_ms = 1e3 * (record.first_s - record.started_s)
@@ -194,7 +202,7 @@ def _shown(ms: dict[str, float]) -> str:
 
 
 class _Health:
-    """Asks for `/health` every half second, over a connection of its own each time."""
+    """Poll `/health` every half second, over a new connection each time."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""The three doors of the server, for one client: the same request through each, and what comes back as the same pieces."""
+"""Clients of the three APIs of the server: each sends the same request and yields the answer as the same pieces."""
 
 import dataclasses
 import json
@@ -20,8 +20,8 @@ NAMES = ("http", "grpc", "vllm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ask:
-    """A request."""
+class LoadRequest:
+    """A request of the load."""
 
     prompt_ids: tuple[int, ...]
     params: Mapping[str, Any]
@@ -32,24 +32,24 @@ class Ask:
 
 @dataclasses.dataclass(slots=True)
 class Piece:
-    """What one message of a stream says."""
+    """Content of one message of a stream."""
 
     num_tokens: int = 0
     token_ids: list[int] | None = None
     """None: not asked for."""
     text: str | None = None
-    """None: the door has no text."""
+    """None: the API returns no text."""
     finish_reason: str | None = None
     attained: bool | None = None
-    """The server's verdict on the objectives; None: it does not say."""
+    """SLO verdict of the server; None: not reported."""
 
 
 class Refused(Exception):
-    """A status in place of an answer, or of the rest of it.
+    """The server answered, or ended the stream, with an error status.
 
     Attributes:
         status: an HTTP status, the name of a gRPC status, "error" for an event of an error, "connection", or "cut off" for a
-            stream that ended without its end.
+            stream that ended without a last message.
     """
 
     def __init__(self, status: str, message: str = "") -> None:
@@ -57,33 +57,35 @@ class Refused(Exception):
         self.status = status
 
 
-class Door(Protocol):
-    """A way to ask."""
+class Endpoint(Protocol):
+    """One API of the server."""
 
-    def ask(self, ask: Ask, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
-        """The answer, piece by piece. Closing the generator makes the client leave.
+    def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
+        """Yield the answer piece by piece. Closing the generator disconnects the client.
 
         Raises:
-            Refused: refused, or ended by an error.
+            Refused: the request was rejected, or ended with an error.
         """
         ...
 
 
-class HttpDoor:
+class HttpEndpoint:
     """`POST /v1/completions`, streamed."""
 
     def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
         self._session, self._url = session, f"http://{address}/v1/completions"
 
-    async def ask(self, ask: Ask, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
+    async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
         body = {
-            "prompt": list(ask.prompt_ids),
+            "prompt": list(request.prompt_ids),
             "stream": True,
-            **ask.params,
-            "aptjax_timings": ask.slo_ttft_ms is not None,
+            **request.params,
+            "aptjax_timings": request.slo_ttft_ms is not None,
             "return_token_ids": token_ids,
         }
-        body |= {k: v for k, v in (("slo_ttft_ms", ask.slo_ttft_ms), ("slo_tbt_ms", ask.slo_tbt_ms)) if v is not None}
+        body |= {
+            k: v for k, v in (("slo_ttft_ms", request.slo_ttft_ms), ("slo_tbt_ms", request.slo_tbt_ms)) if v is not None
+        }
         done = False
         try:
             async with self._session.post(self._url, json=body) as response:
@@ -116,15 +118,15 @@ class HttpDoor:
         return piece
 
 
-class GrpcDoor:
+class GrpcEndpoint:
     """`aptjax.v1.AptServe`."""
 
     def __init__(self, client: AsyncAptClient) -> None:
         self._client = client
 
-    async def ask(self, ask: Ask, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
+    async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
         call = self._client.generate(
-            ask.prompt_ids, slo_ttft_ms=ask.slo_ttft_ms, slo_tbt_ms=ask.slo_tbt_ms, **ask.params
+            request.prompt_ids, slo_ttft_ms=request.slo_ttft_ms, slo_tbt_ms=request.slo_tbt_ms, **request.params
         )
         ended = False
         try:
@@ -148,17 +150,17 @@ class GrpcDoor:
             raise Refused("cut off")
 
 
-class VllmDoor:
+class VllmEndpoint:
     """`vllm.grpc.engine.VllmEngine`."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        self._num_asked = 0
+        self._num_sent = 0
 
-    async def ask(self, ask: Ask, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
-        message = vllm.GenerateRequest(stream=True, sampling_params=vllm.SamplingParams(n=1, **ask.params))
-        message.tokenized.input_ids.extend(ask.prompt_ids)
-        objectives = (("x-slo-ttft-ms", ask.slo_ttft_ms), ("x-slo-tpot-ms", ask.slo_tbt_ms))
+    async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
+        message = vllm.GenerateRequest(stream=True, sampling_params=vllm.SamplingParams(n=1, **request.params))
+        message.tokenized.input_ids.extend(request.prompt_ids)
+        objectives = (("x-slo-ttft-ms", request.slo_ttft_ms), ("x-slo-tpot-ms", request.slo_tbt_ms))
         call = self._stub.Generate(message, metadata=[(k, f"{v:g}") for k, v in objectives if v is not None])
         seen: list[int] = []
         ended = False
@@ -182,21 +184,21 @@ class VllmDoor:
             raise Refused("cut off")
 
 
-class Doors:
-    """All doors of one server, opened; an asynchronous context."""
+class Endpoints:
+    """Connections to all APIs of one server; an asynchronous context."""
 
     def __init__(self, http: str, grpc_address: str) -> None:
         self._http, self._grpc = http, grpc_address
 
-    async def __aenter__(self) -> Mapping[str, Door]:
-        # Idle connections are given up before the server does it.
+    async def __aenter__(self) -> Mapping[str, Endpoint]:
+        # Idle connections are closed before the server closes them.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         self._client = AsyncAptClient(self._grpc)
         return {
-            "http": HttpDoor(self._session, self._http),
-            "grpc": GrpcDoor(self._client),
-            "vllm": VllmDoor(self._client.channel),
+            "http": HttpEndpoint(self._session, self._http),
+            "grpc": GrpcEndpoint(self._client),
+            "vllm": VllmEndpoint(self._client.channel),
         }
 
     async def __aexit__(self, *_: object) -> None:

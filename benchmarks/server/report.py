@@ -1,4 +1,4 @@
-"""What a run found, promises kept and broken, on one screen and as JSON."""
+"""Report of a run: guarantees kept and broken, figures, on the terminal and as JSON."""
 
 import argparse
 import contextlib
@@ -27,7 +27,7 @@ class Run:
     """One run of one sub-command.
 
     Attributes:
-        values: for the JSON file.
+        values: further entries of the JSON file.
     """
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
@@ -39,11 +39,11 @@ class Run:
         self._begun_s = time.monotonic()
 
     def promise(self, what: str, kept: bool, found: Any) -> None:
-        """Something that must hold."""
+        """Add a guarantee that must hold."""
         self._promises.append((what, bool(kept), found))
 
     def say(self, line: str) -> None:
-        """Something worth a line that is no promise."""
+        """Add a line for information."""
         self._lines.append(line)
 
     @property
@@ -51,7 +51,7 @@ class Run:
         return all(kept for _, kept, _ in self._promises)
 
     def show(self) -> None:
-        """Print it."""
+        """Print the report."""
         table = Table(
             title=f"{self.name}: {time.monotonic() - self._begun_s:.0f} s",
             show_header=False,
@@ -61,7 +61,7 @@ class Run:
         )
         for _ in range(3):
             table.add_column(overflow="fold")
-        # What was tried several times is one line: how it broke first, else how it went last.
+        # Several checks of one guarantee are one line: the first that failed, else the last.
         for what in dict.fromkeys(what for what, _, _ in self._promises):
             tries = [(kept, found) for other, kept, found in self._promises if other == what]
             kept, found = next((t for t in tries if not t[0]), tries[-1])
@@ -79,7 +79,7 @@ class Run:
         )  # fmt: skip
         return {
             "run": self.name,
-            "command": f"python -m benchmarks.edge {shlex.join(sys.argv[1:])}",
+            "command": f"python -m benchmarks.server {shlex.join(sys.argv[1:])}",
             "options": {k: v for k, v in vars(self._args).items() if not callable(v) and k != "json"},
             "revision": revision.stdout.strip(),
             "date": time.strftime("%Y-%m-%d"),
@@ -107,7 +107,7 @@ def _cpu() -> str:
 
 @contextlib.contextmanager
 def progress(name: str, total: float, unit: str = "s") -> Iterator[Callable[[float], None]]:
-    """A bar on terminals; call what it gives with how far things are."""
+    """Show a progress bar on terminals; yields a function that sets the progress."""
     with tqdm(total=round(total, 1), desc=name, unit=unit, disable=None, leave=False) as bar:
 
         def reach(value: float) -> None:

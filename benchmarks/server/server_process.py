@@ -1,4 +1,4 @@
-"""The server as a process of its own: `apt-jax serve` on free ports, what it uses, and what it says about itself."""
+"""Server process: `apt-jax serve` on free ports, its resource use and its statistics."""
 
 import contextlib
 import http.client
@@ -23,16 +23,16 @@ _TAIL_CHARS = 4000
 
 
 class Server:
-    """A running `apt-jax serve`, from the moment that it is ready.
+    """A running `apt-jax serve`, once it is ready.
 
     Args:
         model: see `apt-jax serve`.
-        flags: further ones.
-        mortal: SIGUSR1 ends the thread of its engine (`benchmarks.server.crash_on_signal`).
-        cores: it may run on these alone; None: on all.
+        flags: further flags.
+        crash_on_signal: SIGUSR1 ends the thread of its engine (`benchmarks.server.crash_on_signal`).
+        cores: the cores that it may run on; None: all of them.
 
     Raises:
-        RuntimeError: it did not start; with the end of its log.
+        RuntimeError: it did not start; the message has the end of its log.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Server:
         model: str,
         flags: Sequence[str] = (),
         *,
-        mortal: bool = False,
+        crash_on_signal: bool = False,
         cores: Sequence[int] | None = None,
     ) -> None:
-        module = "benchmarks.server.crash_on_signal" if mortal else "serve.cli"
+        module = "benchmarks.server.crash_on_signal" if crash_on_signal else "serve.cli"
         self.flags = tuple(flags)
         command = [
             sys.executable,
@@ -90,31 +90,31 @@ class Server:
         return self._process.pid
 
     def log(self) -> str:
-        """The end of what it wrote to stderr."""
+        """Return the end of its standard error."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-_TAIL_CHARS:]
 
     def rss_mib(self) -> float:
-        """Resident memory."""
+        """Return the resident memory in MiB."""
         return self.usage.memory_info().rss / 2**20
 
     def cpu_s(self) -> float:
-        """CPU time so far, of all its threads."""
+        """Return the CPU time of all its threads so far."""
         times = self.usage.cpu_times()
         return times.user + times.system
 
     def loop_cpu_s(self) -> float:
-        """That of the thread of its event loop: what the doors take, and nothing of the engine."""
+        """Return the CPU time of its event loop thread, which serves the endpoints but does not run the engine."""
         main = next(thread for thread in self.usage.threads() if thread.id == self.pid)
         return main.user_time + main.system_time
 
     def stats(self) -> pb.GetStatsResponse:
-        """The engine's counters and gauges."""
+        """Return the engine's counters and gauges."""
         with AptClient(self.grpc) as client:
             return client.stats(30.0)
 
     def get(self, path: str, timeout_s: float = 5.0) -> int:
-        """The HTTP status of a path, over a connection of its own; 0: no answer."""
+        """Return the HTTP status of a path, over a new connection; 0: no answer."""
         connection = http.client.HTTPConnection(self.http, timeout=timeout_s)
         try:
             connection.request("GET", path)
@@ -125,7 +125,7 @@ class Server:
             connection.close()
 
     def grpc_serving(self, timeout_s: float = 5.0) -> bool:
-        """What gRPC's health says; False: no answer."""
+        """Return the status of gRPC health checking; False also when there is no answer."""
         try:
             with AptClient(self.grpc) as client:
                 return client.is_serving(timeout_s=timeout_s)
@@ -133,7 +133,7 @@ class Server:
             return False
 
     def until_idle(self, timeout_s: float = 60.0) -> pb.GetStatsResponse:
-        """Wait until no request is left, as long as it may take; returns the numbers then, or the last ones."""
+        """Wait until no request is left, at most `timeout_s`; return the last statistics."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             stats = self.stats()
@@ -146,14 +146,14 @@ class Server:
         self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit code; None: it has not ended in time."""
+        """Return its exit code; None: it has not ended in time."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def close(self) -> None:
-        """End it, if it has not ended, and forget its log."""
+        """Kill it if it still runs, and delete its log."""
         self._process.kill()
         self._process.wait()
         if self._process.stdout is not None:

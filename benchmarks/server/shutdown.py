@@ -1,4 +1,4 @@
-"""The end of the server under load: SIGTERM, kill -9, and the end of its engine's thread.
+"""Shutdown and death of the server under load: SIGTERM, kill -9, and the death of its engine thread.
 
 * SIGTERM with time: every accepted request completes; with little time: it completes or ends with a clear status. Exit code 0 in time.
 * kill -9: every stream ends with an error at its client, within 2 s.
@@ -10,34 +10,34 @@ import collections
 import signal
 import time
 
-from benchmarks.server.clients import Clients, Load, Record, add_ask_arguments, asks_of
+from benchmarks.server.clients import Clients, Load, Record, add_request_arguments, build_requests
 from benchmarks.server.offline import Offline
 from benchmarks.server.report import Run, progress
 from benchmarks.server.server_process import Server
 
 CLEAR = ("503", "UNAVAILABLE", "error")
-"""Statuses of a request that the end of the server ends; "error" is the event of a stream that has begun."""
+"""Statuses of requests that a shutdown ends; "error" is the error event of a stream that has started."""
 _GONE = (*CLEAR, "connection", "cut off")
 _HEALTH_S = 2.0
 _EXIT_S = 10.0
-"""Beyond the time that open requests have."""
+"""Maximum time to exit after the timeout of in-flight requests."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=int, default=64, help="at a time (default: 64)")
-    parser.add_argument("--repeats", type=int, default=3, help="of each end (default: 3)")
+    parser.add_argument("--streams", type=int, default=64, help="concurrent streams (default: 64)")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of each case (default: 3)")
     parser.add_argument(
-        "--load-time", type=float, default=3.0, metavar="S", help="seconds before each end (default: 3)"
+        "--load-time", type=float, default=3.0, metavar="S", help="seconds of load before each case (default: 3)"
     )
-    add_ask_arguments(parser, prompt_len=(16, 160), output_len=(64, 512))
+    add_request_arguments(parser, prompt_len=(16, 160), output_len=(64, 512))
 
 
 def run(args: argparse.Namespace) -> Run:
     found = Run("stop", args)
-    asks = asks_of(args, 100)
+    requests = build_requests(args, 100)
     with Offline(args.model, args.engine_flags) as offline:
-        asks, answers = offline.answers(asks)
-    found.say(f"{len(asks)} of 100 offline answers do not hang on rounding")
+        requests, answers = offline.answers(requests)
+    found.say(f"{len(requests)} of 100 offline answers do not depend on rounding")
     ends = (
         ("SIGTERM, 30 s", signal.SIGTERM, 30.0),
         ("SIGTERM, 0.5 s", signal.SIGTERM, 0.5),
@@ -48,20 +48,22 @@ def run(args: argparse.Namespace) -> Run:
     with progress("stop", len(ends) * args.repeats, "end") as bar:
         for number in range(args.repeats):
             for name, sent, timeout_s in ends:
-                load = Load(http="", grpc="", asks=asks, answers=answers, streams=args.streams, seed=args.seed + number)
+                load = Load(
+                    http="", grpc="", requests=requests, answers=answers, streams=args.streams, seed=args.seed + number
+                )
                 _end(found, args, name, sent, timeout_s, load)
                 bar(len(found.values["ends"]))
     return found
 
 
 def _end(found: Run, args: argparse.Namespace, name: str, sent: signal.Signals, timeout_s: float, load: Load) -> None:
-    """Load a server, end it, and judge."""
+    """Put a server under load, end it, and check the guarantees."""
     flags = [*args.engine_flags, *args.server_flags, "--shutdown-timeout", f"{timeout_s:g}"]
-    with Server(args.model, flags, mortal=sent is signal.SIGUSR1) as server:
-        lasts_s = args.load_time + min(timeout_s, 1.0) + 1.0  # clients go on asking for a while
+    with Server(args.model, flags, crash_on_signal=sent is signal.SIGUSR1) as server:
+        lasts_s = args.load_time + min(timeout_s, 1.0) + 1.0  # clients continue for a while
         load = Load(**{**vars(load), "http": server.http, "grpc": server.grpc, "duration_s": lasts_s})
         with Clients([load]) as clients:
-            while not clients.num_done:  # then it is at work
+            while not clients.num_done:  # until it has finished a request
                 time.sleep(0.01)
             time.sleep(args.load_time)
             sent_s = time.monotonic()
@@ -109,7 +111,7 @@ def _end(found: Run, args: argparse.Namespace, name: str, sent: signal.Signals, 
 
 
 def _flip(server: Server, sent_s: float) -> float | None:
-    """Seconds until neither `/ready` nor gRPC's health is well any more; None: they still are after ten."""
+    """Return the seconds until `/ready` and gRPC health both report failure; None: not within ten seconds."""
     while time.monotonic() - sent_s < _EXIT_S:
         if server.get("/ready", 2.0) != 200 and not server.grpc_serving(2.0):
             return round(time.monotonic() - sent_s, 3)

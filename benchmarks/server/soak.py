@@ -1,7 +1,7 @@
-"""Many streams for a long time through every door: each equals the offline answer, memory stays, nothing is left.
+"""Many streams over all APIs for a long time: each equals the offline answer, memory does not grow, nothing leaks.
 
 Half of the requests are greedy, half have a seed; a tenth of the clients leave before the end; the pool is so small that
-requests lose their cache and come back. Every unread delta, token, text and end is compared.
+requests lose their cache and come back. Every delta, token, text and finish reason is compared.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.server.clients import Clients, Load, add_ask_arguments, asks_of
+from benchmarks.server.clients import Clients, Load, add_request_arguments, build_requests
 from benchmarks.server.offline import Offline
 from benchmarks.server.report import Run, progress
 from benchmarks.server.server_process import Server
@@ -20,27 +20,32 @@ _SAMPLE_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=int, default=200, help="at a time (default: 200)")
+    parser.add_argument("--streams", type=int, default=200, help="concurrent streams (default: 200)")
     parser.add_argument("--duration", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
     parser.add_argument(
         "--warm-up", type=float, default=120.0, metavar="S", help="seconds before memory counts (default: 120)"
     )
-    parser.add_argument("--requests", type=int, default=300, help="different ones (default: 300)")
-    parser.add_argument("--leave-share", type=float, default=0.1, help="of clients that leave early (default: 0.1)")
+    parser.add_argument("--requests", type=int, default=300, help="number of different requests (default: 300)")
     parser.add_argument(
-        "--memory-share", type=float, default=0.05, help="by which memory may differ from its median (default: 0.05)"
+        "--leave-share", type=float, default=0.1, help="share of clients that disconnect early (default: 0.1)"
     )
-    add_ask_arguments(parser, prompt_len=(16, 160), output_len=(8, 96))
-    parser.add_argument("--num-blocks", type=int, default=640, help="of the pool (default: 640)")
+    parser.add_argument(
+        "--memory-share",
+        type=float,
+        default=0.05,
+        help="maximum relative change of memory from its median (default: 0.05)",
+    )
+    add_request_arguments(parser, prompt_len=(16, 160), output_len=(8, 96))
+    parser.add_argument("--num-blocks", type=int, default=640, help="blocks of the pool (default: 640)")
 
 
 def run(args: argparse.Namespace) -> Run:
     found = Run("soak", args)
-    asks = asks_of(args, args.requests)
+    requests = build_requests(args, args.requests)
     with Offline(args.model, args.engine_flags) as offline:
-        asks, answers = offline.answers(asks)
+        requests, answers = offline.answers(requests)
     found.say(
-        f"{len(asks)} of {args.requests} offline answers that do not hang on rounding, {sum(len(a.token_ids) for a in answers)} tokens"
+        f"{len(requests)} of {args.requests} offline answers that do not depend on rounding, {sum(len(a.token_ids) for a in answers)} tokens"
     )
     flags = [*args.engine_flags, *args.server_flags, "--num-blocks-override", str(args.num_blocks)]
     memory: list[tuple[float, float]] = []
@@ -49,7 +54,7 @@ def run(args: argparse.Namespace) -> Run:
         shares = [args.streams // args.processes + (i < args.streams % args.processes) for i in range(args.processes)]
         loads = [
             Load(
-                http=server.http, grpc=server.grpc, asks=asks, answers=answers, streams=share, duration_s=args.duration,
+                http=server.http, grpc=server.grpc, requests=requests, answers=answers, streams=share, duration_s=args.duration,
                 leave_share=args.leave_share, seed=args.seed + number,
             )
             for number, share in enumerate(shares) if share
@@ -68,11 +73,11 @@ def run(args: argparse.Namespace) -> Run:
         ready = server.get("/ready")
     records = [record for report in reports for record in report.records]
     statuses = collections.Counter(record.status for record in records)
-    problems = collections.Counter(f"{record.door}: {record.problem}" for record in records if record.problem)
+    problems = collections.Counter(f"{record.protocol}: {record.problem}" for record in records if record.problem)
     tokens = sum(record.num_tokens for record in records)
     found.values |= {
         "requests": len(records),
-        "by_door": dict(collections.Counter(record.door for record in records)),
+        "by_door": dict(collections.Counter(record.protocol for record in records)),
         "statuses": dict(statuses),
         "problems": dict(problems),
         "tokens": tokens,

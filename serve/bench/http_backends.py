@@ -71,7 +71,7 @@ class HttpBackend:
         self.max_model_len = longest if isinstance(longest, int) else None
 
     async def _measure_words(self) -> None:
-        """What words cost in tokens, by the server's `/tokenize` (vLLM's and ours); without it a word counts one."""
+        """Measure tokens per word by the server's `/tokenize` (vLLM's and ours); without it a word counts as one token."""
         tokens = await self._tokenize({"prompt": _TEXT, "add_special_tokens": False})
         if not tokens:
             return
@@ -162,7 +162,7 @@ def _tls(target: Target) -> ssl.SSLContext | bool:
 
 
 async def _json(response: aiohttp.ClientResponse) -> Any:
-    """The body, or its text where it is no JSON."""
+    """Return the parsed body, or its text if it is not JSON."""
     text = await response.text(errors="replace")
     try:
         return json.loads(text)
@@ -187,7 +187,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
 
 
 def _stream_event(data: bytes, seen: int) -> StreamEvent:
-    """What a chunk says after `seen` tokens."""
+    """Parse a chunk that comes after `seen` tokens."""
     try:
         chunk = json.loads(data)
     except ValueError:

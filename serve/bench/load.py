@@ -1,4 +1,4 @@
-"""What is sent, and when: lengths and arrivals as the simulator draws them, or prompts from a file."""
+"""Load of a benchmark: lengths and arrivals sampled as in the simulator, or prompts from a file."""
 
 import dataclasses
 import json
@@ -27,20 +27,20 @@ class BenchRequest:
 
     index: int
     at_s: float
-    """After the start; 0 where there is no schedule."""
+    """Time to send it after the start; 0 without a schedule."""
     max_tokens: int
     prompt_tokens: int = 0
-    """Length of the prompt to be made up; 0 where `prompt` is given."""
+    """Length of a random prompt; 0 if `prompt` is given."""
     prompt: Prompt | None = None
-    """None: made up, of `prompt_tokens` tokens."""
+    """None: a random prompt of `prompt_tokens` tokens."""
     best_effort: bool = False
     seed: int = 0
-    """Of the run; with the index it decides what is made up."""
+    """Seed of the run; together with the index it determines the random prompt."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """Lengths or prompts that requests are drawn from; `prompts` has one entry a request of `trace`, or is None."""
+    """Lengths or prompts that requests are drawn from; `prompts` has one entry per request of `trace`, or is None."""
 
     trace: Trace
     prompts: tuple[Prompt, ...] | None = None

@@ -25,12 +25,12 @@ _LEAD_S = 0.05
 
 @dataclasses.dataclass(kw_only=True)
 class Outcome:
-    """One request that was sent, and what became of it. Times are seconds on the client's monotonic clock."""
+    """One sent request and its result. Times are seconds on the client's monotonic clock."""
 
     request: BenchRequest
     slo: SLO
     due_s: float | None
-    """When it should have been sent; None: there was no schedule."""
+    """Scheduled time of sending; None: no schedule."""
     sent_s: float
     token_times_s: list[float] = dataclasses.field(default_factory=list)
     finished_s: float | None = None
@@ -58,12 +58,12 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientHealth:
-    """Whether the numbers are the server's or the client's."""
+    """Measurements that tell whether the client limited the results."""
 
     lateness_s: Sequence[float]
-    """Of every send against its schedule; empty without one, or where a bound on the concurrency held requests back."""
+    """Delay of every send after its schedule; empty without a schedule, or if a concurrency limit held requests back."""
     lag_s: Sequence[float]
-    """How late timers fired that were set every 10 ms."""
+    """Delay of timers set every 10 ms."""
     process_cpu: float
     """CPU time of this process over wall time; 1 is one core."""
     loop_cpu: float
@@ -72,12 +72,12 @@ class ClientHealth:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What was measured."""
+    """Measurements of a run."""
 
     outcomes: Sequence[Outcome]
-    """Every request that was sent and ended, in the order of sending."""
+    """Every finished request, in the order of sending."""
     num_interrupted: int
-    """Requests under way when the run was broken off; they count nowhere."""
+    """In-flight requests when the run was interrupted; they are not counted elsewhere."""
     interrupted: bool
     start_s: float
     wall_s: float

@@ -22,11 +22,11 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of one target."""
+    """Result for one target."""
 
     rate: EffectiveRate
     bounded: bool
-    """For every seed a higher rate was seen to miss the target. False: the server may do more than was tried."""
+    """True: for every seed a higher rate missed the target. False: the server may sustain more than was tried."""
 
 
 def find_rates(

@@ -34,7 +34,7 @@ class Completer(Protocol):
 
     @property
     def has_chat(self) -> bool:
-        """Whether there is a chat template, so that `stream` takes messages too."""
+        """True if there is a chat template, so that `stream` takes messages too."""
         ...
 
     def stream(

@@ -1,4 +1,4 @@
-"""`apt-jax COMMAND`: finds the command, reads its flags, runs it.
+"""`apt-jax COMMAND`: find the command, read its flags, run it.
 
 A command is a module with `add_arguments(parser)` and `run(args) -> int`; only the one asked for is imported. Exit codes: 0
 done, 1 failed, 2 wrong usage, 130 interrupted.
@@ -15,8 +15,8 @@ import grpc
 
 from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, nearest
 from apt_jax.version import __version__
+from serve.cli.flags import Parser
 from serve.errors import CommandError
-from serve.flags import Parser
 
 _COMMANDS = {
     "serve": ("serve.cli.commands.serve", "serve a model over HTTP and gRPC"),
@@ -38,14 +38,14 @@ def _usage() -> str:
     lines = [f"  {name:<{width}}  {what}" for name, (_, what) in _COMMANDS.items()]
     return "\n".join(
         [
-            "usage: apt-jax VERB [flags]",
+            "usage: apt-jax COMMAND [flags]",
             "",
             "LLM serving in JAX with a hybrid cache and adaptive scheduling.",
             "",
-            "verbs:",
+            "commands:",
             *lines,
             "",
-            "`apt-jax VERB --help` lists the flags of a verb; `apt-jax --version` prints the version.",
+            "`apt-jax COMMAND --help` lists the flags of a command; `apt-jax --version` prints the version.",
         ]
     )
 
@@ -90,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] in ("-V", "--version"):
         sys.stdout.write(f"apt-jax {__version__}\n")
         return 0
-    verb = argv[0]
-    if verb not in _COMMANDS:
-        kind = "flag" if verb.startswith("-") else "verb"
+    command = argv[0]
+    if command not in _COMMANDS:
+        kind = "flag" if command.startswith("-") else "command"
         known = ["--help", "--version"] if kind == "flag" else list(_COMMANDS)
-        hint = nearest(verb, known) or f"; verbs: {', '.join(_COMMANDS)}"
-        return _fail("apt-jax", f"unknown {kind} {verb!r:.60}{hint}", 2)
-    return _run(verb, importlib.import_module(_COMMANDS[verb][0]), argv[1:])
+        hint = nearest(command, known) or f"; commands: {', '.join(_COMMANDS)}"
+        return _fail("apt-jax", f"unknown {kind} {command!r:.60}{hint}", 2)
+    return _run(command, importlib.import_module(_COMMANDS[command][0]), argv[1:])

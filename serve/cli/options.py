@@ -15,9 +15,9 @@ from apt_jax.errors import ConfigError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.sched import POLICIES, check_policy
 from apt_jax.validation import MAX_INTEGER, RequestLimits, build_request
-from serve import flags
+from serve.cli import flags
+from serve.cli.flags import Parser, natural, not_negative, positive
 from serve.client import address, channel_credentials
-from serve.flags import Parser, natural, not_negative, positive
 
 __all__ = ["Parser", "natural", "not_negative", "positive"]
 

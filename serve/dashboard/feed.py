@@ -60,9 +60,9 @@ class _Reading:
 
     at_s: float
     metrics: Collector
-    news: IterationBatch
+    updates: IterationBatch
     owners: dict[str, str | None]
-    """Tenants of the requests in `news`, as far as they are known."""
+    """Tenants of the requests in `updates`, as far as they are known."""
     requests: dict[str | None, Rows]
     """The last requests of each tenant that watches."""
 
@@ -278,7 +278,7 @@ class DashboardFeed:
     def _note(self, reading: _Reading) -> None:
         """Keep the last iteration, and the last preemptions and cache-kind switches."""
         owners = reading.owners
-        for iteration in reading.news.iterations:
+        for iteration in reading.updates.iterations:
             at = {"iteration": iteration.number, "at_s": iteration.at_s}
             for row in iteration.preempted:
                 what = {"event": "preempted", "kind": row.kind, "tokens": row.num_tokens}
@@ -286,9 +286,9 @@ class DashboardFeed:
             for switch in iteration.switched:
                 what = {"event": "switched", "old": switch.old, "new": switch.new}
                 self._changes.appendleft(_owned(switch.request_id, owners) | at | what)
-        if not reading.news.iterations:
+        if not reading.updates.iterations:
             return
-        iteration = reading.news.iterations[-1]
+        iteration = reading.updates.iterations[-1]
         self._iteration = {
             "number": iteration.number,
             "at_s": iteration.at_s,
@@ -316,11 +316,11 @@ def _read(
     tenants: set[str | None],
 ) -> _Reading:
     """Copy the state; called in the engine's thread."""
-    news = IterationBatch(num_dropped=0, iterations=[]) if watch is None else watch.take()
+    updates = IterationBatch(num_dropped=0, iterations=[]) if watch is None else watch.take()
     log, owners, requests = engine.decision_log, {}, {}
     if log is not None:
-        ids = {row.request_id for i in news.iterations for row in (*i.preempted, *i.switched)}
-        ids.update(row.request_id for i in news.iterations[-1:] for row in i.scheduled)
+        ids = {row.request_id for i in updates.iterations for row in (*i.preempted, *i.switched)}
+        ids.update(row.request_id for i in updates.iterations[-1:] for row in i.scheduled)
         found = {request_id: log.of(request_id) for request_id in ids}
         owners = {request_id: one.tenant for request_id, one in found.items() if one is not None}
         requests = {
@@ -329,7 +329,7 @@ def _read(
     return _Reading(
         at_s=engine.parts.clock.now_s(),
         metrics=metrics.read(),
-        news=news,
+        updates=updates,
         owners=owners,
         requests=requests,
     )

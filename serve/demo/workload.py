@@ -54,7 +54,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came back for one arrival."""
+    """Response to one arrival."""
 
     arrival: Arrival
     record: RequestRecord
@@ -176,12 +176,12 @@ async def replay(
         facts: dict[str, Any] = {}
         error = None
         try:
-            async for num_tokens, text, news in send(arrival, workload.slo):
+            async for num_tokens, text, new_facts in send(arrival, workload.slo):
                 if num_tokens and not times:
                     tell("first", None)
                 times += [time.monotonic()] * num_tokens
                 pieces.append(text)
-                facts = news or facts
+                facts = new_facts or facts
         except Exception as problem:  # counted as not attained, and shown
             error = str(problem)
         record = RequestRecord(

@@ -204,7 +204,7 @@ class _GrpcCall:
         return "cancelled" if gone else None
 
     async def fail(self, error: Exception) -> None:
-        self.close()  # before the client knows, likewise
+        self.close()  # here too before the client knows
         status = to_grpc_status(error, self.record.request_id)
         internal = status.code in _INTERNAL
         self.record.failed(error, status.code.name.lower(), internal=internal)

@@ -32,7 +32,7 @@ def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str,
     """Arguments for `EngineComponents.build_request`.
 
     Raises:
-        InvalidRequestError: metadata that is no number, or an unknown class.
+        InvalidRequestError: metadata that is not a number, or an unknown class.
     """
     fields: dict[str, Any] = {"params": _sampling_fields(request.sampling)}
     if request.request_id:
@@ -52,7 +52,7 @@ def slo_fields(
     """SLOs and class of a request: those of its message, else those of its metadata.
 
     Raises:
-        InvalidRequestError: metadata that is no number, or an unknown class.
+        InvalidRequestError: metadata that is not a number, or an unknown class.
     """
     slo = pb.Slo() if slo is None else slo
     headers = {key: value for key, value in reversed(metadata)}
@@ -215,11 +215,11 @@ def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
     return pb.GetStatsResponse(kind_switches=switches, num_doubtful=at_risk, **copied, **facts)
 
 
-def watch_response(news: IterationBatch, served_since_s: float) -> pb.WatchSchedulerResponse:
+def watch_response(batch: IterationBatch, served_since_s: float) -> pb.WatchSchedulerResponse:
     """Encode the scheduler's unread iterations; `served_since_s` is on the engine's clock."""
     return pb.WatchSchedulerResponse(
-        num_dropped=news.num_dropped,
-        iterations=[_iteration(iteration, served_since_s) for iteration in news.iterations],
+        num_dropped=batch.num_dropped,
+        iterations=[_iteration(iteration, served_since_s) for iteration in batch.iterations],
     )
 
 

@@ -3,7 +3,7 @@
 1. `GrpcServer.start` binds and answers at once: health is NOT_SERVING and Generate is UNAVAILABLE while a model loads.
 2. `GrpcServer.serve` takes a warm engine; health turns SERVING.
 3. `GrpcCalls` carries each Generate to its end.
-4. `GrpcServer.stop` turns health to NOT_SERVING, rejects new requests, lets in-flight ones go on for a while, cancels the rest.
+4. `GrpcServer.stop` turns health to NOT_SERVING, rejects new requests, waits for in-flight ones for a while, cancels the rest.
 """
 
 import asyncio

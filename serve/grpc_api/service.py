@@ -105,8 +105,8 @@ class AptServe:
             context.add_done_callback(lambda _: self._leave(watch))  # type: ignore[arg-type]  # as for Generate
             try:
                 await context.send_initial_metadata(())  # so that the client knows from when on
-                async for news in watch:
-                    yield messages.watch_response(news, served_since_s)
+                async for batch in watch:
+                    yield messages.watch_response(batch, served_since_s)
             finally:
                 self._leave(watch)
         except Exception as error:

@@ -138,7 +138,7 @@ class HttpApp:
         try:
             self._check_head(scope)
         except BadCallError as error:
-            record = CallRecord(protocol="http", method=self._path_of(scope), verb=_verb_of(scope))
+            record = CallRecord(protocol="http", method=self._path_of(scope), http_method=_http_method_of(scope))
             record.failed(error, str(error.status), error.code, internal=False)
             record.close(None, None)
             self._service.log.write(record)
@@ -282,7 +282,7 @@ class HttpApp:
         return Response(data, headers={"content-type": content_type})
 
 
-def _verb_of(scope: Scope) -> str | None:
+def _http_method_of(scope: Scope) -> str | None:
     return scope["method"] if scope["method"] in HTTPMethod.__members__ else None
 
 

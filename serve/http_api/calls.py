@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # it needs the extra `otel`
     from serve.observability.tracing import Tracer
 
 TENANT_KEY = "aptjax.tenant"
-"""Of a call's scope: the owner of its API key."""
+"""Key of a call's scope: the owner of its API key."""
 CLOSE_HEADERS = {"connection": "close"}
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -48,9 +48,9 @@ class AppConfig:
 
     max_body_bytes: int = 2 << 20
     body_timeout_s: float = 30.0
-    """For the whole body."""
+    """Time limit for the whole body."""
     max_header_bytes: int = 16 << 10
-    """Of one call's head."""
+    """Limit of the head of one call."""
     max_headers: int = 100
     keys: ApiKeys | None = None
     """None: no call needs one."""
@@ -59,7 +59,7 @@ class AppConfig:
     profiler: Profiler | None = None
     """None: there are no paths for it."""
     dashboard: bool = True
-    """Whether there is one, at `/dashboard`."""
+    """Serve the dashboard at `/dashboard`."""
 
 
 async def read_body(config: AppConfig, request: Request) -> bytes:
@@ -174,7 +174,7 @@ class HttpCall:
         self._config, self._service = config, service
         self._request, self._writer = Request(scope, receive), ResponseWriter(send)
         self._tenant: str | None = scope.get(TENANT_KEY)
-        self.record = CallRecord(protocol="http", method=PATHS[kind], verb="POST", tenant=self._tenant)
+        self.record = CallRecord(protocol="http", method=PATHS[kind], http_method="POST", tenant=self._tenant)
         self.record.set_trace_parent(self._request.headers)
         self._watcher: DisconnectWatcher | None = None
         self._call: CompletionCall

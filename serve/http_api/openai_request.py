@@ -144,13 +144,13 @@ class CompletionCall:
 
 
 def is_slow(kind: Kind, body: Body) -> bool:
-    """Whether `read_call` waits for other processes or tokenizes much, and so belongs in a thread."""
+    """Return whether `read_call` waits for other processes or tokenizes much, and so belongs in a thread."""
     prompt = body.get("prompt")
     return kind == "chat" or not (isinstance(prompt, str) and len(prompt) <= LONG_PROMPT_CHARS)
 
 
 def has_structured_output(body: Body) -> bool:
-    """Whether the output is constrained, by a grammar whose compilation may take seconds."""
+    """Return whether the output is constrained, by a grammar whose compilation may take seconds."""
     return any(body.get(name) is not None for name in ("structured_outputs", "response_format"))
 
 

@@ -32,7 +32,7 @@ class CompletionResponseBuilder:
         self._num_tokens = [0] * count
         self._num_cached = [0] * count
         self._around: list[tuple[bytes, bytes] | None] = [None] * count
-        """Of each choice, the JSON before and after the text, for chunks that differ in nothing else."""
+        """JSON before and after the text of each choice, for chunks that differ only in their text."""
 
     @property
     def num_tokens(self) -> int:

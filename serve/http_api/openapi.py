@@ -1,9 +1,9 @@
-"""What the HTTP server takes and answers, as an OpenAPI 3.1 document: ``GET /openapi.json``.
+"""OpenAPI 3.1 document of the HTTP server: ``GET /openapi.json``.
 
 Bounds are those of the code that enforces them (`apt_jax.validation`, `apt_jax.text.chat`, `serve.http_api.openai_request`), and, once there is an
 engine, those of its model: lengths, vocabulary, name. Whatever a schema here forbids is refused with 400, but for an objective
 in a header where the body has the same one. The reverse does not hold: a schema cannot say that a prompt must leave room for
-`max_tokens`, that two fields exclude each other, that 1.0 is no integer or that a grammar must compile. Fields that no schema names
+`max_tokens`, that two fields exclude each other, that 1.0 is not an integer or that a grammar must compile. Fields that no schema names
 are ignored, where a schema does not close its object. The pages of the dashboard are for people and not described.
 """
 
@@ -40,7 +40,7 @@ _ERRORS: dict[int, tuple[str, str]] = {
     415: ("UnsupportedMediaType", "The body must be JSON and not compressed."),
     429: ("QueueFull", "There is too much to do, or the objective is out of reach."),
     431: ("HeadTooLarge", "The head of the request is too large."),
-    500: ("Failed", "This request failed for its own sake; do not send it again."),
+    500: ("Failed", "This request failed because of its own content; do not send it again."),
     503: ("Unavailable", "Starting, draining, or the engine has ended."),
 }  # fmt: skip
 _LATER = (429, 503)
@@ -117,7 +117,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
     decisions = {
         "operationId": "Decisions",
         "parameters": {"request_id": "$response.body#/id"},
-        "description": "What became of the request and why.",
+        "description": "Timeline of the request.",
     }
     detokenize = {
         "operationId": "Detokenize",
@@ -131,13 +131,13 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
         "/v1/models": get("Models", "The one model that is served.", {**_good("Models"), "links": {"model": model}}, 503),
         "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may hold slashes.")]),
         "/v1/requests/{request_id}/decisions": get(
-            "Decisions", "What became of one of the last requests and why.", _good("Decisions"), 404, 503,
+            "Decisions", "Timeline of one of the last requests.", _good("Decisions"), 404, 503,
             parameters=[_in_path("request_id", _STRING, "The `id` of an answer, or the `request_id` of its request.")],
         ),
         "/tokenize": post("Tokenize", "Text or a conversation to token ids.", {**_good("Tokenize"), "links": {"detokenize": detokenize}}),
         "/detokenize": post("Detokenize", "Token ids to text.", _good("Detokenize")),
-        "/health": get("Health", "Whether the process is of use, loading and draining included.", {"description": "It is."}, 503, open_=True),
-        "/ready": get("Ready", "Whether new requests are taken.", {"description": "They are."}, 503, open_=True),
+        "/health": get("Health", "Liveness: 200 also while loading and draining.", {"description": "Alive."}, 503, open_=True),
+        "/ready": get("Ready", "Readiness for new requests.", {"description": "Ready."}, 503, open_=True),
         "/metrics": get("Metrics", "Numbers for Prometheus, in the format that it accepts.", {
             "description": "The exposition.",
             "content": {name: {"schema": _STRING} for name in ("text/plain", "application/openmetrics-text")},
@@ -212,7 +212,7 @@ def _slo_headers() -> list[Schema]:
     bounds = f"in {REQUEST_FIELDS['slo_ttft_ms'].range}"
     texts = {
         **dict.fromkeys(objectives.TTFT_KEYS, f"Objective for the first token, milliseconds {bounds}; where the body has none. The first of these names that is there counts."),
-        **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens, milliseconds {bounds}; likewise."),
+        **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens, milliseconds {bounds}; where the body has none. The first of these names that is there counts."),
         objectives.TIER_KEY: "Class of the request, where the body has none.",
     }  # fmt: skip
     return [
@@ -291,7 +291,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
 
 
 def _common(kind: Kind, models: list[str], token: Schema, most: int) -> Schema:
-    """What both kinds of completions take."""
+    """Return the request schema that both kinds of completions share."""
     defaults = SamplingParams()
     sampling = {name: _field(name, token, most) for name in openai_api.PLAIN}
     special = openai_api.ADD_SPECIAL_TOKENS[kind]
@@ -306,7 +306,7 @@ def _common(kind: Kind, models: list[str], token: Schema, most: int) -> Schema:
         },
         "model": _model(models),
         "logit_bias": _or_null(_field("logit_bias", token, most)),
-        "structured_outputs": _or_null(_form()),
+        "structured_outputs": _or_null(_structured_outputs()),
         "response_format": _or_null(_response_format()),
         "n": _or_null(_field("n")) | {"description": f"With the prompts at most {REQUEST_FIELDS['n'].max} answers."},
         "best_of": _or_null(_field("n")) | {"description": "Equal to `n`, or left out."},
@@ -359,8 +359,8 @@ def _model(models: list[str]) -> Schema:
     return {"enum": [*models, "", None]} if models else {"type": ["string", "null"]}
 
 
-def _form() -> Schema:
-    """Of `structured_outputs`: closed, and with exactly one form."""
+def _structured_outputs() -> Schema:
+    """Return the schema of `structured_outputs`: closed, with exactly one constraint."""
     text = {"type": "string", "minLength": 1, "maxLength": validation.MAX_GRAMMAR_BYTES}
     pattern = {
         "type": "string",
@@ -429,7 +429,7 @@ def _tool() -> Schema:
 
 
 def _answers() -> Schema:
-    """What comes back; closed objects, so that nothing undocumented does."""
+    """Return the schemas of responses; their objects are closed, so that every field is documented."""
     maybe_number = _or_null(_NUMBER)
     head = {"id": _STRING, "created": _COUNT, "model": _STRING, "system_fingerprint": _NULL}
     usage = _all({
@@ -474,11 +474,12 @@ def _answers() -> Schema:
         piece = {"delta": _all(said, optional=("role",))} if is_chat else {"text": _STRING}
         going = {"finish_reason": _or_null(end["finish_reason"]), "stop_reason": end["stop_reason"]}
         choice = _all({**common, **whole, **end, **more}, optional=tuple(more))
-        news = _all({**common, **piece, **going, **more}, optional=("stop_reason", *more))
+        chunk_choice = _all({**common, **piece, **going, **more}, optional=("stop_reason", *more))
         made[name] = _all({**head, "object": {"const": kind}, "choices": _many(choice), "usage": usage})
         kind += ".chunk" if is_chat else ""
         made[f"{name}Chunk"] = _all(
-            {**head, "object": {"const": kind}, "choices": _many(news), "usage": _or_null(usage)}, optional=("usage",)
+            {**head, "object": {"const": kind}, "choices": _many(chunk_choice), "usage": _or_null(usage)},
+            optional=("usage",),
         )
     model = _all({
         **{name: _STRING for name in ("id", "root")},

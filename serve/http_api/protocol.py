@@ -34,11 +34,11 @@ class ConnectionLimits:
     """Bounds of connections."""
 
     max_connections: int = 2048
-    """More are closed at once."""
+    """Further connections are closed at once."""
     max_header_bytes: int = 16 << 10
-    """Of one request's head."""
+    """Limit of the head of one request."""
     header_timeout_s: float = 10.0
-    """For one request's head, from the connection or its first byte."""
+    """Time limit for the head of one request, from the connection or its first byte."""
     write_stall_s: float = 2.5
     """A client that reads nothing of its response for this long is disconnected."""
     keepalive_time_s: int = 20

@@ -1,6 +1,6 @@
 """Detection of stalled clients on this machine: a stopped process reads nothing, but its kernel goes on acknowledging.
 
-TCP cannot tell a stopped reader from a slow one until the buffers of both ends are full, which takes hundreds
+TCP cannot tell a stalled client from a slow one until the buffers of both ends are full, which takes hundreds
 of tokens, and HTTP/1.1 has no ping (gRPC has one: `serve.grpc_api.server`). If both ends are on one machine, as with a
 gateway or a sidecar, Linux reports how many bytes the other end has received and not read. Acknowledged minus unread
 bytes is what it has read, which must grow while anything is unread.
@@ -97,8 +97,8 @@ class _Reader:
         return _ACKNOWLEDGED.unpack_from(data)[0] if len(data) >= _ACKNOWLEDGED.size else None
 
     def has_stopped(self, acknowledged: int | None, unread: int | None, now_s: float, limit_s: float) -> bool:
-        """Whether something has been unread and nothing read for `limit_s`."""
-        # More may be unread than was acknowledged a moment ago; the first look counts as a beginning all the same.
+        """Return whether bytes have been unread, and none read, for `limit_s`."""
+        # More may be unread than was acknowledged a moment ago; the first measurement starts the clock all the same.
         read = max((acknowledged or 0) - (unread or 0), 0)
         if not acknowledged or not unread or read > self._read:
             self._read, self._read_at_s = max(read, self._read), now_s

@@ -1,4 +1,4 @@
-"""What `apt-jax launch` runs: the replicas, each on devices of its own, and the gateway before them. Nothing is started here."""
+"""Plan of `apt-jax launch`: the replicas, each on its own devices, and the gateway in front of them. Nothing is started here."""
 
 import argparse
 import contextlib

@@ -98,9 +98,9 @@ class CallLog:
         known = {
             "request_id": record.request_id,
             "protocol": record.protocol,
-            "door": record.protocol,  # the field's name up to 0.1
+            "door": record.protocol,  # name of the field `protocol` up to 0.1; to be removed after a release
             "method": record.method,
-            "verb": record.verb,
+            "verb": record.http_method,
             "tenant": record.tenant,
             "reason": record.reason,
             "code": record.code,
@@ -147,7 +147,7 @@ def _headline(record: CallRecord) -> tuple[str, str]:
     """The call and how it ended, without anything its client wrote."""
     if record.outcome == "succeeded":
         return f"request {record.request_id}", record.reason
-    call = record.method if record.verb is None else f"{record.verb} {record.method}"
+    call = record.method if record.http_method is None else f"{record.http_method} {record.method}"
     named = "" if record.request_id == NO_ID else f" (request {record.request_id})"
     why = (record.reason, record.code, record.param)
     return call + named, " ".join(word for word in why if word is not None)

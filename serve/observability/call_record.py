@@ -26,7 +26,7 @@ class CallRecord:
     protocol: Literal["http", "grpc"]
     method: str
     """The path or the gRPC method; one of ours, never what a client wrote."""
-    verb: str | None = None
+    http_method: str | None = None
     """The HTTP method, if it is a known one; None for gRPC."""
     request_id: str = NO_ID
     tenant: str | None = None

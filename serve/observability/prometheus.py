@@ -277,7 +277,7 @@ class _Scrape(Collector):
             ),
             (
                 "aptjax:requests_doubtful",
-                "Requests let in although their TTFT objective looked out of reach.",
+                "Requests admitted although their TTFT SLO looked out of reach.",
                 stats.num_slo_at_risk_admitted,
             ),
         ):
@@ -326,10 +326,22 @@ class _Scrape(Collector):
                 "Arrival to end, of requests that ended with stop or length.",
                 sums.latency_s,
             ),
-            ("vllm:request_queue_time_seconds", "Arrival to first step, likewise.", sums.queue_s),
-            ("vllm:request_prompt_tokens", "Prompt tokens a request, likewise.", sums.prompt_tokens),
-            ("vllm:request_generation_tokens", "Output tokens a request, likewise.", sums.generation_tokens),
-            ("vllm:iteration_tokens_total", "Tokens a step.", stats.step_tokens),
+            (
+                "vllm:request_queue_time_seconds",
+                "Arrival to first step, of requests that ended with stop or length.",
+                sums.queue_s,
+            ),
+            (
+                "vllm:request_prompt_tokens",
+                "Prompt tokens per request, of requests that ended with stop or length.",
+                sums.prompt_tokens,
+            ),
+            (
+                "vllm:request_generation_tokens",
+                "Output tokens per request, of requests that ended with stop or length.",
+                sums.generation_tokens,
+            ),
+            ("vllm:iteration_tokens_total", "Tokens per step.", stats.step_tokens),
             ("aptjax:scheduler_step_seconds", "The policy's time for a decision.", stats.schedule_s),
         ):
             yield self._histogram(name, text, values)

@@ -68,7 +68,7 @@ class ApiKeys:
         self._digests = other._digests
 
     def accepts(self, authorization: str | bytes | None) -> bool:
-        """Whether the header is ``Bearer`` and a key; takes the same time for every key and for none of them."""
+        """Return whether the header is ``Bearer`` and an accepted key, in a time that does not depend on the keys."""
         return self.tenant_of(authorization) is not None
 
     def tenant_of(self, authorization: str | bytes | None) -> str | None:

@@ -16,7 +16,7 @@ class Tls:
     Args:
         cert: PEM file of the certificate and its chain.
         key: PEM file of its key, without a passphrase.
-        client_ca: PEM file of the CAs whose clients are let in; None: clients need no certificate.
+        client_ca: PEM file of the CAs whose clients are accepted; None: clients need no certificate.
 
     Raises:
         ConfigError: a file cannot be read or is not what it should be; the message names the flag.
@@ -30,7 +30,7 @@ class Tls:
 
     @property
     def asks_clients(self) -> bool:
-        """Whether clients must show a certificate."""
+        """True if clients must present a certificate."""
         return self._files[2] is not None
 
     def reload(self) -> None:

@@ -1,4 +1,4 @@
-"""The long runs of `benchmarks.edge`, short: a real server and real clients, a few seconds each."""
+"""Short versions of the runs of `benchmarks.server`: a real server and real clients, a few seconds each."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_overhead(tmp_path):
     assert all(row["tokens"] == 32 and row["cpu_us_per_token"] > 0 for row in found["rows"])
 
 
-# --- what must be noticed --------------------------------------------------------------------------------------------
+# --- detection of failures ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_overhead(tmp_path):
         ([1, 2, 3], "abc", "stop", "ended with stop, not length"),
     ],
 )
-def test_what_differs_from_the_offline_answer_is_noticed(ids, text, reason, problem):
+def test_a_difference_from_the_offline_answer_is_reported(ids, text, reason, problem):
     answer = Answer(token_ids=(1, 2, 3), text="abc", finish_reason="length")
     assert clients._difference(answer, ids, text, reason) == problem
 
@@ -105,7 +105,7 @@ def test_attainment_by_the_clients_clock():
 
     def attained(**fields) -> bool:
         given = {
-            "door": "http",
+            "protocol": "http",
             "started_s": 1.0,
             "first_s": 1.09,
             "status": "complete",

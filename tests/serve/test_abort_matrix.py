@@ -1,8 +1,8 @@
-"""Every way in which a request can be given up, in every state that it can be in.
+"""Every way of aborting a request, in every state that it can be in.
 
-A bystander runs, the victim comes, and as soon as it is in the state the engine is held within a step. Then the client leaves,
-its deadline passes, or it is aborted; the engine goes on. Afterwards nothing of the victim may be left, it may not have been
-computed any further, the bystander has its tokens, and a next request succeeds.
+A bystander runs, the victim arrives, and as soon as it is in the state the engine is paused within a step. Then the client
+disconnects, its deadline passes, or it is aborted, and the engine resumes. Afterwards nothing of the victim may be left, it may not
+have been computed any further, the bystander has its tokens, and the next request succeeds.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ STATES: dict[str, dict[str, Any]] = {
     "waiting for its mask": {"structured_outputs": {"regex": "[a-z]{90}"}},
     "blocked in a write": {"max_tokens": 1500, "logprobs": 20},
 }
-"""What the victim asks for to come there."""
+"""Request fields that bring the victim into the state."""
 
 WAYS = [
     "gRPC cancel",
@@ -264,7 +264,7 @@ def test_nothing_is_left(state, way):
 
 
 async def blocked(served: HttpServed, held: Held) -> None:
-    """Until there is news of the victim and whoever writes them to the client cannot take them."""
+    """Wait until the victim has output that its blocked writer does not take."""
     live = held.victim
     assert live is not None
     stream, since = served.engine._streams.by_request[live.request], 0

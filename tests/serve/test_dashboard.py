@@ -69,7 +69,7 @@ class View:
                     return value
 
     async def ends(self) -> list[tuple[str, Any]]:
-        """What comes until the end."""
+        """Return the events until the end."""
         events = []
         async with asyncio.timeout(30):
             with contextlib.suppress(StopAsyncIteration):
@@ -172,10 +172,10 @@ def test_viewers_of_one_key_get_the_same_bytes_and_a_slow_one_skips_snapshots():
         for viewer in (quick, same, slow):
             assert (await anext(viewer)).startswith(b"event: history\n")
         stale = await anext(slow)
-        news = [(await anext(quick), await anext(same)) for _ in range(10)]
-        assert all(a is b for a, b in news[1:])
-        assert await anext(slow) is news[-1][0]
-        assert stale is not news[-1][0]
+        snapshots = [(await anext(quick), await anext(same)) for _ in range(10)]
+        assert all(a is b for a, b in snapshots[1:])
+        assert await anext(slow) is snapshots[-1][0]
+        assert stale is not snapshots[-1][0]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await anext(slow)  # nothing is queued

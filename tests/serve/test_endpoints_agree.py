@@ -1,6 +1,6 @@
-"""One validator, four doors: HTTP, both gRPC services and Python say the same of the same request, and give the same answer.
+"""One validator, four endpoints: HTTP, both gRPC services and Python give the same verdict and the same answer to the same request.
 
-`make fuzz` asks all of them 1,200 made requests.
+`make fuzz` sends 1,200 fuzzed requests to all of them.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ HELLO = 6
 
 
 def at(*limits: int) -> list[int]:
-    """Just below each limit, at it, and just above."""
+    """Return values just below each limit, at it, and just above."""
     return [limit + step for limit in limits for step in (-1, 0, 1)]
 
 
 def near(*limits: float) -> list[float]:
-    """Likewise, in decimals that a 32-bit number can have."""
+    """Return such values as decimals that a 32-bit float represents."""
     return [round(limit + step, 4) for limit in limits for step in (-0.001, 0.0, 0.001)]
 
 
@@ -110,11 +110,11 @@ def test_every_sampling_parameter_is_in_the_table():
     assert names == (set(SAMPLING) - {"structured_outputs"}) | FORMS | ELSEWHERE | NO_EFFECT
 
 
-class Doors:
-    """All of them, and what they have said.
+class Endpoints:
+    """All endpoints, and counts of their verdicts.
 
     Attributes:
-        counts: of verdicts, by door.
+        counts: number of verdicts by endpoint.
     """
 
     def __init__(self, served: HttpServed, llm: LLM) -> None:
@@ -122,7 +122,7 @@ class Doors:
         self.counts: collections.Counter[str] = collections.Counter()
 
     async def agree(self, case: Request) -> None:
-        """Ask every door that can hold the request: one verdict in the same words, or the same tokens and text."""
+        """Send a case to every endpoint that can express it; require the same verdict in the same words, or the same tokens and text."""
         # The engine's own seeds count requests.
         case = {**case, "params": {"seed": 11} | dict(case["params"])}
         python = ask_python(self._llm, case)
@@ -138,13 +138,13 @@ class Doors:
             assert said == want, (name, case)
 
 
-async def with_doors(scenario: Any) -> Doors:
-    """Run a scenario with `Doors`; what was refused was refused before the engine, and nothing is left."""
+async def with_endpoints(scenario: Any) -> Endpoints:
+    """Run a scenario with `Endpoints`; rejections happen before the engine, and nothing is left."""
     llm = LLM.from_parts(toy_parts(debug=False, max_model_len=MAX_MODEL_LEN))
     async with http_serving(debug=False, max_model_len=MAX_MODEL_LEN) as served:
-        doors = Doors(served, llm)
+        endpoints = Endpoints(served, llm)
         try:
-            await scenario(doors)
+            await scenario(endpoints)
             assert served.parts.engine.stats().num_refused == 0
             assert served.parts.engine.stats().finished.get("error") is None
         finally:
@@ -152,23 +152,23 @@ async def with_doors(scenario: Any) -> Doors:
                 if grammars is not None:
                     grammars.close()
     assert_clean(llm.parts)
-    return doors
+    return endpoints
 
 
-def test_P2_R1_to_R11_R25_the_doors_say_the_same_of_the_same_request():
+def test_P2_R1_to_R11_R25_the_endpoints_agree_about_each_bound():
     pytest.importorskip("llguidance")
 
-    async def scenario(doors: Doors) -> None:
+    async def scenario(endpoints: Endpoints) -> None:
         for case in REQUESTS:
-            await doors.agree(case)
+            await endpoints.agree(case)
 
-    counts = asyncio.run(asyncio.wait_for(with_doors(scenario), 240)).counts
-    for door in ("python", "http", "aptserve", "vllm"):
-        assert counts[f"{door} served"] > 60, counts
-        assert counts[f"{door} refused"] > 60, counts
+    counts = asyncio.run(asyncio.wait_for(with_endpoints(scenario), 240)).counts
+    for endpoint in ("python", "http", "aptserve", "vllm"):
+        assert counts[f"{endpoint} served"] > 60, counts
+        assert counts[f"{endpoint} refused"] > 60, counts
 
 
-# --- made requests -------------------------------------------------------------------------------------------------
+# --- fuzzed requests ---------------------------------------------------------------------------------------------
 
 _INSIDE: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 40),
@@ -193,7 +193,7 @@ _PROMPT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size
 
 
 @st.composite
-def made_requests(draw: st.DrawFn) -> Request:
+def fuzzed_requests(draw: st.DrawFn) -> Request:
     """Several fields, mostly within their limits; one or two things at or beyond one."""
     names = draw(st.lists(st.sampled_from(sorted(_INSIDE)), max_size=5, unique=True))
     params = {name: draw(_INSIDE[name]) for name in names}
@@ -204,37 +204,37 @@ def made_requests(draw: st.DrawFn) -> Request:
         case["prompt"] = draw(st.sampled_from(PROMPTS))
     if draw(st.integers(0, 2)) == 0:
         name = draw(st.sampled_from(sorted(BESIDE)))
-        if name in ("n", "deadline_ms"):  # each door looks at these at a time of its own
+        if name in ("n", "deadline_ms"):  # each endpoint checks these at a different point
             case |= {"prompt": "hello", "params": {"max_tokens": 4}}
         case[name] = draw(st.sampled_from(BESIDE[name]))
     return case
 
 
-def test_P2_the_doors_agree_about_any_request():
+def test_P2_the_endpoints_agree_about_any_request():
     pytest.importorskip("llguidance")
     total = cases(100, 1200)
 
-    async def scenario(doors: Doors) -> None:
+    async def scenario(endpoints: Endpoints) -> None:
         loop = asyncio.get_running_loop()
 
         @settings(max_examples=total, database=None)
-        @given(case=made_requests())
+        @given(case=fuzzed_requests())
         def send(case: Request) -> None:
-            asyncio.run_coroutine_threadsafe(doors.agree(case), loop).result(60)
+            asyncio.run_coroutine_threadsafe(endpoints.agree(case), loop).result(60)
             bar.update()
 
-        with tqdm(total=total, desc="doors", unit=" cases", disable=not FULL) as bar:
+        with tqdm(total=total, desc="endpoints", unit=" cases", disable=not FULL) as bar:
             await asyncio.to_thread(send)
 
-    counts = asyncio.run(with_doors(scenario)).counts
-    print(f"\ndoors: {counts['python served'] + counts['python refused']} requests, {dict(sorted(counts.items()))}")
+    counts = asyncio.run(with_endpoints(scenario)).counts
+    print(f"\nendpoints: {counts['python served'] + counts['python refused']} requests, {dict(sorted(counts.items()))}")
     assert counts["python served"] + counts["python refused"] >= total
-    for door in ("python", "http", "aptserve", "vllm"):
-        assert counts[f"{door} served"] > total / 10, counts
-        assert counts[f"{door} refused"] > total / 20, counts
+    for endpoint in ("python", "http", "aptserve", "vllm"):
+        assert counts[f"{endpoint} served"] > total / 10, counts
+        assert counts[f"{endpoint} refused"] > total / 20, counts
 
 
-def test_the_doors_give_the_same_answer():
+def test_the_endpoints_give_the_same_answer():
     cases: list[dict[str, Any]] = [
         {"temperature": 0.0, "max_tokens": 12},
         {"seed": 3, "max_tokens": 12, "top_k": 5, "repetition_penalty": 1.2},

@@ -1,4 +1,4 @@
-"""Faults of clients, load and process at the doors of a whole server; in-process where that will do, else `faulty_server.py`."""
+"""Faults of clients, load and process, seen at the endpoints of a whole server, in-process if possible, else in `faulty_server.py`."""
 
 import asyncio
 import contextlib
@@ -130,7 +130,7 @@ class FaultyServer:
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def is_healthy(self) -> tuple[bool, bool]:
-        """What HTTP and gRPC say."""
+        """Return the health by HTTP and by gRPC."""
         http = rpc = False
         with contextlib.suppress(httpx2.HTTPError):
             http = httpx2.get(f"{self.base}/health", timeout=5).status_code == 200
@@ -168,7 +168,7 @@ def faulty_server(plan: str) -> Iterator[FaultyServer]:
     ],
     ids=["E2 two failures", "D1 no memory twice", "E6 thread ended", "E4 hang"],
 )
-def test_E2_E4_E6_the_death_of_the_engine_is_seen_at_both_doors_and_in_the_exit_code(plan, says):
+def test_E2_E4_E6_the_death_of_the_engine_is_seen_over_both_protocols_and_in_the_exit_code(plan, says):
     with faulty_server(plan) as server:
         answer = server.ask()
         assert answer.status_code == 503

@@ -59,7 +59,7 @@ class Rank:
     """A process of `apt-jax serve`."""
 
     def __init__(
-        self, model: Path, rank: int, log: Path, port: int, *flags: str, devices: int, verb: str = "serve"
+        self, model: Path, rank: int, log: Path, port: int, *flags: str, devices: int, subcommand: str = "serve"
     ) -> None:
         self.log = log / f"rank{rank}.log"
         key = log / f"key{rank}"
@@ -67,7 +67,7 @@ class Rank:
         key.chmod(0o600)
         of_rank = ["--headless"] if rank else [f"--grpc-port={port + 2}", f"--port={port + 3}"]
         command = [
-            sys.executable, "-m", "serve.cli", verb, str(model), "--load-format=dummy", "--nnodes=2", f"--node-rank={rank}",
+            sys.executable, "-m", "serve.cli", subcommand, str(model), "--load-format=dummy", "--nnodes=2", f"--node-rank={rank}",
             f"--master-port={port}", "--max-num-seqs=4", "--max-num-batched-tokens=64",
             "--calibration-time=0", "--served-model-name=small", "--join-timeout=60", f"--join-key-file={key}", *of_rank, *flags,
         ]  # fmt: skip
@@ -93,11 +93,11 @@ class Rank:
 class Replica:
     """Two ranks."""
 
-    def __init__(self, model: Path, log: Path, *flags: str, devices: int = 1, verb: str = "serve") -> None:
+    def __init__(self, model: Path, log: Path, *flags: str, devices: int = 1, subcommand: str = "serve") -> None:
         port = free_ports(4)
         self.base = f"http://127.0.0.1:{port + 3}"
         flags = (f"-tp={2 * devices}", *flags)
-        self.ranks = [Rank(model, r, log, port, *flags, devices=devices, verb=verb) for r in (0, 1)]
+        self.ranks = [Rank(model, r, log, port, *flags, devices=devices, subcommand=subcommand) for r in (0, 1)]
 
     def wait_until_it_serves(self) -> None:
         end_s = time.monotonic() + 240
@@ -136,8 +136,8 @@ class Replica:
 
 
 @contextlib.contextmanager
-def replica(model: Path, log: Path, *flags: str, devices: int = 1, verb: str = "serve") -> Iterator[Replica]:
-    made = Replica(model, log, *flags, devices=devices, verb=verb)
+def replica(model: Path, log: Path, *flags: str, devices: int = 1, subcommand: str = "serve") -> Iterator[Replica]:
+    made = Replica(model, log, *flags, devices=devices, subcommand=subcommand)
     try:
         yield made
     finally:
@@ -213,7 +213,7 @@ def test_a_rank_that_is_killed_ends_the_other(model, tmp_path, victim):
 
 @pytest.mark.slow
 def test_launchers_start_all_ranks_again_when_one_dies(model, tmp_path):
-    with replica(model, tmp_path, "--max-num-seqs=2", "--cache=kv", verb="launch") as served:
+    with replica(model, tmp_path, "--max-num-seqs=2", "--cache=kv", subcommand="launch") as served:
         served.wait_until_it_serves()
         before = served.complete(prompt="hello")["token_ids"]
         first = served.ranks[0].said.count("serving small")
@@ -253,7 +253,7 @@ def test_ranks_that_do_not_fit(model, tmp_path, flags, devices, says):
 
 
 def test_a_model_that_one_rank_cannot_load(model, tmp_path):
-    """What fails after the ranks have met is told to the other."""
+    """A failure after the ranks have joined is reported to the other rank."""
     port = free_ports(4)
     other = tmp_path / "other"
     other.mkdir()

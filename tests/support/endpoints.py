@@ -1,4 +1,4 @@
-"""One request at each door: what HTTP, the two gRPC services and Python make of it.
+"""Send one request to each endpoint: HTTP, the two gRPC services and Python.
 
 A request is a mapping: `prompt` (text or token ids), `params` (fields of `SamplingParams`), and maybe `n`, `request_id`, `slo_ttft_ms`,
 `slo_tbt_ms`, `slo_class` and `deadline_ms`.
@@ -25,7 +25,7 @@ from tests.support.http_serving import HttpServed
 
 Request = Mapping[str, Any]
 Verdict = tuple[str, Any]
-"""("refused", message), or ("served", [(token ids, text) of each output]); text is None where a door has none."""
+"""("refused", message), or ("served", [(token ids, text) of each output]); text is None where an endpoint returns none."""
 
 pb: Any = vllm_engine_pb2
 _OBJECTIVES = ("slo_ttft_ms", "slo_tbt_ms", "slo_class")
@@ -38,7 +38,7 @@ def _named(message: str) -> str:
 
 
 def ask_python(llm: LLM, case: Request) -> Verdict:
-    """What the package itself says."""
+    """Return the verdict of the package itself."""
     prompt, params, n = case["prompt"], dict(case["params"]), case.get("n", 1)
     given = {key: case[key] for key in ("request_id", *_OBJECTIVES) if key in case}
     kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
@@ -55,7 +55,7 @@ def ask_python(llm: LLM, case: Request) -> Verdict:
 
 
 async def ask_http(served: HttpServed, case: Request) -> Verdict | None:
-    """None: JSON has no such number, so that the body is none."""
+    """Return the verdict of HTTP; None: JSON cannot express the request."""
     body = {key: value for key, value in case.items() if key != "params"} | dict(case["params"])
     if "logit_bias" in body:
         body["logit_bias"] = {str(key): value for key, value in body["logit_bias"].items()}
@@ -145,7 +145,7 @@ async def ask_vllm(served: HttpServed, case: Request) -> Verdict | None:
 
 
 def _fits_32_bits(number: float) -> bool:
-    """Whether a 32-bit number is the same decimal."""
+    """Return whether a 32-bit float has the same decimal value."""
     with np.errstate(over="ignore"):
         return not math.isfinite(number) or float(str(np.float32(number))) == number
 

@@ -37,10 +37,10 @@ class BatchContractError(AssertionError):
 
 
 class FaultKind(enum.Enum):
-    """What can go wrong with a step."""
+    """Faults of a step."""
 
     RAISE_BEFORE = "execute raises, nothing was written"
-    OUT_OF_MEMORY = "likewise, for want of memory"
+    OUT_OF_MEMORY = "execute raises for lack of memory, nothing was written"
     RAISE_AFTER = "execute raises, everything was written"
     RAISE_IN_SAMPLE = "sample raises, where the step has masks"
     RAISE_IN_RESULT = "result raises"
@@ -347,7 +347,7 @@ class FakeExecutor:
                 self._token[at], self._position[at], self._tag[at] = tokens, position, tag
 
     def _spoil(self, batch: StepBatch, row: int) -> None:
-        """What a row wrote in this step is as bad as its logits: nobody may read it."""
+        """Corrupt what a row wrote in this step, like its logits: nobody may read it."""
         position = batch.start[row] + np.arange(batch.num_tokens[row])
         group, slot = np.divmod(position, self._sizes(batch.kind)[row])
         self._token[batch.block_tables[row][:, group], slot] = _STALE_TOKEN
@@ -406,7 +406,7 @@ class FakeExecutor:
         )
 
     def _check(self, batch: StepBatch) -> None:
-        """What `StepBatch` promises, as far as it can be seen from here."""
+        """Check the guarantees of `StepBatch` that are visible here."""
         n = batch.num_tokens.size
 
         def require(condition: object, message: str) -> None:

@@ -35,7 +35,7 @@ When = Literal["before", "after", "result"]
 
 @dataclasses.dataclass(frozen=True)
 class StepFault:
-    """What happens to one step."""
+    """Fault of one step."""
 
     what: What
     """"raise"; "memory": what JAX raises where there is none; "destroy": the cache is gone, as after a failed step that has
@@ -45,7 +45,7 @@ class StepFault:
     """Anything was written, afterwards, or as the result is fetched; of what raises."""
     row: int = 0
     seconds: float = 1.0
-    """Of "slow"."""
+    """Duration of "slow"."""
 
 
 Plan = Mapping[int, StepFault] | Callable[[int, StepBatch], StepFault | None]
@@ -53,7 +53,7 @@ Plan = Mapping[int, StepFault] | Callable[[int, StepBatch], StepFault | None]
 
 
 def out_of_memory() -> Exception:
-    """What JAX raises where the device has no memory left."""
+    """Return the error that JAX raises when the device is out of memory."""
     import jax.numpy as jnp
 
     try:
@@ -68,7 +68,7 @@ class FaultyExecutor:
 
     Attributes:
         num_steps: steps asked for, those that failed among them.
-        num_resets: how often the pool was made anew.
+        num_resets: how often the pool was recreated.
         batches: the sizes (rows, tokens) of the steps.
         released: ends what hangs.
     """

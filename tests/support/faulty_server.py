@@ -32,6 +32,6 @@ if __name__ == "__main__":
     code = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == ENGINE_LOST:  # as the verb does: a step that hangs cannot be ended otherwise
+    if code == ENGINE_LOST:  # as the serve command does: a step that hangs cannot be ended otherwise
         os._exit(code)
     sys.exit(code)

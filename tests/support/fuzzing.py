@@ -1,4 +1,4 @@
-"""What the fuzz tests share: how many cases, servers in a thread, and the check that nothing is left of them.
+"""Shared parts of the fuzz tests: number of cases, servers in a thread, and the check for leaks.
 
 `APT_JAX_FUZZ=full` runs the full counts (`make fuzz`); without it each test takes seconds.
 """
@@ -28,16 +28,16 @@ MAX_MODEL_LEN = 64
 
 
 def cases(few: int, full: int) -> int:
-    """How many of them, here and in the full run."""
+    """Return the number of cases: `few` here, `full` in the full run."""
     return full if FULL else few
 
 
 class Fuzzed:
-    """Servers in a thread of their own, with a key at the HTTP door.
+    """Servers in a separate thread, with an API key for HTTP.
 
     Attributes:
         served: the servers.
-        num_cases: that `note` has counted.
+        num_cases: number of cases that `note` has counted.
     """
 
     def __init__(self, served: HttpServed, loop: asyncio.AbstractEventLoop, what: str, total: int) -> None:
@@ -50,7 +50,7 @@ class Fuzzed:
         self._bar = tqdm.tqdm(total=total, desc=what, unit=" cases", file=sys.stderr, disable=not FULL)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What a coroutine returns in the event loop of the servers."""
+        """Run a coroutine in the event loop of the servers; return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     def note(self) -> None:

@@ -152,7 +152,7 @@ def _by_kind(values: np.ndarray) -> np.ndarray:
 
 
 def as_converted(arch: str, name: str, values: np.ndarray) -> np.ndarray:
-    """What the converter writes for a tensor."""
+    """Return a tensor as the converter writes it."""
     if arch == "llama" and "q_proj" in name:
         return _permute(values, N)
     if arch == "llama" and "k_proj" in name:

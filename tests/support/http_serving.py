@@ -86,7 +86,7 @@ class RawConnection:
         return int(lines[0].split()[1]), json.loads(data) if data else {}
 
     async def at_end(self, timeout_s: float = 20.0) -> bool:
-        """Whether the server closes the connection."""
+        """Return whether the server closes the connection."""
         try:
             async with asyncio.timeout(timeout_s):
                 while await self.reader.read(65536):

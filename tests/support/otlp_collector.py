@@ -17,7 +17,7 @@ class Span:
 
     Attributes:
         attributes: by name, as plain values.
-        resource: of the process that sent it, likewise.
+        resource: attributes of the process that sent it, by name too.
     """
 
     def __init__(self, span: Any, resource: Any) -> None:
@@ -33,12 +33,12 @@ class Span:
 
 
 class Collector:
-    """What came, and how it answers.
+    """Received requests, and the answers to them.
 
     Attributes:
-        status: of its answers.
-        hold: answers wait for it.
-        raw: bodies that came.
+        status: HTTP status of the answers.
+        hold: answers wait for this event.
+        raw: received bodies.
     """
 
     def __init__(self, url: str) -> None:

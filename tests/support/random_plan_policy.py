@@ -35,13 +35,13 @@ def _left(view: SchedulerView, row: int, length: int, kind: int) -> int:
 
 
 def _start_blocks(view: SchedulerView, row: int, length: int, kind: int) -> int:
-    """Of a waiting request that computes at most `length` tokens."""
+    """Return the blocks that a waiting request needs to compute at most `length` tokens."""
     end = int(view.table.hit_tokens[row, kind]) + _left(view, row, length, kind)
     return _blocks(view, end, kind) - int(view.table.hit_blocks[row, kind])
 
 
 def _convert_blocks(view: SchedulerView, row: int, length: int) -> int | None:
-    """Of a running request that is converted and computes `length` tokens; None where it may not be."""
+    """Return the blocks that a running request needs to be converted and compute `length` tokens; None: it may not be converted."""
     table = view.table
     if not view.can_convert or table.kind[row] != HIDDEN:
         return None

@@ -63,7 +63,7 @@ def _expect(condition: object, message: str) -> None:
 
 @dataclasses.dataclass(kw_only=True)
 class Scenario:
-    """What a seed draws before anything runs."""
+    """Settings that a seed determines before anything runs."""
 
     block_size: int
     hidden_block_size: int
@@ -221,12 +221,12 @@ class _CheckedPolicy:
 
 @dataclasses.dataclass(kw_only=True)
 class Report:
-    """What happened in one simulation."""
+    """Report of one simulation."""
 
     seed: int
     iterations: int
     digest: str
-    """Of every output in order; equal for equal seeds."""
+    """Digest of every output in order; equal for equal seeds."""
     sometimes: collections.Counter[str]
 
 

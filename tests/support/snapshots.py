@@ -13,8 +13,8 @@ from typing import Any
 
 import apt_jax
 from apt_jax.validation import RequestLimits
+from serve.cli.flags import Parser
 from serve.cli.main import _COMMANDS
-from serve.flags import Parser
 from serve.http_api import openapi
 from serve.protos.aptjax.v1 import apt_serve_pb2
 

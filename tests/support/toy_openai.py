@@ -15,10 +15,10 @@ Delays = Callable[[int], list[float] | int]
 
 
 class ToyOpenAI:
-    """What it was asked, and what it did.
+    """A toy OpenAI server that records its requests and writes.
 
     Attributes:
-        bodies, headers: of the requests, in the order of their coming.
+        bodies, headers: those of the requests, in the order of arrival.
         written_s: times (`time.perf_counter`) at which tokens were written, a list a request.
     """
 
@@ -92,7 +92,7 @@ class ToyOpenAI:
 def in_thread(
     context: Callable[[], contextlib.AbstractAsyncContextManager[Any]],
 ) -> Iterator[Any]:
-    """What the asynchronous context yields, while it is open in an event loop of another thread."""
+    """Open an asynchronous context in the event loop of another thread; yield its value."""
     ready, results = threading.Event(), []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 

@@ -21,13 +21,12 @@ from apt_jax.config import SLO
 from apt_jax.errors import ConfigError
 from apt_jax.metrics import percentile
 from apt_jax.sim.trace import known_traces
-from serve import flags
 from serve.bench import load, report
 from serve.bench.backends import Backend, Target
 from serve.bench.registry import BACKENDS, open_backend
 from serve.bench.runner import Outcome, Run, Runner
 from serve.bench.search import Found, Probe, find_rates
-from serve.cli import options
+from serve.cli import flags, options
 from serve.cli.output import print_table, write_json
 from serve.client import address
 from serve.errors import CommandError
@@ -341,7 +340,7 @@ async def _warm_up(args: argparse.Namespace, backend: Backend, source: load.Sour
         raise kind(f"{args.target}: the first request failed: {outcome.status}: {outcome.error}")
 
 
-# --- the verb ------------------------------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> int:

@@ -95,7 +95,7 @@ def known_models() -> dict[str, dict[str, str]]:
 
 
 def versions() -> dict[str, Any]:
-    """Of this package, Python and the libraries."""
+    """Return the versions of this package, Python and the libraries."""
     found: dict[str, Any] = {"apt-jax": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -137,7 +137,7 @@ def model_facts(config: EngineConfig, parts: EngineComponents) -> dict[str, Any]
 
 
 def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str, Any]]:
-    """What a model takes on each device, and how its parameters are cut."""
+    """Return the memory that a model takes on each device, and how its parameters are sharded."""
     from apt_jax.models import read_model_config, resolve_model
     from apt_jax.models.memory_plan import memory_plan
 

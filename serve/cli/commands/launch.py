@@ -28,7 +28,7 @@ POLICIES = (
     "round_robin",
     "random",
 )
-"""Of smg."""
+"""Routing policies of smg."""
 
 SERVE = (sys.executable, "-m", "serve.cli", "serve")
 

@@ -24,8 +24,7 @@ from apt_jax.sim.optimal.check import Replay, check_schedule
 from apt_jax.sim.optimal.problem import OBJECTIVES, OptimalProblem, OptimalRequest, OptimalSchedule
 from apt_jax.sim.optimal.solver import find_better, solve_optimal
 from apt_jax.sim.trace import Trace, known_traces, load_trace
-from serve import flags
-from serve.cli import options
+from serve.cli import flags, options
 from serve.cli.output import print_table, write_json
 from serve.errors import CommandError
 
@@ -299,7 +298,7 @@ T = TypeVar("T")
 
 
 def _beside_a_spinner(solve: Callable[[], T], time_limit_s: float) -> T:
-    """What `solve` returns; in a thread beside a spinner, so that Ctrl-C works while HiGHS runs."""
+    """Run `solve` in a thread and show a spinner, so that Ctrl-C works while HiGHS runs."""
     found: list[T] = []
     failed: list[Exception] = []
 

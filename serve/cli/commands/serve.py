@@ -7,7 +7,6 @@ reads API keys and the certificate again.
 
 import argparse
 import asyncio
-import dataclasses
 import logging
 import os
 import sys
@@ -19,8 +18,7 @@ from apt_jax.errors import AptJaxError, ConfigError, one_line
 from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S
 from apt_jax.frontend.headless import run_headless
 from apt_jax.frontend.progress import ProgressBars
-from serve import flags
-from serve.cli import options
+from serve.cli import flags, options
 from serve.errors import CommandError
 from serve.grpc_api.server import ServerConfig
 from serve.http_api.calls import AppConfig
@@ -144,22 +142,8 @@ def _run_one_of_several(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config(args: argparse.Namespace) -> EngineConfig:
-    config = options.engine_config(args)
-    ours = dataclasses.replace(
-        config.parallel,
-        nnodes=args.nnodes,
-        node_rank=args.node_rank,
-        master_addr=args.master_addr,
-        master_port=args.master_port,
-        join_timeout_s=args.join_timeout,
-        join_key_file=args.join_key_file,
-    )
-    return dataclasses.replace(config, parallel=ours)
-
-
 def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls | None]:
-    """What the flags say of the engine, the keys and the certificates; opens no port and loads no model.
+    """Return the engine configuration, the keys and the certificates that the flags describe; open no port, load no model.
 
     Raises:
         ConfigError: one line that names the flag.
@@ -176,7 +160,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
         raise ConfigError(
             f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
         )
-    config = _config(args)
+    config = options.engine_config(args)
     if args.headless != (args.node_rank > 0):
         why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"
         raise ConfigError(f"node_rank={args.node_rank} {why}")
@@ -229,7 +213,7 @@ def _run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     if code is None:  # stopped while the model was loading: that thread cannot be ended otherwise
         os._exit(0)
-    if code == ENGINE_LOST:  # likewise a step that does not end
+    if code == ENGINE_LOST:  # nor can the thread of a step that does not end
         sys.stderr.flush()
         os._exit(code)
     return code

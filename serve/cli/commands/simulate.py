@@ -24,8 +24,7 @@ from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
 from apt_jax.sim.trace import known_traces
-from serve import flags
-from serve.cli import options
+from serve.cli import flags, options
 from serve.cli.output import print_table, write_json
 from serve.errors import CommandError
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def start(out: Path, *flags: str) -> str:
-    """What the script prints; in a process of its own, as it is used."""
+    """Run the script in a separate process, as it is used; return its output."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "benchmarks.gpu.run", "--out", str(out), *flags]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)

@@ -18,8 +18,9 @@ import pytest
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
+from apt_jax.version import __version__
 from serve import cli
-from serve.cli.commands import serve as serve_verb
+from serve.cli.commands import serve as serve_command
 from serve.cli.commands.chat import Transcript
 from serve.cli.output import write_json
 from serve.client import AptClient
@@ -30,7 +31,7 @@ from serve.observability import call_log as logs
 from tests.support.caches import calibrations_apart
 from tests.support.toy_serving import executor_of, toy_parts
 
-VERBS = (
+COMMANDS = (
     "serve",
     "launch",
     "generate",
@@ -62,29 +63,29 @@ def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
 # --- usage ---------------------------------------------------------------------------------------------------------
 
 
-def test_help_lists_the_verbs():
+def test_help_lists_the_commands():
     code, out, _ = run("--help")
     assert code == 0
-    assert all(f"  {verb} " in out for verb in VERBS)
+    assert all(f"  {command} " in out for command in COMMANDS)
     assert run()[0] == 2
-    assert run("--version")[:2] == (0, "apt-jax 0.1.0\n")
+    assert run("--version")[:2] == (0, f"apt-jax {__version__}\n")
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb):
-    code, out, _ = run(verb, "--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command):
+    code, out, _ = run(command, "--help")
     assert code == 0
-    assert f"apt-jax {verb}" in out
+    assert f"apt-jax {command}" in out
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "simulate"])
-def test_help_states_a_default_or_a_meaning_for_every_flag(verb):
+@pytest.mark.parametrize("command", [*COMMANDS, "simulate"])
+def test_help_states_a_default_or_a_meaning_for_every_flag(command):
     import importlib
 
-    from serve.flags import Parser
+    from serve.cli.flags import Parser
 
-    parser = Parser(prog=verb)
-    module = "serve.demo.demo" if verb == "demo" else f"serve.cli.commands.{verb}"
+    parser = Parser(prog=command)
+    module = "serve.demo.demo" if command == "demo" else f"serve.cli.commands.{command}"
     importlib.import_module(module).add_arguments(parser)
     for action in parser._actions:
         assert action.help, action.option_strings
@@ -110,8 +111,8 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("serv",), "unknown verb 'serv'; did you mean serve?"),
-        (("frobnicate",), "verbs: serve"),
+        (("serv",), "unknown command 'serv'; did you mean serve?"),
+        (("frobnicate",), "commands: serve"),
         (("--hlp",), "did you mean --help?"),
         (("serve", "--grpc-prot", "1"), "unknown flag '--grpc-prot'; did you mean --grpc-port?"),
         (("serve", "--max-num-seq=3"), "did you mean --max-num-seqs?"),
@@ -270,9 +271,9 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("verb", ["generate", "chat", "serve"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
 @pytest.mark.parametrize("terminal", [False, True], ids=["no terminal", "terminal"])
-def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog):
+def test_the_first_start_shows_how_far_it_is(command, terminal, monkeypatch, caplog):
     def build(config, *, progress, **options):
         for done in range(4):
             progress("preparing", done, 3)
@@ -281,13 +282,13 @@ def test_the_first_start_shows_how_far_it_is(verb, terminal, monkeypatch, caplog
     monkeypatch.setattr("serve.cli.completion_client.build_engine", build)
     monkeypatch.setattr("serve.server.build_engine", build)
     err = Terminal() if terminal else io.StringIO()
-    argv = [verb, "tiny-opt", *(["hi"] if verb == "generate" else [])]
-    if verb == "serve":
+    argv = [command, "tiny-opt", *(["hi"] if command == "generate" else [])]
+    if command == "serve":
         argv += ["--grpc-port", "0", "--port", "0"]
     caplog.set_level("INFO", "apt_jax")
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(argv) == 1
-    shown = err.getvalue() if verb != "serve" or terminal else caplog.text
+    shown = err.getvalue() if command != "serve" or terminal else caplog.text
     if terminal:
         assert "preparing: 100%" in shown
         assert "3/3" in shown
@@ -394,14 +395,14 @@ def test_a_long_talk_goes_on_without_its_beginning(server):
 
 
 def serve_in_process(scenario, *, build=toy_parts, shutdown_timeout_s: float = 30.0, log_format: logs.Format = "text"):
-    """Run the serve verb's loop with `scenario(port)` in a thread; returns its exit code and what it printed."""
+    """Run the loop of the serve command with `scenario(port)` in a thread; return its exit code and output."""
     port = free_port()
     out = io.StringIO()
     thread = threading.Thread(target=scenario, args=(port,))
 
     async def whole():
         thread.start()
-        return await serve_verb.serve(
+        return await serve_command.serve(
             EngineConfig(model="toy"),
             ServerConfig(port=port),
             shutdown_timeout_s=shutdown_timeout_s,
@@ -557,7 +558,7 @@ def test_H10_a_port_in_use_is_found_before_the_model_is_loaded():
 
         with pytest.raises(CommandError, match=r"in use.*--grpc-port"):
             asyncio.run(
-                serve_verb.serve(
+                serve_command.serve(
                     EngineConfig(model="toy"),
                     ServerConfig(port=port),
                     shutdown_timeout_s=1.0,
@@ -575,7 +576,7 @@ def test_an_http_port_in_use_is_one_line_and_leaves_nothing_open():
         taken.listen()
         with pytest.raises(CommandError, match=r"in use\); .*--port.*--no-http"):
             asyncio.run(
-                serve_verb.serve(
+                serve_command.serve(
                     EngineConfig(model="toy"),
                     ServerConfig(port=0),
                     HttpConfig(port=taken.getsockname()[1]),
@@ -585,8 +586,8 @@ def test_an_http_port_in_use_is_one_line_and_leaves_nothing_open():
             )
 
 
-def test_H1_both_doors_drain(capsys):
-    """SIGTERM: what is open at either door ends well, what comes late is refused, and the exit code is 0."""
+def test_H1_both_protocols_drain(capsys):
+    """SIGTERM: in-flight requests of both protocols complete, later ones are rejected, and the exit code is 0."""
     parts = toy_parts(step_s=0.01)
     ports: dict[str, int] = {}
     answers: dict[str, object] = {}
@@ -628,7 +629,7 @@ def test_H1_both_doors_drain(capsys):
     asker = threading.Thread(target=ask)
     asker.start()
     code = asyncio.run(
-        serve_verb.serve(
+        serve_command.serve(
             EngineConfig(model="toy"),
             ServerConfig(port=0),
             HttpConfig(port=0),

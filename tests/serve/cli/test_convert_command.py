@@ -1,4 +1,4 @@
-"""`apt-jax convert`, and the verbs on what it made."""
+"""`apt-jax convert`, and other commands on its results."""
 
 import contextlib
 import io

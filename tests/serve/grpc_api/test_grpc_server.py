@@ -1,4 +1,4 @@
-"""The gRPC door: streams, statuses, cancellation, deadlines, health, reflection, draining."""
+"""The gRPC server: streams, statuses, cancellation, deadlines, health, reflection, draining."""
 
 import asyncio
 import math
@@ -181,7 +181,7 @@ def test_every_sampling_field_of_the_wire_is_covered():
     names = set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
     assert set(BAD_SAMPLING) | NOT_CHECKED_BY_VALUE == names
     fields = SamplingParams.__dataclass_fields__
-    assert names == set(fields)  # the Python door has the same fields
+    assert names == set(fields)  # the Python API has the same fields
 
 
 BAD_REQUESTS: list[tuple[str, dict]] = [
@@ -257,7 +257,7 @@ async def raw_call(served, data: bytes) -> grpc.aio.AioRpcError:
     "data",
     [
         b"\x1a\x02\xff\xfe",  # text that is not UTF-8
-        b"\x0a\x02\xc3\x28",  # request_id likewise
+        b"\x0a\x02\xc3\x28",  # request_id that is not UTF-8
         b"\x1a\x05abc",  # cut off
         b"\xff" * 20,
     ],
@@ -802,8 +802,8 @@ def test_watchers_see_every_decision(serve_toy):
 
 
 def test_C5_a_watcher_that_does_not_read_loses_the_oldest_and_holds_nothing_up(serve_toy, monkeypatch):
-    def large(news, served_since_s):  # so that the transport is soon full
-        message = watch_response(news, served_since_s)
+    def large(batch, served_since_s):  # so that the transport is soon full
+        message = watch_response(batch, served_since_s)
         message.iterations[0].deferred.append("x" * 500_000)
         return message
 

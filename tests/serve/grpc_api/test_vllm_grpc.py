@@ -62,7 +62,7 @@ def chunks(messages: list[Any], index: int = 0) -> list[Any]:
     return [m.chunk for m in messages if m.HasField("chunk") and m.chunk.index == index]
 
 
-async def status_of(call: Any) -> grpc.aio.AioRpcError:
+async def rpc_error_of(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
             pass
@@ -78,20 +78,20 @@ def expected(served, prompt: Any = "hello", **params: Any) -> list[int]:
 # --- answers -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_has_chunks_of_news_and_one_complete(serve_toy):
+def test_a_stream_has_chunks_of_new_tokens_and_one_complete(serve_toy):
     async def scenario(served):
         prompts = ["x" * n for n in range(1, 12)] + [[5, 6, 7]]
         results = await asyncio.gather(*(collect(served, p, max_tokens=10) for p in prompts))
         for prompt, messages in zip(prompts, results, strict=True):
             want = expected(served, prompt, max_tokens=10)
-            news = chunks(messages)
-            assert [t for c in news for t in c.token_ids] == want
-            assert all(c.completion_tokens == len(c.token_ids) > 0 for c in news)
+            new_chunks = chunks(messages)
+            assert [t for c in new_chunks for t in c.token_ids] == want
+            assert all(c.completion_tokens == len(c.token_ids) > 0 for c in new_chunks)
             (complete,) = completes(messages)
             assert messages[-1].HasField("complete")
             assert complete.output_ids == want
             assert (complete.finish_reason, complete.completion_tokens) == ("length", 10)
-            assert complete.prompt_tokens == news[0].prompt_tokens
+            assert complete.prompt_tokens == new_chunks[0].prompt_tokens
             assert complete.WhichOneof("matched_stop") is None
 
     serve_toy(scenario)
@@ -260,7 +260,7 @@ def test_tokens_equal_those_of_the_offline_interface_on_a_real_model():
 
 
 class Served:
-    """What tests need of a server over any engine."""
+    """Server over any engine, as far as tests need it."""
 
     def __init__(self, parts, channel) -> None:
         self.parts = parts
@@ -305,17 +305,17 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 def test_R6_R13_R18_R19_R20_what_is_not_taken_is_an_invalid_argument(serve_toy):
     async def scenario(served):
         for field, fields in REFUSED:
-            error = await status_of(stub(served).Generate(pb.GenerateRequest(text="x", **fields)))
+            error = await rpc_error_of(stub(served).Generate(pb.GenerateRequest(text="x", **fields)))
             assert error.code() is Code.INVALID_ARGUMENT, fields
             assert (error.details() or "").startswith(f"{field}: "), error.details()
-        error = await status_of(stub(served).Generate(pb.GenerateRequest()))
+        error = await rpc_error_of(stub(served).Generate(pb.GenerateRequest()))
         assert (error.code(), error.details()) == (
             Code.INVALID_ARGUMENT, "prompt: missing; give text or token ids",
         )  # fmt: skip
         request = pb.GenerateRequest(text="x", data_parallel_rank=0)
         assert [m async for m in stub(served).Generate(request)]  # the rank that there is
         method = served.client.channel.unary_stream(f"/{SERVICE}/Generate")
-        error = await status_of(method(b"\x1a\x02\xff\xfe"))  # text that is not UTF-8
+        error = await rpc_error_of(method(b"\x1a\x02\xff\xfe"))  # text that is not UTF-8
         assert error.code() is Code.INVALID_ARGUMENT
         assert sum(served.parts.engine.stats().finished.values()) == 1
 
@@ -336,7 +336,7 @@ def test_objectives_come_from_the_metadata(serve_toy):
         request = vllm_request(max_tokens=1)
         assert [m async for m in stub(served).Generate(request, metadata=metadata)]
         assert (seen[0].slo.ttft_s, seen[0].slo_class) == (0.3, "be")
-        error = await status_of(stub(served).Generate(request, metadata=[("x-slo-ttft-ms", "a")]))
+        error = await rpc_error_of(stub(served).Generate(request, metadata=[("x-slo-ttft-ms", "a")]))
         assert error.code() is Code.INVALID_ARGUMENT
 
     serve_toy(scenario)
@@ -389,9 +389,9 @@ def test_C10_ids_are_unique_among_the_live_of_both_services_and_free_afterwards(
     async def scenario(served):
         task = asyncio.create_task(collect(served, request_id="same", n=2, max_tokens=40))
         await served.until(lambda: served.parts.engine.num_live == 2)
-        error = await status_of(stub(served).Generate(vllm_request(request_id="same")))
+        error = await rpc_error_of(stub(served).Generate(vllm_request(request_id="same")))
         assert error.code() is Code.ALREADY_EXISTS
-        error = await status_of(served.client.generate("x", request_id="same"))
+        error = await rpc_error_of(served.client.generate("x", request_id="same"))
         assert error.code() is Code.ALREADY_EXISTS
         assert {len(c.output_ids) for c in completes(await task)} == {40}
         for _ in range(20):  # at once after the last message
@@ -415,7 +415,7 @@ def test_C3_C9_a_client_that_leaves_frees_its_blocks(serve_toy, stream):
 def test_C8_a_deadline_ends_all_outputs(serve_toy):
     async def scenario(served):
         request = vllm_request(n=3, max_tokens=200, **GREEDY)
-        error = await status_of(stub(served).Generate(request, timeout=0.15))
+        error = await rpc_error_of(stub(served).Generate(request, timeout=0.15))
         assert error.code() is Code.DEADLINE_EXCEEDED
         await served.idle()
 
@@ -449,7 +449,7 @@ def test_a_request_that_broke_is_internal(serve_toy):
     fault.steps = 0
 
     async def scenario(served):
-        error = await status_of(stub(served).Generate(vllm_request(n=2, request_id="mine")))
+        error = await rpc_error_of(stub(served).Generate(vllm_request(n=2, request_id="mine")))
         assert error.code() is Code.INTERNAL
         assert "not finite" in (error.details() or "")
         assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "-1"
@@ -462,7 +462,7 @@ def test_a_full_queue_refuses_the_whole_call(serve_toy):
     async def scenario(served):
         served.executor.gate.clear()
         call = stub(served).Generate(vllm_request(n=16, max_tokens=3, **GREEDY))
-        task = asyncio.create_task(status_of(call))
+        task = asyncio.create_task(rpc_error_of(call))
         await asyncio.sleep(0.05)
         served.executor.gate.set()
         error = await task
@@ -531,7 +531,7 @@ def test_P9_the_health_check_of_a_dead_engine_is_unavailable(serve_toy):
     fault.steps = 0
 
     async def scenario(served):
-        error = await status_of(stub(served).Generate(vllm_request(n=2, max_tokens=50)))
+        error = await rpc_error_of(stub(served).Generate(vllm_request(n=2, max_tokens=50)))
         assert error.code() is Code.UNAVAILABLE
         assert await served.engine.wait_ended()
         for _ in range(2):
@@ -645,7 +645,7 @@ def test_the_archive_has_the_chat_template_that_is_used(tmp_path):
 
 def test_a_model_without_a_tokenizer_says_so(serve_toy):
     async def scenario(served):
-        error = await status_of(stub(served).GetTokenizer(common.GetTokenizerRequest()))
+        error = await rpc_error_of(stub(served).GetTokenizer(common.GetTokenizerRequest()))
         assert error.code() is Code.FAILED_PRECONDITION
         assert "--tokenizer" in (error.details() or "")
         (complete,) = completes(await collect(served, [5, 6], max_tokens=4))

@@ -29,9 +29,9 @@ EXAMPLES = {
     "Tokenize": cases(6, 900),
     "Detokenize": cases(6, 900),
 }
-"""Of each operation that has a body, beside those of every bound."""
+"""Number of examples of each operation with a body, in addition to those of every bound."""
 LEAST = cases(60, 8000)
-"""Requests in all."""
+"""Minimum number of requests in total."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def streams_are_whole(ctx: Any, response: Any, case: Any) -> None:
     kind = (response.headers.get("content-type") or [""])[0]
     if not kind.startswith("text/event-stream"):
         return
-    *news, last, rest = response.content.decode().split("\n\n")
+    *events, last, rest = response.content.decode().split("\n\n")
     assert rest == ""
     document = case.operation.schema.raw_schema
     name = "ChatCompletion" if case.path.startswith("/v1/chat") else "Completion"
@@ -77,7 +77,7 @@ def streams_are_whole(ctx: Any, response: Any, case: Any) -> None:
     if last != "data: [DONE]":
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
         return
-    values = [json.loads(event.removeprefix("data: ")) for event in news]
+    values = [json.loads(event.removeprefix("data: ")) for event in events]
     for value in values:
         chunk.validate(value)
     choices = [choice for value in values for choice in value["choices"]]

@@ -1,4 +1,4 @@
-"""API keys and TLS, at both doors."""
+"""API keys and TLS, over both protocols."""
 
 import asyncio
 import os
@@ -310,7 +310,7 @@ class Authority:
         return cert, key
 
     def client(self, cert: tuple[str, str] | None = None) -> ssl.SSLContext:
-        """What a client trusts, and shows."""
+        """Return the TLS context of a client: the CA that it trusts and the certificate that it presents."""
         context = ssl.create_default_context(cafile=self.cert)
         if cert is not None:
             context.load_cert_chain(*cert)

@@ -1,4 +1,4 @@
-"""The HTTP door over the bundled model: the tokens of `LLM.generate`, by the official client."""
+"""The HTTP server over the bundled model: the tokens of `LLM.generate`, by the official client."""
 
 import asyncio
 import json

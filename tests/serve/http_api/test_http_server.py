@@ -1,4 +1,4 @@
-"""The HTTP door: answers as OpenAI's, statuses, cancellation, bounds, keys, TLS, draining."""
+"""The HTTP server: answers as OpenAI's, statuses, cancellation, bounds, keys, TLS, draining."""
 
 import asyncio
 import json

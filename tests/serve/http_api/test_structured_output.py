@@ -1,4 +1,4 @@
-"""Structured output through the gRPC door and the command line."""
+"""Structured output over gRPC and the command line."""
 
 import asyncio
 import json

@@ -26,7 +26,7 @@ from apt_jax.errors import ConfigError
 from apt_jax.text.tokenizer import load_tokenizer
 from serve import cli
 from serve.cli import options
-from serve.cli.commands import launch as launch_verb
+from serve.cli.commands import launch as launch_command
 from serve.client import AptClient
 from serve.launcher.plan import visible_gpus
 from tests.support.toy_server import server_parts
@@ -110,12 +110,12 @@ class Launch:
 
     @property
     def port(self) -> int:
-        """Of the gateway."""
+        """Return the port of the gateway."""
         return int(self.line.split(" (HTTP) over")[0].rsplit(":", 1)[1])
 
     @property
     def replicas(self) -> list[str]:
-        """Their addresses."""
+        """Return the addresses of the replicas."""
         return self.line.split(" replicas at ")[1].split(" (gRPC)")[0].split(", ")
 
     def family(self) -> set[psutil.Process]:
@@ -357,7 +357,7 @@ def test_a_replica_that_ends_too_often_ends_all(tmp_path):
         assert "started again in 1 s" in fleet.err
         assert "started again in 2 s" in fleet.err
         assert fleet.err.splitlines()[-1] == (
-            "apt-jax launch: replica 0 ended with exit code 3, 3 times in a row (--max-restarts 2); its last words: out of luck"
+            "apt-jax launch: replica 0 ended with exit code 3, 3 times in a row (--max-restarts 2); last log line: out of luck"
         )
 
 
@@ -427,10 +427,10 @@ def test_the_module_runs_too(tmp_path):
         assert launcher.err == "apt-jax launch: unknown flag '--replcas'; did you mean --replicas?\n"
 
 
-def planned(*argv: str, env: dict[str, str] | None = None) -> launch_verb.Plan:
+def planned(*argv: str, env: dict[str, str] | None = None) -> launch_command.Plan:
     parser = options.Parser()
-    launch_verb.add_arguments(parser)
-    return launch_verb.plan(parser.parse_args(argv), argv, env or {})
+    launch_command.add_arguments(parser)
+    return launch_command.plan(parser.parse_args(argv), argv, env or {})
 
 
 def test_without_the_gateway_installed_the_extra_is_named(monkeypatch):

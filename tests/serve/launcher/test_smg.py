@@ -1,7 +1,7 @@
-"""The released gateway `smg`, unmodified, in front of two servers: every door of it, stops, clients that leave, a server that dies.
+"""The released gateway `smg`, unmodified, in front of two servers: all of its endpoints, stops, clients that disconnect, a server that dies.
 
-The servers are processes, over the engine of `toy_serving`, or over the bundled model where slow tests run. What a door says is compared with
-what the engine says to the token ids of the same prompt: that holds the gateway's tokenizer, which it has from GetTokenizer, to ours.
+The servers are processes, over the engine of `toy_serving`, or over the bundled model where slow tests run. The answer of an endpoint is compared with
+that of the engine to the token ids of the same prompt: that holds the gateway's tokenizer, which it has from GetTokenizer, to ours.
 """
 
 import concurrent.futures
@@ -42,11 +42,11 @@ QUESTION = "Who are you?"
 PROMPT = "Shall I compare thee"
 
 
-# --- doors ---------------------------------------------------------------------------------------------------------
+# --- endpoints -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Door:
+class Endpoint:
     """One API of the gateway."""
 
     path: str
@@ -55,9 +55,9 @@ class Door:
     """Name of the most tokens, within ``sampling_params`` where the API has them."""
     stop: str | None
     text: Callable[[Any], str]
-    """Of an answer."""
+    """Extract the text of an answer."""
     piece: Callable[[Any], str]
-    """Of an event of a stream."""
+    """Extract the text of a stream event."""
     pieces_are_whole: bool = False
     """Every event holds all text so far."""
 
@@ -76,8 +76,8 @@ def _first(event: Any, key: str) -> Any:
 
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
-DOORS = {
-    "completions": Door(
+ENDPOINTS = {
+    "completions": Endpoint(
         path="/v1/completions",
         ask={"prompt": PROMPT},
         limit="max_tokens",
@@ -85,7 +85,7 @@ DOORS = {
         text=lambda a: a["choices"][0]["text"],
         piece=lambda e: _first(e, "text") or "",
     ),
-    "chat": Door(
+    "chat": Endpoint(
         path="/v1/chat/completions",
         ask={"messages": MESSAGES},
         limit="max_completion_tokens",
@@ -93,7 +93,7 @@ DOORS = {
         text=lambda a: a["choices"][0]["message"]["content"],
         piece=lambda e: (_first(e, "delta") or {}).get("content") or "",
     ),
-    "responses": Door(
+    "responses": Endpoint(
         path="/v1/responses",
         ask={"input": QUESTION},
         limit="max_output_tokens",
@@ -101,7 +101,7 @@ DOORS = {
         text=lambda a: a["output"][0]["content"][0]["text"],
         piece=lambda e: e["delta"] if e["type"] == "response.output_text.delta" else "",
     ),
-    "messages": Door(
+    "messages": Endpoint(
         path="/v1/messages",
         ask={"messages": MESSAGES},
         limit="max_tokens",
@@ -109,7 +109,7 @@ DOORS = {
         text=lambda a: a["content"][0]["text"],
         piece=lambda e: e["delta"]["text"] if e["type"] == "content_block_delta" else "",
     ),
-    "generate": Door(
+    "generate": Endpoint(
         path="/generate",
         ask={"text": PROMPT},
         limit="max_new_tokens",
@@ -119,7 +119,7 @@ DOORS = {
         pieces_are_whole=True,
     ),
 }
-STOPPING = [name for name, door in DOORS.items() if door.stop is not None]
+STOPPING = [name for name, endpoint in ENDPOINTS.items() if endpoint.stop is not None]
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
@@ -205,16 +205,16 @@ class Fleet:
         self.parts = parts
         self._say = say
 
-    def ids(self, door: Door) -> list[int]:
-        """The prompt as the gateway encodes it: nothing is prepended (it never asks tokenizers to)."""
+    def ids(self, endpoint: Endpoint) -> list[int]:
+        """Return the prompt as the gateway encodes it: without special tokens."""
         assert self.parts.tokenizer is not None
-        if "messages" in door.ask or "input" in door.ask:
+        if "messages" in endpoint.ask or "input" in endpoint.ask:
             return self.parts.chat_prompt(MESSAGES)
         return self.parts.tokenizer.encode(PROMPT, add_special_tokens=False)
 
-    def said(self, door: Door, max_tokens: int) -> tuple[list[int], str]:
-        """Token ids and text of the engine alone, greedy."""
-        tokens = self._say(self.ids(door), {"temperature": 0.0, "max_tokens": max_tokens})
+    def said(self, endpoint: Endpoint, max_tokens: int) -> tuple[list[int], str]:
+        """Return the token ids and the text that the engine alone generates greedily."""
+        tokens = self._say(self.ids(endpoint), {"temperature": 0.0, "max_tokens": max_tokens})
         assert self.parts.tokenizer is not None
         return tokens, self.parts.tokenizer.decode(tokens)
 
@@ -231,22 +231,22 @@ class Fleet:
             response = connection.getresponse()
             return response.status, json.loads(response.read() or b"null")
 
-    def answer(self, door: Door, max_tokens: int, stop: str | None = None) -> Any:
-        status, answer = self.ask(door.path, door.body(max_tokens, stop))
+    def answer(self, endpoint: Endpoint, max_tokens: int, stop: str | None = None) -> Any:
+        status, answer = self.ask(endpoint.path, endpoint.body(max_tokens, stop))
         assert status == 200, answer
         return answer
 
-    def stream(self, door: Door, max_tokens: int, stop: str | None = None) -> str:
+    def stream(self, endpoint: Endpoint, max_tokens: int, stop: str | None = None) -> str:
         """The text of a streamed answer."""
-        body = {**door.body(max_tokens, stop), "stream": True}
-        with contextlib.closing(self.send(door.path, body)) as connection:
+        body = {**endpoint.body(max_tokens, stop), "stream": True}
+        with contextlib.closing(self.send(endpoint.path, body)) as connection:
             lines = connection.getresponse().read().decode().splitlines()
         data = [x.removeprefix("data: ") for x in lines if x.startswith("data: ")]
-        pieces = [door.piece(json.loads(x)) for x in data if x != "[DONE]"]
-        return pieces[-1] if door.pieces_are_whole else "".join(pieces)
+        pieces = [endpoint.piece(json.loads(x)) for x in data if x != "[DONE]"]
+        return pieces[-1] if endpoint.pieces_are_whole else "".join(pieces)
 
     def stats(self) -> list[apt_pb.GetStatsResponse]:
-        """Of the servers that live."""
+        """Return the statistics of the servers that live."""
         found = []
         for server in self.servers:
             if server.lives:
@@ -313,7 +313,7 @@ def fleet_of(kind: str, directory: Path, policy: str, step_ms: int = 5) -> Gener
                 return (
                     workers["stats"]["regular_count"] == 2
                     and all(w["status"] == "ready" for w in workers["workers"])
-                    and fleet.ask("/v1/completions", DOORS["completions"].body(1))[0] == 200
+                    and fleet.ask("/v1/completions", ENDPOINTS["completions"].body(1))[0] == 200
                 )
             except OSError:  # not listening yet
                 return False
@@ -334,32 +334,32 @@ def fleet(request, tmp_path_factory) -> Generator[Fleet]:
 # --- tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_every_door_says_what_the_engine_says(fleet, name):
-    door = DOORS[name]
-    tokens, text = fleet.said(door, 24)
-    answer = fleet.answer(door, 24)
-    assert door.text(answer) == text
+@pytest.mark.parametrize("name", ENDPOINTS)
+def test_every_endpoint_answers_as_the_engine(fleet, name):
+    endpoint = ENDPOINTS[name]
+    tokens, text = fleet.said(endpoint, 24)
+    answer = fleet.answer(endpoint, 24)
+    assert endpoint.text(answer) == text
     if name == "generate":
         assert answer[0]["output_ids"] == tokens
     if name in ("completions", "chat"):
         usage = answer["usage"]
-        assert usage["prompt_tokens"] == len(fleet.ids(door))
+        assert usage["prompt_tokens"] == len(fleet.ids(endpoint))
         assert usage["completion_tokens"] == len(tokens)
-    assert fleet.stream(door, 24) == text
+    assert fleet.stream(endpoint, 24) == text
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", STOPPING)
 def test_stop_strings_end_generation_in_the_engine(fleet, name, stream):
-    door = DOORS[name]
+    endpoint = ENDPOINTS[name]
     most = 200
-    tokens, text = fleet.said(door, most)
+    tokens, text = fleet.said(endpoint, most)
     stop = text[30:32]
     decode = fleet.parts.tokenizer.decode
     needed = next(n for n in range(len(tokens)) if stop in decode(tokens[:n]))
     before = fleet.total("generation_tokens")
-    got = fleet.stream(door, most, stop) if stream else door.text(fleet.answer(door, most, stop))
+    got = fleet.stream(endpoint, most, stop) if stream else endpoint.text(fleet.answer(endpoint, most, stop))
     if name == "generate" and stream:  # the gateway shows all tokens of such a stream
         assert got == decode(tokens[:needed])
     else:
@@ -369,16 +369,16 @@ def test_stop_strings_end_generation_in_the_engine(fleet, name, stream):
 
 
 def test_n_and_log_probabilities(fleet):
-    body = {**DOORS["completions"].body(12), "n": 3, "temperature": 0.9, "seed": 5}
+    body = {**ENDPOINTS["completions"].body(12), "n": 3, "temperature": 0.9, "seed": 5}
     status, answer = fleet.ask("/v1/completions", body)
     assert status == 200
     assert sorted(choice["index"] for choice in answer["choices"]) == [0, 1, 2]
     assert len({choice["text"] for choice in answer["choices"]}) == 3
-    body = {**DOORS["chat"].body(5), "logprobs": True, "top_logprobs": 3}
+    body = {**ENDPOINTS["chat"].body(5), "logprobs": True, "top_logprobs": 3}
     status, answer = fleet.ask("/v1/chat/completions", body)
     assert status == 200
     content = answer["choices"][0]["logprobs"]["content"]
-    tokens, _ = fleet.said(DOORS["chat"], 5)
+    tokens, _ = fleet.said(ENDPOINTS["chat"], 5)
     decode = fleet.parts.tokenizer.decode
     assert [entry["token"] for entry in content] == [decode([token]) for token in tokens]
     for entry in content:
@@ -395,7 +395,7 @@ def test_structured_output_through_the_gateway(fleet):
         "additionalProperties": False,
     }  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    body = {**DOORS["chat"].body(60), "response_format": form}
+    body = {**ENDPOINTS["chat"].body(60), "response_format": form}
     status, answer = fleet.ask("/v1/chat/completions", body)
     assert status == 200
     assert isinstance(json.loads(answer["choices"][0]["message"]["content"])["yes"], bool)
@@ -406,22 +406,22 @@ def test_bad_requests_get_our_line_and_are_not_sent_again(fleet):
         return sum(s.output().count("/Generate: invalid_argument ") for s in fleet.servers)
 
     before = seen()
-    doors = (DOORS["completions"], DOORS["chat"], DOORS["messages"])
-    for door in doors:
+    endpoints = (ENDPOINTS["completions"], ENDPOINTS["chat"], ENDPOINTS["messages"])
+    for endpoint in endpoints:
         for stream in (False, True):
-            status, answer = fleet.ask(door.path, {**door.body(5000), "stream": stream})
+            status, answer = fleet.ask(endpoint.path, {**endpoint.body(5000), "stream": stream})
             assert status == 400
             assert "max_tokens can be" in json.dumps(answer)
-    until(lambda: seen() - before >= 2 * len(doors))
+    until(lambda: seen() - before >= 2 * len(endpoints))
     time.sleep(0.5)  # a gateway that tries again does so within a fraction of this
-    assert seen() - before == 2 * len(doors)
+    assert seen() - before == 2 * len(endpoints)
     assert fleet.is_free()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_C9_a_client_that_leaves_frees_its_blocks_within_a_second(fleet, stream):
     before = fleet.finished("abort")
-    body = {**DOORS["chat"].body(480), "ignore_eos": True, "stream": stream}
+    body = {**ENDPOINTS["chat"].body(480), "ignore_eos": True, "stream": stream}
     connection = fleet.send("/v1/chat/completions", body)
     if stream:
         response = connection.getresponse()
@@ -447,7 +447,7 @@ def test_the_gateway_knows_the_load_of_each_server(fleet):
 
     loads: list[list[Any]] = []
     until(lambda: total("num_total_reqs") == 0 and len(loads[-1]) == 2)
-    body = {**DOORS["chat"].body(450), "ignore_eos": True}
+    body = {**ENDPOINTS["chat"].body(450), "ignore_eos": True}
     connections = [fleet.send("/v1/chat/completions", body) for _ in range(4)]
     until(lambda: total("num_running_reqs") == 4)
     for load in loads[-1]:
@@ -489,7 +489,7 @@ def test_the_idle_server_gets_the_requests(policy, busy, tmp_path):
         assert load()["num_waiting_uncached_tokens"] == 6 * 400
         before = [stats.finished.get("length", 0) for stats in fleet.stats()]
         for _ in range(8):
-            fleet.answer(DOORS["completions"], 4)
+            fleet.answer(ENDPOINTS["completions"], 4)
         after = fleet.stats()
         assert after[busy].num_waiting == 6  # all the while
         served = [s.finished.get("length", 0) - b for s, b in zip(after, before, strict=True)]
@@ -500,29 +500,29 @@ def test_the_idle_server_gets_the_requests(policy, busy, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_N1_when_a_server_dies_the_next_requests_succeed(kind, tmp_path):
     with fleet_of(kind, tmp_path, "round_robin") as fleet:
-        door = DOORS["completions"]
-        _, text = fleet.said(door, 8)
+        endpoint = ENDPOINTS["completions"]
+        _, text = fleet.said(endpoint, 8)
         for _ in range(4):
-            assert door.text(fleet.answer(door, 8)) == text
+            assert endpoint.text(fleet.answer(endpoint, 8)) == text
         assert all(stats.generation_tokens for stats in fleet.stats())
         fleet.servers[0].kill()
         for _ in range(8):
-            assert door.text(fleet.answer(door, 8)) == text
-            assert fleet.stream(door, 8) == text
+            assert endpoint.text(fleet.answer(endpoint, 8)) == text
+            assert fleet.stream(endpoint, 8) == text
         assert fleet.is_free()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_H1_a_server_that_is_stopped_ends_its_streams_and_gets_no_more(kind, tmp_path):
     with fleet_of(kind, tmp_path, "round_robin") as fleet:
-        door = DOORS["chat"]
-        _, long = fleet.said(door, 300)
+        endpoint = ENDPOINTS["chat"]
+        _, long = fleet.said(endpoint, 300)
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            streams = [pool.submit(fleet.stream, door, 300) for _ in range(4)]
+            streams = [pool.submit(fleet.stream, endpoint, 300) for _ in range(4)]
             until(lambda: [stats.num_running for stats in fleet.stats()] == [2, 2])
             fleet.servers[0].terminate()
             for _ in range(6):
-                assert fleet.stream(DOORS["completions"], 4) == fleet.said(DOORS["completions"], 4)[1]
+                assert fleet.stream(ENDPOINTS["completions"], 4) == fleet.said(ENDPOINTS["completions"], 4)[1]
             assert fleet.servers[0].lives  # it waits for its streams
             assert [stream.result(60) for stream in streams] == [long] * 4
         assert fleet.servers[0].wait_ended() == 0

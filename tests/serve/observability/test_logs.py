@@ -1,4 +1,4 @@
-"""The lines of calls that have ended, at both doors, in both formats."""
+"""Log lines of finished calls, over both protocols, in both formats."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ def logged(log_format: logs.Format) -> Iterator[io.StringIO]:
 
 
 def run(scenario, log_format: logs.Format = "json", **kwargs: Any) -> str:
-    """What is logged while a scenario runs, the end of the servers included."""
+    """Return the log of a scenario, with the shutdown of the servers."""
 
     async def whole() -> None:
         async with http_serving(**kwargs) as served:
@@ -77,7 +77,7 @@ async def drained(call: Any) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def test_json_has_the_fields_of_a_call_at_both_doors():
+def test_json_has_the_fields_of_a_call_over_both_protocols():
     keys = ApiKeys([KEY])
     metadata = (("authorization", f"Bearer {KEY}"),)
 
@@ -96,12 +96,12 @@ def test_json_has_the_fields_of_a_call_at_both_doors():
     text = run(scenario, app={"keys": keys}, grpc={"keys": keys})
     http, rpc, no_key, no_key_rpc = calls(text)
     tenant = keys.tenant_of(f"Bearer {KEY}")
-    for found, name, door, method in (
+    for found, name, protocol, method in (
         (http, "mine.1", "http", "/v1/completions"),
         (rpc, "mine.2", "grpc", "vllm.grpc.engine.VllmEngine/Generate"),
     ):
         assert found["request_id"].endswith(name)
-        assert (found["door"], found["method"]) == (door, method)
+        assert (found["door"], found["method"]) == (protocol, method)
         assert found["tenant"] == tenant
         assert found["reason"] == "length"
         assert found["level"] == "INFO"
@@ -191,8 +191,8 @@ def test_a_line_says_which_call_was_refused_and_for_which_field():
         assert await drained(vllm_generate(served, request=request)) is grpc.StatusCode.INVALID_ARGUMENT
         await served.until(lambda: served.grpc_server.num_open == 0)  # its line comes after the answer
         headers = [(f"x-{i}", "1") for i in range(101)]
-        for verb, path in (("GET", "/v1/models/toy"), ("PUT", f"/{CANARY}"), (CANARY, "/metrics")):
-            response = await served.http.request(verb, path, headers=headers)
+        for http_method, path in (("GET", "/v1/models/toy"), ("PUT", f"/{CANARY}"), (CANARY, "/metrics")):
+            response = await served.http.request(http_method, path, headers=headers)
             assert response.status_code == 431
 
     lines = run(scenario, "text").splitlines()

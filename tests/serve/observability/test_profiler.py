@@ -1,4 +1,4 @@
-"""Profiles on demand, at both doors."""
+"""Profiles on demand, over both protocols."""
 
 import asyncio
 import gzip
@@ -67,7 +67,7 @@ def a_program_of_the_test(x: jax.Array) -> jax.Array:
 
 
 def assert_readable(directory: str | Path, program: str = "") -> None:
-    """What TensorBoard's plug-in looks for, and what Perfetto opens; it has run this program."""
+    """Check for the files of TensorBoard's plug-in and of Perfetto, and for this program in the trace."""
     by_name = {"".join(path.suffixes[-2:]): path for path in files(directory)}
     assert by_name[".xplane.pb"].stat().st_size > 100
     assert by_name[".xplane.pb"].parent.parent == Path(directory) / "plugins" / "profile"

@@ -1,4 +1,4 @@
-"""What /metrics says equals what was served."""
+"""The metrics at /metrics equal what was served."""
 
 import asyncio
 import json
@@ -89,7 +89,7 @@ def test_the_names_of_the_contract_are_there():
     run(scenario)
 
 
-def test_numbers_equal_what_was_served_by_both_doors_however_often_they_are_read():
+def test_metrics_equal_what_both_protocols_served_however_often_they_are_read():
     async def scenario(served):
         before = await scrape(served)
         assert before.value("vllm:generation_tokens_total") == 0

@@ -43,8 +43,8 @@ def traced(scenario, **kwargs: Any) -> Collector:
     """Run a scenario with servers that trace; everything has been sent afterwards."""
 
     async def whole(tracer: Tracer) -> None:
-        app, door = {"tracer": tracer, **kwargs.pop("app", {})}, {"tracer": tracer}
-        async with http_serving(app=app, grpc=door, **kwargs) as served:
+        app, rpc = {"tracer": tracer, **kwargs.pop("app", {})}, {"tracer": tracer}
+        async with http_serving(app=app, grpc=rpc, **kwargs) as served:
             await asyncio.wait_for(scenario(served), 60)
 
     with collector() as found:

@@ -100,7 +100,7 @@ def not_negative(text: str) -> float:
 def natural(text: str) -> int:
     """Parse an integer of at least 0; an argparse type."""
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is no integer of at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not an integer of at least 0")
     return int(text)
 
 
