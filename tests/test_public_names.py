@@ -1,4 +1,4 @@
-"""What `import apt_jax` offers, by name, and what it costs to import."""
+"""The names that `import apt_jax` offers, and the cost of importing them."""
 
 import json
 import subprocess

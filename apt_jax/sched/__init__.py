@@ -44,6 +44,7 @@ __all__ = [
     "FcfsHybridPolicy",
     "FcfsPolicy",
     "HrrnPolicy",
+    "KindSpec",
     "KnapsackProblem",
     "LeastComputedPolicy",
     "Plan",
@@ -68,6 +69,9 @@ __all__ = [
     "solve_exact",
     "solve_greedy",
 ]
+
+KindSpec = CacheKindSpec
+"""The former name, for policies from outside; it goes with version 0.3."""
 
 _UNIFIED: dict[str, dict[str, Any]] = {
     "fcfs": {"first": "prefill", "hybrid": False, "chunked": False, "prefill_tokens": 4096},
