@@ -9,7 +9,7 @@
 #   make docs        the documentation as HTML in docs/_build/html, warnings as errors
 #   make lint types  format, lint, layers of imports, spelling, words and type checks
 #   make audit       ask for known faults of the locked packages, or say that nobody could be asked
-#   make check       test, reference, gate, lint, types and audit
+#   make check       test, reference, gate, docs, lint, types and audit
 #   make lock        resolve the dependencies again
 #   make clean       remove the environments
 #
@@ -82,7 +82,7 @@ audit: .venv/.ready-dev
 	.venv/bin/uv $(EXPORT) --all-extras --group dev -o .venv/requirements-all.txt
 	.venv/bin/python .ci/audit.py .venv/requirements-all.txt
 
-check: lint types audit gate test reference
+check: lint types docs audit gate test reference
 
 lock:
 	$(or $(wildcard .venv/bin/uv),uv) lock --upgrade
