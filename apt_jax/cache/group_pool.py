@@ -239,6 +239,7 @@ class GroupPool:
         kind = node.kind
         old = column[: self.blocks_per_group[kind]].copy()
         refs = int(self.num_refs[node.block])
+        require(self.num_refs[old[0]] == 1, "a group that others hold is registered again")
         if refs == 0:
             del self.prefixes.idle[node.block]
             self.num_idle_blocks -= self.blocks_per_group[kind]

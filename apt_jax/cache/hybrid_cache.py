@@ -398,7 +398,7 @@ class HybridCache:
         firsts: NDArray[np.int32],
         generations: NDArray[np.int64],
     ) -> None:
-        """Let others find groups [begin, begin + len(firsts)) of a request, which are full and good.
+        """Let others find groups [begin, begin + len(firsts)) of a request, which it has filled and no other request holds.
 
         Args:
             owner: of the request; it may have returned the groups meanwhile, or hold others.

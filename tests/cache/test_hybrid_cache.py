@@ -488,7 +488,9 @@ class PrefixMachine(RuleBasedStateMachine):
         begin = 0
         while begin < full and prefixes.is_registered[self.held[owner][begin]]:
             begin += 1
-        if begin == full:
+        uses = collections.Counter(b for held in self.held.values() for b in held)
+        # A request registers what it has filled, which nobody shares before; shared groups are unregistered after `drop` only.
+        if begin == full or uses[self.held[owner][begin]] > 1:
             return
         firsts, generations = self.cache.expect(slot, begin, full)
         digests = digests_of(tokens, size)

@@ -554,8 +554,9 @@ RANK = """
 import sys, time
 import jax
 from apt_jax.distributed import transport
-from apt_jax.config import EngineConfig, ModelConfig, ParallelConfig
-from apt_jax.distributed.hosts import join
+from apt_jax.config import EngineConfig, ParallelConfig
+from apt_jax.distributed.rendezvous import join
+from apt_jax.models.config import ModelConfig
 from apt_jax.models import resolve_model
 transport.SILENCE_S = float(sys.argv[3])
 jax.distributed.initialize = lambda *_, **__: None

@@ -107,7 +107,7 @@ def test_wrong_usage_is_one_line(argv, says):
 
 def test_a_conversion_that_is_told_to_end_leaves_nothing(tmp_path):
     code = (
-        "import sys, time; from apt_jax.models import convert; from serve import cli\n"
+        "import sys, time; from apt_jax.models.loading import convert; from serve import cli\n"
         "def slow(*a): print('writing', flush=True); time.sleep(60)\n"
         "convert._WRITERS['orbax'].write = slow\n"
         f"sys.exit(cli.main(['convert', 'tiny-opt', {str(tmp_path / 'x')!r}]))"
