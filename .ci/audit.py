@@ -1,8 +1,8 @@
 """Ask an advisory feed about the locked packages: python .ci/audit.py REQUIREMENTS
 
-The exit code is 0 where every package was asked for and none has a known fault, and where no feed can be reached, which the last
-line then says ("not audited: ..."). A feed that knows nothing looks like packages without faults, so it is first asked for a
-release that has some.
+The exit code is 0 where every package was asked for and none has a known fault, and where no feed can be reached, which
+the last line then says ("not audited: ..."). A feed that knows nothing looks like packages without faults, so it is
+first asked for a release that has some.
 """
 
 import argparse

@@ -113,8 +113,8 @@ def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
 
 
 def with_sharded_hidden(ops: KernelBackend) -> KernelBackend:
-    """The ops for layer inputs sharded over devices by feature: they take `tensor` (`ops.xla_common.Shards`) wherever they read
-    layer inputs. Only plain XLA supports that; rows of keys and values keep their kernels."""
+    """The ops for layer inputs sharded over devices by feature: they take `tensor` (`ops.xla_common.Shards`) wherever
+    they read layer inputs. Only plain XLA supports that; rows of keys and values keep their kernels."""
 
     def prefill(*args: Any, with_hidden: bool, **kwargs: Any) -> Array:
         op = xla_prefill.prefill if with_hidden else ops.prefill

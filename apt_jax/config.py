@@ -1,8 +1,8 @@
 """Frozen configuration objects: model shape, cache, scheduling, parallelism and the engine that joins them.
 
-Every option is declared once, as a field: type, default, bounds (`apt_jax.options.option`) and docstring. Its check, whose message
-names the command-line flag, its flag (`serve.cli.flags`) and its help text derive from the field. Nothing in this module reads
-files, flags or the environment.
+Every option is declared once, as a field: type, default, bounds (`apt_jax.options.option`) and docstring. Its check,
+whose message names the command-line flag, its flag (`serve.cli.flags`) and its help text derive from the field. Nothing
+in this module reads files, flags or the environment.
 """
 
 import dataclasses
@@ -78,8 +78,8 @@ class SchedulerConfig:
     """Scheduling policy, batch limits and admission."""
 
     policy: str = option("apt", flag="--scheduling-policy", keyword="scheduling_policy", metavar="POLICY")
-    """Scheduling policy: a name from `apt_jax.sched.POLICIES`, an installed one, or ``package.module:Class``; with options as in
-    ``apt?violation_decay=0.4`` (docs/policies.md)."""
+    """Scheduling policy: a name from `apt_jax.sched.POLICIES`, an installed one, or ``package.module:Class``; with
+    options as in ``apt?violation_decay=0.4`` (docs/policies.md)."""
     violation_decay: float = option(0.0, metavar="FACTOR", low=0, high=1)
     """Weight of requests already past their SLO, in [0, 1]; 0: near zero. Apt-Serve §6.6 uses 0.4."""
     max_num_seqs: int = option(64, metavar="REQUESTS", low=1, high=4096)
@@ -93,7 +93,8 @@ class SchedulerConfig:
     max_queue_s: float | None = option(None, metavar="S", positive=True)
     """Maximum queueing time in seconds (default: unlimited)."""
     slo_admission: Literal["off", "warn", "on"] = option("off", rule="be 'off', 'warn' or 'on'")
-    """Admission of requests whose TTFT SLO cannot be met by the cost model: off admits, warn admits with a warning, on rejects."""
+    """Admission of requests whose TTFT SLO cannot be met by the cost model: off admits, warn admits with a warning, on
+    rejects."""
     default_slo: SLO = SLO()
     """Default SLO, for requests that have none."""
     overlap: bool = True
@@ -126,7 +127,8 @@ class ParallelConfig:
     join_timeout_s: float = option(300.0, flag="--join-timeout", metavar="S", positive=True)
     """Seconds that ranks wait for each other at startup."""
     join_key_file: str | None = option(None, metavar="FILE")
-    """File with the secret that all ranks prove to each other to have, one line; needed unless --master-addr is of this machine alone."""
+    """File with the secret that all ranks prove to each other to have, one line; needed unless --master-addr is of this
+    machine alone."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -146,8 +148,8 @@ class EngineConfig:
     """Configuration of one engine, for `apt_jax.llm.build_engine`."""
 
     model: str
-    """A bundled name (``tiny-opt``), a directory in Hugging Face format or in ours for Orbax, a ``.gguf`` file, a hub id
-    (``owner/model`` or ``owner/model@revision``), or with `load_format="dummy"` any known size (``opt-13b``)."""
+    """A bundled name (``tiny-opt``), a directory in Hugging Face format or in ours for Orbax, a ``.gguf`` file, a hub
+    id (``owner/model`` or ``owner/model@revision``), or with `load_format="dummy"` any known size (``opt-13b``)."""
     tokenizer: str | None = option(None, metavar="DIR")
     """Directory with a tokenizer.json, or .gguf file (default: the model's)."""
     chat_template: str | None = option(None, metavar="FILE")
@@ -161,7 +163,8 @@ class EngineConfig:
     served_model_name: str | None = option(None, metavar="NAME")
     """Model name that requests use (default: MODEL)."""
     quantization: Quantization = option(None, metavar="int8", rule="be int8, or None for weights as they are")
-    """Weight quantization, half the memory of bfloat16; products and cache keep their dtype (default: none; docs/models.md)."""
+    """Weight quantization, half the memory of bfloat16; products and cache keep their dtype (default: none;
+    docs/models.md)."""
     attention_backend: str | None = option(None, metavar="NAME")
     """Implementation of the attention kernels, see docs/kernels.md (default: the platform's)."""
     seed: int = option(0, metavar="SEED", low=0, high=2**32 - 1, rule="lie in [0, 2**32)")

@@ -56,8 +56,8 @@ class Distribution:
     """A histogram of constant size, which takes a microsecond per value.
 
     Args:
-        bounds: upper bounds of the buckets, rising; a value belongs to the first bucket whose bound is at least it, or to a
-            last one without a bound.
+        bounds: upper bounds of the buckets, rising; a value belongs to the first bucket whose bound is at least it, or
+            to a last one without a bound.
 
     Attributes:
         counts: values by bucket, one more than there are bounds.

@@ -1,7 +1,8 @@
 """Declaration of configuration options: one dataclass field each, with its docstring, default, bounds and flag.
 
-`option` makes the field, `check_options` holds the values against the bounds and names the flag in its message, and `field_docs`
-reads the attribute docstrings for help texts and tables. `serve.cli.flags` derives the command line from the same fields.
+`option` makes the field, `check_options` holds the values against the bounds and names the flag in its message, and
+`field_docs` reads the attribute docstrings for help texts and tables. `serve.cli.flags` derives the command line from
+the same fields.
 """
 
 import ast

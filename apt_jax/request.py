@@ -2,7 +2,8 @@
 
 1. A front end collects raw user input and calls `apt_jax.validation.build_request`, the only maker of
 2. `EngineRequest`: frozen, complete and checked; nothing else reaches the loop.
-3. The engine answers with `RequestOutput`s: growing text and tokens, and at the end a finish reason and `RequestMetrics`.
+3. The engine answers with `RequestOutput`s: growing text and tokens, and at the end a finish reason and
+   `RequestMetrics`.
 
 Field names and defaults follow vLLM, so that code written for it reads the same.
 """
@@ -37,7 +38,8 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """With `json` and `json_object`: no whitespace between the parts of a value."""
     whitespace_pattern: str | None = None
-    """With `json` and `json_object`: regular expression of whitespace between parts; None: as pretty-printers put it."""
+    """With `json` and `json_object`: regular expression of whitespace between parts; None: as pretty-printers put
+    it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,8 @@ class SamplingParams:
 
 
 class TokenConstraint(Protocol):
-    """The tokens that one request may generate next, given its output so far. It may raise: that ends its request alone."""
+    """The tokens that one request may generate next, given its output so far. It may raise: that ends its request
+    alone."""
 
     @property
     def ended(self) -> bool:
@@ -132,8 +135,8 @@ class EngineRequest:
     """A checked request. Made by `apt_jax.validation.build_request` only."""
 
     request_id: str
-    """Client's label, at most 128 of ``[A-Za-z0-9._-]``; unique among live requests. ``#1`` and so on follow it in the further
-    requests of `apt_jax.validation.build_requests`."""
+    """Client's label, at most 128 of ``[A-Za-z0-9._-]``; unique among live requests. ``#1`` and so on follow it in the
+    further requests of `apt_jax.validation.build_requests`."""
     prompt: str | None
     """The prompt's text where there was one."""
     prompt_token_ids: NDArray[np.int32]

@@ -1,11 +1,12 @@
-"""apt-jax in Ray Serve: every Ray replica has an engine of its own behind the HTTP API of `apt-jax serve`, streams included.
+"""apt-jax in Ray Serve: every Ray replica has an engine of its own behind the HTTP API of `apt-jax serve`, streams
+included.
 
     pip install 'apt-jax[serve]' 'ray[serve]'
     serve run deploy.ray_serve:app flags="tiny-opt --max-num-seqs 64" replicas=2
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The king said", "stream": true}' -H 'content-type: application/json'
 
-`serve` is Ray's command, run from the root of this repository. Arguments of `app`: `flags` (MODEL and the engine's flags of
-`apt-jax serve`), `replicas`, `gpus` (of one replica; as many as -tp says, and without it none).
+`serve` is Ray's command, run from the root of this repository. Arguments of `app`: `flags` (MODEL and the engine's
+flags of `apt-jax serve`), `replicas`, `gpus` (of one replica; as many as -tp says, and without it none).
 """
 
 import asyncio

@@ -1,10 +1,11 @@
 """The life of a Generate call, the same for every protocol.
 
 1. `CallService.engine` rejects the call while the server starts or drains.
-2. The `Transport` reads the request and builds the engine's requests, in a thread if that may take long (`CallService.build`).
+2. The `Transport` reads the request and builds the engine's requests, in a thread if that may take long
+   (`CallService.build`).
 3. `run_generate` submits them to the engine, which alone decides what runs.
-4. The transport writes the output until every request has finished. A client that disconnects cancels them at once, whether
-   it streams or not.
+4. The transport writes the output until every request has finished. A client that disconnects cancels them at once,
+   whether it streams or not.
 5. However the call ends, its `CallRecord` becomes a line of the log and, if tracing is on, a trace.
 """
 

@@ -235,7 +235,8 @@ def _lower_compute_thread_priority(others: set[int]) -> None:
     """Let threads that serve calls run before those of the model, which take every core of a CPU.
 
     Args:
-        others: threads that are not the model's. Nor are Python's, which the interpreter's lock makes wait for each other.
+        others: threads that are not the model's. Nor are Python's, which the interpreter's lock makes wait for each
+            other.
     """
     import jax
 

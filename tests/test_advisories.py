@@ -1,4 +1,5 @@
-"""No locked package is older than the first release without a known serious fault; what `make audit` says of the feeds' answers.
+"""No locked package is older than the first release without a known serious fault; what `make audit` says of the feeds'
+answers.
 
 The floors are reviewed at each release.
 """
@@ -53,8 +54,8 @@ REQUIREMENTS = "alpha==1.0 \\\n    --hash=sha256:00\nbeta-x==1.0 \\\n    --hash=
 
 
 def audited(tmp_path: Path, answers: dict[str, object]) -> tuple[int, str]:
-    """Exit code and words of the audit where pip-audit answers so, by service and by what it is asked for; None: it cannot ask, and
-    ends as it does then."""
+    """Exit code and words of the audit where pip-audit answers so, by service and by what it is asked for; None: it
+    cannot ask, and ends as it does then."""
     fake = tmp_path / "pip_audit.py"
     fake.write_text(
         textwrap.dedent(f"""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 PACKAGES = ("apt_jax", "serve")
 
-# From the top: a module imports from its own layer and from those below. Names of the tree before the layers had folders
-# stand beside today's, so that both can be measured.
+# From the top: a module imports from its own layer and from those below. Names of the tree before the layers had
+# folders stand beside today's, so that both can be measured.
 LAYERS = (
     "serve",
     "frontend llm async_engine",
@@ -178,7 +178,8 @@ def repeated(modules: Iterable[Module]) -> list[tuple[str, str]]:
 
 
 def option_places(modules: Iterable[Module]) -> dict[str, list[str]]:
-    """Return where each field of a configuration dataclass is declared: the field, parameters of `LLM`, flags written out."""
+    """Return where each field of a configuration dataclass is declared: the field, parameters of `LLM`, flags written
+    out."""
     modules = list(modules)
     fields = collections.defaultdict(list)
     for module in modules:

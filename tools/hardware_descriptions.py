@@ -39,7 +39,8 @@ RESERVED_GIB = 0.74
 """Memory per GPU that is neither weights nor pool; from a public vLLM log (README of the data)."""
 MEMORY_SHARE = 0.9
 COPY_SHARE = 1.3 / 1.555
-"""Share of the memory bandwidth that gather and copy of layer inputs reach: 1.3 TB/s on an A100 40 GB, an assumption."""
+"""Share of the memory bandwidth that gather and copy of layer inputs reach: 1.3 TB/s on an A100 40 GB, an
+assumption."""
 WEIGHT_READ_80G = 1.76e12
 """Bytes/s at which an A100 80 GB reads weights in a decode step (86 % of its peak)."""
 BANDWIDTH_80_TO_40 = 2039 / 1555
@@ -49,7 +50,8 @@ TENSOR_SHARE = 0.6
 LINK_BYTES_S = 230e9
 """Ring bus bandwidth of NVLink between A100s."""
 COLLECTIVES_S = (15 + 12 + 12) * 1e-6
-"""Latency a layer of absorption under tensor parallelism: all-reduce of scores, all-gather of q, reduce-scatter of o."""
+"""Latency a layer of absorption under tensor parallelism: all-reduce of scores, all-gather of q, reduce-scatter of
+o."""
 COLLECTIVES_SHARED_BY = 64
 """Requests that share that latency. `StepCosts` has no term a step for hidden rows, so it is charged to requests."""
 
@@ -174,7 +176,8 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _interp(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Piecewise linear; before the first point its value, beyond the last the slope over the upper half of the range."""
+    """Piecewise linear; before the first point its value, beyond the last the slope over the upper half of the
+    range."""
     if x <= xs[-1] or len(xs) < 2:
         return float(np.interp(x, xs, ys))
     # Neighbours alone would not do: in thinned tables they lie so close that noise decides.
@@ -434,8 +437,8 @@ def _absorb(reproject: StepCosts, model: Model, card: Card, tp: int) -> StepCost
     Bytes per layer over n tokens of one request: 4 d n (X, twice) + 4 H n (P, written and read) + 8 H d (q~ and z,
     written and read, whatever n is). All move at the speed at which the row at hand reads keys and values. Operations
     are 2 * 2 H d n with H padded to a multiple of 16, at 60 % of the tensor peak; what is slower of the two counts.
-    Under tensor parallelism X is cut by feature; scores of all heads are summed over GPUs. Prefill chunks reproject: over
-    about 131 query tokens that is the cheaper way.
+    Under tensor parallelism X is cut by feature; scores of all heads are summed over GPUs. Prefill chunks reproject:
+    over about 131 query tokens that is the cheaper way.
     """
     d, heads, layers = model.hidden, model.heads, model.layers
     bytes_s = model.kv_bytes / tp / reproject.decode_per_token_s  # a GPU

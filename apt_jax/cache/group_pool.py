@@ -1,17 +1,17 @@
 """Groups of blocks over one pool: who shares them, which can be found again, which are idle. Knows no block tables.
 
-A group is named by its first block, the K or the X block. With prefix caching groups are shared: a group that is full and
-known to be good is registered in the `PrefixTree`, where later requests with the same tokens find it:
+A group is named by its first block, the K or the X block. With prefix caching groups are shared: a group that is full
+and known to be good is registered in the `PrefixTree`, where later requests with the same tokens find it:
 
     free ── reserve ──► held by one ── register ──► registered, held by n ── last release ──► idle ── attach ──► held
       ▲                      │ release                                                         │
       └──────────────────────┴──────────── evict: least recently used first, leaf first ◄──────┘
 
 * Idle groups count as free: empty blocks are handed out first, then idle groups are evicted.
-* A request that holds a registered group holds those before it. A group whose tokens turn out to be registered already is
-  exchanged for the registered one, so this also holds for requests that computed the same prefix at the same time.
-* A group with two or more holders is attributed to none of them: a request is charged for what it alone holds, the least
-  that becomes free when it ends. Charges, shared blocks and free ones add up to the pool.
+* A request that holds a registered group holds those before it. A group whose tokens turn out to be registered already
+  is exchanged for the registered one, so this also holds for requests that computed the same prefix at the same time.
+* A group with two or more holders is attributed to none of them: a request is charged for what it alone holds, the
+  least that becomes free when it ends. Charges, shared blocks and free ones add up to the pool.
 
 Without prefix caching nothing is ever registered or idle.
 """

@@ -21,12 +21,12 @@ used up first:
 
 Block 0 is reserved: `NULL_BLOCK` pads block tables, is never handed out and never read.
 
-With prefix caching requests share groups, see `apt_jax.cache.group_pool`. Nobody writes into a group that is registered or
-held by two (`check_writable`): a request that needs all but the last position of one writes into a copy of it.
+With prefix caching requests share groups, see `apt_jax.cache.group_pool`. Nobody writes into a group that is registered
+or held by two (`check_writable`): a request that needs all but the last position of one writes into a copy of it.
 
-Objects, from below: `BlockPool` counts blocks; `GroupPool` shares groups of them; `HybridCache` gives groups to requests and
-keeps their block tables, one row per slot. A slot is a request's place among those that hold cache, in [0, max_num_seqs).
-An owner is the number by which the engine knows a request during its whole life.
+Objects, from below: `BlockPool` counts blocks; `GroupPool` shares groups of them; `HybridCache` gives groups to
+requests and keeps their block tables, one row per slot. A slot is a request's place among those that hold cache, in [0,
+max_num_seqs). An owner is the number by which the engine knows a request during its whole life.
 """
 
 from collections.abc import Iterable, Sequence
@@ -277,8 +277,8 @@ class HybridCache:
     ) -> tuple[list[NDArray[np.int32] | None], list[bool]]:
         """Change requests of the hidden kind to keys and values, and grow them to `num_tokens` positions.
 
-        Their X blocks are returned when all of them have got new ones: no block handed out here was one of them. A request
-        that gets no new blocks keeps its kind and grows with it.
+        Their X blocks are returned when all of them have got new ones: no block handed out here was one of them. A
+        request that gets no new blocks keeps its kind and grows with it.
 
         Returns:
             The X blocks that each returned, (groups,), None where it kept them; and False for those that could not grow
@@ -398,7 +398,8 @@ class HybridCache:
         firsts: NDArray[np.int32],
         generations: NDArray[np.int64],
     ) -> None:
-        """Let others find groups [begin, begin + len(firsts)) of a request, which it has filled and no other request holds.
+        """Let others find groups [begin, begin + len(firsts)) of a request, which it has filled and no other request
+        holds.
 
         Args:
             owner: of the request; it may have returned the groups meanwhile, or hold others.

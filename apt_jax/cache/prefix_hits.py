@@ -1,8 +1,9 @@
 """The longest cached prefix of each waiting request, kept up to date by events.
 
-`PrefixHitTracker` keeps, for each waiting request and kind, the deepest node of its tokens, and writes what it would find
-cached into the `RequestTable` that policies read. A request awaits the digest of its first missing group and is listed in
-the node that it has reached, so that an event costs what it concerns, and an iteration without events costs nothing.
+`PrefixHitTracker` keeps, for each waiting request and kind, the deepest node of its tokens, and writes what it would
+find cached into the `RequestTable` that policies read. A request awaits the digest of its first missing group and is
+listed in the node that it has reached, so that an event costs what it concerns, and an iteration without events costs
+nothing.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,16 @@
 """The tree of registered groups: which cached prefixes there are. Knows no device and no requests.
 
-A *group* (`apt_jax.cache.hybrid_cache`: positions of one kind that share blocks) that is full and whose contents are known
-to be good may be registered under the digest of all tokens up to its end. Registered groups form one tree per kind:
+A *group* (`apt_jax.cache.hybrid_cache`: positions of one kind that share blocks) that is full and whose contents are
+known to be good may be registered under the digest of all tokens up to its end. Registered groups form one tree per
+kind:
 
     root ── A ── B ── C        a node is a group: node.block is its K or X block
              └── D ── E        a path from the root is a prefix that need not be computed again
 
     digest of a node = blake2b-128(digest of its parent, tokens of the group); that of the root holds a salt
 
-The digest of a root is drawn by the engine and never leaves it, so nobody can name another's prefix. Each kind has its own
-tree, so a group is never found under the wrong kind. A node exists only as long as its parent does.
+The digest of a root is drawn by the engine and never leaves it, so nobody can name another's prefix. Each kind has its
+own tree, so a group is never found under the wrong kind. A node exists only as long as its parent does.
 """
 
 import collections

@@ -1,7 +1,7 @@
 """Compile `kernels.cc` for this machine and register its functions with XLA.
 
-Any C++17 compiler will do: $CXX, `c++`, `g++`, `clang++`, or the one in the Python package `ziglang`. The library is kept in
-the cache directory under a hash of everything that it depends on.
+Any C++17 compiler will do: $CXX, `c++`, `g++`, `clang++`, or the one in the Python package `ziglang`. The library is
+kept in the cache directory under a hash of everything that it depends on.
 """
 
 import ctypes

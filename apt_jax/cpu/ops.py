@@ -109,7 +109,8 @@ def split_qkv(
     num_heads: int,
     dtype: Any,
 ) -> tuple[Float[Array, "T Q"], Float[Array, "T KH"], Float[Array, "T KH"]]:
-    """q, k and v, flat, in `dtype` from one product for the three; q and k turned, k and v with zeros for what is not finite."""
+    """q, k and v, flat, in `dtype` from one product for the three; q and k turned, k and v with zeros for what is not
+    finite."""
     rows, queries = sums.shape[0], num_heads * head_dim
     keys = (sums.shape[1] - queries) // 2
     out = tuple(jax.ShapeDtypeStruct((rows, width), dtype) for width in (queries, keys, keys))

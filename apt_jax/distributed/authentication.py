@@ -1,7 +1,8 @@
 """The join key: a secret that all ranks of a replica have, in the file of --join-key-file.
 
-Each side proves that it has the key, by an HMAC over its role and a random nonce of each side, before it tells the other anything
-else. The key itself never travels and is never logged. Without a key, which is possible on one machine alone, both proofs are empty.
+Each side proves that it has the key, by an HMAC over its role and a random nonce of each side, before it tells the
+other anything else. The key itself never travels and is never logged. Without a key, which is possible on one machine
+alone, both proofs are empty.
 """
 
 import hmac

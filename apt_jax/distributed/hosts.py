@@ -1,14 +1,15 @@
 """One replica over several hosts: rank 0 schedules and serves, the others run the programs that it runs.
 
-JAX joins the devices of the processes into one mesh, and asks that all of them call the same programs, in the same order, with the
-same integers. So rank 0 sends every call (`Plan`: which program, and the integers that it takes) on a stream to each other rank
-before it makes it itself. Block tables are rank 0's alone; the cache never travels, nor do tokens: they are on every rank's devices.
+JAX joins the devices of the processes into one mesh, and asks that all of them call the same programs, in the same
+order, with the same integers. So rank 0 sends every call (`Plan`: which program, and the integers that it takes) on a
+stream to each other rank before it makes it itself. Block tables are rank 0's alone; the cache never travels, nor do
+tokens: they are on every rank's devices.
 
 1. Ranks meet at ``--master-addr``, ``--master-port`` (`rendezvous.join`; the next port is JAX's own).
 2. Each proves that it has the join key, then its settings are compared with rank 0's, before anything is loaded.
 3. Rank 0 announces program calls, the others run them (`worker.follow`).
-4. A rank that is lost ends the replica: every rank that is left says so and ends. While ranks are awaited, the place of one that has
-   gone is free again.
+4. A rank that is lost ends the replica: every rank that is left says so and ends. While ranks are awaited, the place of
+   one that has gone is free again.
 """
 
 import abc
@@ -45,8 +46,9 @@ class HostError(AptJaxError):
 def end_process(code: int, reason: str | None = None) -> None:
     """End this process at once, the only place of the package that does.
 
-    Called where the rest of the program cannot: a rank is lost before anyone has set `Hosts.on_lost`, or rank 0 has ended while this
-    rank loads its model. Other threads may then be stuck in a collective or in a compilation, which no exception reaches.
+    Called where the rest of the program cannot: a rank is lost before anyone has set `Hosts.on_lost`, or rank 0 has
+    ended while this rank loads its model. Other threads may then be stuck in a collective or in a compilation, which no
+    exception reaches.
     """
     sys.stdout.flush()
     if reason is not None:

@@ -29,7 +29,8 @@ def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel
     """Meet the other ranks and join their devices into one JAX. To be called before JAX has touched a device.
 
     Raises:
-        ConfigError: on every rank that came, where one has other flags, another model or another version; here alone where the join
+        ConfigError: on every rank that came, where one has other flags, another model or another version; here alone
+        where the join
             key is missing or differs.
         HostError: on every rank that came, where one did not, or has gone.
     """
@@ -80,7 +81,8 @@ def lead(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None)
         raise
     logger.info("rank 0 waits at %s:%d for %d other ranks", ours.master_addr, ours.master_port, ours.nnodes - 1)
     leader.meet(lambda: server.stop(0))
-    # gRPC leaves it to a thread to end the streams at last, which is a daemon, and no hindrance to the end, if its maker is one.
+    # gRPC leaves it to a thread to end the streams at last, which is a daemon, and no hindrance to the end, if its
+    # maker is one.
     stopping = threading.Thread(target=server.stop, args=(_OPEN_STREAMS_S,), daemon=True)
     stopping.start()
     stopping.join()

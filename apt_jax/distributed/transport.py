@@ -1,11 +1,11 @@
 """Streams between ranks: one bidirectional gRPC call for each rank other than 0, opened at rank 0's --master-port.
 
-gRPC keeps the order of messages, and its keepalive notices a peer that no longer answers: a process that ends is noticed at once, a
-host that vanishes or a process that is stopped after `SILENCE_S`. Messages are those of protos/ranks.proto. Needs grpcio and
-protobuf (the extra `serve`); nothing imports this module before ranks are to meet.
+gRPC keeps the order of messages, and its keepalive notices a peer that no longer answers: a process that ends is
+noticed at once, a host that vanishes or a process that is stopped after `SILENCE_S`. Messages are those of
+protos/ranks.proto. Needs grpcio and protobuf (the extra `serve`); nothing imports this module before ranks are to meet.
 
-What a stranger at the port can use up is bounded: `MAX_HELLOS` streams at once that are not ranks yet, one a connection, of
-`MAX_FROM_RANK` bytes per message; a connection without a stream is closed after `HELLO_S`.
+What a stranger at the port can use up is bounded: `MAX_HELLOS` streams at once that are not ranks yet, one a
+connection, of `MAX_FROM_RANK` bytes per message; a connection without a stream is closed after `HELLO_S`.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Ranks"].full_name
 
 
 class StreamError(Exception):
-    """The other end of a stream is gone, or is not a rank of apt-jax; the text continues a sentence that begins with its name.
+    """The other end of a stream is gone, or is not a rank of apt-jax; the text continues a sentence that begins with
+    its name.
 
     Attributes:
         is_busy: rank 0 has `MAX_HELLOS` other streams to look at first.
@@ -68,7 +69,8 @@ class Stream:
         self._done = threading.Event()
 
     def attach(self, call: Any, incoming: Iterator[bytes], transmit: Callable[[bytes | None], object]) -> None:
-        """Take the gRPC call of this end, an iterator over what it receives, and a function that sends (None: no more)."""
+        """Take the gRPC call of this end, an iterator over what it receives, and a function that sends (None: no
+        more)."""
         self._cancel, self._incoming, self._transmit = call.cancel, incoming, transmit
         if not call.add_callback(self._done.set):
             self._done.set()
@@ -204,8 +206,8 @@ def listen(host: str, port: int, num_ranks: int, admit: Callable[[Stream], None]
         finally:
             stream.close()
 
-    # As grpcio-health-checking does it: responses are then sent by whoever calls, and not from an iterator in another thread,
-    # which would wait for the interpreter's lock while the engine goes on.
+    # As grpcio-health-checking does it: responses are then sent by whoever calls, and not from an iterator in another
+    # thread, which would wait for the interpreter's lock while the engine goes on.
     join.experimental_non_blocking = True  # type: ignore[attr-defined]
     most = num_ranks + MAX_HELLOS
     server = grpc.server(

@@ -1,19 +1,20 @@
-"""Admission control: requests that would have to wait too long, or behind too many of the same tenant, are rejected at once.
+"""Admission control: requests that would have to wait too long, or behind too many of the same tenant, are rejected at
+once.
 
 Three bounds, checked when a request arrives and before anything is allocated for it:
 
 * total: `max_num_queued_reqs` waiting requests and `max_num_queued_tokens` prompt tokens;
-* per tenant (an API key): as many waiting requests as `TENANT_SHARE` times the places still free, the dynamic threshold of
-  shared buffers (Choudhury and Hahne, IEEE/ACM Trans. Networking 1998). A single tenant gets nearly the whole queue, k tenants
-  that ask for more get about a k-th each, and a new tenant finds room;
-* SLO: the first token must be expected within the request's TTFT (`slo_admission`), by the cost model plus the error of the
-  model that nine in ten of the last requests stayed below.
+* per tenant (an API key): as many waiting requests as `TENANT_SHARE` times the places still free, the dynamic threshold
+  of shared buffers (Choudhury and Hahne, IEEE/ACM Trans. Networking 1998). A single tenant gets nearly the whole queue,
+  k tenants that ask for more get about a k-th each, and a new tenant finds room;
+* SLO: the first token must be expected within the request's TTFT (`slo_admission`), by the cost model plus the error of
+  the model that nine in ten of the last requests stayed below.
 
 A rejection says when to retry: when the excess has been worked off.
 
 A request that arrives while a step runs need not wait for its end to be rejected: `Admission.early_reject` decides by a
-`QueueSnapshot`, which the engine published when the step began, and by the requests that have arrived since. It only ever
-rejects; the engine decides about the others.
+`QueueSnapshot`, which the engine published when the step began, and by the requests that have arrived since. It only
+ever rejects; the engine decides about the others.
 """
 
 import collections
@@ -73,7 +74,8 @@ class QueueSnapshot:
     """Snapshot of the queue while a step runs: nothing of it changes before the step has ended. For any thread."""
 
     queues: tuple[Queue, Queue]
-    """The queue before a request with an SLO, and before a best-effort one, which itself needs one slot and no blocks."""
+    """The queue before a request with an SLO, and before a best-effort one, which itself needs one slot and no
+    blocks."""
     of_tenants: Mapping[str | None, int]
     """Waiting requests by tenant; those without a tenant may be missing."""
     costs: StepCosts
@@ -143,8 +145,8 @@ class Admission:
         costs: StepCosts,
         now_s: float,
     ) -> float | None:
-        """Admit or reject a request; returns the TTFT expected by the model alone, for `learn`, where the request has to wait for
-        others and has an SLO.
+        """Admit or reject a request; returns the TTFT expected by the model alone, for `learn`, where the request has
+        to wait for others and has an SLO.
 
         Args:
             prompt_len: tokens of its prompt.
@@ -181,8 +183,8 @@ class Admission:
         best_effort: bool,
         tenant: str | None,
     ) -> QueueFullError | None:
-        """Return why a request that arrives while a step runs would be rejected; None: it would not be, or only the engine can
-        tell. Callable from any thread.
+        """Return why a request that arrives while a step runs would be rejected; None: it would not be, or only the
+        engine can tell. Callable from any thread.
 
         Args:
             prompt_len, own_tokens, ttft_s, tenant: as for `check`.
@@ -260,8 +262,8 @@ class Admission:
             raise _out_of_reach_now(ttft_s, expected_s)
 
     def _before_s(self, queue: Queue, costs: StepCosts) -> float:
-        """Estimate when a new request's turn would come if the waiting ones went first, whole prompts at a time: after their
-        prompts, or when there are memory and slots for all, whichever is last."""
+        """Estimate when a new request's turn would come if the waiting ones went first, whole prompts at a time: after
+        their prompts, or when there are memory and slots for all, whichever is last."""
         before_s = self.prefill_s(queue.uncached_tokens, queue.uncached_requests, costs)
         if queue.missing_blocks > 0 and queue.blocks_per_s:
             before_s = max(before_s, queue.missing_blocks / queue.blocks_per_s)

@@ -166,7 +166,8 @@ class BatchBuilder:
     # --- before dispatch -------------------------------------------------------------------------------------------
 
     def build(self, plan: Plan) -> tuple[StepBatch | None, NDArray[np.int32], list[RequestState]]:
-        """Preempt, then reserve in order. Returns the batch (None: nothing to run), its rows of the table, their requests."""
+        """Preempt, then reserve in order. Returns the batch (None: nothing to run), its rows of the table, their
+        requests."""
         states = self._states
         for row in plan.preempt.tolist() if plan.preempt.size else ():
             if self._plans.may_preempt(row):
@@ -247,7 +248,8 @@ class BatchBuilder:
         kind: NDArray[np.int8],
         found: NDArray[np.int32],
     ) -> NDArray[np.bool_]:
-        """Reserve blocks for rows, in order; `slots` changes in place where a row takes one. (n,) False: the row must wait.
+        """Reserve blocks for rows, in order; `slots` changes in place where a row takes one. (n,) False: the row must
+        wait.
 
         Rows that must wait give back the prefix that they have found, which may help others.
         """

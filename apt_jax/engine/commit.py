@@ -1,4 +1,5 @@
-"""Commits a step: delivers its tokens, ends the requests that are done, and publishes the prefixes that it has filled."""
+"""Commits a step: delivers its tokens, ends the requests that are done, and publishes the prefixes that it has
+filled."""
 
 import logging
 import time
@@ -171,7 +172,8 @@ class TokenCommitter:
             )
 
     def _process(self, state: RequestState, token: int) -> tuple[str | None, bool, str | None]:
-        """Give a token to output processor and constraint; returns stop string, whether the constraint ended, and error."""
+        """Give a token to output processor and constraint; returns stop string, whether the constraint ended, and
+        error."""
         stop_string: str | None = None
         if self._output_processor is not None:
             try:
@@ -191,7 +193,8 @@ class TokenCommitter:
             return None, False, grammar_error(caught)
 
     def _commit_prefixes(self, step: InFlightStep, result: StepResult) -> None:
-        """Publish the groups that a step has filled where its token is good; drop those of a request where it is not."""
+        """Publish the groups that a step has filled where its token is good; drop those of a request where it is
+        not."""
         cache = self._cache
         good = result.finite & (result.token_ids >= 0) & (result.token_ids < self._vocab_size)
         for filled in step.filled:
@@ -257,7 +260,8 @@ class MaskFiller:
         self._timer = timer
 
     def fill(self, step: InFlightStep) -> NDArray[np.int32]:
-        """Fill the masks of a step all of whose earlier tokens are known; ends requests whose constraint leaves nothing.
+        """Fill the masks of a step all of whose earlier tokens are known; ends requests whose constraint leaves
+        nothing.
 
         Rows whose request has ended, now or before, may sample anything: it is discarded at commit.
         """

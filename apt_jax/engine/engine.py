@@ -4,23 +4,24 @@ The life of a request:
 
 1. `Engine.add_request` gives it a row of the `RequestTable` and puts it among the waiting ones, or rejects it: nothing
    is allocated for a rejected request.
-2. Each `Engine.step` makes four calls: *schedule* (the policy's pure decision), *build* (block accounting and the batch),
-   *execute* (the executor runs the rows) and *commit* (tokens are delivered, requests end).
+2. Each `Engine.step` makes four calls: *schedule* (the policy's pure decision), *build* (block accounting and the
+   batch), *execute* (the executor runs the rows) and *commit* (tokens are delivered, requests end).
 3. The first time that it is scheduled it takes a slot and blocks of one kind and is running. Its prompt is computed in
    one step or in chunks; the step that reaches its end samples the first token, and every later step one more.
-4. A policy may *convert* it from layer inputs to keys and values (`Plan.convert`): it gets new blocks, the executor computes
-   their content from the old ones, and the step itself runs it as a KV request. Its old blocks are given back when the
-   step has been put together; whoever gets them writes them in a later step. Without free blocks it stays hidden.
+4. A policy may *convert* it from layer inputs to keys and values (`Plan.convert`): it gets new blocks, the executor
+   computes their content from the old ones, and the step itself runs it as a KV request. Its old blocks are given back
+   when the step has been put together; whoever gets them writes them in a later step. Without free blocks it stays
+   hidden.
 5. A policy may *preempt* it: cache and slot are gone, it waits again under its old rank, and prompt and output so far
    are recomputed when it is next scheduled, with either kind (Apt-Serve §4.3: a switch of the cache type discards
    the cache and recomputes it).
 6. It ends once: "stop", "length", "abort" or "error". The last `StepOutput` says so.
 
-Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled starts with the cached prefix of its tokens,
-computed by others or by itself before a preemption; `PrefixHitTracker` shows the policy how much that would be. At least its
-last token is computed, since logits are not cached: where all of a last block is cached, it gets a copy of it to write to
-(`StepBatch.copies`). Blocks are published at commit, when a token that was sampled over them was good, and not before.
-A step that fails clears the prefix cache.
+Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled starts with the cached prefix of its
+tokens, computed by others or by itself before a preemption; `PrefixHitTracker` shows the policy how much that would be.
+At least its last token is computed, since logits are not cached: where all of a last block is cached, it gets a copy of
+it to write to (`StepBatch.copies`). Blocks are published at commit, when a token that was sampled over them was good,
+and not before. A step that fails clears the prefix cache.
 
 Overlap. With `SchedulerConfig.overlap` a step is dispatched before the tokens of the one before it are fetched:
 
@@ -34,9 +35,9 @@ to the next step. Four things follow:
   released right after dispatch. Steps run in order: whoever gets the blocks writes them in a later step.
 * A stop token is seen one step late. The row that has been dispatched meanwhile is discarded at its commit, because its
   request has ended; its blocks were given back before, for the same reason as above.
-* A request with structured output samples under a mask that depends on the token before. Its step is dispatched like any
-  other up to the sampler; then the step before is fetched and committed, masks are filled, and the sampler follows. The
-  host does this while the device computes, so that overlap is lost for the sampler alone.
+* A request with structured output samples under a mask that depends on the token before. Its step is dispatched like
+  any other up to the sampler; then the step before is fetched and committed, masks are filled, and the sampler follows.
+  The host does this while the device computes, so that overlap is lost for the sampler alone.
 * A preempted request's token in flight is delivered like any other. Until it is, the request is not shown to the
   policy: recomputing takes tokens that the host knows.
 
@@ -45,12 +46,12 @@ Plans of policies from outside this package are checked each time (0.1 ms), thos
 
 Failures. What can be blamed on one request (logits that are not finite, a token outside the vocabulary, its output
 processor, its grammar) ends that request alone. A step that raises has destroyed the pool: the executor is reset, every
-request that held cache waits again, and the loop goes on; a second failure within a minute ends the engine, visibly. After
-a step that ran out of memory, steps are at most half as large for a while (`OOM_BACKOFF_S`). Accounting that contradicts
-itself (`CacheIntegrityError`) ends the engine at once: better than serving one request another's memory.
+request that held cache waits again, and the loop goes on; a second failure within a minute ends the engine, visibly.
+After a step that ran out of memory, steps are at most half as large for a while (`OOM_BACKOFF_S`). Accounting that
+contradicts itself (`CacheIntegrityError`) ends the engine at once: better than serving one request another's memory.
 
-Parts. `RequestStates` owns the requests and their transitions, `PolicyRunner` the policy, `BatchBuilder` turns plans into
-batches, `TokenCommitter` results into outputs, `Recovery` deals with failures. None of them knows the engine.
+Parts. `RequestStates` owns the requests and their transitions, `PolicyRunner` the policy, `BatchBuilder` turns plans
+into batches, `TokenCommitter` results into outputs, `Recovery` deals with failures. None of them knows the engine.
 """
 
 import logging
@@ -108,9 +109,9 @@ class Engine:
         debug: check everything after every step, and let contract violations and failures of the policy raise.
         check_plans: check each plan against the contract of `Plan` before anything is done, and give the policy a table
             that it cannot write to; None: unless the policy belongs to this package.
-        lengths_only: the executor looks at lengths and kinds alone, as a cost model does: token ids, block tables, sampling
-            parameters and histories of a `StepBatch` are left empty, and `step` delivers the last output of each request
-            only. Decisions and accounting are the same, in half the time.
+        lengths_only: the executor looks at lengths and kinds alone, as a cost model does: token ids, block tables,
+            sampling parameters and histories of a `StepBatch` are left empty, and `step` delivers the last output of
+            each request only. Decisions and accounting are the same, in half the time.
         timer: seconds for the host-time statistics; never enters a decision.
     """
 
@@ -377,7 +378,8 @@ class Engine:
         )
 
     def _predicted_s(self, plan: Plan, batch: StepBatch) -> float | None:
-        """Predict every eighth step of a type by the cost model, if there is one: it takes some hundredths of a millisecond."""
+        """Predict every eighth step of a type by the cost model, if there is one: it takes some hundredths of a
+        millisecond."""
         if self._counters.iterations[plan.iteration] % _COST_ERROR_EVERY:
             return None
         step_s = self.costs.step_s(batch.num_tokens, batch.start, batch.kind)
@@ -489,7 +491,8 @@ class Engine:
         return state is not None and state.request is request
 
     def metrics_of(self, request_id: str) -> RequestMetrics:
-        """Return the metrics of a live request, which go on changing until it has ended. Raises KeyError: no such request."""
+        """Return the metrics of a live request, which go on changing until it has ended. Raises KeyError: no such
+        request."""
         return self.states.by_id[request_id].metrics
 
     def has(self, request_id: str) -> bool:

@@ -1,8 +1,8 @@
 """Events of the engine: the scheduler's decisions, iteration by iteration, and subscriptions to them.
 
-The engine makes an `Iteration` of each of its decisions while a listener is attached, and reports it when the step has ended. A
-`IterationSubscription` keeps the last few hundred for a reader in an event loop; a reader that is too slow loses the oldest ones and
-receives their number.
+The engine makes an `Iteration` of each of its decisions while a listener is attached, and reports it when the step has
+ended. A `IterationSubscription` keeps the last few hundred for a reader in an event loop; a reader that is too slow
+loses the oldest ones and receives their number.
 """
 
 import asyncio
@@ -84,7 +84,8 @@ class Iteration:
     failed: bool = False
     """The step raised, or was in flight when another one did; its results are lost."""
     lost: tuple[str, ...] = ()
-    """Ids of requests whose cache, or last token, was lost with the step that raised, whether they took part in it or not."""
+    """Ids of requests whose cache, or last token, was lost with the step that raised, whether they took part in it or
+    not."""
 
     @property
     def prefill_tokens(self) -> int:

@@ -69,7 +69,8 @@ class PolicyRunner:
         return self.policy.schedule(view)
 
     def _fall_back(self, view: SchedulerView, error: BaseException) -> Plan:
-        """The policy has raised, or made a plan that cannot be used: `fcfs`, which keeps no state, decides this iteration."""
+        """The policy has raised, or made a plan that cannot be used: `fcfs`, which keeps no state, decides this
+        iteration."""
         plan = self.fallback.schedule(view)
         self._counters.fallback_iterations += 1
         now_s, last_s = self.timer(), self._fallback_logged_s  # not simulated time: somebody reads it

@@ -19,7 +19,8 @@ FAILURE_WINDOW_S = 60.0
 """A second failure of a step within this time ends the engine."""
 
 _LEAST_TOKENS = 16
-"""Minimum size of a step, however little memory there is: programs are not compiled for fewer, and prompts must go on."""
+"""Minimum size of a step, however little memory there is: programs are not compiled for fewer, and prompts must go
+on."""
 OOM_BACKOFF_S = 600.0
 """Time for which steps stay small after one ran out of memory, seconds."""
 
@@ -102,7 +103,8 @@ class Recovery:
         states.lose_cache()
 
     def note_failure(self, what: str) -> bool:
-        """Record a failure; returns True where the engine has ended, by this second one within `FAILURE_WINDOW_S` or before."""
+        """Record a failure; returns True where the engine has ended, by this second one within `FAILURE_WINDOW_S` or
+        before."""
         now_s, last_s = self._clock.now_s(), self._last_failure_s
         self._last_failure_s = now_s
         if last_s is not None and now_s - last_s < FAILURE_WINDOW_S:

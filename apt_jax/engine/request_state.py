@@ -39,7 +39,8 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class StepOutput:
-    """Incremental output of one request. A request has any number of these, and exactly one, the last, with a `finish_reason`."""
+    """Incremental output of one request. A request has any number of these, and exactly one, the last, with a
+    `finish_reason`."""
 
     request: EngineRequest
     new_token_ids: list[int]
@@ -84,8 +85,8 @@ class RequestState:
     root: bytes
     """Start of the digests of its prefixes."""
     digests: tuple[list[bytes], ...]
-    """By kind, digests of the full groups of its known tokens, as far as they were needed; kinds whose groups are equally
-    long share a list."""
+    """By kind, digests of the full groups of its known tokens, as far as they were needed; kinds whose groups are
+    equally long share a list."""
     expected_ttft_s: float | None = None
     """Estimate of admission; None: it had nothing to wait for, or no objective."""
     num_found: int = 0
@@ -101,7 +102,8 @@ class RequestState:
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class FilledBlocks:
-    """Groups that are full once a step in flight has ended; `firsts` and `generations` as for `HybridCache.register`."""
+    """Groups that are full once a step in flight has ended; `firsts` and `generations` as for
+    `HybridCache.register`."""
 
     index: int
     """Row of the request in the step."""

@@ -57,7 +57,8 @@ class RequestPrefixes:
         return tuple(of_size[size] for size in self._cache.block_sizes)
 
     def digests(self, state: RequestState, kind: int, num_groups: int | None = None) -> list[bytes]:
-        """Return the digests of full groups of a request's known tokens, of all or at least of the first `num_groups`."""
+        """Return the digests of full groups of a request's known tokens, of all or at least of the first
+        `num_groups`."""
         digests, size = state.digests[kind], self._cache.block_sizes[kind]
         num_known = state.num_known if num_groups is None else min(state.num_known, num_groups * size)
         extend_digests(digests, state.root, state.tokens[:num_known], size)
@@ -373,7 +374,8 @@ class RequestStates(ColumnTable):
         self.cache.charges_changed = False
 
     def lose_cache(self) -> None:
-        """A failed step took the pool with it: every holder of cache waits again, tokens in flight will never arrive."""
+        """A failed step took the pool with it: every holder of cache waits again, tokens in flight will never
+        arrive."""
         table = self.table
         for row in self.rows(RUNNING).tolist():
             self.release(row, WAITING)

@@ -23,7 +23,8 @@ class EngineStats:
     """Requests whose last token is in flight."""
     waiting_prompt_tokens: int
     waiting_uncached_tokens: int
-    """Positions that the waiting requests have to compute, prompts and what preemptions took, cached prefixes not counted."""
+    """Positions that the waiting requests have to compute, prompts and what preemptions took, cached prefixes not
+    counted."""
     total_blocks: int
     free_blocks: int
     """Blocks that can be allocated, idle cached ones among them."""
@@ -70,8 +71,8 @@ class EngineStats:
     schedule_s: Distribution
     """Scheduling time per decision, seconds."""
     host_p50_ms: float
-    """Host work per iteration over the last 4,096: schedule, build, commit; neither dispatch nor waiting for the device. 0
-    before the first iteration."""
+    """Host work per iteration over the last 4,096: schedule, build, commit; neither dispatch nor waiting for the
+    device. 0 before the first iteration."""
     host_p99_ms: float
     schedule_p50_ms: float
     """The policy's share of it."""
@@ -82,8 +83,8 @@ class EngineStats:
     """Filling the token masks of a step, over the last 4,096 steps with masks; part of the host work."""
     mask_p99_ms: float
     cost_errors: dict[str, float]
-    """Mean relative error of the step times that `StepCosts` predicts, by "prefill" (steps with chunks) and "decode", over about
-    the last 32 measured steps (every eighth is); empty without a cost model."""
+    """Mean relative error of the step times that `StepCosts` predicts, by "prefill" (steps with chunks) and "decode",
+    over about the last 32 measured steps (every eighth is); empty without a cost model."""
     busy_s: float
     """Total time of the steps, seconds."""
     expected_wait_s: float | None

@@ -1,7 +1,7 @@
 """Timelines of requests: when they waited and for what, ran, changed the kind of their cache, or lost it.
 
-Made of the same `Iteration`s that subscribers get, and kept for the last requests. Consecutive steps of one kind are one event.
-All times are milliseconds since the arrival of the request.
+Made of the same `Iteration`s that subscribers get, and kept for the last requests. Consecutive steps of one kind are
+one event. All times are milliseconds since the arrival of the request.
 """
 
 import collections
@@ -23,8 +23,8 @@ class Event:
     """One event, or several consecutive ones of the same kind."""
 
     event: str
-    """"waited", "prefill", "decode", "preempted", "switched", "converted", "deferred" (it was scheduled, and no block was free), "lost" (a
-    failed step destroyed its cache), "ended"."""
+    """"waited", "prefill", "decode", "preempted", "switched", "converted", "deferred" (it was scheduled, and no block
+    was free), "lost" (a failed step destroyed its cache), "ended"."""
     at_ms: float
     until_ms: float
     details: dict[str, Any]
@@ -107,7 +107,8 @@ class TimelineLog:
         return self._requests.get(request_id)
 
     def last(self, tenants: Collection[str | None], count: int) -> dict[str | None, list[RequestTimeline]]:
-        """Return the last requests of each of these tenants, at most `count`, newest first, among the last 2,048 of all."""
+        """Return the last requests of each of these tenants, at most `count`, newest first, among the last 2,048 of
+        all."""
         found: dict[str | None, list[RequestTimeline]] = {tenant: [] for tenant in tenants}
         for request in itertools.islice(reversed(self._requests.values()), _MOST_LOOKED_AT):
             theirs = found.get(request.tenant)
@@ -138,7 +139,8 @@ class TimelineLog:
             request.ended = True
 
     def _in(self, iteration: Iteration, request_id: str) -> RequestTimeline | None:
-        """The request that an iteration is about: not a later one with its id, nor one that has ended while its step ran."""
+        """The request that an iteration is about: not a later one with its id, nor one that has ended while its step
+        ran."""
         request = self._requests.get(request_id)
         if request is None or request.ended or iteration.number < request.begun_at:
             return None
@@ -193,8 +195,8 @@ class TimelineLog:
         request.waits_since = iteration.number + 1
 
     def _add_wait(self, request: RequestTimeline, iteration: Iteration) -> None:
-        """Add the wait until now, and its causes: after each decision without the request there were too few free blocks for it,
-        no slot, or others went first. Counts the last iterations only."""
+        """Add the wait until now, and its causes: after each decision without the request there were too few free
+        blocks for it, no slot, or others went first. Counts the last iterations only."""
         since, request.waits_since = request.waits_since, None
         iterations = iteration.number - (since or 0)
         if iterations <= 0:

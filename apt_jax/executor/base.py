@@ -29,11 +29,11 @@ class Conversions:
     """Rows of a step whose cached layer inputs become keys and values before the step writes anything."""
 
     rows: NDArray[np.int64]
-    """(m,) rows of the batch, ascending. They are KV rows in the batch: their block tables name the blocks that positions
-    `[0, start)` are written to, which no other request holds."""
+    """(m,) rows of the batch, ascending. They are KV rows in the batch: their block tables name the blocks that
+    positions `[0, start)` are written to, which no other request holds."""
     inputs: NDArray[np.int32]
-    """(m, J) the X blocks of these positions, padded with `NULL_BLOCK`. Other rows may read them; no row of the step writes
-    to them."""
+    """(m, J) the X blocks of these positions, padded with `NULL_BLOCK`. Other rows may read them; no row of the step
+    writes to them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,8 +134,8 @@ class StepHandle(Protocol):
 class MaskedStepHandle(StepHandle, Protocol):
     """A step that has been dispatched up to the point where tokens are sampled, which takes the masks.
 
-    The forward pass takes most of the time and needs no masks: while it runs, the host fetches the tokens of the previous
-    step and computes which tokens may follow them.
+    The forward pass takes most of the time and needs no masks: while it runs, the host fetches the tokens of the
+    previous step and computes which tokens may follow them.
     """
 
     def sample(self, masks: NDArray[np.int32]) -> None:

@@ -306,7 +306,8 @@ def load_or_calibrate(
     progress: Callable[[int, int], None] | None = None,
     directory: Path | None = None,
 ) -> CostModel:
-    """The stored calibration of this executor on this machine, or a new one, which is stored if the disk is writeable."""
+    """The stored calibration of this executor on this machine, or a new one, which is stored if the disk is
+    writeable."""
     path = calibration_path(executor, directory)
     model = load_calibration(path)
     if model is None:

@@ -1,14 +1,14 @@
 """The executor that runs a real model with JAX.
 
 A step is packed on the host (`packing`), and runs as one or two jitted programs (`programs`), which are called by the
-`ProgramRunner` (`runner`). All programs are compiled for every bucket by `warm_up`; serving never compiles. The pools and the
-last-token memory are donated, and rebound when the program returns. The host crosses to the device once per program: all
-integers of a step travel as one vector, split by static offsets on the device. Sampled tokens are fed into the next step on
-the device, so the next step can be dispatched before the host has seen them. Masks come late: forward is dispatched without
-them, sampling when they are there (`MaskedStepHandle`).
+`ProgramRunner` (`runner`). All programs are compiled for every bucket by `warm_up`; serving never compiles. The pools
+and the last-token memory are donated, and rebound when the program returns. The host crosses to the device once per
+program: all integers of a step travel as one vector, split by static offsets on the device. Sampled tokens are fed into
+the next step on the device, so the next step can be dispatched before the host has seen them. Masks come late: forward
+is dispatched without them, sampling when they are there (`MaskedStepHandle`).
 
-Over several devices every program is one `jax.shard_map`: weights and pools are cut (`apt_jax.models.sharding`), everything else is
-the same on all of them.
+Over several devices every program is one `jax.shard_map`: weights and pools are cut (`apt_jax.models.sharding`),
+everything else is the same on all of them.
 """
 
 import dataclasses
@@ -70,16 +70,17 @@ class JaxExecutor:
         cache: block size, pool size, which kinds may occur, and how hidden rows attend.
         max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step; they fix the buckets.
         mixed: also compile steps in which decode rows and prompt chunks have their own attention paths; without it a
-            step with both is two programs, one after another (one that computes all rows as chunks where some sample under
-            a mask). None: where decode attention is a kernel of its own.
+            step with both is two programs, one after another (one that computes all rows as chunks where some sample
+            under a mask). None: where decode attention is a kernel of its own.
         attention: implementation, or its name for `apt_jax.pallas.attention_ops`; None: the platform's default.
         quantization: "int8": see `models.quantize`; None: weights as they are.
         mesh: of the devices that share the model, from `parallel.tensor_mesh`; None: one.
-        conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`), where
-            both kinds are offered. Without it `can_convert` is False.
+        conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`),
+            where both kinds are offered. Without it `can_convert` is False.
 
     Raises:
-        ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for the
+        ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for
+        the
             pool, or the model cannot be cut for so many devices.
     """
 

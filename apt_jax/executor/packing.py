@@ -144,12 +144,13 @@ def pack_forward(batch: StepBatch, form: StepFormat, *, mixed: bool) -> PackedFo
         offset    0              |          | 0, 1, .. len-1  |     | 0, 1, .. len-1     |
         position  start[owner] + offset          B, P: buckets of decode rows and of prefill tokens
 
-    Position t lies in block t // C of the row's table (C: positions of a block, by kind), so that its place in the pool is
+    Position t lies in block t // C of the row's table (C: positions of a block, by kind), so that its place in the pool
+    is
 
         slot = block_tables[owner, half, t // C] * C + t % C
 
-    in each half of the table (K and V) for KV rows, in the first half (X) for hidden rows. `sample_rows` are the places of
-    the last tokens of the rows that sample.
+    in each half of the table (K and V) for KV rows, in the first half (X) for hidden rows. `sample_rows` are the places
+    of the last tokens of the rows that sample.
     """
     decodes, prefills = _split_rows(batch, mixed=mixed)
     lens = batch.num_tokens[prefills]

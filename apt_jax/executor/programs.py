@@ -5,14 +5,14 @@ A step is two jitted programs, so that their shapes do not multiply:
 * forward: (decode bucket, prefill bucket) -> cache written, hidden states of the rows that sample;
 * sample: (bucket of sampling rows, `SamplerVariant`) -> logits, tokens, device memory of last tokens.
 
-Where the device runs a program as one graph (`KernelBackend.branches` is False), a step of decode rows alone is one program,
-"decode": forward and sampling. Then programs do not branch either: they are compiled for each `KindSet`, and for draws without
-top-k and top-p.
+Where the device runs a program as one graph (`KernelBackend.branches` is False), a step of decode rows alone is one
+program, "decode": forward and sampling. Then programs do not branch either: they are compiled for each `KindSet`, and
+for draws without top-k and top-p.
 
-With prefix caching there is a third program, "copy", for a few numbers of copies: blocks that a step writes to begin as copies
-of cached ones (`StepBatch.copies`). Where policies may convert layer inputs to keys and values (`StepBatch.conversions`), a
-fourth, "convert", does so for two numbers of X blocks: many of them are converted in several calls. Both run before the step
-and only where there is something to do.
+With prefix caching there is a third program, "copy", for a few numbers of copies: blocks that a step writes to begin as
+copies of cached ones (`StepBatch.copies`). Where policies may convert layer inputs to keys and values
+(`StepBatch.conversions`), a fourth, "convert", does so for two numbers of X blocks: many of them are converted in
+several calls. Both run before the step and only where there is something to do.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Calls of the programs, and the arrays on the device that they donate and replace.
 
-Where the devices belong to several hosts, rank 0 announces every call to the others (`apt_jax.distributed.hosts`), which make the same
-calls by `ProgramRunner.run_plan`.
+Where the devices belong to several hosts, rank 0 announces every call to the others (`apt_jax.distributed.hosts`),
+which make the same calls by `ProgramRunner.run_plan`.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """Early rejection: requests that arrive while a step runs, and would be rejected after it, need not wait for its end.
 
-The engine thread leaves a snapshot of the queue when it dispatches a step. Threads that submit requests compare each with
-the snapshot and with what has arrived since. The gate only rejects; the engine decides about whatever it lets pass.
+The engine thread leaves a snapshot of the queue when it dispatches a step. Threads that submit requests compare each
+with the snapshot and with what has arrived since. The gate only rejects; the engine decides about whatever it lets
+pass.
 """
 
 import dataclasses

@@ -1,29 +1,30 @@
 """The engine for servers: a thread runs its loop, requests come from asyncio event loops.
 
 1. `AsyncEngine.submit` puts a request into an inbox and returns a `RequestStream`; it never waits.
-2. The engine thread empties the inbox between steps: it adds requests, drops the cancelled ones, ends those whose deadline
-   has passed, and runs one step. With nothing to do it sleeps on a condition. Requests that arrive while the next step is
-   put together are added before it is dispatched; one that arrives while it runs and would only be rejected after it is
-   rejected at once, by the `AdmissionGate`.
+2. The engine thread empties the inbox between steps: it adds requests, drops the cancelled ones, ends those whose
+   deadline has passed, and runs one step. With nothing to do it sleeps on a condition. Requests that arrive while the
+   next step is put together are added before it is dispatched; one that arrives while it runs and would only be
+   rejected after it is rejected at once, by the `AdmissionGate`.
 3. The outputs of a step go to the streams (`apt_jax.frontend.streams`).
 4. Leaving a stream early, by `cancel` or by closing the generator, ends the request within one iteration.
 5. `watch` reports what the scheduler decides, at most one batch of iterations per event loop and step.
 
-Threads. Only the engine thread changes the engine; other threads may hand it a function to run between two steps (`call`).
-But threads that submit a request read the engine while a step runs, through `AdmissionGate`:
+Threads. Only the engine thread changes the engine; other threads may hand it a function to run between two steps
+(`call`). But threads that submit a request read the engine while a step runs, through `AdmissionGate`:
 
 * `engine.min_blocks_for`: block sizes and cache kinds on offer, which never change;
-* `engine.num_cached`, for requests with a TTFT objective under `slo_admission`: one dict look-up in the prefix index per
-  block of the prompt;
+* `engine.num_cached`, for requests with a TTFT objective under `slo_admission`: one dict look-up in the prefix index
+  per block of the prompt;
 * `engine.has`: one look-up in the dict of live requests;
-* `engine.admission.early_reject`: the configuration and its arguments, a frozen snapshot and a count that the inbox's lock guards.
+* `engine.admission.early_reject`: the configuration and its arguments, a frozen snapshot and a count that the inbox's
+  lock guards.
 
-Under the GIL a look-up sees the dict before or after a change, never in between, and an outdated answer does no harm: the
-gate can only reject, with an error that invites a retry, and the engine decides about all other requests. Without the GIL
-the look-ups would be data races: free-threaded Python is not supported.
+Under the GIL a look-up sees the dict before or after a change, never in between, and an outdated answer does no harm:
+the gate can only reject, with an error that invites a retry, and the engine decides about all other requests. Without
+the GIL the look-ups would be data races: free-threaded Python is not supported.
 
-Once the engine thread has ended, `call` runs functions in its caller's thread. When a step never ends, or the machine below
-it is gone (`lose`), another thread ends all streams and answers what is left in the inbox.
+Once the engine thread has ended, `call` runs functions in its caller's thread. When a step never ends, or the machine
+below it is gone (`lose`), another thread ends all streams and answers what is left in the inbox.
 """
 
 import asyncio
@@ -79,8 +80,8 @@ class AsyncEngine:
     Args:
         parts: the engine and its components, from `apt_jax.build_engine`; from now on this object owns them.
         observer: receives the end of every request.
-        step_timeout_s: an iteration that takes longer is taken to never end: every request fails with `EngineDeadError`, and
-            `wait_ended` returns. The thread cannot be ended; end the process. None: no limit.
+        step_timeout_s: an iteration that takes longer is taken to never end: every request fails with
+            `EngineDeadError`, and `wait_ended` returns. The thread cannot be ended; end the process. None: no limit.
         decision_log: number of requests for which `decisions` is kept; 0: none.
     """
 
@@ -256,7 +257,8 @@ class AsyncEngine:
         self._end.result()
 
     def lose(self, reason: str) -> None:
-        """End every request with `EngineDeadError` now: the machine below the engine is gone, a running step may never end."""
+        """End every request with `EngineDeadError` now: the machine below the engine is gone, a running step may never
+        end."""
         self._fail_all(None, reason)
 
     # --- between threads ---------------------------------------------------------------------------------------------
@@ -374,8 +376,8 @@ class AsyncEngine:
             raise
 
     def _drain_arrivals_before_dispatch(self, _batch: StepBatch) -> None:
-        """Add the requests that arrived while a step was put together, then open the gate for those that arrive while it
-        runs. Requests behind a function in the inbox keep their place."""
+        """Add the requests that arrived while a step was put together, then open the gate for those that arrive while
+        it runs. Requests behind a function in the inbox keep their place."""
         while True:
             with self._work:
                 first = self._inbox[0] if self._inbox else None

@@ -54,8 +54,8 @@ def build_engine(
     Args:
         config: what to build.
         warm_up: compile every program now; False: each is compiled when it is first needed.
-        calibrate: measure step costs if none are stored for this model, machine and configuration; stored ones are used in
-            any case.
+        calibrate: measure step costs if none are stored for this model, machine and configuration; stored ones are used
+            in any case.
         calibration_s: approximate duration of the measurement, seconds.
         progress: called while programs are prepared and step costs measured.
         on_joined: called with the other hosts of the replica, if any, once they have joined.
@@ -221,8 +221,8 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
 def use_compile_cache() -> bool:
     """Keep compiled programs on disk, so that the next start is quick; returns False where that is not possible.
 
-    JAX trusts what it finds there, so the directory must belong to this user only. A directory that JAX was already told
-    to use stays.
+    JAX trusts what it finds there, so the directory must belong to this user only. A directory that JAX was already
+    told to use stays.
     """
     import jax
 
@@ -237,7 +237,8 @@ def use_compile_cache() -> bool:
 
 
 def _find_tokenizer(config: EngineConfig, model_path: Path | None, vocab_size: int) -> Tokenizer | None:
-    """Load the configured tokenizer, or else the model's; a model without files (`load_format="dummy"`) may have none."""
+    """Load the configured tokenizer, or else the model's; a model without files (`load_format="dummy"`) may have
+    none."""
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer, model_vocab_size=vocab_size)
     if model_path is None or (

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class FallbackSeeds:
-    """Seeds of requests that bring none, derived from the engine's seed and a running number. Calls from several threads
-    get different numbers under the GIL."""
+    """Seeds of requests that bring none, derived from the engine's seed and a running number. Calls from several
+    threads get different numbers under the GIL."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -90,8 +90,8 @@ class EngineComponents:
         )
 
     def build_request(self, **fields: Any) -> EngineRequest:
-        """Call `apt_jax.validation.build_request` with this engine's limits; the request arrives now unless `arrival_s` is
-        given. A request without a seed gets one of `seeds`."""
+        """Call `apt_jax.validation.build_request` with this engine's limits; the request arrives now unless `arrival_s`
+        is given. A request without a seed gets one of `seeds`."""
         return self.build_requests(**fields)[0]
 
     def build_requests(self, *, n: object = 1, **fields: Any) -> list[EngineRequest]:
@@ -191,10 +191,11 @@ def build_components(
 
 
 def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> EngineComponents:
-    """Build a fresh engine over the same executor with another policy and other cache kinds; compiles and loads nothing.
+    """Build a fresh engine over the same executor with another policy and other cache kinds; compiles and loads
+    nothing.
 
-    Only one of them may run at a time: they share the executor's pool. With prefix caching an engine must not be used again
-    after another one has run, as its cached blocks have been overwritten.
+    Only one of them may run at a time: they share the executor's pool. With prefix caching an engine must not be used
+    again after another one has run, as its cached blocks have been overwritten.
 
     Args:
         parts: from `build_engine`, with both kinds compiled where `cache` needs them.

@@ -84,9 +84,9 @@ class LLM:
         calibrate: measure step costs if none are stored for this machine; stored ones are used in any case.
         use_tqdm: show progress while preparing programs and calibrating.
         **options: single values that replace those of `config`, by the name of the field in `EngineConfig`,
-            `CacheConfig`, `SchedulerConfig` or `ParallelConfig`, for example ``dtype="bfloat16", max_num_seqs=128``; but
-            ``cache`` for `CacheConfig.mode` and ``scheduling_policy`` for `SchedulerConfig.policy`. ``help(LLM)`` lists
-            them.
+            `CacheConfig`, `SchedulerConfig` or `ParallelConfig`, for example ``dtype="bfloat16", max_num_seqs=128``;
+            but ``cache`` for `CacheConfig.mode` and ``scheduling_policy`` for `SchedulerConfig.policy`. ``help(LLM)``
+            lists them.
 
     Raises:
         TypeError: unknown option.
@@ -201,8 +201,8 @@ class LLM:
         """Answer conversations with the model's chat template.
 
         Args:
-            messages: a conversation, or a list of them: messages of ``{"role": ..., "content": ...}``. Text that looks like
-                a special token is encoded as plain text.
+            messages: a conversation, or a list of them: messages of ``{"role": ..., "content": ...}``. Text that looks
+                like a special token is encoded as plain text.
             tools: functions that the model may call, for chat templates that support them; calls are returned as text.
             add_generation_prompt: end the prompt with the beginning of the model's turn.
             sampling_params, slo, use_tqdm: see `generate`.

@@ -52,7 +52,8 @@ class OutputDelta:
 class OutputAssembler:
     """The engine's `OutputProcessor`: detokenises, looks for stop strings, and makes `OutputDelta`s.
 
-    Requests are keyed by object, not by id: an id may be reused while the last output of its former request is in flight.
+    Requests are keyed by object, not by id: an id may be reused while the last output of its former request is in
+    flight.
 
     Args:
         tokenizer: None: outputs hold token ids only.

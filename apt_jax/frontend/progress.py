@@ -21,7 +21,8 @@ def of_stage(progress: Progress | None, stage: str) -> Callable[[int, int], None
 
 
 class ProgressBars:
-    """A `Progress` that draws one bar per stage where stderr is a terminal, and else reports its start and end as lines.
+    """A `Progress` that draws one bar per stage where stderr is a terminal, and else reports its start and end as
+    lines.
 
     Args:
         disable: True: draws and reports nothing.

@@ -1,8 +1,8 @@
 """Streams between the engine thread and asyncio code.
 
 Outputs of a step are merged into the streams, at most one unread `OutputDelta` each, and the event loops that read them
-are woken once per step. A slow reader gets more tokens at a time and delays nobody; the memory of a stream is bounded by
-the request's `max_tokens`. A stream ends once: with a delta that has a `finish_reason`, or with an exception.
+are woken once per step. A slow reader gets more tokens at a time and delays nobody; the memory of a stream is bounded
+by the request's `max_tokens`. A stream ends once: with a delta that has a `finish_reason`, or with an exception.
 """
 
 import asyncio
@@ -109,8 +109,8 @@ class RequestStream:
 class RequestStreamGroup:
     """The outputs of several requests, for one reader: an asynchronous iterator of (index, `OutputDelta`).
 
-    It ends when all of them have ended. Raises what `RequestStream` raises, for the first that fails; the others go on until
-    `cancel`.
+    It ends when all of them have ended. Raises what `RequestStream` raises, for the first that fails; the others go on
+    until `cancel`.
     """
 
     def __init__(self, streams: Sequence[RequestStream], updated: asyncio.Event) -> None:
@@ -149,7 +149,8 @@ class RequestStreamGroup:
 
 
 class OpenStreams:
-    """The streams of the requests that the engine holds, and those whose readers are to be woken. For the engine thread.
+    """The streams of the requests that the engine holds, and those whose readers are to be woken. For the engine
+    thread.
 
     Args:
         max_queue_s: seconds for which a request may wait to be scheduled; infinite: no limit.
@@ -219,7 +220,8 @@ class OpenStreams:
         self._updated.setdefault(stream.event_loop, []).append(stream)
 
     def wake(self) -> list[RequestStream]:
-        """Wake the readers of updated streams, with one call into each event loop; returns those whose loop is closed."""
+        """Wake the readers of updated streams, with one call into each event loop; returns those whose loop is
+        closed."""
         updated, self._updated = self._updated, {}
         unread: list[RequestStream] = []
         for event_loop, streams in updated.items():

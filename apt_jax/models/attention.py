@@ -1,8 +1,9 @@
 """Attention of one layer: project tokens to q, k and v, write their cache, and attend over the block pool.
 
-Decode rows of the KV kind attend over keys and values. Those of the hidden kind attend over cached layer inputs x, absorbed:
-score = (W_k^T q) . x + q . b_k, where the softmax drops the second term, and out = W_v (sum a x) + b_v, as sum a = 1. Lanes of
-keys that are rotated, or normed, after projection cannot be absorbed: those keys are computed from x.
+Decode rows of the KV kind attend over keys and values. Those of the hidden kind attend over cached layer inputs x,
+absorbed: score = (W_k^T q) . x + q . b_k, where the softmax drops the second term, and out = W_v (sum a x) + b_v, as
+sum a = 1. Lanes of keys that are rotated, or normed, after projection cannot be absorbed: those keys are computed from
+x.
 """
 
 import dataclasses
@@ -80,7 +81,8 @@ def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | No
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that are not None. Ops get the others not at all: a backend need not know features it does not support."""
+    """The options that are not None. Ops get the others not at all: a backend need not know features it does not
+    support."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -111,8 +113,8 @@ def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Ar
 def _project(
     a: AttentionInputs, x: Array, cos_sin: _CosSin | None, *, q_only: bool = False
 ) -> tuple[Array, Array, Array]:
-    """q (T, N * H), k and v (T, E) of tokens, in the dtype of x; zeros for values of k and v that are not finite. With `q_only`
-    k and v are zeros."""
+    """q (T, N * H), k and v (T, E) of tokens, in the dtype of x; zeros for values of k and v that are not finite. With
+    `q_only` k and v are zeros."""
     p, config = a.params, a.config
     lanes, q_width = config.lane, config.num_heads * config.head_dim
     nothing = jnp.zeros((x.shape[0], lanes), x.dtype)
@@ -181,8 +183,9 @@ def _norm_and_rotate(
 def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) -> Array:
     """The pool with the cache of all tokens in it: k and v, or x.
 
-    What others may read stays finite by construction, as k and v are: 0 * NaN = NaN, so a NaN would pass the mask of a neighbour
-    in the same tile, or of a recycled block's next owner. The row that made it still fails, through its own residual.
+    What others may read stays finite by construction, as k and v are: 0 * NaN = NaN, so a NaN would pass the mask of a
+    neighbour in the same tile, or of a recycled block's next owner. The row that made it still fails, through its own
+    residual.
     """
     batch, (kv_rows, hidden_rows) = a.batch, a.options.kinds
     if a.options.tensor is not None and hidden_rows:
@@ -288,8 +291,8 @@ def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
 def _attend_absorbed_shards(
     a: AttentionInputs, q: Float[Array, "B N H"], pool: Array, tensor: TensorParallel
 ) -> Float[Array, "B N H"]:
-    """Absorbed attention of this device's heads, where every device has some features of the layer inputs, and so a part of
-    the scores of all heads."""
+    """Absorbed attention of this device's heads, where every device has some features of the layer inputs, and so a
+    part of the scores of all heads."""
     p, batch = a.params, a.batch
     every = tensor.gather(q * jnp.asarray(q.shape[2] ** -0.5, q.dtype), 1)
     z = a.options.ops.decode_absorbed(
@@ -374,8 +377,8 @@ def _add_value_bias(a: AttentionInputs, out: Float[Array, "B N H"]) -> Array:
 def _of_kv_heads(
     a: Float[Array, "B N R"], w: Float[Array, "K H D"], contract: tuple[int, int], dtype: Any = None
 ) -> Array:
-    """Products of every query head with its key head's matrix: (N, B, ...) where K = N, else (B * G, ...) a key head laid
-    out so that `transpose(1, 0, 2)` and a reshape give (B, N, ...)."""
+    """Products of every query head with its key head's matrix: (N, B, ...) where K = N, else (B * G, ...) a key head
+    laid out so that `transpose(1, 0, 2)` and a reshape give (B, N, ...)."""
     batch, num_heads, width = a.shape
     num_kv_heads = w.shape[0]
     if num_heads == num_kv_heads:

@@ -3,8 +3,9 @@
     python -m apt_jax.models.cache_kinds            # every published size that is known by name, as Markdown
     python -m apt_jax.models.cache_kinds FILE       # the same, put between the markers of a Markdown file
 
-Memory is what one token takes in all layers; the pool takes it in blocks, of which the last elements may stay empty. The time of a cached token in a decode step is the larger of its bytes over the
-bandwidth and its operations over the matmul rate of an A100 40 GB (1.555 TB/s, 312 TFLOP/s): a floor, not a measurement.
+Memory is what one token takes in all layers; the pool takes it in blocks, of which the last elements may stay empty.
+The time of a cached token in a decode step is the larger of its bytes over the bandwidth and its operations over the
+matmul rate of an A100 40 GB (1.555 TB/s, 312 TFLOP/s): a floor, not a measurement.
 """
 
 import argparse
@@ -47,20 +48,21 @@ class CacheKindInfo:
     hidden_ratio: float
     """`hidden_bytes` over `kv_bytes`."""
     pool_ratio: float | None
-    """The same in the pool, of long contexts: layer inputs that do not fit a block of `BLOCK_SIZE` keys leave room at its
-    end. None: not offered."""
+    """The same in the pool, of long contexts: layer inputs that do not fit a block of `BLOCK_SIZE` keys leave room at
+    its end. None: not offered."""
     mode: HiddenMode
     hybrid: bool
     """`--cache hybrid` offers both kinds; else it means KV."""
     refusal: str | None
     """Reason for which the hidden kind is not offered."""
     break_even_tokens: float | None
-    """Context from which absorbed attention moves fewer bytes than attention over keys and values, in a kernel that reads
-    layer inputs once: its queries and results are N * D wide, written and read, whatever the context. None: it is bound by
+    """Context from which absorbed attention moves fewer bytes than attention over keys and values, in a kernel that
+    reads layer inputs once: its queries and results are N * D wide, written and read, whatever the context. None: it is
+        bound by
     operations, or not offered."""
     time_ratio: float | None
-    """Floor of a cached token's time in attention over layer inputs, over that of keys and values; contexts far beyond the
-    break-even."""
+    """Floor of a cached token's time in attention over layer inputs, over that of keys and values; contexts far beyond
+    the break-even."""
 
 
 def cache_kind_info(model: str, config: ModelConfig) -> CacheKindInfo:

@@ -124,8 +124,8 @@ def windows(
     """`ModelConfig.layer_windows`.
 
     Args:
-        is_sliding: layers with ``sliding_window`` where ``layer_types`` does not say; None: all layers have it, whatever
-            ``layer_types`` says.
+        is_sliding: layers with ``sliding_window`` where ``layer_types`` does not say; None: all layers have it,
+            whatever ``layer_types`` says.
     """
     window = ConfigFields(fields).optional_positive("sliding_window")
     if window is None:

@@ -11,8 +11,8 @@ NormPlacement = Literal["pre", "post", "output", "sandwich"]
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 Position = Literal["learned", "rope", "alibi"]
 HiddenMode = Literal["absorb", "partial", "v-absorb", "refused"]
-"""Parts of attention over cached layer inputs that are absorbed: everything; all but the rotary lanes of the keys; the values, with
-the keys reprojected; or the kind is not offered."""
+"""Parts of attention over cached layer inputs that are absorbed: everything; all but the rotary lanes of the keys; the
+values, with the keys reprojected; or the kind is not offered."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -199,8 +199,8 @@ class ModelConfig:
 
     @property
     def offers_hybrid(self) -> bool:
-        """True if one engine offers both kinds: where the hidden one takes at most half of K and V. A smaller gain is not
-        worth what the choice costs every step, and on CPUs in second copies of weights."""
+        """True if one engine offers both kinds: where the hidden one takes at most half of K and V. A smaller gain is
+        not worth what the choice costs every step, and on CPUs in second copies of weights."""
         return self.supports_hidden and self.hidden_size <= self.lane
 
     @property

@@ -122,7 +122,8 @@ class ConfigFields:
         return size, count, size // count
 
     def special_ids(self, vocab_size: int, bos: int | None, eos: int | None, pad: int | None) -> dict[str, Any]:
-        """Begin-of-sequence, end-of-sequence and padding id as arguments of `ModelConfig`, with the family's defaults."""
+        """Begin-of-sequence, end-of-sequence and padding id as arguments of `ModelConfig`, with the family's
+        defaults."""
         return {
             "bos_token_id": self.label_id("bos_token_id", bos, vocab_size),
             "eos_token_id": self.token_id("eos_token_id", eos, vocab_size),

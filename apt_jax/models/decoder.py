@@ -4,8 +4,8 @@ A step works on T flat tokens: first `num_decode` rows of one token each, then t
 another. The life of a token in one layer:
 
 1. x = the layer's attention input (after the norm where the model is pre-norm): what the hidden kind caches.
-2. q from x for all tokens; k and v from x for prefill tokens, and for decode rows if any of them has the KV kind; q and k
-   are normed and turned where the model does so.
+2. q from x for all tokens; k and v from x for prefill tokens, and for decode rows if any of them has the KV kind; q and
+   k are normed and turned where the model does so.
 3. Cache write: (k, v) or x, whichever the token's request caches, in one scatter into the donated pool; two where x
    and k differ in width.
 4. Decode rows attend to the pool: KV, absorbed, or reprojected. Prefill chunks attend to themselves directly and to
@@ -184,8 +184,8 @@ def convert_inputs(
     config: ModelConfig,
     options: StepOptions,
 ) -> tuple[Array, ...]:
-    """Compute keys and values of cached layer inputs and write them to other blocks: K and V as a step of the KV kind would have
-    cached them, but for rounding; no attention, no feed-forward.
+    """Compute keys and values of cached layer inputs and write them to other blocks: K and V as a step of the KV kind
+    would have cached them, but for rounding; no attention, no feed-forward.
 
     Args:
         pools: as in `decoder_step`. All of `batch.blocks` are read before anything is written.

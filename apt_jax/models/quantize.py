@@ -1,7 +1,8 @@
-"""Weights as int8 with a scale for each output ("weight-only"): half the bytes of bfloat16, read whole at every decode step.
+"""Weights as int8 with a scale for each output ("weight-only"): half the bytes of bfloat16, read whole at every decode
+step.
 
-Activations, norms, biases, position tables and the cache stay as they are. Scales and rounding are qwix's (symmetric, the
-largest weight of an output is 127.5 steps). Products take the integers as they are and scale the results.
+Activations, norms, biases, position tables and the cache stay as they are. Scales and rounding are qwix's (symmetric,
+the largest weight of an output is 127.5 steps). Products take the integers as they are and scale the results.
 """
 
 from typing import Any
@@ -35,8 +36,8 @@ def quantize_params(params: ModelParams, *, keep: bool) -> ModelParams:
 
     Args:
         params: whole, or as `fuse_products` leaves them.
-        keep: attention over layer inputs absorbs or reprojects with wk and wv by themselves: leave them in full, as what
-            their integers stand for, so that both kinds of cache see the same weights.
+        keep: attention over layer inputs absorbs or reprojects with wk and wv by themselves: leave them in full, as
+            what their integers stand for, so that both kinds of cache see the same weights.
 
     Raises:
         ConfigError: qwix is not installed.

@@ -1,7 +1,7 @@
 """Frequencies of rotary position embeddings, as Hugging Face configurations describe them.
 
-`read_rope` turns the fields of a ``config.json`` into a `RopeConfig`. Names of types and fields are those of transformers,
-old (``rope_theta`` and ``rope_scaling``) and new (``rope_parameters``):
+`read_rope` turns the fields of a ``config.json`` into a `RopeConfig`. Names of types and fields are those of
+transformers, old (``rope_theta`` and ``rope_scaling``) and new (``rope_parameters``):
 
 default   1 / theta^(2i / R)                                         (Su et al., 2021)
 linear    all of them divided by `factor`                            (Chen et al., 2023)
@@ -11,8 +11,8 @@ yarn      as llama3 with a ramp over lanes, and scaled scores        (Peng et al
 longrope  a factor a lane, one set for short contexts, one for long  (Ding et al., 2024)
 
 Two types depend on the length of the context. Cached keys cannot follow a length that grows, so the frequencies are
-those of one length, the model's `max_len`: up to the original context both are exactly those of transformers, and beyond
-it a longer `max_len` must be asked for (``--max-model-len``), which fixes the frequencies of that length.
+those of one length, the model's `max_len`: up to the original context both are exactly those of transformers, and
+beyond it a longer `max_len` must be asked for (``--max-model-len``), which fixes the frequencies of that length.
 """
 
 import math

@@ -1,13 +1,14 @@
 """Tensor parallelism: one model sharded over several devices as in Megatron, and the collectives between them.
 
-Every device runs the decoder of `apt_jax.models.decoder` on its share of the heads, of the feed-forward layer and of the
-vocabulary, within one `jax.shard_map` a program. What crosses between them is written where it happens (`TensorParallel`):
+Every device runs the decoder of `apt_jax.models.decoder` on its share of the heads, of the feed-forward layer and of
+the vocabulary, within one `jax.shard_map` a program. What crosses between them is written where it happens
+(`TensorParallel`):
 
 * a sum after attention's output product and after the feed-forward layer, as both are cut on their input side;
 * a sum of the token embeddings, of which every device has some rows, and a gathering of the scores over the vocabulary;
 * for layer inputs X, which are cached by feature so that they too take 1/t of the memory on each of t devices: absorbed
-  attention gathers the new queries, sums the scores between its two products, a tile of positions at a time, and sums and scatters its result over heads; where
-  keys must be computed from X, its features are gathered first.
+  attention gathers the new queries, sums the scores between its two products, a tile of positions at a time, and sums
+  and scatters its result over heads; where keys must be computed from X, its features are gathered first.
 
 The residual stream and the sampler are computed by every device alike.
 
@@ -178,7 +179,8 @@ def _specs_by_name(config: ModelConfig, size: int) -> dict[str, P]:
 
 
 def leaf_spec(config: ModelConfig, size: int, name: str) -> P:
-    """Partition of a leaf of `param_names` over so many devices. Raises ConfigError where the model cannot be sharded."""
+    """Partition of a leaf of `param_names` over so many devices. Raises ConfigError where the model cannot be
+    sharded."""
     check_size(config, size)
     return _specs_by_name(config, size)[name] if size > 1 else P()
 
@@ -196,7 +198,8 @@ def shard_params(
     Args:
         params: as loaded, anywhere. Leaves that are not needed whole are deleted.
         config: of the model as loaded.
-        absorbs: whether attention over layer inputs absorbs both W_k and W_v: they are kept a second time, sharded by feature.
+        absorbs: whether attention over layer inputs absorbs both W_k and W_v: they are kept a second time, sharded by
+            feature.
     """
     size = mesh.size
     specs = _specs_by_name(with_repeated_heads(config, size), size)

@@ -48,7 +48,8 @@ class DecoderBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertBatch:
-    """Layer inputs that become keys and values. G of their blocks, T = G * `hidden_block_size` slots, block after block."""
+    """Layer inputs that become keys and values. G of their blocks, T = G * `hidden_block_size` slots, block after
+    block."""
 
     blocks: Int32[Array, " G"]
     """The reserved block for padding."""
@@ -76,8 +77,8 @@ class StepOptions:
     ops: KernelBackend
     """`ops.branches` says whether what no row needs is branched around on the device."""
     tensor: TensorParallel | None = None
-    """None: the device has the whole model. Else the step runs one device's shard of it, within `jax.shard_map`, and its
-    `ModelConfig` is `sharding.own_config`."""
+    """None: the device has the whole model. Else the step runs one device's shard of it, within `jax.shard_map`, and
+    its `ModelConfig` is `sharding.own_config`."""
 
 
 Product = Callable[..., Array]
@@ -114,7 +115,8 @@ def product_args(w: Array | QuantizedMatrix | TiledMatrix) -> tuple[Any, ...]:
 
 
 def flatten_inputs(w: Any, inputs_from: int) -> Any:
-    """A matrix as (outputs, inputs); axes from `inputs_from` on are inputs. Quantized and tiled ones are flat already."""
+    """A matrix as (outputs, inputs); axes from `inputs_from` on are inputs. Quantized and tiled ones are flat
+    already."""
     if isinstance(w, QuantizedMatrix | TiledMatrix):
         return w
     return w.reshape(math.prod(w.shape[:inputs_from]), -1)

@@ -13,8 +13,8 @@ from apt_jax.ops.weights import QuantizedMatrix, TiledMatrix
 
 
 def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
-    """One matrix for q, k and v in every layer, and one for gate and up: CPUs compute one wide product in less than half
-    the time of three.
+    """One matrix for q, k and v in every layer, and one for gate and up: CPUs compute one wide product in less than
+    half the time of three.
 
     Args:
         keep: leave wq, wk and wv as well: hidden rows need only q, and absorption needs wk and wv by themselves. The
@@ -55,8 +55,8 @@ def map_matrices(
 
     Args:
         params: whole, or as `fuse_products` leaves them.
-        keep: what to do with wk and wv instead, in their own shape: attention over layer inputs absorbs or reprojects with
-            them by themselves.
+        keep: what to do with wk and wv instead, in their own shape: attention over layer inputs absorbs or reprojects
+            with them by themselves.
     """
 
     def matrix(w: Any) -> Any:

@@ -9,8 +9,8 @@ from jax import Array
 from apt_jax.ops import linear
 
 EXTRAS: frozenset[str] = frozenset({"softcap", "alibi", "window", "key norm", "grouped absorption", "input width"})
-"""Features that some models need beside plain attention: the three of `LogitModifiers`, `KeyNorm`, `decode_v_absorbed` with fewer
-key heads than query heads, and layer inputs narrower or wider than the lane."""
+"""Features that some models need beside plain attention: the three of `LogitModifiers`, `KeyNorm`, `decode_v_absorbed`
+with fewer key heads than query heads, and layer inputs narrower or wider than the lane."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,11 @@ class KernelBackend:
     dense_argmax: Callable[..., tuple[Array, Array]] | None = None
     """`sampling.greedy` of the products of `dense`, from the same arguments; None: not provided."""
     gated: Callable[[Array, Any, str], Array] | None = None
-    """The first half of a gated feed-forward in one: rows (T, I), gate and up as one matrix (2 F, I), and the name of the
-    activation, to (T, F) in the dtype of the rows; None: not provided."""
+    """The first half of a gated feed-forward in one: rows (T, I), gate and up as one matrix (2 F, I), and the name of
+    the activation, to (T, F) in the dtype of the rows; None: not provided."""
     add_norm: Callable[..., tuple[Array, Array]] | None = None
-    """Sum and norm of the residual stream and what is added to it (`cpu.ops.add_norm`); None: not provided, like the next."""
+    """Sum and norm of the residual stream and what is added to it (`cpu.ops.add_norm`); None: not provided, like the
+    next."""
     split_qkv: Callable[..., tuple[Array, Array, Array]] | None = None
     """Cut one product for q, k and v into the three (`cpu.ops.split_qkv`)."""
     tiles: bool = False

@@ -22,8 +22,8 @@ def dot(
 
 
 def dense(x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None = None) -> Float[Array, "T O"]:
-    """`x @ w.T` in float32, w (O, I), int8 with a `scale`. One 16-bit row is padded to two: CPUs have a fast product, but no
-    fast GEMV, for it."""
+    """`x @ w.T` in float32, w (O, I), int8 with a `scale`. One 16-bit row is padded to two: CPUs have a fast product,
+    but no fast GEMV, for it."""
     rows = x.shape[0]
     w = w.astype(x.dtype) if scale is not None else w
     if rows == 1 and w.dtype.itemsize == 2:

@@ -1,19 +1,20 @@
 """Readable references of the attention ops: the contract that every implementation is tested against.
 
 All of them work on one layer's pool, `(P, C * E)`: P blocks of C slots of E elements. A block holds, for C positions
-of one request, keys (K * H = E elements a slot) or values, or layer inputs (D elements a slot; where D is not E, a block holds
-more or fewer of them: `block_size` of the ops that read them, which lie at its start). Block tables map position t of a
-request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0` and are never read as data.
+of one request, keys (K * H = E elements a slot) or values, or layer inputs (D elements a slot; where D is not E, a
+block holds more or fewer of them: `block_size` of the ops that read them, which lie at its start). Block tables map
+position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0` and are never read
+as data.
 
 Two requests can share a block by growing towards each other (BROS §5). `slot_ranges[b, j] = (first, last)` then says
-which slots of row b's j-th block are its own: upwards `[first, last)` where first <= last, its positions in the order of
-the slots; downwards `[last, first)` where last < first, its first position in slot `first - 1`. Keys and values of a
-position lie in the same slot of their two blocks. Without `slot_ranges` every block is `(0, min(C, len - j * C))`. `lens`
-stays the number of positions, `C` a block except in the last one; `rows = (a, b)` leaves rows outside [a, b) out: they
-give zeros and read nothing.
+which slots of row b's j-th block are its own: upwards `[first, last)` where first <= last, its positions in the order
+of the slots; downwards `[last, first)` where last < first, its first position in slot `first - 1`. Keys and values of a
+position lie in the same slot of their two blocks. Without `slot_ranges` every block is `(0, min(C, len - j * C))`.
+`lens` stays the number of positions, `C` a block except in the last one; `rows = (a, b)` leaves rows outside [a, b)
+out: they give zeros and read nothing.
 
-Rotary embedding turns lanes i and i + R / 2 of the first R lanes of every head by `angle[position, i]` ("rotate half", as
-in Llama and GPT-NeoX); cached layer inputs are not turned, so keys computed from them are turned by their position.
+Rotary embedding turns lanes i and i + R / 2 of the first R lanes of every head by `angle[position, i]` ("rotate half",
+as in Llama and GPT-NeoX); cached layer inputs are not turned, so keys computed from them are turned by their position.
 
 Dimension key: B rows, T query tokens, N query heads, K key/value heads, H head width, D model width, E lane width, R
 rotary lanes of a head, P blocks, C slots per block, J table entries per row, S positions. Softmax and sums are float32
@@ -197,7 +198,8 @@ def decode_absorbed(
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N D"]:
-    """`softmax(q~ x^T) x` over positions [0, lens), x shared by all heads (docs/design/hybrid_cache.md, Absorption); the scale is in q~."""
+    """`softmax(q~ x^T) x` over positions [0, lens), x shared by all heads (docs/design/hybrid_cache.md, Absorption);
+    the scale is in q~."""
     width = q_absorbed.shape[2]
 
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
@@ -273,8 +275,8 @@ def decode_v_absorbed(
     """`softmax(q_r k_r^T + q~ x^T) x` with k_r = turn(W_k,r x + b_k,r): values absorbed, rotary keys reprojected.
 
     The R rotary lanes of a head must be reprojected, as their turn stands between q and W_k; its other H - R lanes are
-    absorbed into `q_absorbed` (None where R = H). Both queries carry the scale, `q_rotary` is turned by the caller. With a
-    `key_norm` all lanes are reprojected (R = H), and `angles` turn the first 2 * HALF of them.
+    absorbed into `q_absorbed` (None where R = H). Both queries carry the scale, `q_rotary` is turned by the caller.
+    With a `key_norm` all lanes are reprojected (R = H), and `angles` turn the first 2 * HALF of them.
     """
     group = q_rotary.shape[1] // wk_rotary.shape[0]
 
@@ -325,8 +327,8 @@ def prefill(
 
     Row r is `q[offsets[r] : offsets[r] + chunk_lens[r]]`; its prefix is positions [0, prefix_lens[r]) of the pool, keys
     and values or (where `hidden[r]`) layer inputs. Rows from `num_rows` on are left out; tokens of no row give zeros.
-    `q` and `k` are turned by the caller where the model is rotary, `angles` turns keys computed from a hidden prefix, whose
-    blocks hold `hidden_block_size` positions (None: as many as others).
+    `q` and `k` are turned by the caller where the model is rotary, `angles` turns keys computed from a hidden prefix,
+    whose blocks hold `hidden_block_size` positions (None: as many as others).
     """
     out = jnp.zeros(q.shape, jnp.float32)
     head_dim = q.shape[2]

@@ -65,8 +65,8 @@ def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
 
 
 Borders = Literal["maybe", "yes", "no"]
-"""Presence of rows with a top-k or top-p. "maybe": the device looks, and branches around what no row needs. "yes" and "no":
-the host has looked; nothing branches or loops, so that the whole can be part of one CUDA graph."""
+"""Presence of rows with a top-k or top-p. "maybe": the device looks, and branches around what no row needs. "yes" and
+"no": the host has looked; nothing branches or loops, so that the whole can be part of one CUDA graph."""
 
 
 def _largest_threshold(
@@ -163,16 +163,16 @@ def gumbel(seed: UInt32[Array, " B"], position: Int32[Array, " B"], vocab: int) 
 
 
 def _first(found: Bool[Array, "B V"]) -> Int32[Array, " B"]:
-    """The lowest index of a row that is marked, 0 where none is. CPUs are several times faster at this than at argmax, which
-    reduces pairs."""
+    """The lowest index of a row that is marked, 0 where none is. CPUs are several times faster at this than at argmax,
+    which reduces pairs."""
     index = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
     lowest = jnp.min(jnp.where(found, index, found.shape[1]), axis=1)
     return jnp.where(lowest < found.shape[1], lowest, 0).astype(jnp.int32)
 
 
 def is_finite_row(scores: Float[Array, "B V"]) -> Bool[Array, " B"]:
-    """True for rows that can be sampled from. One with NaN or +inf, or with every token forbidden, cannot: argmax and the
-    draw would return some index silently."""
+    """True for rows that can be sampled from. One with NaN or +inf, or with every token forbidden, cannot: argmax and
+    the draw would return some index silently."""
     return jnp.isfinite(jnp.max(scores, axis=1)) & ~jnp.any(jnp.isnan(scores), axis=1)
 
 

@@ -40,8 +40,8 @@ class TiledMatrix:
     """A matrix laid out for matrix tiles of CPUs; see `apt_jax.models.weight_layout`."""
 
     values: Any
-    """(O / 16, I / 32, 16, 16, 2), padded with zeros: of 16 outputs and 32 inputs each pair of inputs of every output; bfloat16,
-    or int8"""
+    """(O / 16, I / 32, 16, 16, 2), padded with zeros: of 16 outputs and 32 inputs each pair of inputs of every output;
+    bfloat16, or int8"""
     scale: Any
     """(O,) float32 of int8, else None"""
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})

@@ -120,8 +120,8 @@ def _decode(
             jnp.zeros((r, num_heads, out_width), jnp.float32),
         )
         _, _, l, acc = lax.while_loop(lambda c: c[0] < steps, body, init)
-        # A masked tile of a row adds exp(0) = 1 to its l when nothing was seen before: rows of length 0, or a window that
-        # begins in a later tile, whose first score then scales it away.
+        # A masked tile of a row adds exp(0) = 1 to its l when nothing was seen before: rows of length 0, or a window
+        # that begins in a later tile, whose first score then scales it away.
         result = jnp.where(len_tile[:, None, None] > 0, acc / jnp.maximum(l, 1e-30)[:, :, None], 0.0)
         return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
@@ -174,7 +174,8 @@ def decode_absorbed(
     rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_absorbed`. With `tensor`, D counts the features that this device has of queries, pool and result."""
+    """See `reference.decode_absorbed`. With `tensor`, D counts the features that this device has of queries, pool and
+    result."""
 
     def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
         del position

@@ -1,7 +1,7 @@
 """Prefill attention over the block pool as plain XLA code (contract: `reference.prefill`).
 
-Chunks are taken row by row. A row's queries attend to its cached prefix first, a tile of keys at a time, then to the tokens of
-their own chunk, a tile of queries at a time. The flash state of all queries of a row is kept between the two.
+Chunks are taken row by row. A row's queries attend to its cached prefix first, a tile of keys at a time, then to the
+tokens of their own chunk, a tile of queries at a time. The flash state of all queries of a row is kept between the two.
 """
 
 import dataclasses
@@ -24,7 +24,8 @@ _FlashState = tuple[Array, Array, Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chunks:
-    """The tokens of all chunks, heads first: tiles are slices along one axis, and their products need no transposition."""
+    """The tokens of all chunks, heads first: tiles are slices along one axis, and their products need no
+    transposition."""
 
     q: Array
     """(K, T, G * H), scaled; like the next two padded by a tile."""
@@ -260,8 +261,8 @@ def _fold(
     rescale = jnp.exp(m - m_new)
     p_tile = p.reshape(heads, chunks.query_tile * chunks.group, -1).astype(values.dtype)
     pv = dot(p_tile, values, (2, 1), ((0,), (0,))).reshape(acc.shape)
-    # A query that has seen no key yet keeps the running maximum of none: what it adds to l here, the first key that it sees
-    # scales away. Its acc must not even see 0 * NaN: the tile may hold tokens of another row.
+    # A query that has seen no key yet keeps the running maximum of none: what it adds to l here, the first key that it
+    # sees scales away. Its acc must not even see 0 * NaN: the tile may hold tokens of another row.
     sees = jnp.any(mask, axis=1)[None, :, None, None]
     return (
         m_new,

@@ -1,7 +1,8 @@
 """Absorbed decode attention for NVIDIA GPUs as plain Triton kernels that jax-triton launches (optional).
 
 A twin of the Pallas kernels that does not depend on Pallas' Triton backend, which JAX has deprecated in favour of
-jax-triton. The kernels are in `jax_triton_kernels.py`; this module imports without triton, its function does not run without.
+jax-triton. The kernels are in `jax_triton_kernels.py`; this module imports without triton, its function does not run
+without.
 """
 
 import dataclasses
@@ -36,7 +37,8 @@ class Tiles:
 
 
 def head_groups(num_heads: int) -> tuple[int, int]:
-    """Heads of the first group and of the second (0: none), powers of two of at least 16: 40 -> (64, 0), 72 -> (64, 16).
+    """Heads of the first group and of the second (0: none), powers of two of at least 16: 40 -> (64, 0), 72 -> (64,
+    16).
 
     Raises:
         ValueError: more heads than the kernels take.

@@ -3,14 +3,14 @@
 The accumulator of a row, N heads of D lanes in float32, fits no streaming multiprocessor, so the output is cut along D
 over programs, while every score needs all of D. Hence two kernels (launched by `jax_triton_absorbed.py`):
 
-  1. `absorbed_scores`, a program per (tile of T tokens, row): S = q~ x^T over all lanes, and of the tile the maximum m, the
-     weights P = exp(S - m) in the pool's dtype, and their sum l.
+  1. `absorbed_scores`, a program per (tile of T tokens, row): S = q~ x^T over all lanes, and of the tile the maximum m,
+     the weights P = exp(S - m) in the pool's dtype, and their sum l.
   2. `absorbed_output`, a program per (block of lanes, row): the sum of P x over the row's tiles, rescaled as in flash
-     attention by exp(m - running maximum) and divided by the sum of l at the end. No atomics: the same input gives the same
-     bits. Rows come in the reverse order of kernel 1, which finds what is left of x in the L2 cache.
+     attention by exp(m - running maximum) and divided by the sum of l at the end. No atomics: the same input gives the
+     same bits. Rows come in the reverse order of kernel 1, which finds what is left of x in the L2 cache.
 
-Tensor cores want a power of two of at least 16 heads; N heads are cut in a first group of H0 and, where that wastes less,
-a second one of H1 (72 heads take 64 + 16). H1 = 0: no second group.
+Tensor cores want a power of two of at least 16 heads; N heads are cut in a first group of H0 and, where that wastes
+less, a second one of H1 (72 heads take 64 + 16). H1 = 0: no second group.
 
 Float32 products are not rounded to TF32 ("ieee").
 
@@ -39,7 +39,8 @@ def _token_slots(
     T: tl.constexpr,
     RANGED: tl.constexpr,
 ):
-    """Pool slots of a row's tokens [tile * T, tile * T + T), and the mask of those that exist (the slot is the row's own)."""
+    """Pool slots of a row's tokens [tile * T, tile * T + T), and the mask of those that exist (the slot is the row's
+    own)."""
     position = tile * T + tl.arange(0, T)
     entry, order = position // C, position % C
     own = position < length

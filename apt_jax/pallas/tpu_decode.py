@@ -1,24 +1,24 @@
 """Decode attention over the block pool for TPUs: Pallas kernels that Mosaic compiles (contracts: `reference.py`).
 
-Both ops are one flash-attention kernel. Its grid is (row, step); a step folds the next G blocks of the row into a running
-maximum m, denominator l and accumulator that stay in VMEM from step to step. How blocks arrive:
+Both ops are one flash-attention kernel. Its grid is (row, step); a step folds the next G blocks of the row into a
+running maximum m, denominator l and accumulator that stay in VMEM from step to step. How blocks arrive:
 
   * Lengths, block tables and slot ranges are prefetched into scalar memory, and the block specifications look them up:
-    the pipeline fetches the blocks of step s + 1 while step s computes. G blocks per step are G operands, all of them the
-    same pool, as one operand can only bring slots that lie side by side.
+    the pipeline fetches the blocks of step s + 1 while step s computes. G blocks per step are G operands, all of them
+    the same pool, as one operand can only bring slots that lie side by side.
   * A step past the row's end asks for the blocks that the last step left in VMEM, so nothing is fetched, and computes
     nothing. The number of steps is that of the longest row, known on the device only.
   * Tokens that are not the row's own get score -1e30 and weight 0, and their values are replaced by 0: 0 * NaN = NaN.
 
-Keys and values of all heads lie side by side in the E lanes of a slot. The queries are therefore spread over E lanes, each
-in those of its key/value head and 0 elsewhere, which makes of all heads two matrix products per step; what the accumulator
-gathers outside of a head's own lanes is dropped at the end. The multiplications by 0 are N times more than needed, and
-still too few to matter: they are 2 N a byte of cache, where a TPU can do over 200. In absorbed attention the queries are E
-wide by nature, and the cached inputs are both keys and values.
+Keys and values of all heads lie side by side in the E lanes of a slot. The queries are therefore spread over E lanes,
+each in those of its key/value head and 0 elsewhere, which makes of all heads two matrix products per step; what the
+accumulator gathers outside of a head's own lanes is dropped at the end. The multiplications by 0 are N times more than
+needed, and still too few to matter: they are 2 N a byte of cache, where a TPU can do over 200. In absorbed attention
+the queries are E wide by nature, and the cached inputs are both keys and values.
 
-Pools may be float32 or bfloat16; float16 is refused, as the matrix unit does not take it. On a TPU an array is laid out in
-tiles over its last two axes, so that (P, C * E) and (P, C, E) are different layouts: whoever owns the pool should keep it as
-(P, C, E), which both functions take too, or every call may begin with a copy of the whole pool.
+Pools may be float32 or bfloat16; float16 is refused, as the matrix unit does not take it. On a TPU an array is laid out
+in tiles over its last two axes, so that (P, C * E) and (P, C, E) are different layouts: whoever owns the pool should
+keep it as (P, C, E), which both functions take too, or every call may begin with a copy of the whole pool.
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""Helpers that the Triton kernels share: launching, masked loads, flash-attention steps, splits of a context, program order.
+"""Helpers that the Triton kernels share: launching, masked loads, flash-attention steps, splits of a context, program
+order.
 
 Every kernel walks positions. `slots_of` gives the slot of each: position t is in entry t // C of a row's table, at slot
 t % C or where `slot_ranges` says. Loads outside a row's own slots are masked and give 0: whatever else lies in a block,

@@ -1,10 +1,12 @@
-"""Absorbed decode attention over cached layer inputs as Pallas kernels on the Triton backend (contracts: `reference.py`).
+"""Absorbed decode attention over cached layer inputs as Pallas kernels on the Triton backend (contracts:
+`reference.py`).
 
 * `decode_absorbed`: the output of a head is as wide as the model, too wide for one program, while each score needs the
   full width. So there are two kernels. `absorbed_scores` takes a tile of positions and all heads: P = exp(S - m) in
   the pool's dtype, with m and l of every tile. `absorbed_output` takes a row and 128 lanes: sum of
   exp(m_tile - m) P x. It walks rows in the opposite order, to meet layer inputs that are still in the L2 cache.
-* `decode_v_absorbed`: another first kernel, which computes and rotates the rotary lanes of the keys, and the same second.
+* `decode_v_absorbed`: another first kernel, which computes and rotates the rotary lanes of the keys, and the same
+  second.
 """
 
 import functools
@@ -37,8 +39,8 @@ from apt_jax.pallas.triton_common import (
 from apt_jax.pallas.triton_tiles import MIN_SIDE, Tile, head_splits, padded, tile_for
 
 Scores = tuple[Float[Array, "B N PADDED"], Float[Array, "B TILES N"], Float[Array, "B TILES N"]]
-"""P = exp(S - m) in the pool's dtype, m and l = sum(P) in float32, of tiles of PADDED // TILES positions; tiles from the end
-of a row on are not written."""
+"""P = exp(S - m) in the pool's dtype, m and l = sum(P) in float32, of tiles of PADDED // TILES positions; tiles from
+the end of a row on are not written."""
 
 
 def _scores_shape(batch: int, heads: int, tiles: int, tokens: int, dtype: Any) -> Any:
@@ -510,7 +512,8 @@ def decode_v_absorbed(
 ) -> Float[Array, "B N D"]:
     """`softmax(q_r k_r^T + q~ x^T) x`, k_r computed and turned tile by tile; see `reference.decode_v_absorbed`.
 
-    Keys are accumulated in float32, turned, and rounded to the pool's dtype. Other arguments as in `absorbed_attention`.
+    Keys are accumulated in float32, turned, and rounded to the pool's dtype. Other arguments as in
+    `absorbed_attention`.
     """
     lens = own_lens(lens, rows, tables.shape[1] * block_size)
     more: dict[str, Any] = {

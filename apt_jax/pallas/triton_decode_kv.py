@@ -1,4 +1,5 @@
-"""Decode attention over keys and values of the block pool as a Pallas kernel on the Triton backend (contract: `reference.py`).
+"""Decode attention over keys and values of the block pool as a Pallas kernel on the Triton backend (contract:
+`reference.py`).
 
 A program takes one key/value head of one row and a split of its context, with running maximum m, denominator l and
 accumulator (flash attention); `combine_splits` joins the splits where a small batch is cut in several.

@@ -1,8 +1,9 @@
 """Decode attention over keys and values computed from cached layer inputs, as a Pallas kernel on the Triton backend.
 
-The same as `triton_decode_kv` over tiles of 128 positions whose keys and values of one head are computed on the spot from
-layer inputs; neither reaches memory. Programs of eight heads run side by side: they share layer inputs, and programs of the
-next rows share their weights, so both mostly come from the L2 cache. Contract: `reference.decode_reprojected`.
+The same as `triton_decode_kv` over tiles of 128 positions whose keys and values of one head are computed on the spot
+from layer inputs; neither reaches memory. Programs of eight heads run side by side: they share layer inputs, and
+programs of the next rows share their weights, so both mostly come from the L2 cache. Contract:
+`reference.decode_reprojected`.
 """
 
 import functools

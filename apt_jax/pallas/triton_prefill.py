@@ -13,8 +13,8 @@ tiles as any division into chunks can need, of which the last ones have nothing 
   * For few query tokens, absorbed attention of `triton_decode_absorbed`, each token a row of its own: up to H tokens it
     multiplies less than the projection of the prefix.
 
-Loads outside a request's own slots and outside a chunk's tokens are masked and give 0. Shapes inside a kernel are powers
-of two. Nothing is summed by atomics, so equal inputs give equal bits.
+Loads outside a request's own slots and outside a chunk's tokens are masked and give 0. Shapes inside a kernel are
+powers of two. Nothing is summed by atomics, so equal inputs give equal bits.
 """
 
 import dataclasses
@@ -73,8 +73,8 @@ _TILES = {
     ("hidden", "sm_80"): PrefillTile(queries=32, keys=64, lanes=16, span=512, warps=8, stages=6),
     ("hidden", "sm_90"): PrefillTile(queries=32, keys=64, lanes=64, span=512, warps=8, stages=3),
 }
-"""By kernel and chip; chosen so that nothing spills at the widths of OPT-13B, 30B, 66B, Llama-2-7B and GPT-NeoX-20B. `prefill_hidden` is at the
-limit on sm_80: with 128 keys or 32 lanes per step it spills."""
+"""By kernel and chip; chosen so that nothing spills at the widths of OPT-13B, 30B, 66B, Llama-2-7B and GPT-NeoX-20B.
+`prefill_hidden` is at the limit on sm_80: with 128 keys or 32 lanes per step it spills."""
 
 
 def _tile_for(kernel: str, chip: str | None, itemsize: int, num_tokens: int, group: int) -> PrefillTile:
@@ -99,8 +99,8 @@ def _tile_for(kernel: str, chip: str | None, itemsize: int, num_tokens: int, gro
 
 
 _TILE_FIELDS = 6
-"""Fields of a query tile: row of the tables, first token of its chunk, its first query within the chunk, the chunk's length,
-cached keys and values, cached layer inputs."""
+"""Fields of a query tile: row of the tables, first token of its chunk, its first query within the chunk, the chunk's
+length, cached keys and values, cached layer inputs."""
 
 
 def _query_tiles(
@@ -480,8 +480,8 @@ def prefill(
 ) -> Float[Array, "T N H"]:
     """Causal attention of prompt chunks over cached prefixes and themselves, float32; see `reference.prefill`.
 
-    Keys and values of a hidden prefix are accumulated in float32, turned by `angles` if given, and rounded to the pool's
-    dtype. Batches of at most H tokens absorb the projections instead where keys are not turned.
+    Keys and values of a hidden prefix are accumulated in float32, turned by `angles` if given, and rounded to the
+    pool's dtype. Batches of at most H tokens absorb the projections instead where keys are not turned.
 
     Args:
         with_hidden: some row may have a hidden prefix; static, without it no kernel for one is launched.

@@ -1,8 +1,8 @@
 """Rule for converting hidden requests to keys and values (`Plan.convert`), from measured costs.
 
-Apt-Serve charges a hidden request its extra time t = c0 + c1 * tokens in every decode step (Eq. 6) for as long as it runs, and
-changes the kind of a request by a preemption alone. With rotary embedding, where keys must be restored in every step, that makes
-the small cache expensive in the long run. A conversion costs about one such step, and blocks:
+Apt-Serve charges a hidden request its extra time t = c0 + c1 * tokens in every decode step (Eq. 6) for as long as it
+runs, and changes the kind of a request by a preemption alone. With rotary embedding, where keys must be restored in
+every step, that makes the small cache expensive in the long run. A conversion costs about one such step, and blocks:
 
     gain = t * (decode steps that are left) - conversion_s        seconds
 
@@ -25,7 +25,8 @@ FEW_OUTPUTS = 20
 def hidden_extra_s(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
     """Extra time of hidden requests of (n,) `tokens` over KV ones in a decode step, seconds; may be negative.
 
-    By the measured `StepCosts`, whatever policies are told to charge (``--rho-us``); by `CacheKindSpec` where nothing is measured.
+    By the measured `StepCosts`, whatever policies are told to charge (``--rho-us``); by `CacheKindSpec` where nothing
+    is measured.
     """
     costs = view.costs
     base_s = costs.decode_per_hidden_request_s - costs.decode_per_request_s
@@ -40,8 +41,8 @@ def hidden_extra_s(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np
 def steps_left(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
     """(n,) decode steps that `rows` are expected to take part in, the next one included.
 
-    What ended requests with at least as many outputs had beyond them, on average; where too few are known, what the request
-    allows itself. At least 1.
+    What ended requests with at least as many outputs had beyond them, on average; where too few are known, what the
+    request allows itself. At least 1.
     """
     table = view.table
     most = (table.max_tokens_total.take(rows) - table.num_tokens.take(rows)).astype(np.float64)
@@ -58,8 +59,8 @@ def steps_left(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
 
 
 def spare_blocks(view: SchedulerView, free_blocks: int, waiting: Rows) -> int:
-    """The part of `free_blocks` that the first `waiting` requests would not take if a step began as many as it has slots and
-    tokens for (at least one), with the kind that takes fewest; at least 0."""
+    """The part of `free_blocks` that the first `waiting` requests would not take if a step began as many as it has
+    slots and tokens for (at least one), with the kind that takes fewest; at least 0."""
     slots = max(view.max_num_seqs - view.running.size, 0)
     next_ones = waiting[:slots]
     if not next_ones.size:
@@ -78,8 +79,9 @@ def rows_to_convert(view: SchedulerView, rows: NDArray[np.int32], room: int) -> 
     Args:
         view: the state.
         rows: decoding rows of this step, of any kind.
-        room: blocks that may be used for it, after what the rows of the step need (`spare_blocks` leaves the next admissions
-            theirs). A row takes the KV blocks of all its positions; its hidden ones are free only afterwards.
+        room: blocks that may be used for it, after what the rows of the step need (`spare_blocks` leaves the next
+            admissions theirs). A row takes the KV blocks of all its positions; its hidden ones are free only
+            afterwards.
 
     Returns:
         For `Plan.convert`; none where `view.can_convert` is False.

@@ -1,7 +1,8 @@
-"""Checks that a plan keeps the promises of `Plan`: for tests, and for policies from outside this package, each iteration.
+"""Checks that a plan keeps the promises of `Plan`: for tests, and for policies from outside this package, each
+iteration.
 
-Speed: rows are looked up in arrays over the table, and words are made only for what is wrong. A plan of 256 rows with 1,600
-waiting takes about 0.1 ms.
+Speed: rows are looked up in arrays over the table, and words are made only for what is wrong. A plan of 256 rows with
+1,600 waiting takes about 0.1 ms.
 """
 
 import dataclasses

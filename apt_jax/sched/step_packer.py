@@ -228,8 +228,8 @@ class StepPacker:
         """Begin waiting `rows`, as far as they go; the caller has seen to it that their blocks are there.
 
         A prompt of which more than a whole step is to be computed takes what is left of this one; any other is computed
-        in one piece or not begun, unless prompts may be `split`. With `in_order` the first that does not go ends it, else later ones may
-        still go.
+        in one piece or not begun, unless prompts may be `split`. With `in_order` the first that does not go ends it,
+        else later ones may still go.
         """
         if not rows.size:
             return

@@ -51,10 +51,10 @@ def option_values(
 ) -> NDArray[np.float64]:
     """Values (n, num_kinds): `g_i^c = p_i - (|W| + |R|) * t_i^c` (Apt-Serve Eq. 5 and 8), -inf where a kind is not offered.
 
-    `t_i^c = c0 + c1 * tokens` is the extra time of kind c: Eq. 6 with the affine cost that calibration measures; c0 = 0 and
-    c1 = rho are the paper's. A request that has no choice of kind is not charged for it: its penalty would only keep it
-    from running at all. With `violation_decay=0` a violated request is worth `NEAR_ZERO` and is offered one kind, KV where
-    it may: what separates the kinds is a penalty that its value no longer has.
+    `t_i^c = c0 + c1 * tokens` is the extra time of kind c: Eq. 6 with the affine cost that calibration measures; c0 = 0
+    and c1 = rho are the paper's. A request that has no choice of kind is not charged for it: its penalty would only
+    keep it from running at all. With `violation_decay=0` a violated request is worth `NEAR_ZERO` and is offered one
+    kind, KV where it may: what separates the kinds is a penalty that its value no longer has.
 
     Args:
         view: the state.

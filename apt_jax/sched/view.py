@@ -1,4 +1,5 @@
-"""The interface of policies: the view that they read and the plan that they return. NumPy only: no device, no block ids, no clock.
+"""The interface of policies: the view that they read and the plan that they return. NumPy only: no device, no block
+ids, no clock.
 
 The engine owns one `RequestTable`; a policy reads it through a `SchedulerView` and returns a `Plan`.
 docs/writing_a_policy.md is the tutorial.
@@ -17,8 +18,8 @@ from apt_jax.sched.request_table import RequestTable
 
 INTERFACE_VERSION = 1
 """Version of what a policy from outside this package relies on: `SchedulerView` and all that it holds, `Plan` and its
-promises, `Policy`, and what docs/writing_a_policy.md names of `apt_jax.sched.step_packer`. A policy declares the one that it
-was written for (`interface_version`).
+promises, `Policy`, and what docs/writing_a_policy.md names of `apt_jax.sched.step_packer`. A policy declares the one
+that it was written for (`interface_version`).
 
 It rises when a policy that was right could misread a view or have its plan refused: something is removed, renamed or
 means something else, a promise of `Plan` is added or made stricter, a field of `Plan` has no default. It does not rise
@@ -28,7 +29,8 @@ for columns, fields with a default and functions that are added.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheKindSpec:
-    """A cache kind as data: its memory and its extra time over the KV kind (docs/design/scheduling.md, Value of a request; Apt-Serve Eq. 6)."""
+    """A cache kind as data: its memory and its extra time over the KV kind (docs/design/scheduling.md, Value of a
+    request; Apt-Serve Eq. 6)."""
 
     name: str
     blocks_per_group: int
@@ -36,8 +38,8 @@ class CacheKindSpec:
     offered: bool = True
     """False: the model or the `--cache` flag rules this kind out."""
     reprojected: bool = True
-    """Attention first restores the keys and values of all cached positions, in every step (Apt-Serve §3.1). False: it works on
-    what is cached."""
+    """Attention first restores the keys and values of all cached positions, in every step (Apt-Serve §3.1). False: it
+    works on what is cached."""
     extra_base_s: float = 0.0
     """c0 of t = c0 + c1 * tokens, seconds per request and decode iteration over KV; may be negative."""
     extra_per_token_s: float = 0.0
@@ -124,14 +126,16 @@ class Plan:
 
     Promises that the engine checks before it acts:
       * `rows` are live, unique, and none is in `preempt`; `1 <= num_tokens <= remaining` (of the row's kind: cached
-        prefixes are not computed again); their sum is at most `max_num_batched_tokens`, their count with other cache holders at most `max_num_seqs`;
+        prefixes are not computed again); their sum is at most `max_num_batched_tokens`, their count with other cache
+        holders at most `max_num_seqs`;
       * a row that holds cache keeps its kind (to change it: `convert`, or preempt now and run it in a later iteration);
-      * rows in `convert` are unique, among `rows`, hold the hidden kind (which `kind` says), and could be held by the whole
-        pool as keys and values at their greatest length; there are none unless `SchedulerView.can_convert`;
-      * the blocks needed fit `free_blocks` plus `num_blocks` of what is in `preempt`. A row in `convert` needs the KV blocks
-        of all its positions, the new one among them, beside its hidden blocks: those are free for the next step. Where they
-        do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the engine defers the
-        rows that come last in `rows`; a row that cannot be converted then runs as a hidden one.
+      * rows in `convert` are unique, among `rows`, hold the hidden kind (which `kind` says), and could be held by the
+        whole pool as keys and values at their greatest length; there are none unless `SchedulerView.can_convert`;
+      * the blocks needed fit `free_blocks` plus `num_blocks` of what is in `preempt`. A row in `convert` needs the KV
+        blocks of all its positions, the new one among them, beside its hidden blocks: those are free for the next step.
+            Where they
+        do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the engine defers
+        the rows that come last in `rows`; a row that cannot be converted then runs as a hidden one.
     """
 
     rows: NDArray[np.int32]
@@ -142,8 +146,9 @@ class Plan:
     iteration: str
     """"prefill", "decode", "mixed" or "idle"; for logs and metrics only."""
     convert: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    """Rows that hold the hidden kind and shall hold KV from this step on, without being preempted: their keys and values
-    are computed from the cached layer inputs, which costs `StepCosts.convert_per_hidden_token_s` a cached token."""
+    """Rows that hold the hidden kind and shall hold KV from this step on, without being preempted: their keys and
+    values are computed from the cached layer inputs, which costs `StepCosts.convert_per_hidden_token_s` a cached
+    token."""
 
     @classmethod
     def idle(cls, preempt: NDArray[np.int32] | None = None) -> "Plan":
@@ -161,9 +166,9 @@ class Plan:
 class Policy(Protocol):
     """A scheduling policy: a pure decision. Stateless, or with state that `schedule` alone changes.
 
-    One from outside this package also declares `interface_version: int`, the `INTERFACE_VERSION` that it was written for.
-    One that uses `Plan.convert` has an attribute ``converts = True``: without it servers compile no programs for that, and
-    `SchedulerView.can_convert` is False.
+    One from outside this package also declares `interface_version: int`, the `INTERFACE_VERSION` that it was written
+    for. One that uses `Plan.convert` has an attribute ``converts = True``: without it servers compile no programs for
+    that, and `SchedulerView.can_convert` is False.
     """
 
     name: str

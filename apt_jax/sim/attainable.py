@@ -1,10 +1,12 @@
-"""A share of requests that no policy can exceed: first tokens alone, with perfect foresight and without limits of memory.
+"""A share of requests that no policy can exceed: first tokens alone, with perfect foresight and without limits of
+memory.
 
-Before its first token all of a request's prompt must have been computed, which takes the device at least so long, whatever
-else is in the same steps. Requests are on time if that has happened by their arrival plus the TTFT objective. With one
-objective for all, deadlines fall in the order of arrivals, so that to serve the chosen ones in that order is best, and the
-most that can be chosen are found exactly (Kise, Ibaraki and Mine 1978: 1 | agreeable release and due dates | sum of U).
-Decodes, memory, TBT objectives and what the policy does not know yet count for nothing: the true maximum may be far lower.
+Before its first token all of a request's prompt must have been computed, which takes the device at least so long,
+whatever else is in the same steps. Requests are on time if that has happened by their arrival plus the TTFT objective.
+With one objective for all, deadlines fall in the order of arrivals, so that to serve the chosen ones in that order is
+best, and the most that can be chosen are found exactly (Kise, Ibaraki and Mine 1978: 1 | agreeable release and due dates | sum of U).
+Decodes, memory, TBT objectives and what the policy does not know yet count for nothing: the true maximum may be far
+lower.
 """
 
 import numpy as np

@@ -1,4 +1,5 @@
-"""An executor that only takes time: the engine, the scheduler and the block accounting above it are those that serve."""
+"""An executor that only takes time: the engine, the scheduler and the block accounting above it are those that
+serve."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,9 +28,9 @@ class _Handle:
 class SimulatedExecutor:
     """An `Executor` whose steps take as long as a cost model says and always sample token 0.
 
-    As on a device: `execute` takes the host's time and dispatches; a step begins when it is dispatched and the one before
-    it has ended; `result` moves the clock to the end of its step. So with `SchedulerConfig.overlap` the host of the next
-    step works while the device works, and each decision is made one step ahead of what it decides.
+    As on a device: `execute` takes the host's time and dispatches; a step begins when it is dispatched and the one
+    before it has ended; `result` moves the clock to the end of its step. So with `SchedulerConfig.overlap` the host of
+    the next step works while the device works, and each decision is made one step ahead of what it decides.
 
     Args:
         clock: the engine's clock.

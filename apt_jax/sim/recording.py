@@ -5,8 +5,8 @@
                         ▼
     SimulatedExecutor(step_s=Replay(durations_s)) ──► VirtualClock         run 2: no model
 
-A policy decides by time, table and pool. With the same arrivals, times of steps and lengths of outputs (no end of sequence,
-exact `max_tokens`) both runs must make the same decisions, one by one. `difference` says where two runs part.
+A policy decides by time, table and pool. With the same arrivals, times of steps and lengths of outputs (no end of
+sequence, exact `max_tokens`) both runs must make the same decisions, one by one. `difference` says where two runs part.
 """
 
 import dataclasses

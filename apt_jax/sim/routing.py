@@ -1,8 +1,9 @@
 """Routing of a request to one of several replicas, decided once, on arrival.
 
-A router knows of a replica what a server could tell it at that moment: how things stood when the step that runs was put together
-(`apt_jax.engine.admission.QueueSnapshot`), when that step should end by the cost model, and what was sent there since. Lengths of outputs it
-never knows. Of equally good replicas it takes the one with the lowest index, so that a run depends on its seed alone.
+A router knows of a replica what a server could tell it at that moment: how things stood when the step that runs was put
+together (`apt_jax.engine.admission.QueueSnapshot`), when that step should end by the cost model, and what was sent
+there since. Lengths of outputs it never knows. Of equally good replicas it takes the one with the lowest index, so that
+a run depends on its seed alone.
 """
 
 import dataclasses
@@ -65,8 +66,8 @@ def least_load() -> Router:
 
 
 def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
-    """Estimate the TTFT of a new request in seconds, as admission does: the rest of the running step, the wait for other
-    requests (prompts, memory, slots), and the prefill of its own prompt."""
+    """Estimate the TTFT of a new request in seconds, as admission does: the rest of the running step, the wait for
+    other requests (prompts, memory, slots), and the prefill of its own prompt."""
     num_tokens, snapshot = int(request.prompt_token_ids.size), state.queue_snapshot
     queue = snapshot.queue_before(
         state.coming,
@@ -82,8 +83,9 @@ def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
 
 
 def expected_slack() -> Router:
-    """Route to the largest slack between the expected first token and the TTFT SLO; among slacks within a twentieth of the
-    SLO of the largest, to the least used pool. Requests without an SLO go where their first token is expected first."""
+    """Route to the largest slack between the expected first token and the TTFT SLO; among slacks within a twentieth of
+    the SLO of the largest, to the least used pool. Requests without an SLO go where their first token is expected
+    first."""
 
     def choose(request: EngineRequest, states: Sequence[ReplicaState]) -> int:
         objective_s = request.slo.ttft_s

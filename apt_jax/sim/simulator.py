@@ -1,18 +1,21 @@
-"""One simulated run: a workload through the engine that serves, on a cost model and a virtual clock; or through several engines.
+"""One simulated run: a workload through the engine that serves, on a cost model and a virtual clock; or through several
+engines.
 
-    trace, arrivals ──► router ──► Engine (policy, cache accounting, metrics) ──► SimulatedExecutor (step_s) ──► VirtualClock
+    trace, arrivals ──► router ──► Engine (policy, cache accounting, metrics) ──► SimulatedExecutor (step_s) ──►
+    VirtualClock
                           └──────► Engine ...
 
-Each replica has a clock of its own. What comes next of all goes first: an iteration of the replica that is furthest behind (of
-several the one of lowest index), or the next request, which is routed when every replica's next iteration begins at its arrival or
-later. It joins that iteration. A replica's engine is not told of requests that went elsewhere, so it does what it would do alone.
+Each replica has a clock of its own. What comes next of all goes first: an iteration of the replica that is furthest
+behind (of several the one of lowest index), or the next request, which is routed when every replica's next iteration
+begins at its arrival or later. It joins that iteration. A replica's engine is not told of requests that went elsewhere,
+so it does what it would do alone.
 
 Everything above the executor is the code that serves. A run depends on its configuration alone: the same seed draws the
 same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
 
-Prefix caching is on where the trace says which prompts begin alike (its column `hash_ids`): prompts are then made of such tokens
-that the engine finds what is common. Most traces tell lengths and no contents. Outputs are never found in a later prompt, since
-nothing is known of them, and a request that is drawn twice is found whole.
+Prefix caching is on where the trace says which prompts begin alike (its column `hash_ids`): prompts are then made of
+such tokens that the engine finds what is common. Most traces tell lengths and no contents. Outputs are never found in a
+later prompt, since nothing is known of them, and a request that is drawn twice is found whole.
 """
 
 import collections
@@ -67,8 +70,8 @@ class SimulationResult:
     num_left_out: int
     """Requests of the trace that can never fit this model and pool: none of them was drawn."""
     slo_attainment_bound: float | None
-    """Share of the requests that no policy can exceed (`apt_jax.sim.attainable`). None: with prefix caching, classes, objectives
-    of single requests, and step times that are not `StepCosts` of a description."""
+    """Share of the requests that no policy can exceed (`apt_jax.sim.attainable`). None: with prefix caching, classes,
+    objectives of single requests, and step times that are not `StepCosts` of a description."""
     kind_switches: int
     prefix_hit_fraction: float
     """Share of the prompt tokens of scheduled requests that were found cached; 0 without prefix caching."""
@@ -81,7 +84,8 @@ class SimulationResult:
     device_busy_fraction: float
     """Share of the run that the simulated devices worked."""
     schedule_ms: tuple[float, float]
-    """p50 and p99 of a scheduling call on this host, ms, of several replicas the longest; the only numbers that are not deterministic with the next."""
+    """p50 and p99 of a scheduling call on this host, ms, of several replicas the longest; the only numbers that are not
+    deterministic with the next."""
     sim_wall_s: float
     requests: list[RequestMetrics | None]
     """Replica of each request in order of arrival; None: rejected."""

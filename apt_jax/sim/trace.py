@@ -1,10 +1,11 @@
 """Traces: how long prompts and outputs are, and when requests arrive.
 
-A trace file is CSV (or gzipped CSV) with the columns `prompt_tokens`, `output_tokens` and optionally `arrival_s` (seconds,
-not falling), `class` (`rt` or `be`) and `hash_ids`; other columns are ignored. `traces/` holds those that the papers use, by name.
+A trace file is CSV (or gzipped CSV) with the columns `prompt_tokens`, `output_tokens` and optionally `arrival_s`
+(seconds, not falling), `class` (`rt` or `be`) and `hash_ids`; other columns are ignored. `traces/` holds those that the
+papers use, by name.
 
-`hash_ids` are whole numbers, separated by spaces, one per block of so many prompt tokens (`prompts_of`): requests that begin
-with the same numbers begin with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
+`hash_ids` are whole numbers, separated by spaces, one per block of so many prompt tokens (`prompts_of`): requests that
+begin with the same numbers begin with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
 """
 
 import csv
@@ -72,8 +73,8 @@ class Trace:
 # --- synthetic lengths ---------------------------------------------------------------------------------------------
 
 _TABLE_7 = {
-    # dataset: (least (our assumption), median, most, exponent of the upper half) of prompts and outputs. For u uniform in
-    # (0, 1): below the median linear, above it median + (most - median) * (2u - 1)^exponent. Apt-Serve Table 7 gives
+    # dataset: (least (our assumption), median, most, exponent of the upper half) of prompts and outputs. For u uniform
+    # in (0, 1): below the median linear, above it median + (most - median) * (2u - 1)^exponent. Apt-Serve Table 7 gives
     # median, mean and most; the exponents meet its means.
     "wikitext": ((200, 871, 1840, 1.2989), (50, 552, 992, 1.328)),
     "arxiv": ((1500, 6853, 19600, 1.7744), (50, 226, 9754, 19.0168)),
@@ -229,7 +230,8 @@ def _hashes(cell: str, name: str, line: int) -> NDArray[np.int64]:
 def prompts_of(trace: Trace, block_tokens: int) -> list[NDArray[np.int32]]:
     """Token ids of each prompt, made from its `hash_ids`: equal where the blocks have equal names, and nowhere else.
 
-    Positions [j * block_tokens, (j + 1) * block_tokens) are block j. What goes on after the last named block is the request's own.
+    Positions [j * block_tokens, (j + 1) * block_tokens) are block j. What goes on after the last named block is the
+    request's own.
 
     Args:
         trace: has `hash_ids`.

@@ -36,7 +36,8 @@ class Workload:
     tenant: NDArray[np.int32] | None = None
     """Number of who sends each request; None: all come from one."""
     prompts: Sequence[NDArray[np.int32]] | None = None
-    """Token ids of each prompt, of `prompt_tokens` length; None: only lengths are known, and nothing is found cached."""
+    """Token ids of each prompt, of `prompt_tokens` length; None: only lengths are known, and nothing is found
+    cached."""
 
     def slo(self, index: int, default: SLO) -> SLO:
         """The objectives of one request."""
@@ -45,7 +46,8 @@ class Workload:
     def share_with_gaps(self, more_than: int = 100) -> float:
         """Share of the requests with more than so many gaps between output tokens.
 
-        The P99 of more than 100 gaps forgives the longest one, so that such a request may be preempted once and still attain.
+        The P99 of more than 100 gaps forgives the longest one, so that such a request may be preempted once and still
+        attain.
         """
         return float(np.mean(self.output_tokens - 1 > more_than))
 

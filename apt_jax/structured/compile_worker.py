@@ -1,12 +1,12 @@
 """Tries grammars out in a process of its own: compiles each, and takes the first steps of an output.
 
 A grammar can take minutes and gigabytes to compile, and a long chain of references overflows the stack of the compiler,
-which ends the process. So each is tried here first, where the worst case costs one child; `apt_jax.structured.compiler` starts it,
-waits for so long, and kills it.
+which ends the process. So each is tried here first, where the worst case costs one child; `apt_jax.structured.compiler`
+starts it, waits for so long, and kills it.
 
-Protocol: JSON, a line each way. First {"tokenizer", "vocab_size", "eos", "limits", "memory_bytes", "alarm_s"}, answered by
-{"error": null or text}; then any number of {"grammar"}, answered by {"error": null or text, "bytes"}. Run as a file, so that
-nothing but llguidance is imported.
+Protocol: JSON, a line each way. First {"tokenizer", "vocab_size", "eos", "limits", "memory_bytes", "alarm_s"}, answered
+by {"error": null or text}; then any number of {"grammar"}, answered by {"error": null or text, "bytes"}. Run as a file,
+so that nothing but llguidance is imported.
 """
 
 import contextlib

@@ -1,20 +1,21 @@
 """Structured output: schemas, expressions and grammars of users become masks over the vocabulary.
 
-llguidance does the work: a lexer and an Earley parser that say, for each state of an output, which tokens lead on. A form
-arrives like this:
+llguidance does the work: a lexer and an Earley parser that say, for each state of an output, which tokens lead on. A
+form arrives like this:
 
 1. `grammar_text` writes it in llguidance's notation; `apt_jax.validation` has bounded its size and depth before.
-2. `GrammarCompiler` looks it up in its cache. If it is new, a child process (`apt_jax.structured.compile_worker`) compiles it first,
-   with two seconds and a bound on memory, and begins a few outputs: nothing less than a process can be stopped, and some
+2. `GrammarCompiler` looks it up in its cache. If it is new, a child process (`apt_jax.structured.compile_worker`)
+   compiles it first, with two seconds and a bound on memory, and begins a few outputs: nothing less than a process can
+       be stopped, and some
    grammars crash the compiler. What is wrong with it becomes one line for the user.
 3. Only then this process compiles it, in a thread with a larger stack than the child's, under the same limits.
-4. Each request starts with a copy (microseconds). The engine tells the copy every token and asks it for a mask before the
-   next one is sampled.
+4. Each request starts with a copy (microseconds). The engine tells the copy every token and asks it for a mask before
+   the next one is sampled.
 
-A mask that would take too long is an error of its request alone: llguidance counts lexer states, parser items and work a
-step, see `LIMITS`. Copies share one lexer, whose states add up over all outputs of a form: when it has been used for long,
-the form is compiled again for the next ones, and where it is full before, each goes on with one of its own (`_Source`).
-Nothing is ever stored on disk.
+A mask that would take too long is an error of its request alone: llguidance counts lexer states, parser items and work
+a step, see `LIMITS`. Copies share one lexer, whose states add up over all outputs of a form: when it has been used for
+long, the form is compiled again for the next ones, and where it is full before, each goes on with one of its own
+(`_Source`). Nothing is ever stored on disk.
 """
 
 import collections
@@ -114,7 +115,8 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
 
 
 def _as_lark(grammar: str) -> str:
-    """A grammar in llguidance's dialect of Lark; one in GBNF, which has ``::=`` in its rules, is rewritten (in linear time)."""
+    """A grammar in llguidance's dialect of Lark; one in GBNF, which has ``::=`` in its rules, is rewritten (in linear
+    time)."""
     if _GBNF_RULE.search(grammar) is None:
         return grammar
     from llguidance.gbnf_to_lark import gbnf_to_lark

@@ -1,8 +1,8 @@
 """Messages to the tokens of a prompt, by the chat template that a model brings.
 
-A template is a Jinja program by whoever published the model. It is rendered in a process of its own (`chat_worker`), with
-limits on time, memory and output. The special tokens of the prompt come from the template alone: special-token text in a
-message is taken out before rendering, put back afterwards, and encoded as the plain text that it is.
+A template is a Jinja program by whoever published the model. It is rendered in a process of its own (`chat_worker`),
+with limits on time, memory and output. The special tokens of the prompt come from the template alone: special-token
+text in a message is taken out before rendering, put back afterwards, and encoded as the plain text that it is.
 
 Operators choose the template, requests cannot.
 """
@@ -25,8 +25,8 @@ from apt_jax.utils.worker_process import ChildDiedError, ChildProcess, ChildTime
 _logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-"""``{"role": ..., "content": ...}``; content is a text or a list of ``{"type": "text", "text": ...}``. What a model has called
-stands in ``tool_calls``, in OpenAI's form, and the answer of a tool names its ``tool_call_id``."""
+"""``{"role": ..., "content": ...}``; content is a text or a list of ``{"type": "text", "text": ...}``. What a model has
+called stands in ``tool_calls``, in OpenAI's form, and the answer of a tool names its ``tool_call_id``."""
 
 Tool = Mapping[str, Any]
 """A function that the model may call, in OpenAI's form: ``{"type": "function", "function": {"name": ..., ...}}``."""
@@ -167,7 +167,8 @@ class ChatTemplate:
             add_generation_prompt: end the prompt where the model's answer begins.
 
         Raises:
-            InvalidRequestError: messages or tools are malformed, the template refuses them, or it would join parts of them to
+            InvalidRequestError: messages or tools are malformed, the template refuses them, or it would join parts of
+            them to
                 special tokens.
         """
         checked, functions = _checked(messages), checked_tools(tools)

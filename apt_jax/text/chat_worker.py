@@ -1,8 +1,8 @@
 """The process that renders chat templates: `python -P chat_worker.py`, driven by `apt_jax.text.chat`.
 
-A template is a program that somebody else wrote. Jinja's sandbox keeps it from Python's insides, not from running for ever
-or taking all memory; limits of the operating system on this process do. It reads one JSON object a line from stdin and
-answers with one a line on stdout: first `{"template": text}`, then any number of
+A template is a program that somebody else wrote. Jinja's sandbox keeps it from Python's insides, not from running for
+ever or taking all memory; limits of the operating system on this process do. It reads one JSON object a line from stdin
+and answers with one a line on stdout: first `{"template": text}`, then any number of
 `{"contexts": [variables, ...], "limit": characters}`.
 
 The file imports nothing of the package, so that the process is small and quick to start.

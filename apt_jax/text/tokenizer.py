@@ -1,7 +1,7 @@
 """Text to tokens and back: a thin wrapper of the `tokenizers` library, and what streaming needs beyond it.
 
-* `load_tokenizer` reads the tokenizer of a model directory or GGUF file into a `Tokenizer`. Text that looks like a special token is encoded as the plain
-  text that it is: only the tokenizer's own template adds special tokens.
+* `load_tokenizer` reads the tokenizer of a model directory or GGUF file into a `Tokenizer`. Text that looks like a
+  special token is encoded as the plain text that it is: only the tokenizer's own template adds special tokens.
 * `IncrementalDetokenizer` turns tokens into text one by one. A character whose bytes are spread over several tokens
   comes out whole, with its last byte; the pieces together are exactly the decoded text of all tokens.
 * `StopChecker` finds stop strings wherever token borders fall, and keeps back text that may still become one, so that
@@ -114,7 +114,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _continuing(self) -> tokenizers.Tokenizer:
-        """A copy for text that does not begin the prompt: no space is put before it where only the first text gets one."""
+        """A copy for text that does not begin the prompt: no space is put before it where only the first text gets
+        one."""
         fields = json.loads(self._backend.to_str())
 
         def change(step: Any) -> None:
@@ -134,8 +135,8 @@ class Tokenizer:
 
         Args:
             text: of a source that is trusted to name special tokens.
-            plain: marks in the text, and the text that each stands for, which is encoded without special tokens. A special
-                token ends the text before it, so that the parts between them can be encoded one by one.
+            plain: marks in the text, and the text that each stands for, which is encoded without special tokens. A
+                special token ends the text before it, so that the parts between them can be encoded one by one.
         """
         if not plain:
             return self._trusting.encode(text, add_special_tokens=False).ids
@@ -314,7 +315,8 @@ def special_token(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _check_config(directory: Path) -> None:
-    """tokenizer_config.json may be missing. Nothing in it changes the tokenizer; a request for custom code in it is ignored."""
+    """tokenizer_config.json may be missing. Nothing in it changes the tokenizer; a request for custom code in it is
+    ignored."""
     file = directory / "tokenizer_config.json"
     if not file.is_file():
         return

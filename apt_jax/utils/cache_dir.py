@@ -14,8 +14,8 @@ def cache_dir() -> Path:
 
 
 def private_dir(name: str) -> Path | None:
-    """A directory of `cache_dir` for code that is run as it is found there, so it must be ours alone; None, and a log line
-    that says why, where it cannot be."""
+    """A directory of `cache_dir` for code that is run as it is found there, so it must be ours alone; None, and a log
+    line that says why, where it cannot be."""
     parent = cache_dir()
     directory = parent / name
     try:

@@ -1,7 +1,7 @@
 """Bounds of a request: constants, the table of request fields, and the limits of one engine.
 
-`REQUEST_FIELDS` declares type, bounds and default of every field once. The checks of this package, the OpenAPI document, the
-flags of `apt-jax generate`, `chat` and `bench` and the docs table read it.
+`REQUEST_FIELDS` declares type, bounds and default of every field once. The checks of this package, the OpenAPI
+document, the flags of `apt-jax generate`, `chat` and `bench` and the docs table read it.
 """
 
 import dataclasses

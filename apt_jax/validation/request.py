@@ -1,8 +1,8 @@
 """Raw user input in, a complete and checked `EngineRequest` out: the only way into the engine.
 
-Every front end (Python, HTTP, gRPC, command line) calls `build_request` with whatever it was given, so that none can skip a
-check. Nothing is clamped silently and nothing is coerced. A message says what was wrong, what the rule is and what to do; it
-never holds the prompt.
+Every front end (Python, HTTP, gRPC, command line) calls `build_request` with whatever it was given, so that none can
+skip a check. Nothing is clamped silently and nothing is coerced. A message says what was wrong, what the rule is and
+what to do; it never holds the prompt.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ def build_request(
         tokenizer: None: only token ids are accepted, and no stop strings.
         prompt: text; exactly one of `prompt` and `prompt_token_ids` is given.
         prompt_token_ids: token ids, taken as they are (nothing is prepended).
-        params: None: the defaults. A mapping may hold any subset of the fields of `SamplingParams`, by name; a `max_tokens` of
-            None asks for as many as the model's length and the cache leave.
+        params: None: the defaults. A mapping may hold any subset of the fields of `SamplingParams`, by name; a
+            `max_tokens` of None asks for as many as the model's length and the cache leave.
         request_id: None: a random one.
         slo: None: the server's default.
         slo_ttft_ms, slo_tbt_ms: raw SLOs in milliseconds, each replacing that part of `slo`; None: absent.
@@ -116,8 +116,8 @@ def build_requests(
     """Build the requests for `n` outputs to one prompt; see `build_request` for the other arguments.
 
     Returns:
-        n requests. They differ in their ids (``ID``, ``ID#1``, ``ID#2``, ..., which no client can choose) and in their seeds
-        (``seed + i``, as in vLLM).
+        n requests. They differ in their ids (``ID``, ``ID#1``, ``ID#2``, ..., which no client can choose) and in their
+        seeds (``seed + i``, as in vLLM).
 
     Raises:
         InvalidRequestError, QueueFullError: as `build_request`.

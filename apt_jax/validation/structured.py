@@ -1,4 +1,5 @@
-"""Structured output constraints: one kind, bounded size and depth, schemas as compact JSON text. They are compiled later."""
+"""Structured output constraints: one kind, bounded size and depth, schemas as compact JSON text. They are compiled
+later."""
 
 import dataclasses
 import json

@@ -1,4 +1,5 @@
-"""Checks of single values: numbers, flags, texts. Nothing is coerced: ``True`` is not a number, ``"2"`` is not a number."""
+"""Checks of single values: numbers, flags, texts. Nothing is coerced: ``True`` is not a number, ``"2"`` is not a
+number."""
 
 import math
 from collections.abc import Mapping

@@ -1,12 +1,12 @@
 """Offline throughput of the engine on this machine, beside what the machine can do.
 
-What is timed: C requests given at once to the engine in process, greedy, end of sequence ignored; wall time from the first
-submission to the last token. Programs are compiled before; compile time is reported apart. What limits it: a prompt's
-tokens cost matrix products (compute), a decode step reads all weights and the cache (memory bandwidth), and at many
-concurrent requests its products cost time too.
+What is timed: C requests given at once to the engine in process, greedy, end of sequence ignored; wall time from the
+first submission to the last token. Programs are compiled before; compile time is reported apart. What limits it: a
+prompt's tokens cost matrix products (compute), a decode step reads all weights and the cache (memory bandwidth), and at
+many concurrent requests its products cost time too.
 
-The model is OPT-125M-shaped by default (hidden 768, 12 layers, 12 heads, vocabulary 50,272) with random weights. Shares are
-against the matmul rate and the read bandwidth that the same process measures just before.
+The model is OPT-125M-shaped by default (hidden 768, 12 layers, 12 heads, vocabulary 50,272) with random weights. Shares
+are against the matmul rate and the read bandwidth that the same process measures just before.
 
     python -m benchmarks.engine.cpu_throughput --dtype float32 bfloat16 --cache kv hybrid --json results.json
 """
@@ -99,7 +99,8 @@ def work(
     steps: int,
     hidden: float,
 ) -> tuple[float, float]:
-    """(FLOP, bytes) of the whole batch: dense products and attention; weights once a step and the cache once a token."""
+    """(FLOP, bytes) of the whole batch: dense products and attention; weights once a step and the cache once a
+    token."""
     d, q = config.hidden_size, config.num_heads * config.head_dim
     per_layer = 2 * d * q + 2 * d * config.lane + (3 if config.gated else 2) * d * config.ffn_size
     layer_weights = config.num_layers * per_layer

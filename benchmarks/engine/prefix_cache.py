@@ -2,8 +2,8 @@
 
 What is timed: conversations over a few system prompts, several turns each; a turn is sent when the answer before it has
 come, a fixed number of conversations is open at a time. Time to first token of each turn, wall time of the whole, and
-tokens computed in prompts. Programs are compiled before. What limits it: without caching a turn computes all that was said
-before (matrix products); with it, what is new.
+tokens computed in prompts. Programs are compiled before. What limits it: without caching a turn computes all that was
+said before (matrix products); with it, what is new.
 
     python -m benchmarks.engine.prefix_cache --csv prefix.csv --png prefix.png
 """

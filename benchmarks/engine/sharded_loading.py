@@ -1,10 +1,11 @@
 """Host memory while a checkpoint is loaded onto simulated devices, beside what lies on the devices.
 
-Random weights of a Llama-style model are written as safetensors and as Orbax, and each is loaded in a process of its own. Its memory is
-the host's and the devices' in one, so what the devices hold is taken off: while each array is loaded, the peak of the process, less what it
-had before, less the shards of all arrays so far and of this one.
+Random weights of a Llama-style model are written as safetensors and as Orbax, and each is loaded in a process of its
+own. Its memory is the host's and the devices' in one, so what the devices hold is taken off: while each array is
+loaded, the peak of the process, less what it had before, less the shards of all arrays so far and of this one.
 
-    python -m benchmarks.engine.sharded_loading --gib 2 --devices 4 --json benchmarks/results/2026-11-22-sharded-loading.json
+    python -m benchmarks.engine.sharded_loading --gib 2 --devices 4 --json
+    benchmarks/results/2026-11-22-sharded-loading.json
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """Cost of structured output: time per token with and without it, time to fill masks, time to compile constraints.
 
 *Tokens*: batches of C concurrent requests through the engine in process, each with its own random JSON schema
-(`benchmarks.engine.random_schemas`), alternate with the same prompts, numbers of tokens and settings without a constraint (end of
-sequence ignored), so that both runs have the same steps. Wall time over output tokens; medians over the repeats, and for the cost
-over the differences of neighbouring runs. Constraints are compiled before. *Masks*: those of one request, at every token of random
-outputs. *Constraints*: a new schema in the child process and in this one, the same schema again, and the start of the child.
-Limits: a mask walks the trie of the vocabulary on the host; a masked step uses a separate sampling program, which starts after the
-tokens of the previous step are known.
+(`benchmarks.engine.random_schemas`), alternate with the same prompts, numbers of tokens and settings without a
+constraint (end of sequence ignored), so that both runs have the same steps. Wall time over output tokens; medians over
+the repeats, and for the cost over the differences of neighbouring runs. Constraints are compiled before. *Masks*: those
+of one request, at every token of random outputs. *Constraints*: a new schema in the child process and in this one, the
+same schema again, and the start of the child. Limits: a mask walks the trie of the vocabulary on the host; a masked
+step uses a separate sampling program, which starts after the tokens of the previous step are known.
 
     python -m benchmarks.engine.structured_output --out benchmarks/results/structured-output
 """

@@ -1,7 +1,7 @@
 """Whole jitted programs compiled by XLA for GPUs that are not there: copies of the pool, temporaries, CUDA graphs.
 
-The CUDA plugin of JAX compiles for a described GPU ("target config") without a driver. Autotuning needs a GPU and is off,
-so matrix products get XLA's default tiles: their number of kernels counts, their speed does not.
+The CUDA plugin of JAX compiles for a described GPU ("target config") without a driver. Autotuning needs a GPU and is
+off, so matrix products get XLA's default tiles: their number of kernels counts, their speed does not.
 """
 
 import contextlib
@@ -191,7 +191,8 @@ def _launches(sequence: str) -> dict[str, int]:
 def pool_copies(hlo: str, pool_size: int) -> int:
     """Operations of an optimized program that make a new array of `pool_size` elements.
 
-    A fusion counts unless it scatters into or updates its operand, which XLA does in place or precedes with a copy. Bodies of loops count too.
+    A fusion counts unless it scatters into or updates its operand, which XLA does in place or precedes with a copy.
+    Bodies of loops count too.
     """
     roots, bodies, name = {}, {}, ""
     for line in hlo.splitlines():
@@ -238,7 +239,8 @@ def failures(report: ProgramReport, num_loops: int = 0) -> list[str]:
     """Return the faults of a compiled step, one line each; empty: it passes.
 
     Args:
-        num_loops: number of loops whose length depends on data, which a command buffer cannot hold: each is a launch between two of them.
+        num_loops: number of loops whose length depends on data, which a command buffer cannot hold: each is a launch
+            between two of them.
     """
     wrong = []
     if report.pool_copies:

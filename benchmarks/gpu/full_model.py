@@ -124,7 +124,8 @@ Program = tuple[int, int, KindSet]
 
 
 def _lower(executor: JaxExecutor, program: Program) -> Any:
-    """Lower the program that `JaxExecutor.execute` calls; sampling programs are small and compiled at their first call."""
+    """Lower the program that `JaxExecutor.execute` calls; sampling programs are small and compiled at their first
+    call."""
     rows, tokens, kinds = program
     _, ints = executor.form.empty_forward(rows, tokens)
     head = (executor.params, executor.runner.pools, executor.runner.last_tokens, ints)
@@ -319,7 +320,8 @@ def _workload(size: _Size, num_requests: int, rate: float, longest: int, tiny: b
 
 
 def _serve(parts: EngineComponents, config: SimulationConfig, workload: Workload, most_s: float) -> tuple[Summary, int]:
-    """Serve in real time, next step dispatched while one runs; requests that are not done after `most_s` count as failed."""
+    """Serve in real time, next step dispatched while one runs; requests that are not done after `most_s` count as
+    failed."""
     parts = with_policy(parts, config.policy, config.cache)
     engine, clock = parts.engine, parts.clock
     begin_s, n = clock.now_s() + 0.05, workload.arrival_s.size

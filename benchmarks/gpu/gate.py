@@ -1,11 +1,12 @@
 """The gate for GPU code on machines without one: every kernel and the engine's steps are compiled for A100 and H200.
 
-Kernels (`compile_only.py`): all of the family at the shapes `shapes.GATE`, in float16 and bfloat16. No spills, no stack, at
-least one CTA fits an SM, products run on the tensor cores, and loops fetch their tiles by asynchronous copies.
+Kernels (`compile_only.py`): all of the family at the shapes `shapes.GATE`, in float16 and bfloat16. No spills, no
+stack, at least one CTA fits an SM, products run on the tensor cores, and loops fetch their tiles by asynchronous
+copies.
 
-Steps (`device_free.py`, `engine_step.py`): the engine's programs at OPT-13B, sampling included, on one GPU and with the heads over
-four; those that matter most with all 40 layers, the rest with 8. No copy of the pool, temporaries below 5 % of it,
-everything in one command buffer (one CUDA graph).
+Steps (`device_free.py`, `engine_step.py`): the engine's programs at OPT-13B, sampling included, on one GPU and with the
+heads over four; those that matter most with all 40 layers, the rest with 8. No copy of the pool, temporaries below 5 %
+of it, everything in one command buffer (one CUDA graph).
 
 What limits it: nothing runs, so it says that code compiles well, not that it is right or fast.
 
@@ -31,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # XLA's CUDA plugin compiles; nothing here may look for a GPU. JAX reads these when imported, spawned workers inherit them.
+    # XLA's CUDA plugin compiles; nothing here may look for a GPU. JAX reads these when imported, spawned workers
+    # inherit them.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

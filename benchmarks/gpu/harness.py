@@ -1,8 +1,8 @@
 """Shared parts of the stages of `run.py`: tables that survive a crash, time budgets, and the facts of a run.
 
-A stage is a list of cases. Each case adds one row to the stage's CSV as soon as it is done, so that a run that is cut off
-keeps what it has. Before a case starts, its name is written down: where a kernel takes the process with it, the next
-process of the stage skips that case and says so.
+A stage is a list of cases. Each case adds one row to the stage's CSV as soon as it is done, so that a run that is cut
+off keeps what it has. Before a case starts, its name is written down: where a kernel takes the process with it, the
+next process of the stage skips that case and says so.
 """
 
 import collections

@@ -407,7 +407,8 @@ def _gather_einsum(kv_heads: int, head_dim: int, a: Arrays) -> Any:
 
 
 def _gather_matmul(a: Arrays) -> Any:
-    """K and V of all cached tokens by one product, without the attention that would follow: XLA's share of reprojection."""
+    """K and V of all cached tokens by one product, without the attention that would follow: XLA's share of
+    reprojection."""
     width = a["wk"].shape[-1]
     x = a["pool"][a["tables"].reshape(-1)].reshape(-1, width)
     w = jnp.concatenate([a["wk"].reshape(-1, width), a["wv"].reshape(-1, width)])

@@ -34,7 +34,8 @@ def halves_of(op: str) -> int:
 
 
 def tables_for(rng: np.random.Generator, lens: Sequence[int], halves: int) -> tuple[np.ndarray, int]:
-    """Block tables in random order over blocks from 1 on, (B, 2 or 1, J), and the number of blocks with the null one."""
+    """Block tables in random order over blocks from 1 on, (B, 2 or 1, J), and the number of blocks with the null
+    one."""
     used = [-(-n // BLOCK_SIZE) for n in lens]
     order = 1 + rng.permutation(halves * sum(used)).astype(np.int32)
     tables = np.zeros((len(lens), halves, max(1, *used)), np.int32)
@@ -189,7 +190,8 @@ class Work:
     num_bytes: float
     """Bytes of every cached element, query, weight and result, once."""
     moved_bytes: float
-    """The same with layer inputs as often as the design of `triton_decode_absorbed` reads them: twice where absorbed."""
+    """The same with layer inputs as often as the design of `triton_decode_absorbed` reads them: twice where
+    absorbed."""
     flop: float
 
 

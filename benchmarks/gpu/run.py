@@ -1,4 +1,5 @@
-"""Everything that wants a GPU, in one command: are the kernels right, how fast are they, and what does a whole model make of them?
+"""Everything that wants a GPU, in one command: are the kernels right, how fast are they, and what does a whole model
+make of them?
 
     python -m benchmarks.gpu.run --out DIR                            # all stages but `tune`, under eight minutes
     python -m benchmarks.gpu.run --out DIR --stages step,serve --describe DIR/hardware.json
@@ -14,8 +15,9 @@ serve         OPT-13B from a pool of 12 GB: attainment, latencies; simulated too
 tune          better tiles for `apt_jax/pallas/triton_tiles.py`                             tune.csv, tiles.json
 
 Each stage runs in a process of its own with a time budget: it stops starting cases when that is spent, and is ended
-half a budget later; all end 10 % after `--seconds`. Rows are written as they are measured. A case that takes its process down is named in the table, and
-the stage goes on after it. The last thing printed is a short table a stage, then one line of JSON with the facts.
+half a budget later; all end 10 % after `--seconds`. Rows are written as they are measured. A case that takes its
+process down is named in the table, and the stage goes on after it. The last thing printed is a short table a stage,
+then one line of JSON with the facts.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Stage `tune`: tiles of each kernel that differ from the one in use in one field, then in two; the best of each as JSON.
+"""Stage `tune`: tiles of each kernel that differ from the one in use in one field, then in two; the best of each as
+JSON.
 
-A tile is put into its table while the program is traced and taken out again. What is found is fast, not known to be right:
-paste it, then run stage `correctness` and `make gate`.
+A tile is put into its table while the program is traced and taken out again. What is found is fast, not known to be
+right: paste it, then run stage `correctness` and `make gate`.
 """
 
 import contextlib
@@ -131,7 +132,8 @@ def _trials(chip: str, tiny: bool) -> Iterator[_Trial]:
 
 
 def tune(stage: Stage) -> list[str]:
-    """Decode kernels at 30k tokens, batch 64; prefill with four chunks of 512 over prefixes of about 1,024; bfloat16."""
+    """Decode kernels at 30k tokens, batch 64; prefill with four chunks of 512 over prefixes of about 1,024;
+    bfloat16."""
     table = stage.table(["kernel", "key", "tile", "us", "default"])
     ops, pools = kernel_ops(stage.tiny), Pools()
     if not ops.name.startswith("triton"):

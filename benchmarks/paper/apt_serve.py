@@ -4,9 +4,9 @@
     python -m benchmarks.paper.apt_serve all
     python -m benchmarks.paper.apt_serve report
 
-The paper's own conditions: OPT on A100 40 GB (Table 2), its objectives (Table 3), Poisson or Gamma arrivals, hidden cache
-by reprojection. Apt-Serve is run with keys and values alone and with the hybrid cache. Requests a run, seeds and output
-scale are in the tables that are written. Each command writes its own CSV and PNG and merges its rows into
+The paper's own conditions: OPT on A100 40 GB (Table 2), its objectives (Table 3), Poisson or Gamma arrivals, hidden
+cache by reprojection. Apt-Serve is run with keys and values alone and with the hybrid cache. Requests a run, seeds and
+output scale are in the tables that are written. Each command writes its own CSV and PNG and merges its rows into
 apt_serve_targets.csv (see `benchmarks/paper/common.py` for the verdicts).
 """
 
@@ -69,8 +69,8 @@ Rows = list[dict[str, Any]]
 VLLM, SARATHI, FASTGEN = "vLLM", "Sarathi-Serve", "DeepSpeed-FastGen"
 APT_KV, APT_HYBRID = "Apt-Serve, KV", "Apt-Serve, hybrid"
 RHO_US = 70.0
-"""Assumed cost of a hidden token, most likely what the authors' probe measured: a float32 product with the whole QKV weight on OPT-13B,
-divided by 5. The executor takes the true 15.9 us per token."""
+"""Assumed cost of a hidden token, most likely what the authors' probe measured: a float32 product with the whole QKV
+weight on OPT-13B, divided by 5. The executor takes the true 15.9 us per token."""
 SYSTEMS: dict[str, dict[str, Any]] = {
     VLLM: {"policy": "fcfs", "cache": "kv"},
     SARATHI: {"policy": "sarathi", "cache": "kv"},
@@ -240,7 +240,8 @@ def percent(results: Sequence[Mapping[str, Any]], key: str = "slo") -> list[floa
 
 
 def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Columns of a CSV row: means over seeds, attainments in % and half the 95 % interval of the first; costs where they are known."""
+    """Columns of a CSV row: means over seeds, attainments in % and half the 95 % interval of the first; costs where
+    they are known."""
     values = {k: percent(results, k) for k in ("slo", "ttft", "tbt")}
     costs = ("tokens_per_s", "ttft_p99_s", "recomputed_tokens", "preemptions", "makespan_s")
     return {
@@ -395,8 +396,8 @@ _START = {
 
 
 def effective_requests(runs: Runs, dataset: str) -> int:
-    """Requests of a run that looks for rates. Apt-Serve's curve on ShareGPT is so flat that a short run ends before it falls to
-    60 %: three times as many there."""
+    """Requests of a run that looks for rates. Apt-Serve's curve on ShareGPT is so flat that a short run ends before it
+    falls to 60 %: three times as many there."""
     return runs.num_requests * (3 if dataset == "ShareGPT" and not runs.quick else 1)
 
 
@@ -675,10 +676,11 @@ _TABLE45 = {
     "fcfs, as released": {"policy": "fcfs-hybrid", "cache": "hybrid"},
 }  # fmt: skip
 """The fourth leaves violated requests out of |W| + |R|, as the authors' code does and the paper does not. FCFS takes keys and values
-wherever they can hold the request, also where the hidden kind is on offer; the authors' released code turns the oldest hidden when
-blocks run out, and the paper does not say which of the two Table 5 is."""
+wherever they can hold the request, also where the hidden kind is on offer; the authors' released code turns the oldest
+hidden when blocks run out, and the paper does not say which of the two Table 5 is."""
 _TABLE45_SHAPES = {
-    # (data set, factor on outputs): rates. With whole outputs of LongBench the paper's rates are far beyond what the hardware can do.
+    # (data set, factor on outputs): rates. With whole outputs of LongBench the paper's rates are far beyond what the
+    # hardware can do.
     ("ShareGPT", 1.0): (3.0, 6.0),
     ("LongBench", 1.0): (0.8, 1.3),
     ("LongBench", 0.6): (1.5, 3.0),
@@ -687,15 +689,16 @@ _TABLE45_SHAPES = {
 
 
 def _table45_size(runs: Runs, shape: tuple[Any, ...]) -> tuple[int, tuple[int, ...]]:
-    """Requests and seeds of a cell. LongBench takes three times as long a request as ShareGPT: half the requests, six seeds, and
-    two where outputs are not whole or the rate is the lower one: what two cores do in half an hour."""
+    """Requests and seeds of a cell. LongBench takes three times as long a request as ShareGPT: half the requests, six
+    seeds, and two where outputs are not whole or the rate is the lower one: what two cores do in half an hour."""
     if shape[0] == "ShareGPT":
         return runs.num_requests, runs.seeds
     return min(runs.num_requests, 500), runs.seeds[: 6 if _is_main(shape) else 2]
 
 
 def _is_main(shape: tuple[Any, ...]) -> bool:
-    """The cells of whole LongBench outputs whose attainment is near that of the paper's: all readings of the paper are run there."""
+    """The cells of whole LongBench outputs whose attainment is near that of the paper's: all readings of the paper are
+    run there."""
     return shape[:3] == ("LongBench", 1.0, 1.3)
 
 
@@ -707,7 +710,8 @@ def _table45_systems(shape: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def table4(runs: Runs) -> None:
-    """Tables 4 and 5: cache kinds and schedules, by rate and burstiness, 13B; paired differences with 95 % intervals."""
+    """Tables 4 and 5: cache kinds and schedules, by rate and burstiness, 13B; paired differences with 95 %
+    intervals."""
     shapes = [
         (dataset, scale, rate, cv)
         for (dataset, scale), rates in _TABLE45_SHAPES.items()

@@ -1,22 +1,25 @@
 """BROS Figs. 3, 10 to 12 and 14 in simulation: real-time requests beside best-effort ones, and alone.
 
-Times are simulated; what is timed on this machine are calls of the scheduler (Fig. 14). Setup of §7.1: OPT-13B on two and
-OPT-30B on four A100 40 GB, Llama-3-70B on eight A100 80 GB, tensor parallel, greedy, blocks of 16. Real-time (RT) requests
-have the lengths of Table 2 and Poisson arrivals; their objectives are 0.4 s to the first token (TTFT) and 0.2 s a token on
-average after it (TPOT). Best-effort (BE) requests come in batches: the next one when all of the one before have ended (a
-closed loop), from the start until the last RT arrival. Then the RT requests that are left run to their end.
+Times are simulated; what is timed on this machine are calls of the scheduler (Fig. 14). Setup of §7.1: OPT-13B on two
+and OPT-30B on four A100 40 GB, Llama-3-70B on eight A100 80 GB, tensor parallel, greedy, blocks of 16. Real-time (RT)
+requests have the lengths of Table 2 and Poisson arrivals; their objectives are 0.4 s to the first token (TTFT) and 0.2
+s a token on average after it (TPOT). Best-effort (BE) requests come in batches: the next one when all of the one before
+have ended (a closed loop), from the start until the last RT arrival. Then the RT requests that are left run to their
+end.
 
     fig3      512 RT requests alone: first come first served against preemption by waiting time, with the share of queueing
     fig10     mean normalised latency of RT requests and throughput of BE requests, over request rates
     fig11     TTFT and TPOT attainment of the same runs
     fig12     RT requests alone: normalised latency and throughput
     fig14     share of scheduling in the time of an iteration, in the runs of fig10 with OPT
-    variants  what single choices change, in one run per rate: round robin by phases, token groups, the paper's replacement
+    variants  what single choices change, in one run per rate: round robin by phases, token groups, the paper's
+        replacement
 
-Policies: `fcfs` (vLLM), `tgi`, `round-robin` (RR), `bros` without the paper's bidirectional blocks. The paper gives neither the
-rates (but the highest, 15 requests/s) nor the size of a BE batch; both are ours. It has 15 points and runs of 10 minutes:
-`--points 15 --duration 600`. The default is 9 points of one minute, of which the first batch alone keeps BE work waiting.
-vLLM and RR have vLLM's limit of 256 running requests; TGI has none, and the adaptive batch of BROS grows up to 1,024.
+Policies: `fcfs` (vLLM), `tgi`, `round-robin` (RR), `bros` without the paper's bidirectional blocks. The paper gives
+neither the rates (but the highest, 15 requests/s) nor the size of a BE batch; both are ours. It has 15 points and runs
+of 10 minutes: `--points 15 --duration 600`. The default is 9 points of one minute, of which the first batch alone keeps
+BE work waiting. vLLM and RR have vLLM's limit of 256 running requests; TGI has none, and the adaptive batch of BROS
+grows up to 1,024.
 
     python -m benchmarks.paper.bros all [--quick] [--out DIRECTORY] [--workers N] [--store FILE]
 """

@@ -1,8 +1,8 @@
 """Measurements that need more than a configuration, in parallel processes and kept as they finish.
 
 A case is a frozen dataclass with a `run() -> dict` of numbers. `run_cases` runs those that the store lacks, under a key
-made of the case, the sources that its policy and the simulator come from, and the version of the package: an interrupted
-command goes on where it was, and a changed policy is measured again.
+made of the case, the sources that its policy and the simulator come from, and the version of the package: an
+interrupted command goes on where it was, and a changed policy is measured again.
 """
 
 import concurrent.futures

@@ -13,8 +13,8 @@ Verdicts are computed:
 * reproduced: ours is within 10 % of the paper; a bound is met.
 * same direction: another size, but the order or sign that the paper reports (the command says what that is).
 * differs: neither.
-* undecided: the 95 % interval of our mean over seeds is wider than 10 % of the paper's number and holds it, holds a bound, or, of a
-  difference, holds zero.
+* undecided: the 95 % interval of our mean over seeds is wider than 10 % of the paper's number and holds it, holds a
+  bound, or, of a difference, holds zero.
 """
 
 import argparse
@@ -86,8 +86,9 @@ OUTPUT_SCALES = {"LongBench": (1.0, 0.6, 0.4)}
 """Factors on output lengths that are tried, by data set; others run whole.
 
 Reference answers of LongBench are longer than what the paper's rates allow: with whole ones even 1 request/s is far
-beyond what the hardware can do, where the paper serves 1.5 to 3. Its client lets models stop early. How early is not said,
-and it decides what a late gap costs: only the P99 of more than 100 gaps forgives one (`Workload.share_with_gaps`)."""
+beyond what the hardware can do, where the paper serves 1.5 to 3. Its client lets models stop early. How early is not
+said, and it decides what a late gap costs: only the P99 of more than 100 gaps forgives one
+(`Workload.share_with_gaps`)."""
 OUTPUT_SCALE = {"LongBench": 0.4}
 """Factor where one is run alone."""
 
@@ -288,8 +289,8 @@ def verdict(target: Target, values: Sequence[float], agrees: bool | None) -> str
 
 
 def gain_verdict(gain: float, half: float, paper: float) -> str:
-    """Return the verdict on a gain that the paper reports: "undecided" if our 95 % interval includes zero, "reproduced" if it
-    includes the paper's gain and is narrow (2 points, or a fifth of the paper's gain)."""
+    """Return the verdict on a gain that the paper reports: "undecided" if our 95 % interval includes zero, "reproduced"
+    if it includes the paper's gain and is narrow (2 points, or a fifth of the paper's gain)."""
     if abs(gain) <= half:
         return "undecided"
     if gain * paper <= 0:

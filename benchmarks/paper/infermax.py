@@ -1,8 +1,8 @@
 """InferMax Figs. 3 to 6, 8 to 14 and 16: offline batches under memory pressure, and one hour of a real load.
 
-Times are simulated, but for Figs. 13 and 14, which time the engine on this machine. Setup of §4.1: Llama-2-7B on an A100,
-M = 100K tokens of cache, C = 4096, all requests there at time 0, no limit on how many run. Memory is counted in tokens (blocks
-of one token), except in Figs. 13, 14 and 16. Objectives play no part: they are set out of reach.
+Times are simulated, but for Figs. 13 and 14, which time the engine on this machine. Setup of §4.1: Llama-2-7B on an
+A100, M = 100K tokens of cache, C = 4096, all requests there at time 0, no limit on how many run. Memory is counted in
+tokens (blocks of one token), except in Figs. 13, 14 and 16. Objectives play no part: they are set out of reach.
 
     fig3     how well lines fit measured operators: R2 (needs the profiles, --profiles)
     fig4     B = 32 equal requests: vLLM (fcfs) and its group, Sarathi, Sarathi without mixed steps
@@ -18,10 +18,10 @@ of one token), except in Figs. 13, 14 and 16. Objectives play no part: they are 
 
 `--grid` says how many I and O Figs. 4 to 9 have: coarse 3, fine 6 (powers of 4), full 11 (powers of 2).
 
-Three cost models, for the paper gives the form of its own but not the coefficients: `linear`, InferMax §3.2 fitted to public
-measurements of operators (see infermax_fig15.py); `per-prefill`, the same with 1.5 ms a prefill request, a term that the paper has;
-and `measured`, the bundled description, fitted to whole steps (`--costs linear per-prefill measured` for all). Fig. 16 has the
-bundled description alone.
+Three cost models, for the paper gives the form of its own but not the coefficients: `linear`, InferMax §3.2 fitted to
+public measurements of operators (see infermax_fig15.py); `per-prefill`, the same with 1.5 ms a prefill request, a term
+that the paper has; and `measured`, the bundled description, fitted to whole steps
+(`--costs linear per-prefill measured` for all). Fig. 16 has the bundled description alone.
 
     python -m benchmarks.paper.infermax all [--quick] [--out DIRECTORY] [--workers N] [--store FILE]
 """

@@ -1,9 +1,10 @@
 """InferMax Figs. 13 and 14 on the engine itself: the schedulers of Figs. 5 and 9, small, on this machine's CPU.
 
-The paper runs its workloads on vLLM and an A100. Here the engine that serves computes a small model (`tiny-opt` with its
-weights, or any named shape with random ones) on the CPU, every step timed on its own; the same workload is then
-simulated with a cost model calibrated on the same executor. "Device" is the sum of the steps, "host" what else a run takes (scheduling,
-accounting, commits), as the paper's GPU and non-GPU time. Latencies and rates are by device time alone, as the paper's.
+The paper runs its workloads on vLLM and an A100. Here the engine that serves computes a small model (`tiny-opt` with
+its weights, or any named shape with random ones) on the CPU, every step timed on its own; the same workload is then
+simulated with a cost model calibrated on the same executor. "Device" is the sum of the steps, "host" what else a run
+takes (scheduling, accounting, commits), as the paper's GPU and non-GPU time. Latencies and rates are by device time
+alone, as the paper's.
 
 Sizes are scaled down: B = 32, C = 256, P = 32 for Sarathi, blocks of 16 tokens, M in tokens.
 """

@@ -1,18 +1,19 @@
 """InferMax §5.1 and Fig. 15: does an optimal schedule evict?
 
-Four equal requests of I prompt and 4 output tokens, M = max(2 I, I + 3), C = 4096, the costs of Llama-2-7B on an A100. For
-each I: the optimum with eviction allowed, the optimum without, and what first-come-first-served with eviction does. Nothing
-is timed but the solver; latencies are those of the cost model.
+Four equal requests of I prompt and 4 output tokens, M = max(2 I, I + 3), C = 4096, the costs of Llama-2-7B on an A100.
+For each I: the optimum with eviction allowed, the optimum without, and what first-come-first-served with eviction does.
+Nothing is timed but the solver; latencies are those of the cost model.
 
 Three cost models:
 
-* `linear`: InferMax §3.2, one line for all layers but attention whatever the phase, one each for both attentions, each fitted
-  by least squares to measured operators (Vidur's and aiconfigurator's profiles), as the paper's Fig. 3. Where a batch
-  mixes the phases, the larger of both biases counts.
-* `per-prefill`: the paper also calibrates a term a prefill request, and does not publish it. This is the bias of the layers alone
-  with an assumed 1.5 ms a prefill request; with 0.5 ms or more, prompts of 64 tokens are no longer evicted.
-* `measured`: the bundled hardware description, fitted to whole steps a phase. A prefill step has a smaller bias there than a
-  decode step (an artefact of drop_oversized few tokens and thousands with one line), so it favours refills.
+* `linear`: InferMax §3.2, one line for all layers but attention whatever the phase, one each for both attentions, each
+  fitted by least squares to measured operators (Vidur's and aiconfigurator's profiles), as the paper's Fig. 3. Where a
+  batch mixes the phases, the larger of both biases counts.
+* `per-prefill`: the paper also calibrates a term a prefill request, and does not publish it. This is the bias of the
+  layers alone with an assumed 1.5 ms a prefill request; with 0.5 ms or more, prompts of 64 tokens are no longer
+  evicted.
+* `measured`: the bundled hardware description, fitted to whole steps a phase. A prefill step has a smaller bias there
+  than a decode step (an artefact of drop_oversized few tokens and thousands with one line), so it favours refills.
 
     python -m benchmarks.paper.infermax_fig15 [--quick] [--out DIRECTORY]
 """

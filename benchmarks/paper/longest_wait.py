@@ -20,8 +20,8 @@ class LongestWaitPolicy:
     """vLLM's engine, a prefill or a decode a step, with the time since the last token (or the arrival) as priority.
 
     "Each request's waiting time between completing one iteration and scheduling the next is used as the priority value"
-    (BROS §2.2). Requests without cache go in this order, those that decode do so together. Where there is no room for the
-    first one that waits, decoding requests lose their cache, the one that has waited least and came last first. The
+    (BROS §2.2). Requests without cache go in this order, those that decode do so together. Where there is no room for
+    the first one that waits, decoding requests lose their cache, the one that has waited least and came last first. The
     paper does not say how often that may happen; a request has `quantum` tokens before, or all time would go into
     recomputation.
 

@@ -5,14 +5,15 @@
     python -m benchmarks.scheduling.apt_plus parts     one rule at a time left out or changed
 
 Simulated OPT-13B on one A100 of 40 GB (Llama-2-7B on one of 80 GB for traces beyond OPT's 2,048 tokens). `apt` is the
-paper's policy, with keys and values, with the paper's hybrid cache (reprojection), and with that cache and the rho that the
-authors' probe most likely gave. `apt-plus` uses absorption where the model allows it, and so does `vllm-v1`, which goes for
-throughput, on the hidden cache alone. Llama-2 has rotary embedding, so no absorption: `apt-plus` has the hybrid cache by
-reprojection there, `vllm-v1` keys and values.
+paper's policy, with keys and values, with the paper's hybrid cache (reprojection), and with that cache and the rho that
+the authors' probe most likely gave. `apt-plus` uses absorption where the model allows it, and so does `vllm-v1`, which
+goes for throughput, on the hidden cache alone. Llama-2 has rotary embedding, so no absorption: `apt-plus` has the
+hybrid cache by reprojection there, `vllm-v1` keys and values.
 
-Constants were chosen with seeds from 100 on (`parts` uses these), on ShareGPT and LongBench and with a look at mooncake-conv
-and azure-conv. `rates` and `cells` judge on seeds from 0 on, `cells` also on four traces that were not looked at. Differences and ratios are paired by seed, with 95 % intervals. Finished
-runs are kept in the store, so that an interrupted benchmark goes on.
+Constants were chosen with seeds from 100 on (`parts` uses these), on ShareGPT and LongBench and with a look at
+mooncake-conv and azure-conv. `rates` and `cells` judge on seeds from 0 on, `cells` also on four traces that were not
+looked at. Differences and ratios are paired by seed, with 95 % intervals. Finished runs are kept in the store, so that
+an interrupted benchmark goes on.
 """
 
 import argparse
@@ -68,7 +69,8 @@ PICTURED = {
 
 
 class LargestFirst(AptPlusPolicy):
-    """`apt-plus`, but of those that may pause the one with most blocks goes first, as the paper's knapsack drops them."""
+    """`apt-plus`, but of those that may pause the one with most blocks goes first, as the paper's knapsack drops
+    them."""
 
     interface_version = INTERFACE_VERSION
 
@@ -110,7 +112,8 @@ FIRST_TUNING_SEED = 100
 
 
 def config_of(trace: str, system: dict[str, Any], **changes: Any) -> SimulationConfig:
-    """One run; a model without absorption gets reprojection, and keys and values where the hidden kind was to be the only one."""
+    """One run; a model without absorption gets reprojection, and keys and values where the hidden kind was to be the
+    only one."""
     model, hardware, slo, _ = TRACES[trace]
     if model != "opt-13b":
         cache = "kv" if system["cache"] == "hidden" else system["cache"]
@@ -188,7 +191,8 @@ def _measured(
 
 
 def cells(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
-    """Every system in every cell, of `apt-plus` the paired difference to the better `apt` of the cell, and what no policy can exceed."""
+    """Every system in every cell, of `apt-plus` the paired difference to the better `apt` of the cell, and what no
+    policy can exceed."""
     shapes = [(trace, cv, rate) for trace in traces for cv in cvs for rate in TRACES[trace][3]]
     found = _measured(runs, "cells", shapes, SYSTEMS)
     table = []
@@ -237,7 +241,8 @@ def parts(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
 
 
 def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
-    """Arrivals a second that attain their objectives (rate times attainment), against the rate; arrivals of the first CV."""
+    """Arrivals a second that attain their objectives (rate times attainment), against the rate; arrivals of the first
+    CV."""
     rates_of = {
         "sharegpt": (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0),
         "longbench": (0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0),

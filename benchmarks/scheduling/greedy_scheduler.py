@@ -1,8 +1,8 @@
 """Speed and quality of the greedy scheduler.
 
 Times `solve_greedy` (with building and checking the problem) on problems of 100 to 100,000 requests with two cache
-kinds, and `schedule` of every policy on whole views. One thread of NumPy; sorting and memory traffic limit it. Then compares
-it with the exact solver (HiGHS) on random problems; that takes about 3 to 10 ms each.
+kinds, and `schedule` of every policy on whole views. One thread of NumPy; sorting and memory traffic limit it. Then
+compares it with the exact solver (HiGHS) on random problems; that takes about 3 to 10 ms each.
 
     python -m benchmarks.scheduling.greedy_scheduler [--problems 20000] [--policies apt,fcfs] [--seed 0] [--json FILE]
 """

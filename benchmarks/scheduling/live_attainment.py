@@ -1,15 +1,18 @@
 """The same arrivals served and simulated: attainment of four policies at 0.7 and 1.2 of what this machine can do.
 
-    python -m benchmarks.scheduling.live_attainment [--models tiny-opt opt-125m] [--policies NAMES] [--seeds N] [--requests N]
+    python -m benchmarks.scheduling.live_attainment [--models tiny-opt opt-125m] [--policies NAMES] [--seeds N]
+    [--requests N]
 
-Each model is calibrated once, as a server does at its start; tiny-opt with its weights, any other shape with random ones.
-Capacity is the rate at which the served `fcfs` ends requests that are all there at once. The same run, simulated, takes less
-time where the host shares its cores with the device, as on a CPU, since a calibration times steps alone; all its times are
-multiplied by that one ratio, which is printed. Then every policy serves Poisson arrivals in real time, on the hybrid cache
-with a pool that a full batch does not fit, and the simulator runs the same arrivals. Objectives are multiples of measured times: a first token within ten of the
-longest prefill steps, a gap within three steps of a full batch with a chunk. One seed after another, policies in turn.
+Each model is calibrated once, as a server does at its start; tiny-opt with its weights, any other shape with random
+ones. Capacity is the rate at which the served `fcfs` ends requests that are all there at once. The same run, simulated,
+takes less time where the host shares its cores with the device, as on a CPU, since a calibration times steps alone; all
+its times are multiplied by that one ratio, which is printed. Then every policy serves Poisson arrivals in real time, on
+the hybrid cache with a pool that a full batch does not fit, and the simulator runs the same arrivals. Objectives are
+multiples of measured times: a first token within ten of the longest prefill steps, a gap within three steps of a full
+batch with a chunk. One seed after another, policies in turn.
 
-It writes `live-attainment.csv`: attainment, TTFT and TBT percentiles of both. Other work on the machine shows in the served half.
+It writes `live-attainment.csv`: attainment, TTFT and TBT percentiles of both. Other work on the machine shows in the
+served half.
 """
 
 import argparse

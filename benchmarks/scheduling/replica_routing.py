@@ -1,11 +1,12 @@
-"""Routing over several replicas: attainment by routing policy, replicas and rate, with bursty arrivals and long-tailed lengths.
+"""Routing over several replicas: attainment by routing policy, replicas and rate, with bursty arrivals and long-tailed
+lengths.
 
     python -m benchmarks.scheduling.replica_routing                        2 and 4 replicas, 5 to 15 minutes of two cores
     python -m benchmarks.scheduling.replica_routing --replicas 8 --seeds 3
 
-The runs are simulated, so only their duration depends on the machine. Every replica runs `apt` with the hybrid cache. A third of the
-requests each has a TTFT objective of 0.5, 1 and 5 s, and a TBT objective of 0.5, 1 and 1 s. All policies see the same requests at the same times.
-Writes JSON and a plot to benchmarks/results, and prints a table.
+The runs are simulated, so only their duration depends on the machine. Every replica runs `apt` with the hybrid cache. A
+third of the requests each has a TTFT objective of 0.5, 1 and 5 s, and a TBT objective of 0.5, 1 and 1 s. All policies
+see the same requests at the same times. Writes JSON and a plot to benchmarks/results, and prints a table.
 """
 
 import argparse

@@ -1,17 +1,19 @@
 """The schedulers of 2023 to 2026 on one engine: attainment and goodput against the request rate.
 
-    python -m benchmarks.scheduling.schedulers [--quick] [--policies vllm-v1,qoserve,...] [--datasets ShareGPT,LongBench] [--rates 2,4]
+    python -m benchmarks.scheduling.schedulers [--quick] [--policies vllm-v1,qoserve,...] [--datasets
+    ShareGPT,LongBench] [--rates 2,4]
                                     [--seeds N] [--requests N] [--workers N] [--out DIR] [--store FILE]
 
-Simulated OPT-13B on one A100 of 40 GB, with the requests, arrivals (Poisson) and objectives of Apt-Serve §6.2, each with its
-TTFT and P99 TBT objective. All policies see the same requests and arrivals of a seed. They run on keys and values alone, so
-that only scheduling differs; `apt`, `apt-s` and `apt-plus` are run on the hybrid cache as well: the first two with the paper's
-reprojection, the last one with absorption. `vllm-v1-8192` may have 8,192 tokens in a step, all others 2,048.
+Simulated OPT-13B on one A100 of 40 GB, with the requests, arrivals (Poisson) and objectives of Apt-Serve §6.2, each
+with its TTFT and P99 TBT objective. All policies see the same requests and arrivals of a seed. They run on keys and
+values alone, so that only scheduling differs; `apt`, `apt-s` and `apt-plus` are run on the hybrid cache as well: the
+first two with the paper's reprojection, the last one with absorption. `vllm-v1-8192` may have 8,192 tokens in a step,
+all others 2,048.
 
-It writes `schedulers.csv` and `schedulers.png`. Columns are means over the seeds: attainment with the half width of its 95 %
-interval (Student's t), the same of the difference to `vllm-v1` with the same seeds, goodput (requests/s that attain their
-objectives), output tokens/s, P99 of TTFT, recomputed tokens, time until the last request ends, preemptions.
-Finished runs are kept in the store: an interrupted benchmark goes on where it was.
+It writes `schedulers.csv` and `schedulers.png`. Columns are means over the seeds: attainment with the half width of its
+95 % interval (Student's t), the same of the difference to `vllm-v1` with the same seeds, goodput (requests/s that
+attain their objectives), output tokens/s, P99 of TTFT, recomputed tokens, time until the last request ends,
+preemptions. Finished runs are kept in the store: an interrupted benchmark goes on where it was.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""How close is the simulator to the engine on this machine? Same decisions, predicted step times, and latencies side by side.
+"""How close is the simulator to the engine on this machine? Same decisions, predicted step times, and latencies side by
+side.
 
     python -m benchmarks.scheduling.simulator_fidelity [--requests N] [--seconds S]
 
@@ -8,8 +9,8 @@
 4. Simulate it with the calibrated cost model: predicted against measured time of every step of 3, and TTFT and TBT
    percentiles of all three.
 
-Single steps of one shape (kinds, rows and tokens, rounded up to powers of two) take times that vary by more than any model
-could explain; such steps are therefore also compared by their medians.
+Single steps of one shape (kinds, rows and tokens, rounded up to powers of two) take times that vary by more than any
+model could explain; such steps are therefore also compared by their medians.
 """
 
 import argparse

@@ -3,13 +3,13 @@
     python -m benchmarks.scheduling.vllm_scheduler record FILE     where vLLM is installed: let its scheduler decide, keep what it did
     python -m benchmarks.scheduling.vllm_scheduler compare FILE    here: let our engine and `vllm-v1` decide the same, say what differs
 
-`record` drives `vllm.v1.core.sched.scheduler.Scheduler` with synthetic model outputs (no model is loaded): it is told of
-requests, and each step gives every request that is computed to its end one token. Requests are those of a recorded
+`record` drives `vllm.v1.core.sched.scheduler.Scheduler` with synthetic model outputs (no model is loaded): it is told
+of requests, and each step gives every request that is computed to its end one token. Requests are those of a recorded
 trace, with its arrivals; an iteration takes a fixed time, so that both sides see a request at the same iteration. Of
 each iteration the file has who was scheduled, with how many tokens, and who was preempted.
 
-vLLM is not a dependency: `pip install vllm` (or its build for CPUs) in an environment of its own; `record` needs nothing
-of this project but its traces. Prefix caching, speculation and asynchronous scheduling are off.
+vLLM is not a dependency: `pip install vllm` (or its build for CPUs) in an environment of its own; `record` needs
+nothing of this project but its traces. Prefix caching, speculation and asynchronous scheduling are off.
 """
 
 import argparse
@@ -89,7 +89,8 @@ CASES = {
 
 
 def requests_of(case: Case) -> list[tuple[int, int, int]]:
-    """(iteration at which it comes, prompt tokens, output tokens) of each request; those that can never fit left out."""
+    """(iteration at which it comes, prompt tokens, output tokens) of each request; those that can never fit left
+    out."""
     requests = []
     with gzip.open(TRACES / f"{case.trace}.csv.gz", "rt", newline="") as file:
         for row in csv.DictReader(file):

@@ -5,8 +5,8 @@
     python -m benchmarks.server stop        SIGTERM, kill -9 and the death of the engine thread, under load
     python -m benchmarks.server overhead    overhead of each API over the bare engine, 64 streams
 
-Each starts the server itself, prints a summary, and writes JSON (`--json FILE`). Exit code 1: a guarantee was violated. Clients and server
-share the cores of one machine, which limits the figures.
+Each starts the server itself, prints a summary, and writes JSON (`--json FILE`). Exit code 1: a guarantee was violated.
+Clients and server share the cores of one machine, which limits the figures.
 """
 
 import argparse

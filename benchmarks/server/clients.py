@@ -174,7 +174,8 @@ def random_requests(
     seed: int,
     sampled_share: float = 0.5,
 ) -> list[LoadRequest]:
-    """Return requests with random prompts, some greedy and some with a seed. Some share a prefix, which prefix caching finds.
+    """Return requests with random prompts, some greedy and some with a seed. Some share a prefix, which prefix caching
+    finds.
 
     Args:
         prompt_len, output_len: minimum and maximum in tokens.
@@ -269,7 +270,8 @@ async def _arrivals(load: Load, endpoints: Any, note: Callable[[Record], None]) 
 
 
 def _turns(load: Load) -> Iterable[tuple[int, str, int | None]]:
-    """Yield the index of a request, its protocol, and after how many tokens its client disconnects (None: it does not)."""
+    """Yield the index of a request, its protocol, and after how many tokens its client disconnects (None: it does
+    not)."""
     rng = np.random.default_rng([load.seed, 0])
     number, count = 0, len(load.requests)
     while not load.in_order or number < count:

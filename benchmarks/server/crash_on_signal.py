@@ -1,4 +1,5 @@
-"""`apt-jax serve` whose engine thread ends at SIGUSR1, as if its code had left it: python -m benchmarks.server.crash_on_signal serve MODEL ..."""
+"""`apt-jax serve` whose engine thread ends at SIGUSR1, as if its code had left it: python -m
+benchmarks.server.crash_on_signal serve MODEL ..."""
 
 import ctypes
 import signal

@@ -62,12 +62,13 @@ class Offline:
     def answers(self, requests: Sequence[LoadRequest]) -> tuple[list[LoadRequest], list[Answer]]:
         """Return the requests whose answer is unambiguous, and the answers of `LLM.generate` to them.
 
-        In float32 the others are dropped: at some token the best two scores differ by no more than the rounding error, and the
-        order of additions, which depends on the batch, decides. That is the case for a few percent of the requests with a seed.
-        Other dtypes and quantised weights are not checked.
+        In float32 the others are dropped: at some token the best two scores differ by no more than the rounding error,
+        and the order of additions, which depends on the batch, decides. That is the case for a few percent of the
+        requests with a seed. Other dtypes and quantised weights are not checked.
 
         Raises:
-            RuntimeError: a plain forward pass chooses another token, or more than a fifth of the requests are ambiguous.
+            RuntimeError: a plain forward pass chooses another token, or more than a fifth of the requests are
+            ambiguous.
         """
         answers, certain = self._pool.submit(_answers, requests).result()
         if sum(certain) < 0.8 * len(requests):
@@ -79,7 +80,8 @@ class Offline:
         return self._pool.submit(_speed, requests).result()
 
     def async_speed(self, requests: Sequence[LoadRequest], num_streams: int) -> Speed:
-        """Measure `AsyncEngine` with `num_streams` concurrent streams; each takes the next request when its last one has ended."""
+        """Measure `AsyncEngine` with `num_streams` concurrent streams; each takes the next request when its last one
+        has ended."""
         return self._pool.submit(_async_speed, requests, num_streams).result()
 
     def close(self) -> None:
@@ -144,7 +146,8 @@ def _is_certain(leads_of: Any, request: LoadRequest, token_ids: Sequence[int]) -
 
 
 def _compiled_leads(config: Any) -> Any:
-    """Compile a function of the lead of the token after each position over all others, at both ends of the uncertainty of top-p."""
+    """Compile a function of the lead of the token after each position over all others, at both ends of the uncertainty
+    of top-p."""
     import jax
     import jax.numpy as jnp
 

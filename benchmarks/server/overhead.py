@@ -1,10 +1,11 @@
 """Overhead of the server: the same requests through every API and by the engine alone, 64 concurrent streams.
 
-Timed are `LLM.generate`, `AsyncEngine` in the process of its reader, and each API with its clients in another process. There are
-two ways of measuring, because clients and server share the machine:
+Timed are `LLM.generate`, `AsyncEngine` in the process of its reader, and each API with its clients in another process.
+There are two ways of measuring, because clients and server share the machine:
 
 * apart: the engine or the server has one core to itself, the clients have the others. Wall time is that of the server.
-* shared: all use all cores. The CPU time of the server's process per token is the overhead; wall time includes that of the clients.
+* shared: all use all cores. The CPU time of the server's process per token is the overhead; wall time includes that of
+  the clients.
 
 Both report the CPU time per token of the server's event loop too, which does not depend on the load of the machine.
 """

@@ -1,8 +1,10 @@
-"""Ten times as many requests as the server can serve: it rejects fast, meets the SLOs of accepted requests, and stays healthy.
+"""Ten times as many requests as the server can serve: it rejects fast, meets the SLOs of accepted requests, and stays
+healthy.
 
 1. Capacity: completed requests per second of a saturated closed loop.
-2. Open loop: Poisson arrivals at ten times that rate over all APIs, each request with an SLO. The time to a rejection is measured at the
-   client, from before it sends to the status; attainment by the server's verdict and by the client's clock, of all accepted requests.
+2. Open loop: Poisson arrivals at ten times that rate over all APIs, each request with an SLO. The time to a rejection
+   is measured at the client, from before it sends to the status; attainment by the server's verdict and by the client's
+   clock, of all accepted requests.
 3. `/health` is polled every half second; afterwards requests must be answered as offline.
 """
 

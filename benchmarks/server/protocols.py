@@ -48,8 +48,8 @@ class Refused(Exception):
     """The server answered, or ended the stream, with an error status.
 
     Attributes:
-        status: an HTTP status, the name of a gRPC status, "error" for an event of an error, "connection", or "cut off" for a
-            stream that ended without a last message.
+        status: an HTTP status, the name of a gRPC status, "error" for an event of an error, "connection", or "cut off"
+            for a stream that ended without a last message.
     """
 
     def __init__(self, status: str, message: str = "") -> None:

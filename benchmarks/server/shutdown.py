@@ -1,8 +1,10 @@
 """Shutdown and death of the server under load: SIGTERM, kill -9, and the death of its engine thread.
 
-* SIGTERM with time: every accepted request completes; with little time: it completes or ends with a clear status. Exit code 0 in time.
+* SIGTERM with time: every accepted request completes; with little time: it completes or ends with a clear status. Exit
+  code 0 in time.
 * kill -9: every stream ends with an error at its client, within 2 s.
-* The engine's thread ends (`benchmarks.server.crash_on_signal`): health turns within 2 s, every stream ends with a clear status, exit code 1.
+* The engine's thread ends (`benchmarks.server.crash_on_signal`): health turns within 2 s, every stream ends with a
+  clear status, exit code 1.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Many streams over all APIs for a long time: each equals the offline answer, memory does not grow, nothing leaks.
 
-Half of the requests are greedy, half have a seed; a tenth of the clients leave before the end; the pool is so small that
-requests lose their cache and come back. Every delta, token, text and finish reason is compared.
+Half of the requests are greedy, half have a seed; a tenth of the clients leave before the end; the pool is so small
+that requests lose their cache and come back. Every delta, token, text and finish reason is compared.
 """
 
 import argparse

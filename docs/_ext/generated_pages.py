@@ -6,9 +6,9 @@ Before a build it writes to `docs/` (git ignores the files):
 * `reference/generated/http.md`: every path and schema, from the OpenAPI document that the server gives out;
 * `notebooks/*.ipynb`: copies of the repository's notebooks.
 
-Pages are written for GitHub, so their links are relative paths in the repository. While a page is read, links to what has a page of
-its own in the site are turned to that page; other files must exist and are offered as downloads. `README.md` is not a page of the
-site; its links are checked all the same.
+Pages are written for GitHub, so their links are relative paths in the repository. While a page is read, links to what
+has a page of its own in the site are turned to that page; other files must exist and are offered as downloads.
+`README.md` is not a page of the site; its links are checked all the same.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """OpenAI's completions and chat completions, streamed, from any server that has them.
 
-Tokens are counted by the usage that servers put into every chunk when asked (vLLM's `continuous_usage_stats`); where it is
-missing a chunk with text is one token, and what the last usage counts beyond that comes with the last chunk.
+Tokens are counted by the usage that servers put into every chunk when asked (vLLM's `continuous_usage_stats`); where it
+is missing a chunk with text is one token, and what the last usage counts beyond that comes with the last chunk.
 """
 
 import contextlib
@@ -71,7 +71,8 @@ class HttpBackend:
         self.max_model_len = longest if isinstance(longest, int) else None
 
     async def _measure_words(self) -> None:
-        """Measure tokens per word by the server's `/tokenize` (vLLM's and ours); without it a word counts as one token."""
+        """Measure tokens per word by the server's `/tokenize` (vLLM's and ours); without it a word counts as one
+        token."""
         tokens = await self._tokenize({"prompt": _TEXT, "add_special_tokens": False})
         if not tokens:
             return

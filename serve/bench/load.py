@@ -51,10 +51,11 @@ class Arrivals:
     """When requests are sent."""
 
     rate: float | None = None
-    """Requests a second; infinite: all at once, or as many as `max_concurrency` of the run allows. None: as recorded."""
+    """Requests a second; infinite: all at once, or as many as `max_concurrency` of the run allows. None: as
+    recorded."""
     burstiness: float | None = None
-    """Shape of the Gamma distribution of the gaps, as vLLM has it: their coefficient of variation is 1 / sqrt(burstiness).
-    None: recorded arrivals, stretched to `rate`, where the trace has them; else 1 (Poisson)."""
+    """Shape of the Gamma distribution of the gaps, as vLLM has it: their coefficient of variation is 1 /
+    sqrt(burstiness). None: recorded arrivals, stretched to `rate`, where the trace has them; else 1 (Poisson)."""
     num_requests: int | None = None
     duration_s: float | None = None
     """Nothing is sent after this; without `num_requests` as many as arrive within it."""
@@ -182,7 +183,8 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
 
 
 def endless(source: Source, seed: int) -> Iterator[BenchRequest]:
-    """Requests without a schedule, for as long as somebody asks: the source over and over, in another order each time."""
+    """Requests without a schedule, for as long as somebody asks: the source over and over, in another order each
+    time."""
     done, rng = 0, np.random.default_rng([seed, 0xA97])
     trace = source.trace
     while True:

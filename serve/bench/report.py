@@ -24,7 +24,8 @@ COLUMNS: tuple[str, ...] = (
     "p99_tbt_ms", "p99_tbt_drop_first_ms", "e2e_ms", "ttft_attained", "tbt_attained", "slo_attained", "preemptions",
     "cache_kind", "gaps_ms", "error",
 )  # fmt: skip
-"""Columns of the CSV file; `due_s` and `sent_s` count from the start of the run, the numbers of `gaps_ms` are separated by spaces."""
+"""Columns of the CSV file; `due_s` and `sent_s` count from the start of the run, the numbers of `gaps_ms` are separated
+by spaces."""
 
 _BUSY = 0.85
 _LATE_S, _LAG_S = 0.010, 0.010

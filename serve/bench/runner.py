@@ -1,8 +1,8 @@
 """Sends requests on time, notes when every token comes, and watches whether the client keeps up.
 
-Open loop: every request is sent when it is due, whether earlier ones have been answered or not. Closed loop: a fixed number
-of requests is always under way. Everything runs in one event loop of one thread, so a client that cannot keep up shows in
-three places: requests are sent late, timers fire late, and the thread's share of a CPU nears one.
+Open loop: every request is sent when it is due, whether earlier ones have been answered or not. Closed loop: a fixed
+number of requests is always under way. Everything runs in one event loop of one thread, so a client that cannot keep up
+shows in three places: requests are sent late, timers fire late, and the thread's share of a CPU nears one.
 """
 
 import asyncio
@@ -61,7 +61,8 @@ class ClientHealth:
     """Measurements that tell whether the client limited the results."""
 
     lateness_s: Sequence[float]
-    """Delay of every send after its schedule; empty without a schedule, or if a concurrency limit held requests back."""
+    """Delay of every send after its schedule; empty without a schedule, or if a concurrency limit held requests
+    back."""
     lag_s: Sequence[float]
     """Delay of timers set every 10 ms."""
     process_cpu: float

@@ -1,7 +1,7 @@
 """Command-line flags: the parser, number types, and flags derived from configuration dataclasses and request fields.
 
-Name, type, choices, default and help of a flag are those of the field it sets (`apt_jax.options`) or of the request field
-(`apt_jax.validation.REQUEST_FIELDS`); nothing is declared twice.
+Name, type, choices, default and help of a flag are those of the field it sets (`apt_jax.options`) or of the request
+field (`apt_jax.validation.REQUEST_FIELDS`); nothing is declared twice.
 """
 
 import argparse

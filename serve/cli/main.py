@@ -1,7 +1,7 @@
 """`apt-jax COMMAND`: find the command, read its flags, run it.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> int`; only the one asked for is imported. Exit codes: 0
-done, 1 failed, 2 wrong usage, 130 interrupted.
+A command is a module with `add_arguments(parser)` and `run(args) -> int`; only the one asked for is imported. Exit
+codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
 
 import importlib

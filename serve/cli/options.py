@@ -72,7 +72,8 @@ def add_calibration_argument(parser: argparse.ArgumentParser, default_s: float) 
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the configuration that the flags of `add_engine_arguments`, MODEL and other flags of its dataclasses describe.
+    """Return the configuration that the flags of `add_engine_arguments`, MODEL and other flags of its dataclasses
+    describe.
 
     Raises:
         ConfigError: one line that names the flag.
@@ -244,7 +245,8 @@ def add_access_arguments(parser: Any) -> None:
 
 
 def access(args: argparse.Namespace) -> dict[str, Any]:
-    """Return keyword arguments of our gRPC clients by `add_access_arguments`. Raises ConfigError: a file cannot be used."""
+    """Return keyword arguments of our gRPC clients by `add_access_arguments`. Raises ConfigError: a file cannot be
+    used."""
     return {
         "api_key": read_api_key(args.api_key_file),
         "credentials": channel_credentials(args.tls_ca),

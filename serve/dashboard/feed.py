@@ -1,8 +1,9 @@
 """The dashboard's data: a snapshot of the server each second while it has viewers, shared by all of them.
 
 1. The first `Viewer` starts the feed and the last one ends it. Without viewers nothing runs and nothing is recorded.
-2. Each second one function runs in the engine's thread, between two steps, for under a millisecond. It copies the current values of
-   `/metrics`, by the same code, the scheduler's decisions since the last snapshot, and the state of the last requests.
+2. Each second one function runs in the engine's thread, between two steps, for under a millisecond. It copies the
+   current values of `/metrics`, by the same code, the scheduler's decisions since the last snapshot, and the state of
+   the last requests.
 3. It is encoded once for each tenant that watches: a tenant sees the ids of its own requests and no others.
 4. A viewer waits for the newest snapshot. A slow reader skips the older ones and delays no one.
 5. Snapshots hold the server's state (starting, serving, draining, stopped, engine ended); the last one ends the stream.

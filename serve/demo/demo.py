@@ -1,8 +1,8 @@
 """`apt-jax demo`: one bursty load, four schedulers, over gRPC, on the bundled model with a small pool.
 
-The same arrivals of real prompts are replayed under first-come-first-served, Apt-Serve's scheduling with keys and values alone and
-with the hybrid cache, and apt-plus. Rate and objectives come from the calibration of this machine, so that the
-picture holds on a slower one.
+The same arrivals of real prompts are replayed under first-come-first-served, Apt-Serve's scheduling with keys and
+values alone and with the hybrid cache, and apt-plus. Rate and objectives come from the calibration of this machine, so
+that the picture holds on a slower one.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """The Generate calls of the gRPC services of one port.
 
-A `GenerateCodec` knows the messages of one service; `GrpcCalls` carries each call by `serve.generate_call.run_generate`:
+A `GenerateCodec` knows the messages of one service; `GrpcCalls` carries each call by
+`serve.generate_call.run_generate`:
 
 * A client that does not read for too long loses its requests.
 * A done-callback of the RPC cancels its requests: a disconnect during a write is not a CancelledError in grpc.aio.
@@ -236,10 +237,12 @@ class _GrpcCall:
         return tuple(requests)
 
     async def _send(self, message: Message, group: RequestStreamGroup) -> None:
-        """Write one message. A client that does not read for too long loses its requests, and with them the cache blocks.
+        """Write one message. A client that does not read for too long loses its requests, and with them the cache
+        blocks.
 
-        A write that has started cannot be taken back in gRPC, and no status can be sent before it has ended. So the status
-        waits until the client reads again or disconnects; what waits is one message, and the place among the RPCs.
+        A write that has started cannot be taken back in gRPC, and no status can be sent before it has ended. So the
+        status waits until the client reads again or disconnects; what waits is one message, and the place among the
+        RPCs.
         """
         stall_s = self._calls.write_stall_s
         slow = False

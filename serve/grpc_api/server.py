@@ -3,7 +3,8 @@
 1. `GrpcServer.start` binds and answers at once: health is NOT_SERVING and Generate is UNAVAILABLE while a model loads.
 2. `GrpcServer.serve` takes a warm engine; health turns SERVING.
 3. `GrpcCalls` carries each Generate to its end.
-4. `GrpcServer.stop` turns health to NOT_SERVING, rejects new requests, waits for in-flight ones for a while, cancels the rest.
+4. `GrpcServer.stop` turns health to NOT_SERVING, rejects new requests, waits for in-flight ones for a while, cancels
+   the rest.
 """
 
 import asyncio
@@ -29,7 +30,8 @@ from serve.security.tls import Tls
 if TYPE_CHECKING:  # it needs the extra `otel`
     from serve.observability.tracing import Tracer
 
-# No health service of other engines is ever registered beside them: gateways probe those first and would mistake us for one.
+# No health service of other engines is ever registered beside them: gateways probe those first and would mistake us for
+# one.
 _SERVICES = (SERVICE, VLLM_SERVICE)
 
 
@@ -158,7 +160,8 @@ class GrpcServer:
         await self._set_health(serving=False)
 
     async def stop(self, drain_s: float) -> None:
-        """Turn NOT_SERVING, reject new requests, end in-flight ones within `drain_s`, close. A second call may shorten the time."""
+        """Turn NOT_SERVING, reject new requests, end in-flight ones within `drain_s`, close. A second call may shorten
+        the time."""
         self._calls.service.drain()
         await self._health.enter_graceful_shutdown()
         if self._engine is not None:

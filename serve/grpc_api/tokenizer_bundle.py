@@ -1,8 +1,8 @@
 """The tokenizer of a server, as files for gateways that encode and decode themselves.
 
-A ZIP archive of tokenizer.json, tokenizer_config.json (special tokens and chat template) and config.json. They are made from what was
-loaded, so they say what the server does, whatever file it came from (GGUF, vocab.json) and whatever was chosen at start
-(``--tokenizer``, ``--chat-template``). Equal contents give equal bytes.
+A ZIP archive of tokenizer.json, tokenizer_config.json (special tokens and chat template) and config.json. They are made
+from what was loaded, so they say what the server does, whatever file it came from (GGUF, vocab.json) and whatever was
+chosen at start (``--tokenizer``, ``--chat-template``). Equal contents give equal bytes.
 """
 
 import contextlib

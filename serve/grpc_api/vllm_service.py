@@ -1,14 +1,18 @@
-"""`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM workers speak, such as `smg`. Token ids out, never text.
+"""`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM workers speak, such as `smg`. Token ids out, never
+text.
 
 The messages are those of the package smg-grpc-proto, and mean what they mean in vLLM:
 
-* An unset temperature is 1, an unset `max_tokens` is as many as fit, and a `top_p` or `repetition_penalty` of 0 is unset. 32-bit numbers
-  are taken as the decimals that they were written as (0.7, not 0.699999988).
-* A streamed call gets a `chunk` for each update of each of its `n` outputs, and a `complete` at the end of each. Chunks hold the new
-  token ids, their count and log probabilities; `complete` repeats all token ids. Any other call gets only `complete`s.
-* Stop strings are matched here. The token ids of a stop string are in the output: whoever makes text of them cuts it there.
-* What the engine does not do is INVALID_ARGUMENT with the reason: prompt log probabilities, truncation, structural tags, inputs other than
-  text, transfer of caches, ranks. `spaces_between_special_tokens` and `grammar_from_first_token` change nothing here.
+* An unset temperature is 1, an unset `max_tokens` is as many as fit, and a `top_p` or `repetition_penalty` of 0 is
+  unset. 32-bit numbers are taken as the decimals that they were written as (0.7, not 0.699999988).
+* A streamed call gets a `chunk` for each update of each of its `n` outputs, and a `complete` at the end of each. Chunks
+  hold the new token ids, their count and log probabilities; `complete` repeats all token ids. Any other call gets only
+  `complete`s.
+* Stop strings are matched here. The token ids of a stop string are in the output: whoever makes text of them cuts it
+  there.
+* What the engine does not do is INVALID_ARGUMENT with the reason: prompt log probabilities, truncation, structural
+  tags, inputs other than text, transfer of caches, ranks. `spaces_between_special_tokens` and
+  `grammar_from_first_token` change nothing here.
 
 Embed, FlushCache and SubscribeKvEvents are UNIMPLEMENTED; so are StartProfile and StopProfile without `--profiler-dir`.
 """
@@ -344,8 +348,8 @@ class VllmEngine:
 
 
 def _tokenizer_path(parts: EngineComponents) -> str:
-    """The tokenizer's directory. Gateways read it if it exists, else call GetTokenizer; so a tokenizer with a chat template from
-    elsewhere gets a path that does not exist."""
+    """The tokenizer's directory. Gateways read it if it exists, else call GetTokenizer; so a tokenizer with a chat
+    template from elsewhere gets a path that does not exist."""
     if parts.tokenizer is None or parts.tokenizer.path is None:
         return ""
     path, template = str(parts.tokenizer.path), parts.config.chat_template

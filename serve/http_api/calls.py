@@ -1,7 +1,7 @@
 """Completion calls over HTTP: limits, reading bodies, writing responses and noticing disconnects.
 
-The status is sent with the first token, so that a call that is rejected, or fails while it waits, gets the right one. After
-that an error is an event of its own, and the stream ends without `[DONE]`.
+The status is sent with the first token, so that a call that is rejected, or fails while it waits, gets the right one.
+After that an error is an event of its own, and the stream ends without `[DONE]`.
 """
 
 import asyncio
@@ -77,8 +77,8 @@ async def read_body(config: AppConfig, request: Request) -> bytes:
         )
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise BadCallError(415, "unsupported_encoding", "the body must not be compressed")
-    # The connection stays open: closing it while the client still sends would lose the response. What arrives is discarded,
-    # and not for long (`serve.http_api.protocol`).
+    # The connection stays open: closing it while the client still sends would lose the response. What arrives is
+    # discarded, and not for long (`serve.http_api.protocol`).
     too_large = BadCallError(413, "body_too_large", f"the body must not exceed {config.max_body_bytes} bytes")
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > config.max_body_bytes:

@@ -1,8 +1,8 @@
 """The only mapping from errors to HTTP responses in OpenAI's format; `serve.grpc_api.errors` is its twin for gRPC.
 
-Clients see the texts of our own errors, which are written for them, and never that of any other exception. Responses to requests
-that would fail again have `x-should-retry: false`, which clients respect before they look at the status; those that may
-succeed later or elsewhere have `retry-after`.
+Clients see the texts of our own errors, which are written for them, and never that of any other exception. Responses to
+requests that would fail again have `x-should-retry: false`, which clients respect before they look at the status; those
+that may succeed later or elsewhere have `retry-after`.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Bodies of OpenAI's completions and chat completions, and the engine requests that they ask for.
 
-This module decides what a field means, `apt_jax.validation` whether its value is valid, as for every other protocol. Unknown
-fields are ignored, as in vLLM. Known fields that would change the output and are not supported are rejected: a
+This module decides what a field means, `apt_jax.validation` whether its value is valid, as for every other protocol.
+Unknown fields are ignored, as in vLLM. Known fields that would change the output and are not supported are rejected: a
 response that silently ignores them would be worse than none.
 """
 

@@ -40,7 +40,8 @@ class CompletionResponseBuilder:
         return sum(self._num_tokens)
 
     def event(self, index: int, delta: OutputDelta) -> bytes:
-        """Encode `chunk`. Chunks between the first and the last usually differ only in their text, so the rest is encoded once."""
+        """Encode `chunk`. Chunks between the first and the last usually differ only in their text, so the rest is
+        encoded once."""
         call, begun = self._call, self._begun[index]
         varies = call.token_ids or call.continuous_usage or delta.logprobs is not None
         if varies or delta.finished or not begun:
@@ -174,7 +175,8 @@ class CompletionResponseBuilder:
         }
 
     def _by_text(self, entry: dict[int, Logprob]) -> dict[str, float]:
-        """Log probabilities by text; of tokens with one text the sampled one, else the most likely one, which come first."""
+        """Log probabilities by text; of tokens with one text the sampled one, else the most likely one, which come
+        first."""
         named: dict[str, float] = {}
         for token_id, one in entry.items():
             named.setdefault(self._token(token_id, one), _finite(one.logprob))

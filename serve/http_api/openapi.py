@@ -1,10 +1,11 @@
 """OpenAPI 3.1 document of the HTTP server: ``GET /openapi.json``.
 
 Bounds are those of the code that enforces them (`apt_jax.validation`, `apt_jax.text.chat`, `serve.http_api.openai_request`), and, once there is an
-engine, those of its model: lengths, vocabulary, name. Whatever a schema here forbids is refused with 400, but for an objective
-in a header where the body has the same one. The reverse does not hold: a schema cannot say that a prompt must leave room for
-`max_tokens`, that two fields exclude each other, that 1.0 is not an integer or that a grammar must compile. Fields that no schema names
-are ignored, where a schema does not close its object. The pages of the dashboard are for people and not described.
+engine, those of its model: lengths, vocabulary, name. Whatever a schema here forbids is refused with 400, but for an
+objective in a header where the body has the same one. The reverse does not hold: a schema cannot say that a prompt must
+leave room for `max_tokens`, that two fields exclude each other, that 1.0 is not an integer or that a grammar must
+compile. Fields that no schema names are ignored, where a schema does not close its object. The pages of the dashboard
+are for people and not described.
 """
 
 from collections.abc import Iterable, Mapping

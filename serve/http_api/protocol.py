@@ -2,7 +2,8 @@
 
 * The number of connections is limited.
 * The head of a request must arrive within some seconds and fit some kilobytes.
-* A client that reads nothing of its response for some seconds loses the connection, and with it the request. The unread output is
+* A client that reads nothing of its response for some seconds loses the connection, and with it the request. The unread
+  output is
   bounded: small buffers here and in the kernel. A stalled client on this machine is detected before they are full
   (`serve.http_api.stalled_clients`).
 * The kernel's probes detect a peer that vanished.
@@ -103,7 +104,8 @@ class LimitedHttpProtocol(H11Protocol):
         self._watch_reader()  # the next request may have come already
 
     def eof_received(self) -> None:
-        """See `asyncio.Protocol`. The application is told now: the connection closes only when all is written, which may be never."""
+        """See `asyncio.Protocol`. The application is told now: the connection closes only when all is written, which
+        may be never."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -199,8 +201,8 @@ class LimitedHttpProtocol(H11Protocol):
         options = [
             (socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES),
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            # asyncio sets it only where the listener was made for TCP by name. Without it what is written last waits until the
-            # client has acknowledged what came before, which takes it up to 40 ms.
+            # asyncio sets it only where the listener was made for TCP by name. Without it what is written last waits
+            # until the client has acknowledged what came before, which takes it up to 40 ms.
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         ]
         # Not every system has these.

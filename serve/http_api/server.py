@@ -2,9 +2,11 @@
 
 Its life is that of `serve.grpc_api.server`, over the same engine:
 
-1. `HttpServer.start` binds and answers at once: `/health` is 200, `/ready` 503, completions are 503 while a model loads.
+1. `HttpServer.start` binds and answers at once: `/health` is 200, `/ready` 503, completions are 503 while a model
+   loads.
 2. `HttpServer.serve` takes a warm engine; `/ready` turns 200.
-3. `HttpServer.stop` turns `/ready` to 503, rejects new completions, waits for in-flight ones for a while, cancels the rest, and closes.
+3. `HttpServer.stop` turns `/ready` to 503, rejects new completions, waits for in-flight ones for a while, cancels the
+   rest, and closes.
 
 `serve.http_api.protocol` limits connections, `serve.http_api.app` calls; `openai_request` and `openai_response` know the bodies.
 """
@@ -144,7 +146,8 @@ class HttpServer:
         self.app.use(engine, metrics)
 
     async def stop(self, drain_s: float) -> None:
-        """Turn not ready, reject new completions, end in-flight ones within `drain_s`, close. A second call may shorten the time."""
+        """Turn not ready, reject new completions, end in-flight ones within `drain_s`, close. A second call may shorten
+        the time."""
         self.app.drain()
         if self._engine is not None:
             await self._engine.shutdown(drain_s)

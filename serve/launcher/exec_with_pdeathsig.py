@@ -2,8 +2,8 @@
 
     python exec_with_pdeathsig.py PARENT CPUS COMMAND...
 
-CPUS are comma-separated numbers of CPUs to bind COMMAND to, or empty. Run as a file, on Linux; elsewhere a parent that is
-killed leaves COMMAND running.
+CPUS are comma-separated numbers of CPUs to bind COMMAND to, or empty. Run as a file, on Linux; elsewhere a parent that
+is killed leaves COMMAND running.
 """
 
 import ctypes

@@ -1,4 +1,5 @@
-"""Plan of `apt-jax launch`: the replicas, each on its own devices, and the gateway in front of them. Nothing is started here."""
+"""Plan of `apt-jax launch`: the replicas, each on its own devices, and the gateway in front of them. Nothing is started
+here."""
 
 import argparse
 import contextlib
@@ -41,7 +42,8 @@ _GATEWAY_FLAGS = (
 
 
 ServeCommand = Callable[..., list[str]]
-"""Makes the command line of a replica: `apt-jax serve` with the launcher's flags for it, and `flags`, but those of `without`."""
+"""Makes the command line of a replica: `apt-jax serve` with the launcher's flags for it, and `flags`, but those of
+`without`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""The log: one line for each call that has ended, as text for people or as JSON for programs. Never a prompt, an output or a key.
+"""The log: one line for each call that has ended, as text for people or as JSON for programs. Never a prompt, an output
+or a key.
 
-Calls that succeeded, were cancelled by their client or were rejected are logged at INFO. Internal failures are logged at ERROR, once, with
-the stack but not the text of the exception, which may hold anything. Cancelled and rejected calls are rate-limited: ten
-lines a second for each reason, and one line with the number of those left out.
+Calls that succeeded, were cancelled by their client or were rejected are logged at INFO. Internal failures are logged
+at ERROR, once, with the stack but not the text of the exception, which may hold anything. Cancelled and rejected calls
+are rate-limited: ten lines a second for each reason, and one line with the number of those left out.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ def configure(log_format: Format, level: str) -> None:
 
 
 def announcer(log_format: Format) -> Callable[[str], None]:
-    """Make a function that writes a line to standard output at once: as it is, or as a JSON object like those of the log."""
+    """Make a function that writes a line to standard output at once: as it is, or as a JSON object like those of the
+    log."""
     formatter = logging.Formatter() if log_format == "text" else json_formatter()
 
     def say(line: str) -> None:
@@ -49,7 +51,8 @@ def announcer(log_format: Format) -> Callable[[str], None]:
 
 
 class TextFormatter(logging.Formatter):
-    """A line a record. Further lines are indented and control characters escaped, so that no logged text can forge a line."""
+    """A line a record. Further lines are indented and control characters escaped, so that no logged text can forge a
+    line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,7 +1,7 @@
 """JAX profiles on demand, of host and device, for TensorBoard's plug-in xprof and for Perfetto.
 
-At most one profile runs at a time, and it stops by itself after a while. Starting and stopping write files, in a thread of
-their own; the engine goes on. Python calls are not recorded, which would slow down every one of them.
+At most one profile runs at a time, and it stops by itself after a while. Starting and stopping write files, in a thread
+of their own; the engine goes on. Python calls are not recorded, which would slow down every one of them.
 """
 
 import asyncio

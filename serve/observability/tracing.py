@@ -1,8 +1,8 @@
 """OpenTelemetry traces of calls (the extra `otel`): a span a call, with child spans for the phases of each request.
 
-Spans are made when a call has ended, from its recorded times, so tokens cost nothing more. A thread of the library sends them, up to
-512 at a time, over OTLP and HTTP; 2,048 wait at most, then the oldest are dropped. A slow or unreachable collector delays no
-one; the log says when that starts and when it ends.
+Spans are made when a call has ended, from its recorded times, so tokens cost nothing more. A thread of the library
+sends them, up to 512 at a time, over OTLP and HTTP; 2,048 wait at most, then the oldest are dropped. A slow or
+unreachable collector delays no one; the log says when that starts and when it ends.
 
 Attributes have vLLM's names if vLLM has one (`gen_ai.*`), else `aptjax.*`; docs/serving.md lists them.
 """

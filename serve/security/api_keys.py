@@ -1,7 +1,7 @@
 """API key authentication, with one list of keys for every protocol.
 
-A protocol's server passes the `authorization` header to `ApiKeys.accepts`. Endpoints that need no key are listed there by exact
-name, so that new endpoints need one by default.
+A protocol's server passes the `authorization` header to `ApiKeys.accepts`. Endpoints that need no key are listed there
+by exact name, so that new endpoints need one by default.
 """
 
 import hashlib
@@ -72,7 +72,8 @@ class ApiKeys:
         return self.tenant_of(authorization) is not None
 
     def tenant_of(self, authorization: str | bytes | None) -> str | None:
-        """The name of the key's owner, which reveals nothing of the key; None: the key is not accepted. As `accepts`."""
+        """The name of the key's owner, which reveals nothing of the key; None: the key is not accepted. As
+        `accepts`."""
         if authorization is None:
             return None
         raw = authorization.encode("utf-8", "replace") if isinstance(authorization, str) else authorization

@@ -489,7 +489,8 @@ class PrefixMachine(RuleBasedStateMachine):
         while begin < full and prefixes.is_registered[self.held[owner][begin]]:
             begin += 1
         uses = collections.Counter(b for held in self.held.values() for b in held)
-        # A request registers what it has filled, which nobody shares before; shared groups are unregistered after `drop` only.
+        # A request registers what it has filled, which nobody shares before; shared groups are unregistered after
+        # `drop` only.
         if begin == full or uses[self.held[owner][begin]] > 1:
             return
         firsts, generations = self.cache.expect(slot, begin, full)

@@ -1,4 +1,5 @@
-"""Manifests and image: they parse, their parts find each other, and every command line is accepted by the program that gets it."""
+"""Manifests and image: they parse, their parts find each other, and every command line is accepted by the program that
+gets it."""
 
 import importlib.util
 import re

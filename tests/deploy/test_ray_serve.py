@@ -1,4 +1,5 @@
-"""The Ray Serve example: the application alone, and within Ray where that is installed (it is no dependency of ours)."""
+"""The Ray Serve example: the application alone, and within Ray where that is installed (it is no dependency of
+ours)."""
 
 import asyncio
 import importlib.util

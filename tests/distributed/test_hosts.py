@@ -548,7 +548,8 @@ def test_where_grpcio_is_missing(monkeypatch):
         join(config(0, 29501), MODEL, RESOLVED)
 
 
-# --- ranks that stop answering ------------------------------------------------------------------------------------------
+# --- ranks that stop answering
+# ------------------------------------------------------------------------------------------
 
 RANK = """
 import sys, time

@@ -16,7 +16,8 @@ from tests.support.simulation_harness import SimulationError, simulate
 
 SEEDS = [0, 1, 3, 5, 14, 16, 20, 33, 37, 42, 383]
 SEEDS += [seed for seed in range(60) if seed not in SEEDS]
-"""First those that tripped over the bugs below when this was written: most of the time goes into seeds that find nothing."""
+"""First those that tripped over the bugs below when this was written: most of the time goes into seeds that find
+nothing."""
 
 _WAITING = 1
 

@@ -367,7 +367,8 @@ class Conversation:
 
 
 def converse(served: Served, num: int, seed: int, p_preempt: float) -> int:
-    """Random conversations of one to three turns that begin with one of a few system prompts; returns their requests."""
+    """Random conversations of one to three turns that begin with one of a few system prompts; returns their
+    requests."""
     rng = np.random.default_rng([seed, 99])
     c = int(rng.choice([served.executor.block_size, served.executor.hidden_block_size]))
     systems = [prompt(int(n), 1000 + i) for i, n in enumerate(rng.integers(1, 6 * c, 6))]

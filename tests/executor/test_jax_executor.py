@@ -43,7 +43,8 @@ def only(*ids: int) -> np.ndarray:
 @pytest.mark.parametrize("attention", ["reproject", "absorb"])
 @pytest.mark.parametrize(("mixed", "ops"), [(False, None), (True, None), (False, GRAPHS), (True, GRAPHS)])
 def test_tokens_equal_a_plain_forward_pass(attention: HiddenAttention, mixed: bool, ops: KernelBackend | None) -> None:
-    """Both kinds side by side, chunked prompts over a cached prefix, decodes beside chunks, tokens fed on the device."""
+    """Both kinds side by side, chunked prompts over a cached prefix, decodes beside chunks, tokens fed on the
+    device."""
     driver = Driver(make_executor(attention=attention, mixed=mixed, ops=ops))
     for kind_of in ({0: KV, 1: HIDDEN, 2: HIDDEN, 3: KV}, {0: HIDDEN, 1: KV, 2: KV, 3: HIDDEN}):
         for slot, prompt in PROMPTS.items():
@@ -156,7 +157,8 @@ def test_Q8_serving_after_warm_up_compiles_nothing(mode: CacheMode, ops: KernelB
 
 @pytest.mark.parametrize("kind", [KV, HIDDEN])
 def test_M6_nan_stays_with_its_own_request(kind: int) -> None:
-    """A request whose numbers break is flagged alone; neither its neighbour nor the next owner of its blocks sees NaN."""
+    """A request whose numbers break is flagged alone; neither its neighbour nor the next owner of its blocks sees
+    NaN."""
     broken = dataclasses.replace(PARAMS, embed=PARAMS.embed.at[50].set(jnp.nan), head=PARAMS.embed)
     executor = make_executor(params=broken, config=dataclasses.replace(CONFIG, tie_embeddings=False))
     driver = Driver(executor)

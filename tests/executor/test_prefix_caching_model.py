@@ -1,4 +1,5 @@
-"""Prefix caching over the real executor: greedy tokens of a model do not depend on it, and nothing is compiled for it."""
+"""Prefix caching over the real executor: greedy tokens of a model do not depend on it, and nothing is compiled for
+it."""
 
 import dataclasses
 import functools

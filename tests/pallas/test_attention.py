@@ -261,7 +261,8 @@ def test_rows_outside_the_range_are_left_out(name: str, op: str) -> None:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_absorption_equals_reprojection(dtype: str) -> None:
-    """The algebra of absorption (docs/design/hybrid_cache.md) on the same cached inputs: b_k drops out, b_v is added once."""
+    """The algebra of absorption (docs/design/hybrid_cache.md) on the same cached inputs: b_k drops out, b_v is added
+    once."""
     rng = np.random.default_rng(11)
     shape, lens = SMALL["three-heads"], (90, 1, 17, 64, 33)
     blocks = place(rng, lens, 1)

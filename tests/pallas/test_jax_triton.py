@@ -1,7 +1,7 @@
 """The absorbed pair of Triton kernels: run by Triton's interpreter, compiled for A100 and H100, lowered by jax-triton.
 
-None of it needs a GPU. Run as a program, this file computes the interpreter's cases and prints their errors as JSON: the
-interpreter has to be chosen before Triton's decorators run.
+None of it needs a GPU. Run as a program, this file computes the interpreter's cases and prints their errors as JSON:
+the interpreter has to be chosen before Triton's decorators run.
 """
 
 import importlib.util
@@ -127,7 +127,8 @@ def _poisoned_case(rng, lanes: int, dtype: str, ranged: bool):
 
 
 def _interpreted_error(name: str, dtype: str, ranged: bool, rows: tuple[int, int] | None) -> float:
-    """Largest difference from the reference, relative to the largest output; NaN where rows without tokens are not 0."""
+    """Largest difference from the reference, relative to the largest output; NaN where rows without tokens are not
+    0."""
     shape = SMALL[name]
     rng = np.random.default_rng(len(name) + ranged)
     pool, tables, lens, ranges = _poisoned_case(rng, shape.hidden_size, dtype, ranged)

@@ -1,4 +1,5 @@
-"""The TPU's decode kernels: against their references in Pallas' interpreters, and lowered for a TPU without having one."""
+"""The TPU's decode kernels: against their references in Pallas' interpreters, and lowered for a TPU without having
+one."""
 
 import dataclasses
 import functools

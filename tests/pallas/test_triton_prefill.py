@@ -33,7 +33,8 @@ def case(
     bias: bool = True,
     seed: int = 0,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of `prefill`: slots that no row owns hold NaN. `shared`: last blocks in pairs, grown towards each other."""
+    """Arguments of `prefill`: slots that no row owns hold NaN. `shared`: last blocks in pairs, grown towards each
+    other."""
     rng = np.random.default_rng(seed)
     n, k, h, lanes = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.lane
     batch, entries = len(chunks), -(-max(1, *prefixes) // BLOCK)

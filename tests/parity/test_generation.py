@@ -74,7 +74,8 @@ def test_hybrid_on_a_tight_pool_gives_the_same_tokens(policy: str, model, prompt
 
 @pytest.mark.parametrize("attention", ["reproject", "absorb"])
 def test_logits_of_the_paged_decoder_are_those_of_transformers(attention: str, model, prompts, executors) -> None:
-    """float32, within 1e-4: the log probabilities of the 20 best tokens after a prefill and after a decode step of each kind."""
+    """float32, within 1e-4: the log probabilities of the 20 best tokens after a prefill and after a decode step of each
+    kind."""
     reference = transformers.AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-opt", dtype=torch.float32)
     executor = executors[attention]
     executor.reset()

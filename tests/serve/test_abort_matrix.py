@@ -1,8 +1,8 @@
 """Every way of aborting a request, in every state that it can be in.
 
-A bystander runs, the victim arrives, and as soon as it is in the state the engine is paused within a step. Then the client
-disconnects, its deadline passes, or it is aborted, and the engine resumes. Afterwards nothing of the victim may be left, it may not
-have been computed any further, the bystander has its tokens, and the next request succeeds.
+A bystander runs, the victim arrives, and as soon as it is in the state the engine is paused within a step. Then the
+client disconnects, its deadline passes, or it is aborted, and the engine resumes. Afterwards nothing of the victim may
+be left, it may not have been computed any further, the bystander has its tokens, and the next request succeeds.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""The dashboard: its events equal /metrics, viewers neither cost nor harm anybody, and a browser shows what they say."""
+"""The dashboard: its events equal /metrics, viewers neither cost nor harm anybody, and a browser shows what they
+say."""
 
 import asyncio
 import contextlib

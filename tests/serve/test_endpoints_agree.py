@@ -1,4 +1,5 @@
-"""One validator, four endpoints: HTTP, both gRPC services and Python give the same verdict and the same answer to the same request.
+"""One validator, four endpoints: HTTP, both gRPC services and Python give the same verdict and the same answer to the
+same request.
 
 `make fuzz` sends 1,200 fuzzed requests to all of them.
 """
@@ -122,7 +123,8 @@ class Endpoints:
         self.counts: collections.Counter[str] = collections.Counter()
 
     async def agree(self, case: Request) -> None:
-        """Send a case to every endpoint that can express it; require the same verdict in the same words, or the same tokens and text."""
+        """Send a case to every endpoint that can express it; require the same verdict in the same words, or the same
+        tokens and text."""
         # The engine's own seeds count requests.
         case = {**case, "params": {"seed": 11} | dict(case["params"])}
         python = ask_python(self._llm, case)

@@ -1,4 +1,5 @@
-"""Faults of clients, load and process, seen at the endpoints of a whole server, in-process if possible, else in `faulty_server.py`."""
+"""Faults of clients, load and process, seen at the endpoints of a whole server, in-process if possible, else in
+`faulty_server.py`."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,5 @@
-"""One replica over two processes on this machine, as `apt-jax serve --nnodes 2` starts it: tokens, ends, deaths and mistakes."""
+"""One replica over two processes on this machine, as `apt-jax serve --nnodes 2` starts it: tokens, ends, deaths and
+mistakes."""
 
 import concurrent.futures
 import contextlib

@@ -1,7 +1,9 @@
-"""Apt-Serve §4.2, §5 and Algorithm 1 of the appendix as plain Python, one request at a time: what `AptPolicy` must decide.
+"""Apt-Serve §4.2, §5 and Algorithm 1 of the appendix as plain Python, one request at a time: what `AptPolicy` must
+decide.
 
-Written from the paper's text, without a line of `apt_jax.sched` but the state that it reads. Token budget and slots, of which the paper says nothing, are
-those of `AptPolicy`'s docstring: the candidates of a prefill iteration are those that can begin in it.
+Written from the paper's text, without a line of `apt_jax.sched` but the state that it reads. Token budget and slots, of
+which the paper says nothing, are those of `AptPolicy`'s docstring: the candidates of a prefill iteration are those that
+can begin in it.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Send one request to each endpoint: HTTP, the two gRPC services and Python.
 
-A request is a mapping: `prompt` (text or token ids), `params` (fields of `SamplingParams`), and maybe `n`, `request_id`, `slo_ttft_ms`,
-`slo_tbt_ms`, `slo_class` and `deadline_ms`.
+A request is a mapping: `prompt` (text or token ids), `params` (fields of `SamplingParams`), and maybe `n`,
+`request_id`, `slo_ttft_ms`, `slo_tbt_ms`, `slo_class` and `deadline_ms`.
 """
 
 import json
@@ -25,7 +25,8 @@ from tests.support.http_serving import HttpServed
 
 Request = Mapping[str, Any]
 Verdict = tuple[str, Any]
-"""("refused", message), or ("served", [(token ids, text) of each output]); text is None where an endpoint returns none."""
+"""("refused", message), or ("served", [(token ids, text) of each output]); text is None where an endpoint returns
+none."""
 
 pb: Any = vllm_engine_pb2
 _OBJECTIVES = ("slo_ttft_ms", "slo_tbt_ms", "slo_class")

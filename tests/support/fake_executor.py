@@ -3,9 +3,9 @@
 Its device memory is the pool itself: each slot of each block records which token at which position was written there,
 and as what (K, V or X). The next token of a row is a hash of the (token, position) pairs that it *reads back* through
 the block table that the engine gave it. `reference_tokens` computes the same stream without any cache, so a stream that
-went through chunks, preemptions, kind switches and overlapping steps must equal it bit for bit (docs/design/failure_model.md: three
-of nine planted bugs break no accounting rule and show only here). Where a row has a mask, the next allowed token after the
-hash is taken, and `reference_tokens` does the same with the request's grammar.
+went through chunks, preemptions, kind switches and overlapping steps must equal it bit for bit
+(docs/design/failure_model.md: three of nine planted bugs break no accounting rule and show only here). Where a row has
+a mask, the next allowed token after the hash is taken, and `reference_tokens` does the same with the request's grammar.
 
 Steps take effect at `execute`, in order; their tokens come with `StepHandle.result`. Faults can be planted with a
 function that is asked before each step.
@@ -118,8 +118,8 @@ def reference_tokens(
 ) -> list[int]:
     """The first `num_tokens` tokens after `prompt`, computed without a cache.
 
-    With `params` the stream ends after a stop token, as the engine's does; `max_tokens` bounds it too. With `grammar` it
-    ends where nothing may follow.
+    With `params` the stream ends after a stop token, as the engine's does; `max_tokens` bounds it too. With `grammar`
+    it ends where nothing may follow.
     """
     stop: frozenset[int] = frozenset()
     if params is None:
@@ -303,7 +303,8 @@ class FakeExecutor:
         return np.where(kind == HIDDEN, self.hidden_block_size, self.block_size)
 
     def _write(self, batch: StepBatch) -> NDArray[np.int64]:
-        """Copy blocks, convert rows, resolve tokens on the device and write the step's positions; returns the tokens, (T,)."""
+        """Copy blocks, convert rows, resolve tokens on the device and write the step's positions; returns the tokens,
+        (T,)."""
         source, destination = batch.copies.T
         for memory in (self._token, self._position, self._tag):
             memory[destination] = memory[source]
@@ -328,8 +329,8 @@ class FakeExecutor:
         return tokens
 
     def _convert(self, batch: StepBatch) -> None:
-        """Layer inputs to keys and values, all reads before all writes. What is no layer input of its position gives keys and
-        values of no token."""
+        """Layer inputs to keys and values, all reads before all writes. What is no layer input of its position gives
+        keys and values of no token."""
         conversions = batch.conversions
         if conversions is None:
             return

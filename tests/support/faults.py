@@ -1,7 +1,8 @@
 """Faults for any engine: of steps, of memory, of clocks, of clients.
 
-`inject(parts, {3: StepFault("raise")})` makes the fourth step fail, whatever executor runs it, a real model's too. The faults of
-`FakeExecutor` are for the simulation: they also spoil its memory. `faulty_server.py` is a server process with such a plan.
+`inject(parts, {3: StepFault("raise")})` makes the fourth step fail, whatever executor runs it, a real model's too. The
+faults of `FakeExecutor` are for the simulation: they also spoil its memory. `faulty_server.py` is a server process with
+such a plan.
 """
 
 import contextlib
@@ -38,9 +39,9 @@ class StepFault:
     """Fault of one step."""
 
     what: What
-    """"raise"; "memory": what JAX raises where there is none; "destroy": the cache is gone, as after a failed step that has
-    taken it; "exit": SystemExit; "slow"; "hang": until `FaultyExecutor.released`; "nan": a row that is not finite; "token": one
-    outside the vocabulary; "short": the result misses its last row."""
+    """"raise"; "memory": what JAX raises where there is none; "destroy": the cache is gone, as after a failed step that
+    has taken it; "exit": SystemExit; "slow"; "hang": until `FaultyExecutor.released`; "nan": a row that is not finite;
+    "token": one outside the vocabulary; "short": the result misses its last row."""
     when: When = "before"
     """Anything was written, afterwards, or as the result is fetched; of what raises."""
     row: int = 0
@@ -183,7 +184,8 @@ class JumpingClock(WallClock):
 
 
 class ClientProcess:
-    """A client that can be killed or stopped: a process of its own that runs a function of a module, and says when it is there.
+    """A client that can be killed or stopped: a process of its own that runs a function of a module, and says when it
+    is there.
 
     Args:
         function: gets `ready`, to be called once, and `args`. It must be importable from where this process finds it.

@@ -1,4 +1,5 @@
-"""`apt-jax serve` over a toy engine whose steps fail by a plan: python -m tests.support.faulty_server GRPC_PORT HTTP_PORT PLAN (see `faults.plan_of`)."""
+"""`apt-jax serve` over a toy engine whose steps fail by a plan: python -m tests.support.faulty_server GRPC_PORT
+HTTP_PORT PLAN (see `faults.plan_of`)."""
 
 import asyncio
 import logging

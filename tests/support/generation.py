@@ -34,7 +34,8 @@ def greedy(
     condition: str,
     policy: str | Policy = "apt",
 ) -> list[list[int]]:
-    """The output tokens of each prompt, the end-of-sequence token left out. Checks integrity, and that all blocks are free at the end."""
+    """The output tokens of each prompt, the end-of-sequence token left out. Checks integrity, and that all blocks are
+    free at the end."""
     budget = 48 if condition == "chunked prefill" else executor.max_num_batched_tokens
     scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=budget)
     if isinstance(policy, str):

@@ -1,4 +1,5 @@
-"""Policies from outside the package, as `--scheduling-policy outside_policies:Class` takes them: good ones, and broken ones."""
+"""Policies from outside the package, as `--scheduling-policy outside_policies:Class` takes them: good ones, and broken
+ones."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,8 @@
-"""Small models of every shape that matters to tensor parallelism, run on simulated devices: python -m tests.support.parallel_cases CASE NUMBER_OF_DEVICES...
+"""Small models of every shape that matters to tensor parallelism, run on simulated devices: python -m
+tests.support.parallel_cases CASE NUMBER_OF_DEVICES...
 
-A process of its own, because the number of simulated devices is fixed when JAX starts. Prints one JSON object: what each
-number of devices generated and how its pool is cut.
+A process of its own, because the number of simulated devices is fixed when JAX starts. Prints one JSON object: what
+each number of devices generated and how its pool is cut.
 """
 
 import collections

@@ -23,7 +23,8 @@ class RandomPlanPolicy:
     shuffle: float = 0.0
     """Requests are gone through in random order."""
     convert: float = 0.0
-    """A request that starts takes the hidden kind; a hidden one that runs, and for which there is room, is converted to KV."""
+    """A request that starts takes the hidden kind; a hidden one that runs, and for which there is room, is converted to
+    KV."""
 
 
 def _blocks(view: SchedulerView, tokens: int, kind: int) -> int:
@@ -41,7 +42,8 @@ def _start_blocks(view: SchedulerView, row: int, length: int, kind: int) -> int:
 
 
 def _convert_blocks(view: SchedulerView, row: int, length: int) -> int | None:
-    """Return the blocks that a running request needs to be converted and compute `length` tokens; None: it may not be converted."""
+    """Return the blocks that a running request needs to be converted and compute `length` tokens; None: it may not be
+    converted."""
     table = view.table
     if not view.can_convert or table.kind[row] != HIDDEN:
         return None

@@ -23,7 +23,8 @@ class ToyOpenAI:
     """
 
     def __init__(self, delays: Delays, *, service_s: float | None = None, usage: str = "each") -> None:
-        """Usage in "each" chunk, with two tokens a chunk in the "last" one, or "never". With `service_s` requests are served one after another, each for so long, before their first token."""
+        """Usage in "each" chunk, with two tokens a chunk in the "last" one, or "never". With `service_s` requests are
+        served one after another, each for so long, before their first token."""
         self._delays, self._service_s, self._usage = delays, service_s, usage
         self._free_s = 0.0
         self.bodies: list[dict[str, Any]] = []

@@ -1,4 +1,5 @@
-"""`apt-jax serve` over the engine of `toy_serving`, as a process of its own: python -m tests.support.toy_server STEP_MS.
+"""`apt-jax serve` over the engine of `toy_serving`, as a process of its own: python -m tests.support.toy_server
+STEP_MS.
 
 Every token is ASCII text, so that whatever is generated can be compared as text.
 """

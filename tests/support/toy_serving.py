@@ -127,8 +127,8 @@ def expected_tokens(request: EngineRequest) -> list[int]:
 def assert_clean(parts: EngineComponents) -> None:
     """The clean check (L0) after whatever has happened: nothing is left of any request, and every gauge says so.
 
-    Blocks, references to them, slots, rows, text; what is cached of prefixes may stay. That bystanders got their tokens and
-    that a next request succeeds is for the test to see (`expected_tokens`).
+    Blocks, references to them, slots, rows, text; what is cached of prefixes may stay. That bystanders got their tokens
+    and that a next request succeeds is for the test to see (`expected_tokens`).
     """
     engine, cache = parts.engine, parts.engine.cache
     engine.check_integrity()  # recounts references, free lists, tables

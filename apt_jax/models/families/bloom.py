@@ -49,7 +49,8 @@ def slopes(num_heads: int) -> tuple[float, ...]:
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """See `llama.model_config`; nothing in the model bounds its contexts, so that a longer `max_len` is taken as asked."""
+    """See `llama.model_config`; nothing in the model bounds its contexts, so that a longer `max_len` is taken as
+    asked."""
     get = ConfigFields(fields)
     hidden_size, num_heads, head_dim = get.attention_sizes(
         get.named("n_embed", "hidden_size"), get.named("n_head", "num_attention_heads"), 64, 8

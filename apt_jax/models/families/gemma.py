@@ -1,5 +1,5 @@
-"""Gemma 1 (Gemma Team, 2024): Llama with scaled token embeddings, norms that store their scale less one, the tanh form of
-GELU, heads of 256, and tied embeddings."""
+"""Gemma 1 (Gemma Team, 2024): Llama with scaled token embeddings, norms that store their scale less one, the tanh form
+of GELU, heads of 256, and tied embeddings."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
-"""Gemma 2 (Gemma Team, 2024): Gemma with norms on both sides of attention and feed-forward layers, soft caps on scores and
-logits, and a sliding window in every other layer."""
+"""Gemma 2 (Gemma Team, 2024): Gemma with norms on both sides of attention and feed-forward layers, soft caps on scores
+and logits, and a sliding window in every other layer."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia (Black et al., 2022; Biderman et al., 2023): attention and feed-forward side by side on one residual,
-rotary embedding on a quarter of each head's lanes, q, k and v head by head in one tensor."""
+"""GPT-NeoX and Pythia (Black et al., 2022; Biderman et al., 2023): attention and feed-forward side by side on one
+residual, rotary embedding on a quarter of each head's lanes, q, k and v head by head in one tensor."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -58,8 +58,8 @@ def base_config(
     """A `ModelConfig` of the Llama layout.
 
     Args:
-        eps, theta, num_kv_heads, head_dim, tie_embeddings, default_activation: where the configuration says nothing; None: as
-            many as query heads, and hidden_size / heads.
+        eps, theta, num_kv_heads, head_dim, tie_embeddings, default_activation: where the configuration says nothing;
+            None: as many as query heads, and hidden_size / heads.
         tokens: begin-of-sequence, end-of-sequence and padding id, where the configuration has none.
         more: fields of `ModelConfig` in which the family differs.
     """

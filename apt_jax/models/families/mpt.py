@@ -25,7 +25,8 @@ _IN_LAYER = {
 
 
 def slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
-    """MPT's slopes: 2^(-bias_max i / n) of the next power of two; where there are fewer heads, the even ones come first."""
+    """MPT's slopes: 2^(-bias_max i / n) of the next power of two; where there are fewer heads, the even ones come
+    first."""
     power = 2 ** math.ceil(math.log2(num_heads))
     all_of_them = [2.0 ** (-bias_max * i / power) for i in range(1, power + 1)]
     if power != num_heads:

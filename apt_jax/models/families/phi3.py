@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-3.5 mini and medium, Phi-4 mini (Abdin et al., 2024): Llama with q, k and v in one tensor, gate and up in
-another, and LongRoPE in the long variants."""
+"""Phi-3 and Phi-3.5 mini and medium, Phi-4 mini (Abdin et al., 2024): Llama with q, k and v in one tensor, gate and up
+in another, and LongRoPE in the long variants."""
 
 from collections.abc import Mapping
 from typing import Any

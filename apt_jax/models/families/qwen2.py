@@ -1,5 +1,5 @@
-"""Qwen 2 and 2.5 (Yang et al., 2024): Llama with biases on the projections to q, k and v, and a sliding window in the upper
-layers of some sizes."""
+"""Qwen 2 and 2.5 (Yang et al., 2024): Llama with biases on the projections to q, k and v, and a sliding window in the
+upper layers of some sizes."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -242,7 +242,8 @@ def _match(
 
 
 def read_cast(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) -> np.ndarray:
-    """A tensor in `dtype`, checked and cast piece by piece: beside the result there is one piece, never a second tensor."""
+    """A tensor in `dtype`, checked and cast piece by piece: beside the result there is one piece, never a second
+    tensor."""
     values = _empty(checkpoint, name, dtype, path)
     done = 0
     for chunk in checkpoint.chunks(name):

@@ -5,8 +5,8 @@ Two models from the same points, both by non-negative least squares on relative 
 * linear, what policies weigh (`StepCosts`), both phases together:
     prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c) + a3 * KV prefix + a4 * hidden prefix    c chunk, m cached prefix
     decode  = base + a5 * KV tokens + a6 * hidden tokens + a7 * KV requests + a8 * hidden requests
-  a step with both is their sum where it is two programs; where it is one, its decodes are fitted as chunks of one token, which is
-  only about what `StepCosts` makes of it;
+  a step with both is their sum where it is two programs; where it is one, its decodes are fitted as chunks of one
+  token, which is only about what `StepCosts` makes of it;
 * by compiled program and tile (`ProgramCosts`), what predicts: the simulator, and the objectives of the demonstration.
 
 What a hidden request costs over a KV one, t = c0 + c1 * tokens (Apt-Serve Eq. 6 made affine), is c0 = a8 - a7 and

@@ -10,7 +10,8 @@ from apt_jax.sched.request_table import HIDDEN
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Time of a step as a linear model of what is in it (docs/design/scheduling.md, Cost model; InferMax §3.2, BROS §4.1).
+    """Time of a step as a linear model of what is in it (docs/design/scheduling.md, Cost model; InferMax §3.2, BROS
+    §4.1).
 
     From calibration or a hardware description; all in seconds, zero where nothing is known. A row decodes when it
     computes one token over cached positions, else it is a prefill chunk of c tokens over m cached ones. Per phase:
@@ -22,8 +23,8 @@ class StepCosts:
 
     A step of one phase takes linear + read. In a mixed step the linear layers run once over all tokens, so it takes
     both reads, and the linear part of whichever phase is slower with all tokens counted to it. Where it is two programs
-    (`one_program` is False, as on CPUs) it takes both phases one after another. A prompt of one token counts as a chunk here,
-    though an executor may run it with the decodes.
+    (`one_program` is False, as on CPUs) it takes both phases one after another. A prompt of one token counts as a chunk
+    here, though an executor may run it with the decodes.
     """
 
     prefill_base_s: float = 0.0

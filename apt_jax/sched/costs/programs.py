@@ -1,7 +1,7 @@
 """Step times of an executor that pads: one compiled program a bucket, attention a tile at a time.
 
-`StepCosts` is linear in tokens, which is what policies can weigh and a solver can optimise. An executor with few compiled
-programs is a staircase instead: a step of 5 requests takes as long as one of 8. This model knows the stairs:
+`StepCosts` is linear in tokens, which is what policies can weigh and a solver can optimise. An executor with few
+compiled programs is a staircase instead: a step of 5 requests takes as long as one of 8. This model knows the stairs:
 
     step = base of its program + attention, where decode rows    have KV (hidden) cache at all, and per tile of it
                                             and chunks           per row, per pair of tiles, per tile of cached prefix

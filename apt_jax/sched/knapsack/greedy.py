@@ -38,14 +38,15 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
        more than all of V, that option is the solution instead: V'.
     4. What is left is filled with further moves that fit, by efficiency. The value only grows.
 
-    `fill=False` is the appendix to the letter: without step 4, V' is the gain of the increment alone, and the alternative runs its request with
-    the best option that fits (the listing's KV, which may be larger than M where the increment led to the hidden kind).
+    `fill=False` is the appendix to the letter: without step 4, V' is the gain of the increment alone, and the
+    alternative runs its request with the best option that fits (the listing's KV, which may be larger than M where the
+    increment led to the hidden kind).
 
     Equal efficiencies are taken in the order of the requests (first increments before later ones): a problem has one
     solution.
 
-    Differences from the appendix: any number of kinds, zero costs, and with `fill` step 4, and V' counts the whole option (the
-    increment may be an upgrade, and its option is worth more).
+    Differences from the appendix: any number of kinds, zero costs, and with `fill` step 4, and V' counts the whole
+    option (the increment may be an upgrade, and its option is worth more).
     """
     kind, value, cost = _take_free_options(problem)
     capacity = problem.capacity

@@ -29,43 +29,46 @@ class AptPolicy:
     *Iteration type* (§5). Prefill if the waiting queue W has the higher cumulative pending time, else decode over the
     running queue R.
 
-    *Prefill.* The knapsack of Definition 1 over W. The constraint M is the pool less the keys and values of everyone in R.
+    *Prefill.* The knapsack of Definition 1 over W. The constraint M is the pool less the keys and values of everyone in
+    R.
 
-    *Decode.* The same knapsack over R with the whole pool, members and kinds decided again in every iteration. A request that is
-    not chosen, or is chosen with another kind than it holds, gives its cache up and waits: a later prefill iteration
+    *Decode.* The same knapsack over R with the whole pool, members and kinds decided again in every iteration. A
+    request that is not chosen, or is chosen with another kind than it holds, gives its cache up and waits: a later
+        prefill iteration
     recomputes it (§5, last paragraph).
 
-    *Values* are Eq. 8, with the SLO-aware fallback (`option_values`). *Solver:* Algorithm 1 of the appendix, which stops at the
-    first increment that does not fit.
+    *Values* are Eq. 8, with the SLO-aware fallback (`option_values`). *Solver:* Algorithm 1 of the appendix, which
+    stops at the first increment that does not fit.
 
     Where the paper is silent:
 
     * Ties in pending time, and a prefill iteration in which nobody can begin: decode, as the authors' code has it. With
       nothing that decodes: prefill.
-    * Token budget and slots of a step: the candidates of a prefill iteration are those of W that can begin in it, by falling
-      marginal gain up to the first that exceeds either. So kinds are chosen for those that begin, and nobody is given half the memory
-      for the sake of one who does not.
-    * A prompt longer than a step is computed in chunks. It counts to W, goes on before others, and its whole prompt is set
-      aside in both constraints.
+    * Token budget and slots of a step: the candidates of a prefill iteration are those of W that can begin in it, by
+      falling marginal gain up to the first that exceeds either. So kinds are chosen for those that begin, and nobody is
+      given half the memory for the sake of one who does not.
+    * A prompt longer than a step is computed in chunks. It counts to W, goes on before others, and its whole prompt is
+      set aside in both constraints.
     * A cached prefix: a request costs the blocks that must be free for it.
 
-    Progress needs no rule of its own: a prefill iteration brings each of its requests a token, and a decode iteration either
-    brings someone a token or empties the pool for a prefill. Requests that have violated their objectives run in what the others leave,
-    so they can wait for as long as the overload lasts, as §6.6 says.
+    Progress needs no rule of its own: a prefill iteration brings each of its requests a token, and a decode iteration
+    either brings someone a token or empties the pool for a prefill. Requests that have violated their objectives run in
+    what the others leave, so they can wait for as long as the overload lasts, as §6.6 says.
 
     Args:
         violation_decay: factor on the value of violated requests (§6.6 uses 0.4); 0: the near-zero constant (§4.2).
-        prefill_memory: M of a prefill iteration. "kv", Eq. 7's words: the pool less the size of the keys and values of everyone
-            in R, whatever is held. "held": less what is held. None, the default: "kv", and "held" where running requests keep
-            their kinds, since nobody there goes over to keys and values.
+        prefill_memory: M of a prefill iteration. "kv", Eq. 7's words: the pool less the size of the keys and values of
+            everyone in R, whatever is held. "held": less what is held. None, the default: "kv", and "held" where
+            running requests keep their kinds, since nobody there goes over to keys and values.
         count_violated: whether |W| + |R| of Eq. 5 counts violated requests. True, the default: the paper's words. False: the
             authors' code leaves them out, which makes the hidden kind cheaper under overload.
         keep_kind: whether a running request keeps its kind: the decode knapsack offers only what it holds. Not in the
             paper. None, the default: where attention works on the layer inputs directly, which the paper does not have
-            (`CacheKindSpec.reprojected` is False). There the hidden kind costs so little that to decide kinds again every time only makes caches thrash.
-        convert: a running request that the decode knapsack moves from the hidden kind to keys and values gets them from its
-            layer inputs in that step (`Plan.convert`) instead of giving its cache up; where they do not fit beside the layer
-            inputs, it goes on with these. Not in the paper.
+            (`CacheKindSpec.reprojected` is False). There the hidden kind costs so little that to decide kinds again
+            every time only makes caches thrash.
+        convert: a running request that the decode knapsack moves from the hidden kind to keys and values gets them from
+            its layer inputs in that step (`Plan.convert`) instead of giving its cache up; where they do not fit beside
+            the layer inputs, it goes on with these. Not in the paper.
     """
 
     name = "apt"
@@ -192,8 +195,8 @@ class AptPolicy:
         decoding: Rows,
         memory: int,
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """(n,) which of `decoding` go on: those that the knapsack chooses with the kind that they hold, and with `convert`
-        those that it moves from the hidden kind to keys and values; and (n,) which these are."""
+        """(n,) which of `decoding` go on: those that the knapsack chooses with the kind that they hold, and with
+        `convert` those that it moves from the hidden kind to keys and values; and (n,) which these are."""
         held = view.table.kind[decoding]
         needed = held_blocks_for(view, decoding, view.table.num_tokens[decoding])
         keep = keeps_kind(view, self.keep_kind)
@@ -242,8 +245,8 @@ def can_begin(
 ) -> NDArray[np.intp]:
     """Positions in waiting `rows` of those that can begin in a step of `tokens` and `slots`, by falling marginal gain.
 
-    The gain of a request is that of its best option, value a block (Apt-Serve §5). The first whose prompt does not fit what is left of the
-    step ends the list; one that no step holds is the last and takes what is left.
+    The gain of a request is that of its best option, value a block (Apt-Serve §5). The first whose prompt does not fit
+    what is left of the step ends the list; one that no step holds is the last and takes what is left.
 
     Args:
         view: the state.

@@ -24,7 +24,8 @@ TBT_SHARE = 0.8
 """Share of a TBT objective that a step may take up: the rest is for steps that turn out longer."""
 
 URGENT_S = 0.8
-"""A waiting request that would be late by waiting this much longer may pause another: before, somebody may end by itself."""
+"""A waiting request that would be late by waiting this much longer may pause another: before, somebody may end by
+itself."""
 
 RECOMPUTE_SHARE = 0.06
 """Share of the time that pauses for others may cost in recomputation; pauses for want of room are charged too."""
@@ -33,8 +34,8 @@ RECOMPUTE_START_S, RECOMPUTE_MOST_S = 4.0, 10.0
 """The allowance at the start, and the most that is saved up for a burst."""
 
 LARGEST_SHARE = 0.05
-"""The share of what is left of that allowance for one waiting request: the less is left, the smaller those that it is spent on. Nobody's
-prompt that takes more than this share of `RECOMPUTE_MOST_S` to compute makes others pause."""
+"""The share of what is left of that allowance for one waiting request: the less is left, the smaller those that it is
+spent on. Nobody's prompt that takes more than this share of `RECOMPUTE_MOST_S` to compute makes others pause."""
 
 RESERVE_TOKENS = 16
 """Admission leaves room for this many more tokens of everyone who decodes."""
@@ -47,24 +48,30 @@ TYPICAL_TOKENS = 256
 
 
 class AptPlusPolicy:
-    """All running requests decode in every step, beside prompts; memory goes to requests that can still attain their SLOs.
+    """All running requests decode in every step, beside prompts; memory goes to requests that can still attain their
+    SLOs.
 
-    1. *One step for both phases.* The weights are read once for decodes and prompts; there is no iteration type (Apt-Serve-S, §6.7). A step takes as many prompt
-       tokens as the cost model allows without a gap above `TBT_SHARE` of the objective of anyone who can still attain.
-    2. *Kind by the price of memory.* A request takes the hidden kind where the blocks that it saves, filled with more requests,
-       gain more than its slower reads cost (`kinds`): always with absorption, hardly ever with reprojection.
-    3. *Admission.* The knapsack of Apt-Serve Eq. 7 with values p_i over those waiting who would be on time if they began now. The others get
-       what is left beyond `LEFTOVER_TOKENS` of everybody's growth: those without a first token, then those that were paused, by arrival.
-    4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running ones whose attainment does not depend on
-       it: those that have missed an objective, and those with so many gaps behind them that one more late one is within their 99th percentile.
-       Nobody else is paused for another. The latest arrived go first: they have most left, so that their memory is of use for longest.
-       Their recomputation may take `RECOMPUTE_SHARE` of the time, so that pauses cost a few per cent of the throughput at most.
-       Where the next positions do not fit the pool, the same ones go first.
+    1. *One step for both phases.* The weights are read once for decodes and prompts; there is no iteration type
+       (Apt-Serve-S, §6.7). A step takes as many prompt tokens as the cost model allows without a gap above `TBT_SHARE`
+       of the objective of anyone who can still attain.
+    2. *Kind by the price of memory.* A request takes the hidden kind where the blocks that it saves, filled with more
+       requests, gain more than its slower reads cost (`kinds`): always with absorption, hardly ever with reprojection.
+    3. *Admission.* The knapsack of Apt-Serve Eq. 7 with values p_i over those waiting who would be on time if they
+       began now. The others get what is left beyond `LEFTOVER_TOKENS` of everybody's growth: those without a first
+       token, then those that were paused, by arrival.
+    4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running ones whose attainment
+       does not depend on
+       it: those that have missed an objective, and those with so many gaps behind them that one more late one is within
+           their 99th percentile.
+       Nobody else is paused for another. The latest arrived go first: they have most left, so that their memory is of
+       use for longest. Their recomputation may take `RECOMPUTE_SHARE` of the time, so that pauses cost a few per cent
+       of the throughput at most. Where the next positions do not fit the pool, the same ones go first.
 
     Args:
-        violation_decay: factor on the value of waiting requests that are late (Apt-Serve §6.6); 0: they get what is left.
-        spend_late_gaps: False: a late gap counts as a miss whoever has it. Then only those that have missed an objective are
-            paused.
+        violation_decay: factor on the value of waiting requests that are late (Apt-Serve §6.6); 0: they get what is
+            left.
+        spend_late_gaps: False: a late gap counts as a miss whoever has it. Then only those that have missed an
+            objective are paused.
         urgent_s, recompute_share, largest_share, reserve_tokens, leftover_tokens: the constants above.
     """
 
@@ -279,8 +286,10 @@ class _Waiting:
 
 
 def has_missed(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
-    """(n,) who cannot attain by waiting less: the first token was late, the 99th percentile of its gaps is (l late ones among
-    n: l > (n - 1) / 100; later gaps in time can dilute that again), or the gap that is open now already counts as late."""
+    """(n,) who cannot attain by waiting less: the first token was late, the 99th percentile of its gaps is (l late ones
+    among
+    n: l > (n - 1) / 100; later gaps in time can dilute that again), or the gap that is open now already counts as
+        late."""
     table = view.table
     late = table.num_late_gaps.take(rows)
     open_late = view.now_s - table.last_token_s.take(rows) > table.slo_tbt_s.take(rows)

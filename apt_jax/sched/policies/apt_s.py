@@ -23,15 +23,17 @@ STEP_TOKENS = 512
 class AptSPolicy(AptPolicy):
     """No iteration type: every step decides over the running and over the waiting queue (Apt-Serve §6.7).
 
-    *Composition.* The decode knapsack of `AptPolicy` over R with the whole pool, then its prefill knapsack over those of W that
-    can begin in this step. Its constraint M is Eq. 7 with those of R that go on.
+    *Composition.* The decode knapsack of `AptPolicy` over R with the whole pool, then its prefill knapsack over those
+    of W that can begin in this step. Its constraint M is Eq. 7 with those of R that go on.
 
-    *Step* (Sarathi-Serve). All decodes, then chunks of partly computed prompts, then new prompts by falling marginal gain,
-    at most `STEP_TOKENS` tokens; a prompt may be split. Partly computed prompts go on: their whole memory is set aside before both knapsacks.
+    *Step* (Sarathi-Serve). All decodes, then chunks of partly computed prompts, then new prompts by falling marginal
+    gain, at most `STEP_TOKENS` tokens; a prompt may be split. Partly computed prompts go on: their whole memory is set
+    aside before both knapsacks.
 
-    The paper says only that the iteration type is no longer decided, and that the result is better than the policy with it.
-    With both decisions in every step it is in five of six cases of Fig. 11, in two with one knapsack over both queues (`one_knapsack`):
-    waiting requests, whose pending times are longer, throw running ones out there (docs/reproduction.md).
+    The paper says only that the iteration type is no longer decided, and that the result is better than the policy with
+    it. With both decisions in every step it is in five of six cases of Fig. 11, in two with one knapsack over both
+    queues (`one_knapsack`): waiting requests, whose pending times are longer, throw running ones out there
+    (docs/reproduction.md).
 
     Args:
         violation_decay, count_violated, keep_kind: as in `AptPolicy`.

@@ -155,18 +155,19 @@ class BrosPolicy:
     Two more departures from Algorithm 1: what does not fit a step's time, tokens or blocks ends the admission of
     prompts, while decodes behind it still go; and the first request goes in any case.
 
-    *Token groups.* BROS's conclusion speaks of latency metrics of token groups, and k_i of Eq. 6 counts "remaining tokens
-    in the current token". With `token_group` = G > 1 the deadline after the first token is that of each G-th one, at G
-    times the TBT objective after the G-th before it, and k_i counts the tokens up to it. G = 1 is a deadline a token.
+    *Token groups.* BROS's conclusion speaks of latency metrics of token groups, and k_i of Eq. 6 counts "remaining
+    tokens in the current token". With `token_group` = G > 1 the deadline after the first token is that of each G-th
+    one, at G times the TBT objective after the G-th before it, and k_i counts the tokens up to it. G = 1 is a deadline
+    a token.
 
     *Best-effort requests* follow: those with cache, then waiting ones by the tokens that must be recomputed (which
     stand for the paper's swapped blocks), less `aging_tokens_per_s` a second, so that none waits for ever. When the
     step has no time or place for the next one, real-time requests of the most remaining time are replaced, if they can
     wait for the next step and still be in time. Where no real-time request sets a deadline, time is no limit.
 
-    *Pulling* (§4.2). Only what holds cache is sorted. The waiting queue is in order of arrival, which is that of remaining
-    time while objectives are alike, so the two are merged, and no more is pulled than a step may have; the waiting queue is
-    sorted only where its order is another one.
+    *Pulling* (§4.2). Only what holds cache is sorted. The waiting queue is in order of arrival, which is that of
+    remaining time while objectives are alike, so the two are merged, and no more is pulled than a step may have; the
+    waiting queue is sorted only where its order is another one.
 
     *Blocks.* Real-time requests take those of best-effort ones, the latest arrived first. Where running ones outgrow
     the pool even so, those with the most remaining time are preempted, but prompts under way last. A waiting request
@@ -422,8 +423,8 @@ class BrosPolicy:
 def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) -> NDArray[np.intp]:
     """Positions of `pending` and then `waiting` in order of their keys (BROS §4.2, Fig. 8).
 
-    Sorts the pending ones; the waiting queue is looked through and sorted only if it is not in order. Of equal keys pending
-    ones come first, then those that come first in their queue.
+    Sorts the pending ones; the waiting queue is looked through and sorted only if it is not in order. Of equal keys
+    pending ones come first, then those that come first in their queue.
 
     Args:
         pending: (p,) keys of requests that hold cache.
@@ -498,7 +499,8 @@ def _outgrown(view: SchedulerView, asked: _Candidates, room: int) -> tuple[Rows,
 def _fit(
     view: SchedulerView, asked: _Candidates, num_sure: int, batch_size: int, limit_s: float
 ) -> tuple[_Candidates, bool, bool]:
-    """Return how much of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time last.
+    """Return how much of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time
+    last.
 
     Where a prompt is the first that does not go, it may get the chunk that does; later prompts stay out, decodes not.
 

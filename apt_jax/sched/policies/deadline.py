@@ -20,8 +20,8 @@ from apt_jax.sched.view import Plan, SchedulerView
 
 
 def next_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
-    """(n,) when the next token is due: TTFT after the arrival for the first one, TBT after the last one for others; never
-    for a best-effort request."""
+    """(n,) when the next token is due: TTFT after the arrival for the first one, TBT after the last one for others;
+    never for a best-effort request."""
     table = view.table
     last_s, arrival_s = table.last_token_s.take(rows), table.arrival_s.take(rows)
     has_token = (table.num_delivered.take(rows) > 0) | (last_s > arrival_s)
@@ -31,8 +31,8 @@ def next_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
 
 
 def line_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
-    """(n,) when the next token is due on a straight line: arrival + TTFT + (tokens so far) * TBT; never for a best-effort
-    request.
+    """(n,) when the next token is due on a straight line: arrival + TTFT + (tokens so far) * TBT; never for a
+    best-effort request.
 
     A request that is ahead of its line keeps what it has gained, where `next_deadline_s` forgets it.
     """
@@ -104,8 +104,8 @@ class EdfPolicy:
     from the budget of a step, decodes and prompts (in chunks) alike. Memory:
 
     * A waiting request is admitted when the blocks of its whole prompt are free beside what running ones need in this
-      step. The first that does not fit ends the admission. Nobody is preempted for a waiting request: in an overload all
-      that wait are overdue, and they would throw out each other's work.
+      step. The first that does not fit ends the admission. Nobody is preempted for a waiting request: in an overload
+      all that wait are overdue, and they would throw out each other's work.
     * When running requests do not fit, the ones due last lose their cache, of equals the one that came last, and nobody
       is admitted.
 
@@ -152,19 +152,21 @@ class EdfPolicy:
 class FairBatchingPolicy:
     """FairBatching: prompts take the time that decodes are ahead of their deadlines (Lyu et al., arXiv 2510.14392).
 
-    1. *Deadlines* lie on a line, arrival + TTFT + j * TBT for output token j: a request that got tokens early has slack.
+    1. *Deadlines* lie on a line, arrival + TTFT + j * TBT for output token j: a request that got tokens early has
+       slack.
     2. *Time of a step*: max(least slack of the decodes, least TBT of the decodes), so that the most urgent decode is in
-       time, and steps stay long enough to be efficient. Predicted by the cost model, linear in new and in cached tokens.
+       time, and steps stay long enough to be efficient. Predicted by the cost model, linear in new and in cached
+       tokens.
     3. *Batch*: urgent decodes (slack below that time plus the least TBT), then prompts, then the other decodes, each
        group by slack, as long as the predicted time stays within the step's. The prompt at the limit gets a chunk.
 
     Where the text is silent or the engine differs:
 
-    * Without decodes there is nothing to protect: the time of a step has no limit. C (`max_num_batched_tokens`) holds in
-      any case. Where no cost model is known (all zero) it is the only limit.
+    * Without decodes there is nothing to protect: the time of a step has no limit. C (`max_num_batched_tokens`) holds
+      in any case. Where no cost model is known (all zero) it is the only limit.
     * The first of the step always runs; a prompt there gets at least `LEAST_CHUNK` tokens.
-    * Memory is vLLM's, on which the paper's prototype is built: a prompt is begun when its blocks are free, beside those
-      that all running requests still need for theirs; the last arrived is preempted, and nobody is admitted then.
+    * Memory is vLLM's, on which the paper's prototype is built: a prompt is begun when its blocks are free, beside
+      those that all running requests still need for theirs; the last arrived is preempted, and nobody is admitted then.
     * The Prefill Admission Budget, for routers of several engines, is not part of a policy.
 
     Starvation: prompts wait while all time goes to urgent decodes; those end.
@@ -251,25 +253,26 @@ class FairBatchingPolicy:
 class QoServePolicy:
     """QoServe, first called Niyama: chunks as large as the slack allows (Goel et al., ASPLOS'26, arXiv 2503.22562).
 
-    * *Dynamic chunks*. All decodes run. Their least slack bounds the step: of the total sizes in `SIZES` the largest whose
-      predicted time, with a margin of `MARGIN`, is within it. What the decodes leave of that size goes to prompts. A
-      decode is due at arrival + max(TTFT objective, actual TTFT) + (tokens so far) * TBT.
-    * *Hybrid priority* of prompts: arrival + TTFT objective + alpha * (tokens left to compute), between earliest deadline
-      (alpha = 0) and shortest remaining prompt first. Prompts under way and waiting ones are in one order, so a prompt
-      can be interrupted by a more urgent one and keeps its cache; a decode never is (selective preemption).
-    * *Eager relegation*: a request that has not begun and can no longer be in time, at the prompt tokens per second that
-      the engine has computed of late (a moving average), goes behind all that can, for good.
+    * *Dynamic chunks*. All decodes run. Their least slack bounds the step: of the total sizes in `SIZES` the largest
+      whose predicted time, with a margin of `MARGIN`, is within it. What the decodes leave of that size goes to
+      prompts. A decode is due at arrival + max(TTFT objective, actual TTFT) + (tokens so far) * TBT.
+    * *Hybrid priority* of prompts: arrival + TTFT objective + alpha * (tokens left to compute), between earliest
+      deadline (alpha = 0) and shortest remaining prompt first. Prompts under way and waiting ones are in one order, so
+      a prompt can be interrupted by a more urgent one and keeps its cache; a decode never is (selective preemption).
+    * *Eager relegation*: a request that has not begun and can no longer be in time, at the prompt tokens per second
+      that the engine has computed of late (a moving average), goes behind all that can, for good.
 
-    The rules are those of the paper; sizes, margin, alpha = 8 ms per token and the weight of the average are those of the
-    authors' scheduler (microsoft/sarathi-serve, `niyama_asplos2026`). Where it is silent or the engine differs:
+    The rules are those of the paper; sizes, margin, alpha = 8 ms per token and the weight of the average are those of
+    the authors' scheduler (microsoft/sarathi-serve, `niyama_asplos2026`). Where it is silent or the engine differs:
 
     * Objectives are TTFT and TBT; their tiers with an objective for the last token, and relegation by hints of what is
       important, are not there. A best-effort request has no deadline: it comes after all that can be in time.
     * As there, the largest size is taken without decodes, the smallest where no slack is left, and with few free blocks
       the sizes end at 512. Pools smaller than `FEW_TOKENS`, such as OPT-13B's on 40 GB, always have few.
-    * Their engine reserves memory for a prompt when it begins and preempts nobody. Here a waiting prompt is begun when its
-      blocks are free, beside those that running requests still need for theirs, and when decodes do not fit, running
-      requests lose their cache: relegated ones first, then the last arrived. A preempted one that has tokens is due TBT
+    * Their engine reserves memory for a prompt when it begins and preempts nobody. Here a waiting prompt is begun when
+      its blocks are free, beside those that running requests still need for theirs, and when decodes do not fit,
+      running requests lose their cache: relegated ones first, then the last arrived. A preempted one that has tokens is
+          due TBT
       after its last token and is not relegated.
 
     Starvation: relegated requests wait as long as others fill the engine, by design.

@@ -1,4 +1,5 @@
-"""First come, first served on the hybrid cache, as Apt-Serve's authors released it (their path beside the greedy one; Apt-Serve Table 5)."""
+"""First come, first served on the hybrid cache, as Apt-Serve's authors released it (their path beside the greedy one;
+Apt-Serve Table 5)."""
 
 import dataclasses
 
@@ -27,8 +28,8 @@ class FcfsHybridPolicy:
 
     * Everybody begins with KV. Admission and order are those of `FcfsPolicy`.
     * When the next positions do not fit the pool, the oldest decoding requests that hold KV turn hidden: as few as
-      make the others fit, as long as all hidden tokens together stay within `max_hidden_tokens` and those to be computed
-      again within one step. They are recomputed in a prefill of their own, before anybody else.
+      make the others fit, as long as all hidden tokens together stay within `max_hidden_tokens` and those to be
+      computed again within one step. They are recomputed in a prefill of their own, before anybody else.
     * Where that does not help any more, the latest arrival is evicted, and comes back with KV.
 
     Departures from the released code. There a request is recomputed in the iteration that turns it; a `Plan` cannot
@@ -39,8 +40,9 @@ class FcfsHybridPolicy:
 
     Args:
         max_hidden_tokens: at least 0; 0 is `FcfsPolicy`.
-        convert: hidden requests go back to keys and values within a decode step (`Plan.convert`) where it pays and nobody
-            who waits needs the blocks (`apt_jax.sched.conversion`). Not in the released code, where they stay hidden.
+        convert: hidden requests go back to keys and values within a decode step (`Plan.convert`) where it pays and
+            nobody who waits needs the blocks (`apt_jax.sched.conversion`). Not in the released code, where they stay
+            hidden.
     """
 
     name = "fcfs-hybrid"

@@ -40,8 +40,8 @@ class UnifiedPolicy:
        `max_tokens`, which is the output length only where it is known, as in a simulation): nobody is ever evicted.
        `"estimate"` does the same with estimated lengths.
     4. *EvictLowerPriorityRequest*: where memory is short, running requests of lower priority than the candidate lose
-       their cache, the lowest first, and the candidate itself where there are none. Waiting candidates evict nobody, but
-       end their group; in the one group of `first="nobody"` they rank above running ones and evict like them.
+       their cache, the lowest first, and the candidate itself where there are none. Waiting candidates evict nobody,
+       but end their group; in the one group of `first="nobody"` they rank above running ones and evict like them.
 
     Where the paper is silent:
 

@@ -26,8 +26,8 @@ class VllmV1Policy:
     * When the blocks of one of them are not there, the last running request loses its cache and is recomputed later,
       then the one before it, until they are. Nobody is admitted in such a step.
     * Waiting requests follow in order of arrival, preempted ones among them at their old place. One is admitted when
-      its whole prompt fits the free blocks (vLLM's `scheduler_reserve_full_isl`), and gets a chunk when the budget ends.
-      Nothing is set aside for the rest of that prompt. The first that does not fit ends the admission.
+      its whole prompt fits the free blocks (vLLM's `scheduler_reserve_full_isl`), and gets a chunk when the budget
+      ends. Nothing is set aside for the rest of that prompt. The first that does not fit ends the admission.
 
     The number of slots limits how many run (`--max-num-seqs`), and `watermark` is 0, as in vLLM.
 

@@ -7,31 +7,33 @@ Knows every output length beforehand, so it is not a policy but a bound that pol
 3. `check_schedule` replays any schedule by the rules of the paper and prices it with `StepCosts.step_s`. It shares no
    code with 2; every number that is reported comes from it.
 
-**The program.** InferMax has integers S, m, c, g, e a request and batch, and writes Eqs. 1 to 3 with big-M terms (Eq. 5).
-Here a request is a path through the graph of its states (tokens generated, tokens cached, kind): one step a batch, each
-arc one legal (c, g, e). Then S, m, c, g, e are sums over the arcs taken, Eqs. 1 to 3 hold by construction, products such
-as c^2 + 2mc are constants of the arcs, so they are exact, and the size depends on how many states there are, not on how
-long prompts are: without chunks a request of O tokens has 2 O states, whatever I is. Equal requests share one graph
-with an integer flow in place of a path, which leaves the solver none of their symmetry. Constraints over requests are
+**The program.** InferMax has integers S, m, c, g, e a request and batch, and writes Eqs. 1 to 3 with big-M terms (Eq.
+5). Here a request is a path through the graph of its states (tokens generated, tokens cached, kind): one step a batch,
+each arc one legal (c, g, e). Then S, m, c, g, e are sums over the arcs taken, Eqs. 1 to 3 hold by construction,
+products such as c^2 + 2mc are constants of the arcs, so they are exact, and the size depends on how many states there
+are, not on how long prompts are: without chunks a request of O tokens has 2 O states, whatever I is. Equal requests
+share one graph with an integer flow in place of a path, which leaves the solver none of their symmetry. Constraints
+over requests are
 left: Eq. 4 with C and M (in blocks), P, hybrid batching, and the time of each batch, whose maximum over the two
 phases (`StepCosts`) is two inequalities, as every objective here only gains from shorter batches.
 
-**Number of batches.** The program needs it beforehand. It is bounded so that the optimum is not lost: without chunks every
-batch generates a token, and no schedule may take longer than the best of a few simple ones that are tried first.
+**Number of batches.** The program needs it beforehand. It is bounded so that the optimum is not lost: without chunks
+every batch generates a token, and no schedule may take longer than the best of a few simple ones that are tried first.
 
-**Starts.** The paper initialises the program with the output of other schedulers. SciPy hands HiGHS no first solution, so schedules
-that are given (`starts`, made by `policy_schedule`) do what can be done without: the best of them bounds the number of batches and
-cuts off all that is worse, and is the answer where the time is up before a better one is found. `find_better` asks the paper's
-other question, whether a schedule exists that is, say, 10 % better than a given one: the first such schedule is the answer, or the
-proof that there is none, which is often quicker than the optimum.
+**Starts.** The paper initialises the program with the output of other schedulers. SciPy hands HiGHS no first solution,
+so schedules that are given (`starts`, made by `policy_schedule`) do what can be done without: the best of them bounds
+the number of batches and cuts off all that is worse, and is the answer where the time is up before a better one is
+found. `find_better` asks the paper's other question, whether a schedule exists that is, say, 10 % better than a given
+one: the first such schedule is the answer, or the proof that there is none, which is often quicker than the optimum.
 
-**Where we differ from the paper.** A request's memory is free after its last batch (the paper leaves it to an eviction).
-An evicted request may run again from the next batch on, with either kind. In-between arrivals a batch may wait.
+**Where we differ from the paper.** A request's memory is free after its last batch (the paper leaves it to an
+eviction). An evicted request may run again from the next batch on, with either kind. In-between arrivals a batch may
+wait.
 
 **Solver.** HiGHS through SciPy, already a dependency: with 4 equal requests of 4 tokens, whose optimum takes 11 to 16
-batches, it proves the optimum in 0.1 to 8 s on one core with the linear costs of InferMax §5.1, whatever the prompt. OR-Tools
-CP-SAT (9.15, one worker, Eqs. 1 to 4 as written) finds the same optima, but proves one with prompts of 1 token in 9 s,
-and none in 100 s with prompts of 32 and 128. It could not be installed beside this package either: it needs
+batches, it proves the optimum in 0.1 to 8 s on one core with the linear costs of InferMax §5.1, whatever the prompt.
+OR-Tools CP-SAT (9.15, one worker, Eqs. 1 to 4 as written) finds the same optima, but proves one with prompts of 1 token
+in 9 s, and none in 100 s with prompts of 32 and 128. It could not be installed beside this package either: it needs
 protobuf < 6.34, the gRPC service needs protobuf >= 7.35.
 """
 

@@ -1,7 +1,7 @@
 """Talk with a model: by its chat template, or where it has none, in a plain transcript that the model goes on with.
 
-Lines beginning with a slash are commands: /reset forgets the talk, /quit ends it. Ctrl-D ends, too. Where standard input
-is no terminal, every line is a question, and the answers alone are printed.
+Lines beginning with a slash are commands: /reset forgets the talk, /quit ends it. Ctrl-D ends, too. Where standard
+input is no terminal, every line is a question, and the answers alone are printed.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Complete prompts and print the completions, as they come when there is one prompt, in order when there are several."""
+"""Complete prompts and print the completions, as they come when there is one prompt, in order when there are
+several."""
 
 import argparse
 import asyncio

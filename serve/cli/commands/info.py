@@ -1,4 +1,5 @@
-"""Print versions, devices, the kernels chosen, model facts and cache sizes; with --target, a running server's numbers."""
+"""Print versions, devices, the kernels chosen, model facts and cache sizes; with --target, a running server's
+numbers."""
 
 import argparse
 import importlib.metadata

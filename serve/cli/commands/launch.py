@@ -1,7 +1,8 @@
-"""Serve a model by several replicas behind one address: each is an `apt-jax serve` on devices of its own, before them stands the
-gateway smg. Takes every flag of `apt-jax serve`, of which --host and --port are the gateway's.
+"""Serve a model by several replicas behind one address: each is an `apt-jax serve` on devices of its own, before them
+stands the gateway smg. Takes every flag of `apt-jax serve`, of which --host and --port are the gateway's.
 
-What ends is started again. SIGTERM lets open requests end and exits with 0; a second one exits now. SIGHUP is passed on.
+What ends is started again. SIGTERM lets open requests end and exits with 0; a second one exits now. SIGHUP is passed
+on.
 """
 
 import argparse

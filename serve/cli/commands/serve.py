@@ -1,8 +1,8 @@
 """Serve a model over gRPC (aptjax.v1.AptServe, vllm.grpc.engine.VllmEngine, health and reflection on one port) and HTTP
 (OpenAI's API on another).
 
-SIGTERM turns health to NOT_SERVING, refuses new requests, lets open ones end, and exits with 0; a second one exits now. SIGHUP
-reads API keys and the certificate again.
+SIGTERM turns health to NOT_SERVING, refuses new requests, lets open ones end, and exits with 0; a second one exits now.
+SIGHUP reads API keys and the certificate again.
 """
 
 import argparse
@@ -143,7 +143,8 @@ def _run_one_of_several(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls | None]:
-    """Return the engine configuration, the keys and the certificates that the flags describe; open no port, load no model.
+    """Return the engine configuration, the keys and the certificates that the flags describe; open no port, load no
+    model.
 
     Raises:
         ConfigError: one line that names the flag.

@@ -30,7 +30,8 @@ from serve.errors import CommandError
 
 LEFT_OUT = "requests of the trace that can never fit, left out"
 BURST_TTFTS = 10
-"""A run whose requests all arrive within so many TTFT objectives is a burst: its rate says nothing of a load that lasts."""
+"""A run whose requests all arrive within so many TTFT objectives is a burst: its rate says nothing of a load that
+lasts."""
 
 
 def _list_of(kind: Any) -> Any:

@@ -68,7 +68,8 @@ class Counting:
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """`module(text)` writes a module to the current directory, where nothing of it is imported, and returns its name."""
+    """`module(text)` writes a module to the current directory, where nothing of it is imported, and returns its
+    name."""
     names = (f"policy_{tmp_path.name.replace('-', '_')}_{i}" for i in itertools.count())
     written = []
     monkeypatch.chdir(tmp_path)

@@ -510,8 +510,8 @@ def test_the_search_ends_where_lower_rates_cannot_help_and_says_where_higher_one
 
 
 def test_find_rate_finds_the_capacity_of_a_server(tmp_path):
-    """One request at a time, 25 ms each, regular arrivals: request k waits k (0.025 - 1 / rate) seconds beyond its own 25 ms,
-    so that 80 % of 80 are within 100 ms up to the rate where the 64th waits 75 ms."""
+    """One request at a time, 25 ms each, regular arrivals: request k waits k (0.025 - 1 / rate) seconds beyond its own
+    25 ms, so that 80 % of 80 are within 100 ms up to the rate where the 64th waits 75 ms."""
     sustained = 1 / (0.025 - 0.075 / 64)
     toy = ToyOpenAI(lambda _: [0.0], service_s=0.025)
     json_file, csv_file, png_file = (tmp_path / f"f.{end}" for end in ("json", "csv", "png"))

@@ -1,7 +1,8 @@
-"""Any message at any method of both gRPC services: an answer or a refusal that is allowed there, soon, and nothing is left behind.
+"""Any message at any method of both gRPC services: an answer or a refusal that is allowed there, soon, and nothing is
+left behind.
 
-Messages are made from the descriptors: sane ones with some fields changed, with unknown fields, cut off, overwritten, or no messages
-at all. `make fuzz` sends 20,000.
+Messages are made from the descriptors: sane ones with some fields changed, with unknown fields, cut off, overwritten,
+or no messages at all. `make fuzz` sends 20,000.
 """
 
 import collections

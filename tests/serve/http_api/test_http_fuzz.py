@@ -1,7 +1,8 @@
-"""The HTTP server against its own OpenAPI document: whatever is sent, an answer that the document allows, and nothing is left behind.
+"""The HTTP server against its own OpenAPI document: whatever is sent, an answer that the document allows, and nothing
+is left behind.
 
-schemathesis makes valid and invalid requests of every operation, reads answers to the end, streams too, and checks status, type,
-headers and shape. `make fuzz` sends 8,000.
+schemathesis makes valid and invalid requests of every operation, reads answers to the end, streams too, and checks
+status, type, headers and shape. `make fuzz` sends 8,000.
 """
 
 import collections
@@ -49,8 +50,8 @@ def client(fuzzed):
 
 @schemathesis.check
 def invalid_data_is_refused(ctx: Any, response: Any, case: Any) -> None:
-    """As the check that it calls; but an objective in a header is not read where another one comes first, and what is too long may be too
-    large as a whole."""
+    """As the check that it calls; but an objective in a header is not read where another one comes first, and what is
+    too long may be too large as a whole."""
     negated = {at for at, part in case.meta.components.items() if part.mode.is_negative}
     given_headers = {name.lower() for name in case.headers} & {*TTFT_KEYS, *TBT_KEYS, TIER_KEY}
     in_body = OBJECTIVES & case.body.keys() if isinstance(case.body, dict) else set()

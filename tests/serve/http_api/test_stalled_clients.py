@@ -1,4 +1,5 @@
-"""Clients that are stopped as a whole (SIGSTOP): their kernel goes on acknowledging, they read nothing and answer nothing."""
+"""Clients that are stopped as a whole (SIGSTOP): their kernel goes on acknowledging, they read nothing and answer
+nothing."""
 
 import asyncio
 import signal

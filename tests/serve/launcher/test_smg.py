@@ -1,7 +1,9 @@
-"""The released gateway `smg`, unmodified, in front of two servers: all of its endpoints, stops, clients that disconnect, a server that dies.
+"""The released gateway `smg`, unmodified, in front of two servers: all of its endpoints, stops, clients that
+disconnect, a server that dies.
 
-The servers are processes, over the engine of `toy_serving`, or over the bundled model where slow tests run. The answer of an endpoint is compared with
-that of the engine to the token ids of the same prompt: that holds the gateway's tokenizer, which it has from GetTokenizer, to ours.
+The servers are processes, over the engine of `toy_serving`, or over the bundled model where slow tests run. The answer
+of an endpoint is compared with that of the engine to the token ids of the same prompt: that holds the gateway's
+tokenizer, which it has from GetTokenizer, to ours.
 """
 
 import concurrent.futures

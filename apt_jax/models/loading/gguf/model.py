@@ -187,7 +187,8 @@ class _Metadata:
 _END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>",
 )  # fmt: skip
-"""Control tokens that end a turn by their name, in files that do not list them otherwise (llama.cpp has the same list)."""
+"""Control tokens that end a turn by their name, in files that do not list them otherwise (llama.cpp has the same
+list)."""
 
 _CONTROL = 3
 

@@ -142,7 +142,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best; as merges: all splits of all pieces, best union first."""
+    """SentencePiece joins the neighbours whose union scores best; as merges: all splits of all pieces, best union
+    first."""
     ids, scores = vocabulary.ids, vocabulary.scores()
     merges = []
     for piece, index in ids.items():
