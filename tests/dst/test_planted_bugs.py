@@ -433,7 +433,7 @@ def test_a_planted_bug_is_found_without_recounting(engine_class):
 def test_the_failure_says_how_to_replay_it():
     found = first_failure(DuplicatedToken, full_checks=True)
     assert found is not None
-    with pytest.raises(SimulationError, match=rf"replay: .*simulation_harness.py {found[0]}$"):
+    with pytest.raises(SimulationError, match=rf"replay: .*simulation_harness {found[0]}$"):
         simulate(found[0], engine_class=DuplicatedToken)
 
 
