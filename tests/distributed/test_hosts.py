@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -236,10 +237,8 @@ def test_a_rank_with_other_flags_or_another_model(ranks, caplog, other, says):
 
 
 def _listens(port: int) -> bool:
-    # Not by a connection, which would be one that is no rank.
-    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-        return False
-    return True
+    # Neither by a connection, which would be one that is no rank, nor by taking the port, which rank 0 may then find taken.
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in psutil.net_connections("tcp"))
 
 
 @pytest.mark.parametrize("what", ["apt-jax", "jax", "jaxlib"])

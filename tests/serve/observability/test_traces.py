@@ -239,7 +239,9 @@ def test_a_collector_that_does_not_take_them_harms_nobody(trouble, caplog):
             began_s = time.monotonic()
             tracer.close()
             assert time.monotonic() - began_s < 10
-    told = [r for r in caplog.records if r.levelname != "INFO"]
+    # A tracer that was closed without an answer may still log what became of it.
+    here = endpoint.removeprefix("http://")
+    told = [r for r in caplog.records if r.levelname != "INFO" and here in r.getMessage()]
     assert len(told) <= 1
     assert not found.raw
 
