@@ -58,8 +58,7 @@ class CacheKindInfo:
     break_even_tokens: float | None
     """Context from which absorbed attention moves fewer bytes than attention over keys and values, in a kernel that
     reads layer inputs once: its queries and results are N * D wide, written and read, whatever the context. None: it is
-        bound by
-    operations, or not offered."""
+    bound by operations, or not offered."""
     time_ratio: float | None
     """Floor of a cached token's time in attention over layer inputs, over that of keys and values; contexts far beyond
     the break-even."""

@@ -133,9 +133,8 @@ class Plan:
         whole pool as keys and values at their greatest length; there are none unless `SchedulerView.can_convert`;
       * the blocks needed fit `free_blocks` plus `num_blocks` of what is in `preempt`. A row in `convert` needs the KV
         blocks of all its positions, the new one among them, beside its hidden blocks: those are free for the next step.
-            Where they
-        do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the engine defers
-        the rows that come last in `rows`; a row that cannot be converted then runs as a hidden one.
+        Where they do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the
+        engine defers the rows that come last in `rows`; a row that cannot be converted then runs as a hidden one.
     """
 
     rows: NDArray[np.int32]

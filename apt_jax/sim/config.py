@@ -41,8 +41,7 @@ class SimulationConfig:
     rho_us: float | None = option(None, metavar="US")
     """Microseconds per cached token that policies charge the hidden cache with (rho of Apt-Serve Eq. 6), whatever it
     really costs: 70 is what the authors' probe most likely gave, 5 the same in float16 (default: the true cost, 15.9
-        for OPT-13B
-    reprojected on an A100). There is no charge per request."""
+    for OPT-13B reprojected on an A100). There is no charge per request."""
     host_s: float = 0.0
     """Seconds of the host for every step. The device is idle meanwhile, unless steps overlap and it has one to run."""
     overlap: bool | None = option(None)

@@ -6,8 +6,7 @@ form arrives like this:
 1. `grammar_text` writes it in llguidance's notation; `apt_jax.validation` has bounded its size and depth before.
 2. `GrammarCompiler` looks it up in its cache. If it is new, a child process (`apt_jax.structured.compile_worker`)
    compiles it first, with two seconds and a bound on memory, and begins a few outputs: nothing less than a process can
-       be stopped, and some
-   grammars crash the compiler. What is wrong with it becomes one line for the user.
+   be stopped, and some grammars crash the compiler. What is wrong with it becomes one line for the user.
 3. Only then this process compiles it, in a thread with a larger stack than the child's, under the same limits.
 4. Each request starts with a copy (microseconds). The engine tells the copy every token and asks it for a mask before
    the next one is sampled.

@@ -13,7 +13,7 @@ end.
     fig12     RT requests alone: normalised latency and throughput
     fig14     share of scheduling in the time of an iteration, in the runs of fig10 with OPT
     variants  what single choices change, in one run per rate: round robin by phases, token groups, the paper's
-        replacement
+              replacement
 
 Policies: `fcfs` (vLLM), `tgi`, `round-robin` (RR), `bros` without the paper's bidirectional blocks. The paper gives
 neither the rates (but the highest, 15 requests/s) nor the size of a BE batch; both are ours. It has 15 points and runs

@@ -99,9 +99,8 @@ class Hardware:
 
         What a conversion of layer inputs to keys and values takes (`StepCosts.convert_per_hidden_token_s`) is, where
         the description does not say, what attention that reprojects takes for a cached token: it computes the same keys
-            and values and
-        reads them once, where a conversion writes them. Where that is not described either, computing the token again,
-        which is more.
+        and values and reads them once, where a conversion writes them. Where that is not described either, computing
+        the token again, which is more.
 
         Args:
             hidden_attention: ``auto`` takes absorption where it is described, else reprojection. Without a hidden kind

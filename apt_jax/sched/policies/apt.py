@@ -34,8 +34,7 @@ class AptPolicy:
 
     *Decode.* The same knapsack over R with the whole pool, members and kinds decided again in every iteration. A
     request that is not chosen, or is chosen with another kind than it holds, gives its cache up and waits: a later
-        prefill iteration
-    recomputes it (§5, last paragraph).
+    prefill iteration recomputes it (§5, last paragraph).
 
     *Values* are Eq. 8, with the SLO-aware fallback (`option_values`). *Solver:* Algorithm 1 of the appendix, which
     stops at the first increment that does not fit.

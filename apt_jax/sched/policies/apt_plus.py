@@ -62,10 +62,10 @@ class AptPlusPolicy:
     4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running ones whose attainment
        does not depend on
        it: those that have missed an objective, and those with so many gaps behind them that one more late one is within
-           their 99th percentile.
-       Nobody else is paused for another. The latest arrived go first: they have most left, so that their memory is of
-       use for longest. Their recomputation may take `RECOMPUTE_SHARE` of the time, so that pauses cost a few per cent
-       of the throughput at most. Where the next positions do not fit the pool, the same ones go first.
+       their 99th percentile. Nobody else is paused for another. The latest arrived go first: they have most left, so
+       that their memory is of use for longest. Their recomputation may take `RECOMPUTE_SHARE` of the time, so that
+       pauses cost a few per cent of the throughput at most. Where the next positions do not fit the pool, the same
+       ones go first.
 
     Args:
         violation_decay: factor on the value of waiting requests that are late (Apt-Serve §6.6); 0: they get what is
@@ -289,7 +289,7 @@ def has_missed(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
     """(n,) who cannot attain by waiting less: the first token was late, the 99th percentile of its gaps is (l late ones
     among
     n: l > (n - 1) / 100; later gaps in time can dilute that again), or the gap that is open now already counts as
-        late."""
+    late."""
     table = view.table
     late = table.num_late_gaps.take(rows)
     open_late = view.now_s - table.last_token_s.take(rows) > table.slo_tbt_s.take(rows)

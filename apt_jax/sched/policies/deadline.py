@@ -272,8 +272,7 @@ class QoServePolicy:
     * Their engine reserves memory for a prompt when it begins and preempts nobody. Here a waiting prompt is begun when
       its blocks are free, beside those that running requests still need for theirs, and when decodes do not fit,
       running requests lose their cache: relegated ones first, then the last arrived. A preempted one that has tokens is
-          due TBT
-      after its last token and is not relegated.
+      due TBT after its last token and is not relegated.
 
     Starvation: relegated requests wait as long as others fill the engine, by design.
 
