@@ -239,7 +239,7 @@ def test_a_collector_that_does_not_take_them_harms_nobody(trouble, caplog):
             began_s = time.monotonic()
             tracer.close()
             assert time.monotonic() - began_s < 10
-    # A tracer that was closed without an answer may still log what became of it.
+    # A tracer that an earlier test closed without an answer may still log its failure.
     here = endpoint.removeprefix("http://")
     told = [r for r in caplog.records if r.levelname != "INFO" and here in r.getMessage()]
     assert len(told) <= 1
