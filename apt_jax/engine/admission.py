@@ -82,19 +82,33 @@ class QueueSnapshot:
     margin_s: float
     """See `Admission.margin_s`."""
 
-    def queue_before(self, coming: "PendingArrivals", *, blocks: int, best_effort: bool, tenant: str | None) -> Queue:
+    def queue_before(self, pending: "PendingArrivals", *, blocks: int, best_effort: bool, tenant: str | None) -> Queue:
         """Return the queue before one more request whose prompt needs `blocks`."""
         queue, which = self.queues[best_effort], int(best_effort)
         return dataclasses.replace(
             queue,
-            num_waiting=queue.num_waiting + coming.num,
-            waiting_tokens=queue.waiting_tokens + coming.tokens,
-            num_of_tenant=self.of_tenants.get(tenant, 0) + coming.of_tenants[tenant],
-            uncached_tokens=queue.uncached_tokens + coming.tokens_before[which],
-            uncached_requests=queue.uncached_requests + coming.num_before[which],
-            missing_blocks=queue.missing_blocks + coming.blocks_before[which] + blocks,
-            missing_slots=queue.missing_slots + coming.num_before[which],
+            num_waiting=queue.num_waiting + pending.num,
+            waiting_tokens=queue.waiting_tokens + pending.tokens,
+            num_of_tenant=self.of_tenants.get(tenant, 0) + pending.of_tenants[tenant],
+            uncached_tokens=queue.uncached_tokens + pending.tokens_before[which],
+            uncached_requests=queue.uncached_requests + pending.num_before[which],
+            missing_blocks=queue.missing_blocks + pending.blocks_before[which] + blocks,
+            missing_slots=queue.missing_slots + pending.num_before[which],
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionDemand:
+    """What a request asks of an engine."""
+
+    prompt_len: int
+    """Tokens of its prompt."""
+    uncached_tokens: int
+    """Prompt tokens that are not cached."""
+    num_blocks: int
+    """Cache blocks for the prompt."""
+    best_effort: bool
+    tenant: str | None
 
 
 class PendingArrivals:
@@ -105,23 +119,15 @@ class PendingArrivals:
         self.num_before, self.tokens_before, self.blocks_before = [0, 0], [0, 0], [0, 0]
         self.of_tenants: collections.Counter[str | None] = collections.Counter()
 
-    def add(
-        self,
-        *,
-        prompt_len: int,
-        own_tokens: int,
-        blocks: int,
-        best_effort: bool,
-        tenant: str | None,
-    ) -> None:
-        """Add a request; arguments as for `Admission.early_reject`."""
+    def add(self, demand: AdmissionDemand) -> None:
+        """Count a request."""
         self.num += 1
-        self.tokens += prompt_len
-        self.of_tenants[tenant] += 1
-        for before in (1,) if best_effort else (0, 1):
+        self.tokens += demand.prompt_len
+        self.of_tenants[demand.tenant] += 1
+        for before in (1,) if demand.best_effort else (0, 1):
             self.num_before[before] += 1
-            self.tokens_before[before] += own_tokens
-            self.blocks_before[before] += blocks
+            self.tokens_before[before] += demand.uncached_tokens
+            self.blocks_before[before] += demand.num_blocks
 
 
 class Admission:
@@ -174,30 +180,26 @@ class Admission:
     def early_reject(
         self,
         snapshot: QueueSnapshot,
-        coming: PendingArrivals,
-        *,
-        prompt_len: int,
-        own_tokens: int,
-        blocks: int,
+        pending: PendingArrivals,
+        demand: AdmissionDemand,
         ttft_s: float,
-        best_effort: bool,
-        tenant: str | None,
     ) -> QueueFullError | None:
         """Return why a request that arrives while a step runs would be rejected; None: it would not be, or only the
         engine can tell. Callable from any thread.
 
         Args:
-            prompt_len, own_tokens, ttft_s, tenant: as for `check`.
-            blocks: blocks that its prompt needs.
+            ttft_s: its TTFT SLO, seconds.
         """
-        queue = snapshot.queue_before(coming, blocks=blocks, best_effort=best_effort, tenant=tenant)
+        queue = snapshot.queue_before(
+            pending, blocks=demand.num_blocks, best_effort=demand.best_effort, tenant=demand.tenant
+        )
         try:
-            self._check_counts(prompt_len, tenant, queue, snapshot.costs)
+            self._check_counts(demand.prompt_len, demand.tenant, queue, snapshot.costs)
         except QueueFullError as error:
             return error
         if self._config.slo_admission != "on":
             return None
-        alone_s = self.prefill_s(own_tokens, 1, snapshot.costs)
+        alone_s = self.prefill_s(demand.uncached_tokens, 1, snapshot.costs)
         expected_s = alone_s + self.expected_wait_s(queue, snapshot.costs, snapshot.margin_s)
         if alone_s > ttft_s or expected_s <= ttft_s:  # out of reach for good: the engine says so
             return None

@@ -5,30 +5,15 @@ with the snapshot and with what has arrived since. The gate only rejects; the en
 pass.
 """
 
-import dataclasses
 from collections.abc import Iterable
 
 from apt_jax.engine import Engine
-from apt_jax.engine.admission import PendingArrivals, QueueSnapshot
+from apt_jax.engine.admission import AdmissionDemand, PendingArrivals, QueueSnapshot
 from apt_jax.errors import QueueFullError
 from apt_jax.request import EngineRequest
 
 _MAX_PROMPT_LEN = 8192
 """Tokens; longer prompts pass the gate, since to look up their cached prefixes would hold up an event loop."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionDemand:
-    """Resources and latency that a request asks for."""
-
-    prompt_len: int
-    """Tokens of its prompt."""
-    uncached_tokens: int
-    """Prompt tokens that are not cached."""
-    num_blocks: int
-    """Cache blocks for the prompt."""
-    best_effort: bool
-    tenant: str | None
 
 
 class AdmissionGate:
@@ -66,36 +51,18 @@ class AdmissionGate:
         if self.snapshot is None:
             return None
         if demand.prompt_len <= _MAX_PROMPT_LEN and not self._engine.has(request.request_id):
-            rejection = self._engine.admission.early_reject(
-                self.snapshot,
-                self._pending,
-                ttft_s=request.slo.ttft_s,
-                prompt_len=demand.prompt_len,
-                own_tokens=demand.uncached_tokens,
-                blocks=demand.num_blocks,
-                best_effort=demand.best_effort,
-                tenant=demand.tenant,
-            )
+            rejection = self._engine.admission.early_reject(self.snapshot, self._pending, demand, request.slo.ttft_s)
             if rejection is not None:
                 return rejection
-        self._count(demand)
+        self._pending.add(demand)
         return None
 
     def begin_step(self, snapshot: QueueSnapshot, pending: Iterable[EngineRequest]) -> None:
         """Judge by this snapshot from now on; `pending` requests are in the inbox and not part of it."""
         self.snapshot, self._pending = snapshot, PendingArrivals()
         for request in pending:
-            self._count(self.demand_of(request))
+            self._pending.add(self.demand_of(request))
 
     def end_step(self) -> None:
         """Reject nothing before the next step: what has finished leaves room."""
         self.snapshot = None
-
-    def _count(self, demand: AdmissionDemand) -> None:
-        self._pending.add(
-            prompt_len=demand.prompt_len,
-            own_tokens=demand.uncached_tokens,
-            blocks=demand.num_blocks,
-            best_effort=demand.best_effort,
-            tenant=demand.tenant,
-        )

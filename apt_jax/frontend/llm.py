@@ -16,6 +16,7 @@ from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import RequestState
 from apt_jax.frontend.progress import ProgressBars
+from apt_jax.options import options_of
 from apt_jax.request import EngineRequest, RequestOutput, SamplingParams
 from apt_jax.text.chat import Message, Tool
 from apt_jax.text.tokenizer import Tokenizer
@@ -25,20 +26,16 @@ Prompt = str | Sequence[int]
 _SECTIONS = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
 """Fields of `EngineConfig` that are configurations of their own."""
 
-_ALIASES = {"mode": "cache", "policy": "scheduling_policy"}
-"""Fields whose option has another name."""
-
 
 def _find_options() -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
     """Map each option of `LLM` to its section, None for `EngineConfig` itself, and its field."""
-    options: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {
-        field.name: (None, field)
-        for field in dataclasses.fields(EngineConfig)
-        if field.name != "model" and field.name not in _SECTIONS
-    }
-    for section, of_type in _SECTIONS.items():
+    options: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {}
+    for section, of_type in {None: EngineConfig, **_SECTIONS}.items():
+        declared = options_of(of_type)
         for field in dataclasses.fields(of_type):
-            options[_ALIASES.get(field.name, field.name)] = (section, field)
+            if of_type is not EngineConfig or field.name not in ("model", *_SECTIONS):
+                name = declared[field.name][1].keyword if field.name in declared else field.name
+                options[name] = (section, field)
     return options
 
 
@@ -62,7 +59,8 @@ def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, A
     changes: dict[str | None, dict[str, Any]] = {None: {}, **{section: {} for section in _SECTIONS}}
     for name, value in overrides.items():
         if name not in _OPTIONS:
-            raise TypeError(f"LLM has no option {name!r:.80}{nearest(_ALIASES.get(name, name), _OPTIONS)}")
+            keywords = {field.name: keyword for keyword, (_, field) in _OPTIONS.items()}
+            raise TypeError(f"LLM has no option {name!r:.80}{nearest(keywords.get(name, name), _OPTIONS)}")
         section, field = _OPTIONS[name]
         if value is not None or field.default is None:
             changes[section][field.name] = value

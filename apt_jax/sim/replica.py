@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from apt_jax.engine import Engine, StepOutput
-from apt_jax.engine.admission import PendingArrivals
+from apt_jax.engine.admission import AdmissionDemand, PendingArrivals
 from apt_jax.errors import InvalidRequestError
 from apt_jax.executor import Executor, StepBatch
 from apt_jax.metrics import TokenRate
@@ -51,7 +51,7 @@ class Replica:
         """Start of its next iteration; infinite: there is nothing to do."""
         self.num_sent = self.hidden_tokens = 0
         self._inbox: list[EngineRequest] = []
-        self._coming = PendingArrivals()
+        self._pending = PendingArrivals()
         self._rate = TokenRate()
         self._in_step: ReplicaState | None = None
         """State when the last step was built, with the expected time of its end as `busy_s`."""
@@ -61,7 +61,7 @@ class Replica:
         self.engine.on_plan = self._look_at_step
 
     def _look_at_step(self, batch: StepBatch) -> None:
-        self._coming = PendingArrivals()
+        self._pending = PendingArrivals()
         step_s = self.engine.costs.step_s(batch.num_tokens, batch.start, batch.kind)
         begin_s = self._clock.now_s()
         if self._overlap and self._in_step is not None:  # the step before still runs
@@ -73,7 +73,7 @@ class Replica:
         return ReplicaState(
             admission=engine.admission,
             queue_snapshot=engine.queue_snapshot(),
-            coming=self._coming,
+            pending=self._pending,
             busy_s=busy_s,
             num_running=int(view.running.size),
             num_blocks=view.total_blocks,
@@ -87,7 +87,7 @@ class Replica:
         """Return the state of the replica at `now_s`, which lies between the starts of two iterations."""
         if self._in_step is not None and self._clock.now_s() > now_s:  # it ends after this
             left_s = max(self._in_step.busy_s - now_s, 0.0)
-            return dataclasses.replace(self._in_step, busy_s=left_s, coming=self._coming)
+            return dataclasses.replace(self._in_step, busy_s=left_s, pending=self._pending)
         self._clock.advance_to(now_s)
         left_s = 0.0
         if self._overlap and self._in_step is not None:
@@ -99,12 +99,14 @@ class Replica:
         self._inbox.append(request)
         self.num_sent += 1
         num_tokens = int(request.prompt_token_ids.size)
-        self._coming.add(
-            prompt_len=num_tokens,
-            own_tokens=num_tokens,
-            blocks=self.engine.min_blocks_for(num_tokens),
-            best_effort=request.slo_class == "be",
-            tenant=request.tenant,
+        self._pending.add(
+            AdmissionDemand(
+                prompt_len=num_tokens,
+                uncached_tokens=num_tokens,
+                num_blocks=self.engine.min_blocks_for(num_tokens),
+                best_effort=request.slo_class == "be",
+                tenant=request.tenant,
+            )
         )
         self.next_s = max(self._clock.now_s(), request.arrival_s)
 
@@ -118,7 +120,7 @@ class Replica:
             except InvalidRequestError:
                 num_refused += 1
         self._inbox.clear()
-        self._coming = PendingArrivals()
+        self._pending = PendingArrivals()
         before, began_s = self.executor.num_steps, self._clock.now_s()
         outputs = self.engine.step()
         self.next_s = self._clock.now_s() if self.engine.has_work else math.inf

@@ -26,7 +26,7 @@ class ReplicaState:
 
     admission: Admission
     queue_snapshot: QueueSnapshot
-    coming: PendingArrivals
+    pending: PendingArrivals
     """Requests sent to it since then."""
     busy_s: float
     """Time until the running step should end; 0: none runs."""
@@ -57,7 +57,7 @@ def least_load() -> Router:
     never stale."""
 
     def score_s(state: ReplicaState) -> float:
-        tokens = state.queued_tokens + state.coming.tokens + _RUNNING_TOKENS * state.num_running
+        tokens = state.queued_tokens + state.pending.tokens + _RUNNING_TOKENS * state.num_running
         used = min(1 - state.free_blocks / state.num_blocks, 0.999)
         rate = state.tokens_per_s or _TOKENS_PER_S
         return tokens / rate + _PRESSURE_WEIGHT_S * used / (1 - used)
@@ -70,7 +70,7 @@ def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
     other requests (prompts, memory, slots), and the prefill of its own prompt."""
     num_tokens, snapshot = int(request.prompt_token_ids.size), state.queue_snapshot
     queue = snapshot.queue_before(
-        state.coming,
+        state.pending,
         blocks=state.min_blocks_for(num_tokens),
         best_effort=request.slo_class == "be",
         tenant=request.tenant,
@@ -103,7 +103,7 @@ def expected_slack() -> Router:
 def _share_claimed(state: ReplicaState) -> float:
     """The claimed share of the pool: by requests that hold cache, and by the prompts of those that wait."""
     queue = state.queue_snapshot.queues[1]
-    return (queue.missing_blocks + state.coming.blocks_before[1]) / state.num_blocks
+    return (queue.missing_blocks + state.pending.blocks_before[1]) / state.num_blocks
 
 
 ROUTING_POLICIES: dict[str, Callable[[], Router]] = {

@@ -10,7 +10,7 @@ import pytest
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
-from apt_jax.engine.admission import TENANT_SHARE, Admission, PendingArrivals, Queue, QueueSnapshot
+from apt_jax.engine.admission import TENANT_SHARE, Admission, AdmissionDemand, PendingArrivals, Queue, QueueSnapshot
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
 from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest, SamplingParams
@@ -51,6 +51,12 @@ def check(
     )
 
 
+def demand(num_tokens: int, blocks: int, tenant: str | None, *, best_effort: bool = False) -> AdmissionDemand:
+    return AdmissionDemand(
+        prompt_len=num_tokens, uncached_tokens=num_tokens, num_blocks=blocks, best_effort=best_effort, tenant=tenant
+    )
+
+
 class TestEarlyReject:
     """A request that is rejected while a step runs would also be rejected after it."""
 
@@ -76,8 +82,8 @@ class TestEarlyReject:
                 queues=(one, one), of_tenants={"a": queue["num_of_tenant"]}, costs=COSTS, margin_s=0.0
             )
             error = Admission(SchedulerConfig(**config)).early_reject(
-                snapshot, PendingArrivals(), prompt_len=prompt_len, own_tokens=prompt_len, blocks=blocks, ttft_s=ttft_s, best_effort=False, tenant="a"
-            )  # fmt: skip
+                snapshot, PendingArrivals(), demand(prompt_len, blocks, "a"), ttft_s
+            )
             if error is None:
                 continue
             refused += 1
@@ -91,17 +97,15 @@ class TestEarlyReject:
         coming = PendingArrivals()
 
         def refused(tenant: str | None = None) -> bool:
-            return admission.early_reject(
-                snapshot, coming, prompt_len=5, own_tokens=5, blocks=1, ttft_s=math.inf, best_effort=False, tenant=tenant
-            ) is not None  # fmt: skip
+            return admission.early_reject(snapshot, coming, demand(5, 1, tenant), math.inf) is not None
 
         taken = 0
         while not refused("a"):
-            coming.add(prompt_len=5, own_tokens=5, blocks=1, best_effort=False, tenant="a")
+            coming.add(demand(5, 1, "a"))
             taken += 1
         assert taken == 15  # its share of the queue
         assert not refused("b")
-        coming.add(prompt_len=5, own_tokens=5, blocks=1, best_effort=True, tenant=None)
+        coming.add(demand(5, 1, None, best_effort=True))
         assert refused("b")
         assert coming.num_before == [15, 16]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
-from apt_jax.engine.admission import Admission, PendingArrivals, Queue, QueueSnapshot
+from apt_jax.engine.admission import Admission, AdmissionDemand, PendingArrivals, Queue, QueueSnapshot
 from apt_jax.errors import ConfigError
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import POLICIES, make_policy
@@ -185,7 +185,7 @@ def state(**fields: Any) -> ReplicaState:
     empty = dict.fromkeys((f.name for f in dataclasses.fields(Queue)), 0)
     queue = Queue(**{**empty, "missing_blocks": -100, "missing_slots": -8, **of_queue})
     given = {
-        "admission": Admission(SchedulerConfig()), "coming": PendingArrivals(), "busy_s": 0.0, "num_running": 0, "num_blocks": 100,
+        "admission": Admission(SchedulerConfig()), "pending": PendingArrivals(), "busy_s": 0.0, "num_running": 0, "num_blocks": 100,
         "free_blocks": 100, "queued_tokens": 0, "tokens_per_s": 0.0, "min_blocks_for": lambda n: -(-n // 16),
         "queue_snapshot": QueueSnapshot(queues=(queue, queue), of_tenants={}, costs=COSTS, margin_s=0.0),
     }  # fmt: skip
@@ -217,8 +217,8 @@ def test_least_load_is_the_gateways_score():
     assert choose("least_load", state(free_blocks=10), state(queued_tokens=2600)) == 1
     assert choose("least_load", state(free_blocks=10), state(queued_tokens=2800)) == 0
     sent = PendingArrivals()
-    sent.add(prompt_len=300, own_tokens=300, blocks=19, best_effort=False, tenant=None)
-    assert choose("least_load", state(coming=sent), state(queued_tokens=200)) == 1
+    sent.add(AdmissionDemand(prompt_len=300, uncached_tokens=300, num_blocks=19, best_effort=False, tenant=None))
+    assert choose("least_load", state(pending=sent), state(queued_tokens=200)) == 1
 
 
 def test_expected_ttft_is_the_running_step_the_queue_and_the_prompt():
@@ -231,8 +231,8 @@ def test_expected_ttft_is_the_running_step_the_queue_and_the_prompt():
     full = state(**waiting, missing_blocks=7, blocks_per_s=10.0)
     assert expected_ttft_s(request(), full) == pytest.approx(2.0 + own_s)
     sent = PendingArrivals()
-    sent.add(prompt_len=300, own_tokens=300, blocks=19, best_effort=False, tenant=None)
-    assert expected_ttft_s(request(), state(coming=sent)) == pytest.approx(0.4 + own_s)
+    sent.add(AdmissionDemand(prompt_len=300, uncached_tokens=300, num_blocks=19, best_effort=False, tenant=None))
+    assert expected_ttft_s(request(), state(pending=sent)) == pytest.approx(0.4 + own_s)
 
 
 def test_expected_slack_prefers_time_then_memory_then_the_first():
