@@ -7,7 +7,7 @@
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
 #   make docs        the documentation as HTML in docs/_build/html, warnings as errors
-#   make lint types  format, lint, layers of imports, spelling, words and type checks
+#   make lint types  format, lint, layers of imports, spelling, words, table of modules and type checks
 #   make audit       ask for known faults of the locked packages, or say that nobody could be asked
 #   make check       test, reference, gate, docs, lint, types and audit
 #   make lock        resolve the dependencies again
@@ -73,6 +73,7 @@ lint: .venv/.ready-dev
 	.venv/bin/lint-imports
 	.venv/bin/codespell
 	.venv/bin/python tools/check_words.py
+	.venv/bin/python tools/module_table.py --check
 
 types: .venv/.ready-dev
 	.venv/bin/pyright --project pyproject.toml --pythonpath .venv/bin/python

@@ -1,4 +1,4 @@
-"""Frozen configuration objects: model shape, cache, scheduling, parallelism and the engine that joins them.
+"""Frozen configuration objects: cache, scheduling, parallelism and the engine that joins them.
 
 Every option is declared once, as a field: type, default, bounds (`apt_jax.options.option`) and docstring. Its check,
 whose message names the command-line flag, its flag (`serve.cli.flags`) and its help text derive from the field. Nothing

@@ -99,7 +99,7 @@ class QueueSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionDemand:
-    """What a request asks of an engine."""
+    """Resources and latency that a request asks of an engine."""
 
     prompt_len: int
     """Tokens of its prompt."""
