@@ -1,7 +1,7 @@
 """Write the table of modules in docs/design/architecture.md: the first sentence of every module's docstring.
 
-    python tools/module_table.py           # rewrite the table
-    python tools/module_table.py --check   # end with 1 if it is not up to date
+python tools/module_table.py           # rewrite the table
+python tools/module_table.py --check   # end with 1 if it is not up to date
 """
 
 import argparse
