@@ -2,7 +2,7 @@
 #
 #   make demo        serve the bundled model under load and show what the hybrid cache gains
 #   make test        the test suite, without what takes minutes
-#   make test-slow   the rest of it
+#   make test-slow   the rest of it: slow tests, all random cases, programs optimised as in service
 #   make fuzz        fuzzed requests on every endpoint: 20,000 gRPC messages, 8,000 HTTP requests, 1,200 on all endpoints at once
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
@@ -50,14 +50,15 @@ test: .venv/.ready
 	.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-slow: .venv/.ready
-	.venv/bin/python -m pytest -q -m slow --timeout 1800
+	APT_JAX_TEST_CASES=all JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv/bin/python -m pytest -q -n 2 --dist worksteal \
+	  -m "slow or seeds" --timeout 1800
 
 fuzz: .venv/.ready
 	APT_JAX_FUZZ=full .venv/bin/python -m pytest -q -s --timeout 7200 \
 	  tests/serve/grpc_api/test_grpc_fuzz.py tests/serve/http_api/test_http_fuzz.py tests/serve/test_endpoints_agree.py
 
 reference: .venv-ref/.ready
-	.venv-ref/bin/python -m pytest -q -n 2 --dist loadfile tests/parity
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-ref/bin/python -m pytest -q -n 2 --dist loadfile tests/parity
 
 gate: .venv-gate/.ready
 	.venv-gate/bin/python -m pytest -q tests/benchmarks/gpu/test_gate.py

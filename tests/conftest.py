@@ -14,6 +14,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     programs = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="apt-jax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
+# Most programs run once or twice, so that their compilation is most of the suite's time. `make test-slow` and
+# `make reference` compile them as in service.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may ask the hub
 
 import jax
