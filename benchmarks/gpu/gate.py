@@ -11,6 +11,7 @@ of it, everything in one command buffer (one CUDA graph).
 What limits it: nothing runs, so it says that code compiles well, not that it is right or fast.
 
     python -m benchmarks.gpu.gate             # check; exit status 1 and the reasons where something fails
+    python -m benchmarks.gpu.gate --quick     # half of the kernels, short steps (see `quick`)
     python -m benchmarks.gpu.gate --write     # and refresh the tables in docs/kernels.md and benchmarks/results/kernel-gate/
 """
 
@@ -163,6 +164,21 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**short, kinds=both, prefill_tokens=1024),
     ]
     return [(case, arch) for case in cases for arch in CHIPS]
+
+
+def quick(
+    kernels: Sequence[KernelCase], steps: Sequence[tuple[StepCase, str]]
+) -> list[KernelCase | tuple[StepCase, str]]:
+    """Return cases for a quarter of the time.
+
+    All kernels at all shapes, in bfloat16 for one chip and in float16 for the other; all steps, at most 8 layers of
+    them, for the chips in turn.
+    """
+    pairs = set(zip(CHIPS, DTYPES, strict=True))
+    chosen = [case for case in kernels if (case.arch, case.dtype) in pairs]
+    archs = list(CHIPS)
+    short = [(case, arch) for i, (case, arch) in enumerate(steps) if arch == archs[i // len(archs) % len(archs)]]
+    return [(dataclasses.replace(case, num_layers=8), arch) for case, arch in short] + chosen
 
 
 def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -484,19 +500,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="refresh docs/kernels.md and the CSV files")
     parser.add_argument("--only", choices=("kernels", "steps"), help="half of the gate")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the work: not every dtype on every chip")
     parser.add_argument("--match", default="", help="only items whose description contains this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     options = parser.parse_args(arguments)
-    if options.write and (options.only or options.match):
+    if options.write and (options.only or options.match or options.quick):
         parser.error("--write needs the whole gate")
     missing = [name for name in ("triton", "jax_plugins.xla_cuda12") if not _installed(name)]
     if missing:
         print(f"the gate needs {' and '.join(missing)}: run it by `make gate`", file=sys.stderr)
         return 2
     start = time.perf_counter()
-    items: list[KernelCase | tuple[StepCase, str]] = []
-    items += [] if options.only == "kernels" else step_cases()
-    items += [] if options.only == "steps" else kernel_cases()
+    steps = [] if options.only == "kernels" else step_cases()
+    kernels = [] if options.only == "steps" else kernel_cases()
+    items = quick(kernels, steps) if options.quick else [*steps, *kernels]
     items = [item for item in items if options.match in str(item)]
     outcomes = run(items, options.jobs)
     for table in (kernel_table(outcomes), step_table(outcomes)):

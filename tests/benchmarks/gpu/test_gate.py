@@ -200,6 +200,18 @@ def test_every_kernel_of_the_family_is_compiled_at_every_shape_dtype_and_chip():
         assert ops == fields - {"decode_absorbed" if rotary else "decode_v_absorbed"}
 
 
+def test_the_quick_gate_has_every_kernel_at_every_shape_every_dtype_and_every_step():
+    kernels, steps = gate.kernel_cases(), gate.step_cases()
+    items = gate.quick(kernels, steps)
+    chosen = [item for item in items if isinstance(item, gate.KernelCase)]
+    assert {(c.name, c.shape) for c in chosen} == {(c.name, c.shape) for c in kernels}
+    assert {(c.op, c.arch) for c in chosen} == {(c.op, c.arch) for c in kernels}
+    assert {c.dtype for c in chosen} == set(gate.DTYPES)
+    short = [item for item in items if not isinstance(item, gate.KernelCase)]
+    assert [c for c, _ in short] == [dataclasses.replace(c, num_layers=8) for c, _ in steps[:: len(CHIPS)]]
+    assert {arch for _, arch in short} == set(CHIPS)
+
+
 def test_tables_put_chips_side_by_side_and_equal_dtypes_together():
     def outcome(dtype: str, arch: str, registers: int) -> gate.Outcome:
         report = dataclasses.replace(GOOD_KERNEL, registers=registers)
