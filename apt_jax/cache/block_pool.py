@@ -97,11 +97,10 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Check that the stack holds each free block once and that the bitmap agrees."""
         ids = self._stack[: self._num_free]
-        require(np.unique(ids).size == ids.size, "the free list has duplicates")
         require(
             ids.size == 0 or (ids.min() > NULL_BLOCK and ids.max() <= self.num_blocks), "the free list has foreign ids"
         )
-        require(
-            np.count_nonzero(self._is_free) == self._num_free and self._is_free[ids].all(),
-            "free list and bitmap differ",
-        )
+        listed = np.zeros_like(self._is_free)
+        listed[ids] = True
+        require(np.count_nonzero(listed) == ids.size, "the free list has duplicates")
+        require((listed == self._is_free).all(), "free list and bitmap differ")

@@ -76,32 +76,39 @@ def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> 
 def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.int32]:
     """Recount who holds which group; returns all blocks in use."""
     groups = cache.groups
-    firsts = cache.tables[:, 0][cache.tables[:, 0] != NULL_BLOCK]
+    num_groups = cache.num_groups[taken]
+    within = np.arange(cache.tables.shape[2]) < num_groups[:, None]
+    firsts, seconds = cache.tables[taken, 0][within], cache.tables[taken, 1][within]
+    slots = np.repeat(taken, num_groups)
     refs = np.bincount(firsts, minlength=groups.num_refs.size)
     require((refs == groups.num_refs).all(), "references are miscounted")
     held = np.flatnonzero(refs)
-    kind_of: dict[int, int] = {}
+    require(
+        _are_distinct(slots * np.int64(refs.size) + firsts) and (groups.second[firsts] == seconds).all(),
+        "a group is there twice, or in halves",
+    )
+    private = np.bincount(slots[refs[firsts] == 1], minlength=cache.max_num_seqs)
+    require((private[taken] == groups.num_private[taken]).all(), "private groups are miscounted")
+    kinds = cache.kind[slots]
+    kind_of = np.full(refs.size, NO_KIND, np.int8)
+    kind_of[firsts] = kinds
+    require((kind_of[firsts] == kinds).all(), "a group is held with two kinds")
+    for first in held[groups.prefixes.is_registered[held]].tolist():
+        node = groups.prefixes.node_of.get(first)
+        require(node is None or node.kind == kind_of[first], "a group is registered under another kind")
+    in_use = [int(np.count_nonzero(kind_of[held] == kind)) for kind in CacheKind]
+    require(in_use == groups.in_use, "groups in use are miscounted")
     sums = np.zeros(refs.size, np.int64)
-    for slot in taken.tolist():
-        ids = cache.tables[slot, :, : int(cache.num_groups[slot])]
-        require(
-            np.unique(ids[0]).size == ids[0].size and (groups.second[ids[0]] == ids[1]).all(),
-            "a group is there twice, or in halves",
-        )
-        require(int(np.count_nonzero(refs[ids[0]] == 1)) == groups.num_private[slot], "private groups are miscounted")
-        for first in ids[0].tolist():
-            require(
-                kind_of.setdefault(first, int(cache.kind[slot])) == cache.kind[slot], "a group is held with two kinds"
-            )
-            node = groups.prefixes.node_of.get(first)
-            require(node is None or node.kind == kind_of[first], "a group is registered under another kind")
-        sums[ids[0]] += slot
-    for kind in CacheKind:
-        require(sum(k == kind for k in kind_of.values()) == groups.in_use[kind], "groups in use are miscounted")
+    np.add.at(sums, firsts, slots)
     require((sums[held] == groups.slot_sum[held]).all(), "holders are miscounted")
     owned = _blocks_of(groups, held)
-    require(np.unique(owned).size == owned.size, "a block is owned twice")
+    require(_are_distinct(owned), "a block is owned twice")
     return owned
+
+
+def _are_distinct(values: NDArray[np.integer]) -> bool:
+    ordered = np.sort(values)
+    return not (ordered[1:] == ordered[:-1]).any()
 
 
 def _blocks_of(groups: GroupPool, firsts: NDArray[np.integer]) -> NDArray[np.int32]:
@@ -113,13 +120,17 @@ def _check_prefixes(groups: GroupPool, owned: NDArray[np.int32]) -> None:
     """Check idle and registered groups against the blocks in use, and the index of prefixes against their tree."""
     prefixes, refs = groups.prefixes, groups.num_refs
     idle = np.array(list(prefixes.idle), np.int32)
+    if not (idle.size or prefixes.node_of or prefixes.is_registered.any()):  # nothing can be found
+        require(groups.num_idle_blocks == 0, "idle blocks are miscounted")
+        require(
+            not any(root.children or prefixes.num_nodes(root.kind) for root in prefixes.roots), "index and tree differ"
+        )
+        return
     require(not refs[idle].any(), "a group is both held and idle")
     unused = _blocks_of(groups, idle)
     require(unused.size == groups.num_idle_blocks, "idle blocks are miscounted")
-    require(
-        not groups.pool.is_free(unused).any() and np.unique(unused).size == unused.size, "an idle block is free as well"
-    )
-    require(not np.isin(unused, owned).any(), "an idle block is owned as well")
+    require(not groups.pool.is_free(unused).any(), "an idle block is free as well")
+    require(_are_distinct(np.concatenate([owned, unused])), "an idle block is owned as well, or idle twice")
     registered = np.flatnonzero(prefixes.is_registered).tolist()
     require(registered == sorted(prefixes.node_of), "index and blocks differ")
     reached = [n for root in prefixes.roots for c in root.children for n in prefixes.subtree(c)]

@@ -11,6 +11,7 @@ begin with the same numbers begin with the same tokens, as in the traces that Mo
 import csv
 import dataclasses
 import difflib
+import functools
 import gzip
 import io
 import math
@@ -136,11 +137,9 @@ def load_trace(name: str | Path) -> Trace:
         ConfigError: no such trace, or a file that is not one; the message names file, line and column.
     """
     text = str(name)
-    if text in SYNTHETIC:
-        return _synthetic(text)
-    bundled = resources.files("apt_jax.sim") / "traces" / f"{text}.csv.gz"
-    if "/" not in text and bundled.is_file():
-        return _parse(gzip.decompress(bundled.read_bytes()).decode(), text)
+    known = _known_trace(text)
+    if known is not None:
+        return known
     path = Path(text)
     if not path.is_file():
         if path.suffix or "/" in text:
@@ -154,6 +153,23 @@ def load_trace(name: str | Path) -> Trace:
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"{text}: cannot be read as CSV ({error}) (--trace)") from None
     return _parse(decoded, text)
+
+
+@functools.lru_cache(maxsize=16)
+def _known_trace(name: str) -> Trace | None:
+    """One of `known_traces`, with arrays that nobody can change; None: it is none of them."""
+    if name in SYNTHETIC:
+        trace = _synthetic(name)
+    else:
+        bundled = resources.files("apt_jax.sim") / "traces" / f"{name}.csv.gz"
+        if "/" in name or not bundled.is_file():
+            return None
+        trace = _parse(gzip.decompress(bundled.read_bytes()).decode(), name)
+    columns = (trace.prompt_tokens, trace.output_tokens, trace.arrival_s, trace.best_effort, trace.lines)
+    for column in (*columns, *(trace.hash_ids or ())):
+        if column is not None:
+            column.flags.writeable = False
+    return trace
 
 
 def _parse(text: str, name: str) -> Trace:
