@@ -565,7 +565,7 @@ def fig8(options: Options) -> list[Row]:
 
 
 def fig9(options: Options) -> list[Row]:
-    num = 64 if options.quick else 1024
+    num = 32 if options.quick else 1024
     capacities = (100, 1_000) if options.quick else (100, 1_000, 10_000, 100_000, 1_000_000)
     costs = options.costs
     bases = ("fcfs", "algorithm-1", "sarathi")
@@ -688,7 +688,7 @@ def sorting(options: Options) -> list[Row]:
     seeds = (0,) if options.quick else tuple(range(options.num_seeds))
     num = 64 if options.quick else max(options.sizes)
     capacity = 4096 if options.quick else 100_000 * num // 1024
-    mixes = options.mixes[:2] if options.quick else options.mixes
+    mixes = ("SISO+LISO",) if options.quick else options.mixes
     equal = [(i, o) for o in options.outputs for i in options.prompts if o > 1]
 
     def mixed(c: str, mix: str, s: int, p: str) -> Offline:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from apt_jax.cache import NO_SLOT, BlockPool, CacheIntegrityError, CacheKind, HybridCache
 from apt_jax.cache.prefix_tree import extend_digests
 from apt_jax.executor import NULL_BLOCK
+from tests.support.cases import num_cases
 
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 
@@ -560,12 +561,12 @@ class WidePrefixMachine(PrefixMachine):
     SIZES = (3, 2)
 
 
-TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestNarrowPrefixMachine = NarrowPrefixMachine.TestCase
-TestNarrowPrefixMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-TestWidePrefixMachine = WidePrefixMachine.TestCase
-TestWidePrefixMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPrefixMachine = pytest.mark.seeds(PrefixMachine.TestCase)
+TestPrefixMachine.settings = settings(max_examples=num_cases(20, 150), stateful_step_count=40, deadline=None)
+TestNarrowPrefixMachine = pytest.mark.seeds(NarrowPrefixMachine.TestCase)
+TestNarrowPrefixMachine.settings = settings(max_examples=num_cases(12, 80), stateful_step_count=40, deadline=None)
+TestWidePrefixMachine = pytest.mark.seeds(WidePrefixMachine.TestCase)
+TestWidePrefixMachine.settings = settings(max_examples=num_cases(12, 80), stateful_step_count=40, deadline=None)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -638,9 +639,9 @@ class WideCacheMachine(CacheMachine):
     INPUTS = 2
 
 
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestNarrowCacheMachine = NarrowCacheMachine.TestCase
-TestNarrowCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-TestWideCacheMachine = WideCacheMachine.TestCase
-TestWideCacheMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestCacheMachine = pytest.mark.seeds(CacheMachine.TestCase)
+TestCacheMachine.settings = settings(max_examples=num_cases(20, 150), stateful_step_count=40, deadline=None)
+TestNarrowCacheMachine = pytest.mark.seeds(NarrowCacheMachine.TestCase)
+TestNarrowCacheMachine.settings = settings(max_examples=num_cases(12, 80), stateful_step_count=40, deadline=None)
+TestWideCacheMachine = pytest.mark.seeds(WideCacheMachine.TestCase)
+TestWideCacheMachine.settings = settings(max_examples=num_cases(12, 80), stateful_step_count=40, deadline=None)

@@ -4,9 +4,12 @@ import collections
 
 import pytest
 
+from tests.support.cases import ALL
 from tests.support.simulation_harness import REAL_POLICIES, draw_scenario, scenario_rng, simulate
 
 NUM_SEEDS = 360
+SEEDS = range(NUM_SEEDS) if ALL else [*range(50), 72, 92, 102, 113, 194, 285, 329, 330]
+"""In `make test` the last ones are of those that come to what happens in few others."""
 
 RARE_STATES = {
     "a kind switch hidden to kv": 20,
@@ -61,16 +64,18 @@ RARE_STATES = {
     "step failure: raise_in_result": 5,
     "stop found late, row in flight dropped": 20,
 }
-"""States that must have occurred this often over the seeds below: what never happens is not tested."""
+"""States that must have occurred this often over all seeds, and once in `make test`: what never happens is not
+tested."""
 
 
+@pytest.mark.seeds
 @pytest.mark.timeout(600)
 def test_every_promise_holds_and_rare_states_occur():
     """One test: the histories are many, and workers would repeat them."""
     total: collections.Counter[str] = collections.Counter()
-    for seed in range(NUM_SEEDS):
+    for seed in SEEDS:
         total += simulate(seed).sometimes
-    missing = {name: total[name] for name, least in RARE_STATES.items() if total[name] < least}
+    missing = {name: total[name] for name, least in RARE_STATES.items() if total[name] < (least if ALL else 1)}
     assert not missing
 
 

@@ -26,6 +26,7 @@ from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.sched.view import CacheKindSpec, Plan, Policy, SchedulerView
 from apt_jax.structured.compiler import GrammarError
 from apt_jax.utils.clock import VirtualClock
+from tests.support.cases import num_cases
 from tests.support.fake_executor import FakeExecutor, Fault, FaultKind, reference_tokens
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
@@ -950,7 +951,9 @@ def test_last_token_time_is_set_when_the_token_is_delivered():
     assert h.engine.table.last_token_s[h.row("r0")] == h.clock.now_s() == 1.0
 
 
-def test_ten_thousand_requests_leave_nothing_behind():
+@pytest.mark.seeds
+def test_thousands_of_requests_leave_nothing_behind():
+    num = num_cases(2_000, 10_000)
     h = Harness(
         policy=RandomPolicy(3, RandomPlanPolicy(preempt=0.01, chunk=0.05, flip=0.5)),
         num_blocks=96,
@@ -960,11 +963,11 @@ def test_ten_thousand_requests_leave_nothing_behind():
         max_num_queued_reqs=64,
     )
     engine, rng = h.engine, np.random.default_rng(0)
-    prompt_lens, lengths = rng.integers(1, 12, 10_000), rng.integers(1, 5, 10_000)
+    prompt_lens, lengths = rng.integers(1, 12, num), rng.integers(1, 5, num)
     expected: dict[str, list[int]] = {}
     got: dict[str, list[int]] = {}
     ended = 0
-    for i in range(10_000):
+    for i in range(num):
         prompt = rng.integers(0, VOCAB_SIZE, int(prompt_lens[i])).astype(np.int32)
         name, params = str(i), SamplingParams(max_tokens=int(lengths[i]), temperature=0.0)
         if i % 20 == 0:
@@ -980,7 +983,7 @@ def test_ten_thousand_requests_leave_nothing_behind():
                 arrival_s=h.clock.now_s(),
             )
         )
-        last = i == 9_999 or i % 500 == 499
+        last = i == num - 1 or i % 500 == 499
         while engine.has_work and (last or engine.stats().num_waiting >= 48):
             for output in engine.step():
                 if output.request_id in got:
@@ -991,9 +994,9 @@ def test_ten_thousand_requests_leave_nothing_behind():
             assert engine.stats().used_blocks == 0
             assert engine.cache.num_free_slots == 32
             h.batches.clear()
-    assert ended == 10_000
+    assert ended == num
     assert got == expected
-    assert engine.stats().finished == {"length": 10_000}
+    assert engine.stats().finished == {"length": num}
 
 
 class Residues:

@@ -10,6 +10,7 @@ from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.engine import Engine
 from apt_jax.sched import POLICIES
 from apt_jax.sched.request_table import HIDDEN, KV
+from tests.support.cases import num_cases
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.fake_serving import VOCAB_SIZE, Served, prompt
 
@@ -406,8 +407,9 @@ def converse(served: Served, num: int, seed: int, p_preempt: float) -> int:
     return len(served.requests)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("policy", POLICIES)
-def test_500_conversations_say_what_they_say_without_cache(policy):
+def test_many_conversations_say_what_they_say_without_cache(policy):
     """Held against streams that no cache was used for; tight pools, evictions, preemptions, both kinds, faults."""
     total: dict[str, int] = dict.fromkeys(("hits", "queries", "copies", "resets"), 0)
     cases = [
@@ -442,7 +444,7 @@ def test_500_conversations_say_what_they_say_without_cache(policy):
             return Fault(kind=FaultKind.RAISE_AFTER)
 
         served.executor.fault = fault
-        converse(served, num, seed, p_preempt)
+        converse(served, num_cases(num // 5, num), seed, p_preempt)
         served.assert_as_expected()
         stats = served.engine.stats()
         assert stats.num_invalid_plan_rows == 0

@@ -84,7 +84,7 @@ def test_replicas_and_prompts_that_take_too_long():
 )
 def test_no_policy_attains_more(policy, trace, rate, cv, ttft_s):
     config = SimulationConfig(
-        trace=trace, rate=rate, cv=cv, num_requests=60, policy=policy, slo=SLO(ttft_s=ttft_s, tbt_s=1.0)
+        trace=trace, rate=rate, cv=cv, num_requests=60, output_scale=0.2, policy=policy, slo=SLO(ttft_s=ttft_s, tbt_s=1.0)
     )  # fmt: skip
     result = simulate(config)
     assert result.slo_attainment_bound is not None

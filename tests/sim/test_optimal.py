@@ -146,6 +146,11 @@ def check_optimal(problem: OptimalProblem) -> float:
     return best
 
 
+def seeds(few: int, every: int) -> list[object]:
+    """Seeds of which `make test` runs the first ones."""
+    return [*range(few), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(few, every))]
+
+
 def problem_of(*lengths, capacity, tokens=64, **fields) -> OptimalProblem:
     fields.setdefault("costs", COSTS)
     return OptimalProblem(
@@ -245,13 +250,13 @@ def random_problem(rng: np.random.Generator, num_requests: int) -> OptimalProble
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12, 40))
 def test_random_instances_with_arrivals_chunks_kinds_and_objectives(seed):
     rng = np.random.default_rng([17, seed])
     check_optimal(random_problem(rng, int(rng.choice([1, 2, 2, 3, 3, 4]))))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(4, 12))
 def test_batches_of_two_programs_take_both_phases_one_after_another(seed):
     rng = np.random.default_rng([18, seed])
     problem = random_problem(rng, int(rng.choice([2, 2, 3])))

@@ -49,6 +49,10 @@ HARDWARE = Hardware(
 )
 
 
+KV_ALONE = ("apt", "apt-plus", "fcfs", "sarathi", "vllm-v1")
+"""Policies that `make test` runs without the hidden kind too."""
+
+
 @pytest.fixture(scope="module")
 def executor() -> JaxExecutor:
     made = make_executor("hybrid", num_blocks=NUM_BLOCKS)
@@ -70,8 +74,12 @@ def config_of(policy: str, cache: CacheMode) -> SimulationConfig:
     return SimulationConfig(policy=policy, cache=cache, seed=5, max_num_seqs=8, max_num_batched_tokens=64)
 
 
-@pytest.mark.parametrize("cache", ["kv", "hybrid"])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(
+    ("policy", "cache"),
+    [(policy, "hybrid") for policy in sorted(POLICIES)]
+    + [(policy, "kv") for policy in KV_ALONE]
+    + [pytest.param(policy, "kv", marks=pytest.mark.slow) for policy in sorted(set(POLICIES) - set(KV_ALONE))],
+)
 def test_the_same_trace_and_times_give_the_same_decisions(executor: JaxExecutor, policy: str, cache: CacheMode) -> None:
     config, work = config_of(policy, cache), workload()
     real = run_recorded(config, HARDWARE, work, executor)

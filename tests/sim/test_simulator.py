@@ -23,8 +23,20 @@ from apt_jax.sim.trace import (
     scale_arrivals,
 )
 from apt_jax.sim.workload import Workload, sample_workload
+from tests.support.cases import ALL
 
 SMALL = SimulationConfig(rate=4.0, num_requests=60)
+CROWDED = (
+    dataclasses.replace(SMALL, num_blocks=300, seed=3)
+    if ALL
+    else dataclasses.replace(SMALL, num_blocks=130, seed=3, rate=32.0, num_requests=40, output_scale=0.1)
+)
+"""Requests wait and are preempted; in `make test` there are fewer and shorter ones."""
+
+
+def output_lengths(config: SimulationConfig) -> list[int]:
+    trace = load_trace("sharegpt").scale_outputs(config.output_scale)
+    return sample_workload(trace, config).output_tokens.tolist()
 
 
 def of(lengths: list[tuple[int, int]], arrival_s: list[float] | None = None) -> Workload:
@@ -137,17 +149,17 @@ def test_time_of_the_host_is_hidden_behind_the_device_as_far_as_it_is_shorter():
     assert overlapped(workload, overlap=False, host_s=0.03).duration_s == pytest.approx(50 * 0.13)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_serves_all_with_overlap(policy):
-    config = dataclasses.replace(SMALL, policy=policy, num_blocks=300, rate=8.0, overlap=True, num_requests=16)
+    config = dataclasses.replace(CROWDED, policy=policy, overlap=True)
     result = simulate(config, debug=True)
-    lengths = sample_workload(load_trace("sharegpt"), config).output_tokens
-    assert [len(m.token_times_s) for m in result.requests if m is not None] == lengths.tolist()
+    assert [len(m.token_times_s) for m in result.requests if m is not None] == output_lengths(config)
 
 
 def test_several_replicas_with_overlap_serve_all():
     config = dataclasses.replace(
-        SMALL, policy="apt", rate=16.0, overlap=True, replicas=2, num_requests=30,
+        SMALL, policy="apt", rate=16.0, overlap=True, replicas=2, num_requests=30, output_scale=0.25,
         routing_policy="expected_slack",
     )  # fmt: skip
     first, again = simulate(config, debug=True), simulate(config)
@@ -201,21 +213,22 @@ def test_narrow_layer_inputs_take_fewer_blocks():
     assert most == {None: 1, 21: 2}
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_serves_all_and_a_seed_fixes_the_run(policy):
-    config = dataclasses.replace(SMALL, policy=policy, num_blocks=300, seed=3)
+    config = dataclasses.replace(CROWDED, policy=policy)
     first = simulate(config, debug=True)
     again = simulate(config)
     assert first.summary == again.summary
-    assert first.summary.num_completed == 60
-    lengths = sample_workload(load_trace("sharegpt"), config).output_tokens
-    assert [len(m.token_times_s) for m in first.requests if m is not None] == lengths.tolist()
+    assert first.summary.num_completed == config.num_requests
+    assert [len(m.token_times_s) for m in first.requests if m is not None] == output_lengths(config)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("policy", ["fcfs", "sarathi", "apt", "apt-plus"])
 def test_an_engine_that_is_told_lengths_only_decides_the_same(policy):
     """A cost model of the caller's own is given whole batches, the simulator's own one lengths and kinds alone."""
-    config = dataclasses.replace(SMALL, policy=policy, num_blocks=300, rate=8.0, num_requests=30)
+    config = dataclasses.replace(CROWDED, policy=policy)
     costs = load_hardware("opt-13b", "a100-40gb").step_costs("auto")
     sizes = []
 
@@ -442,7 +455,9 @@ def test_a_hundred_thousand_requests():
 
 def test_tenants_are_drawn_and_vtc_gives_the_small_ones_their_share():
     """Overload: the first of three tenants sends more than half of the requests."""
-    config = dataclasses.replace(SMALL, rate=60.0, num_requests=120, tenants=3, cache="kv", num_blocks=400)
+    config = dataclasses.replace(
+        SMALL, rate=60.0, num_requests=120, tenants=3, cache="kv", num_blocks=400, output_scale=0.25
+    )
     results = {policy: simulate(dataclasses.replace(config, policy=policy)) for policy in ("vllm-v1", "vtc")}
     for result in results.values():
         assert sum(t.num_sent for t in result.tenants) == 120
@@ -461,4 +476,4 @@ def test_tenants_are_drawn_and_vtc_gives_the_small_ones_their_share():
     # By arrival all wait alike; by service those that send little wait much less.
     assert wait_s("vllm-v1", 2) > 0.6 * wait_s("vllm-v1", 0)
     assert wait_s("vtc", 2) < 0.5 * wait_s("vtc", 0)
-    assert not simulate(SMALL).tenants
+    assert not simulate(dataclasses.replace(SMALL, num_requests=5)).tenants

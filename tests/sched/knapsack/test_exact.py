@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 
 from apt_jax.sched import KnapsackProblem, solve_exact, solve_greedy
+from tests.support.cases import num_cases
 from tests.support.sched_problems import brute_force, check_feasible, optimum, random_problem
 
 
+@pytest.mark.seeds
 def test_brute_force_dynamic_program_and_highs_agree():
     rng = np.random.default_rng(7)
-    for _ in range(400):
+    for _ in range(num_cases(80, 400)):
         problem = random_problem(rng, num_requests=int(rng.integers(1, 7)))
         schedule = solve_exact(problem)
         check_feasible(problem, schedule.kind, schedule.value, schedule.cost)
@@ -18,10 +20,11 @@ def test_brute_force_dynamic_program_and_highs_agree():
         assert schedule.value == pytest.approx(optimum(problem), rel=1e-9)
 
 
+@pytest.mark.seeds
 def test_greedy_is_never_under_half_of_highs():
     rng = np.random.default_rng(8)
     ratios = []
-    for i in range(3000):
+    for i in range(num_cases(300, 3000)):
         problem = random_problem(rng, num_requests=60 if i % 100 == 0 else None)
         best = solve_exact(problem).value
         value = solve_greedy(problem).value

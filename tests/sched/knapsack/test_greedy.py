@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from apt_jax.sched import NOT_CHOSEN, KnapsackProblem, solve_greedy
+from tests.support.cases import num_cases
 from tests.support.sched_problems import check_feasible, optimum, random_problem
 
 INF = np.inf
@@ -19,10 +20,11 @@ def solve(value, cost, capacity):
     return schedule
 
 
+@pytest.mark.seeds
 def test_at_least_half_of_the_optimum_on_twenty_thousand_problems(record_property):
     rng = np.random.default_rng(2025)
     ratios = []
-    for _ in range(20_000):
+    for _ in range(num_cases(2_000, 20_000)):
         problem = random_problem(rng)
         schedule = solve_greedy(problem)
         check_feasible(problem, schedule.kind, schedule.value, schedule.cost)

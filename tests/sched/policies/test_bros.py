@@ -15,6 +15,7 @@ from apt_jax.sched.policies.bros import (
     poll,
     prefix_step_s,
 )
+from tests.support.cases import num_cases
 from tests.support.sched_world import HIDDEN, KV, World
 
 COSTS = StepCosts(prefill_base_s=0.01, prefill_per_token_s=1e-3, decode_base_s=0.01, decode_per_request_s=1e-4)
@@ -229,9 +230,10 @@ def test_a_preempted_best_effort_request_comes_back_in_time():
     raise AssertionError("never served")
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("costs", [StepCosts(), COSTS], ids=["unknown", "known"])
 def test_everything_ends_with_little_room(costs):
-    for seed in range(16):
+    for seed in range(num_cases(5, 16)):
         rng = np.random.default_rng(seed)
         slots = int(rng.choice([1, 2, 8]))
         world = World(

@@ -43,6 +43,7 @@ from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import Store, run_key, sweep
 from serve.cli import main
 from tests.support import outside_policies
+from tests.support.cases import num_cases
 from tests.support.http_serving import http_serving
 from tests.support.outside_policies import BROKEN, Broken
 from tests.support.sched_world import Arrival, World, drain
@@ -485,8 +486,9 @@ def my_policy(tutorial, module) -> str:
     return f"{module(code, 'my_policy')}:ShortestFirst"
 
 
+@pytest.mark.seeds
 def test_the_policy_of_the_tutorial_serves_everything(my_policy):
-    for seed, mode in itertools.product(range(12), ("kv", "hidden", "hybrid")):
+    for seed, mode in itertools.product(range(num_cases(3, 12)), ("kv", "hidden", "hybrid")):
         rng = np.random.default_rng(seed)
         arrivals = [
             Arrival(

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from apt_jax.config import SchedulerConfig
 from apt_jax.errors import ConfigError
 from apt_jax.sched import POLICIES, AptPolicy, Plan, StepCosts, check_plan, make_policy
+from tests.support.cases import ALL, num_cases
 from tests.support.sched_world import HIDDEN, KV, Arrival, World, blocks, drain
 
 SOME_COSTS = StepCosts(prefill_base_s=1e-3, prefill_per_token_s=1e-4)
 MODES = ("kv", "hidden", "hybrid")
+ROOMS = {"smallest": 1.0, "tight": 1.3, "ample": 4.0}
+"""Blocks, in multiples of what the longest request needs."""
 NAMES = sorted(POLICIES)
 VARIANTS = [
     n for n in NAMES if n.endswith(("-ef", "-pc", "-nocp", "-nohy", "-hy", "rank-o", "rank-org", "-v0", "-8192"))
@@ -74,18 +77,20 @@ def worlds(draw: st.DrawFn) -> World:
     return world
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize(
     ("name", "decay"),
     [(name, 0.0) for name in LEADING] + [(name, 0.4) for name in NAMES if name.startswith("apt")],
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_cases(10, 60), deadline=None)
 @given(world=worlds())
 def test_plans_keep_their_promises_and_everything_ends(name, decay, world):
     serve_everything(name, decay, world)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("name", VARIANTS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=num_cases(4, 15), deadline=None)
 @given(world=worlds())
 def test_plans_of_variants_keep_their_promises(name, world):
     serve_everything(name, 0.0, world)
@@ -113,11 +118,20 @@ def serve_everything(name: str, decay: float, world: World) -> None:
     raise AssertionError(f"{int(world.table.live.sum())} requests left")
 
 
+def some_seeds(name: str, mode: str, room: str) -> range:
+    """All seeds, or another one for each mode and room."""
+    if ALL:
+        return range(3 if name in VARIANTS else 12)
+    one = 3 * MODES.index(mode) + list(ROOMS).index(room)
+    return range(one, one + 1)
+
+
+@pytest.mark.seeds
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("room", [1.0, 1.3, 4.0], ids=["smallest", "tight", "ample"])
+@pytest.mark.parametrize("room", ROOMS)
 def test_Q5_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
-    for seed in range(3 if name in VARIANTS else 12):
+    for seed in some_seeds(name, mode, room):
         rng = np.random.default_rng(seed)
         block_size = int(rng.choice([1, 2, 4, 16]))
         inputs = block_size if seed % 3 else int(rng.integers(block_size // 2 + 1, 3 * block_size + 1))
@@ -136,7 +150,7 @@ def test_Q5_every_request_ends_in_a_bounded_number_of_steps(name, mode, room):
         longest = max(a.prompt_len + a.max_tokens for a in arrivals)
         least = blocks(longest, KV if mode == "kv" else HIDDEN, block_size, inputs)
         world = World(
-            num_blocks=int(least * room),
+            num_blocks=int(least * ROOMS[room]),
             block_size=block_size,
             hidden_block_size=inputs,
             mode=mode,

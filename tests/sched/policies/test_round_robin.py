@@ -1,8 +1,10 @@
 """Two classes in turn."""
 
 import numpy as np
+import pytest
 
 from apt_jax.sched import RoundRobinPolicy, make_policy
+from tests.support.cases import num_cases
 from tests.support.sched_world import KV, World
 
 
@@ -88,8 +90,9 @@ def test_prompts_under_way_are_not_interrupted():
     assert (plan.rows.tolist(), plan.preempt.tolist()) == ([be], [])
 
 
+@pytest.mark.seeds
 def test_everything_ends_with_little_room():
-    for seed in range(60):
+    for seed in range(num_cases(15, 60)):
         rng = np.random.default_rng(seed)
         slots = int(rng.choice([1, 2, 8]))
         world = World(

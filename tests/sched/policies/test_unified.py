@@ -8,6 +8,7 @@ import pytest
 from apt_jax.sched import Plan, SchedulerView, UnifiedPolicy, make_policy
 from apt_jax.sched.policies.unified import FEW_OUTPUTS
 from apt_jax.sched.step_packer import allowed_kinds
+from tests.support.cases import num_cases
 from tests.support.sched_world import HIDDEN, KV, World, blocks
 
 # --- the algorithm, line by line ------------------------------------------------------------------------------------
@@ -189,11 +190,12 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("settings", CONFIGURATIONS, ids=repr)
 def test_the_same_batch_and_evictions_as_the_algorithm_line_by_line(settings):
     policy = UnifiedPolicy("some", **settings)
     evictions = mixed = admissions = 0
-    for seed in range(300):
+    for seed in range(num_cases(150, 300)):
         rng = np.random.default_rng(seed)
         world = random_world(rng)
         for length in rng.integers(1, 20, rng.integers(0, 40)).tolist():
