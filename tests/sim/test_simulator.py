@@ -456,7 +456,7 @@ def test_a_hundred_thousand_requests():
 def test_tenants_are_drawn_and_vtc_gives_the_small_ones_their_share():
     """Overload: the first of three tenants sends more than half of the requests."""
     config = dataclasses.replace(
-        SMALL, rate=60.0, num_requests=120, tenants=3, cache="kv", num_blocks=400, output_scale=0.25
+        SMALL, rate=60.0, num_requests=120, tenants=3, cache="kv", num_blocks=200, output_scale=0.25
     )
     results = {policy: simulate(dataclasses.replace(config, policy=policy)) for policy in ("vllm-v1", "vtc")}
     for result in results.values():

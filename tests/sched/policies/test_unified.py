@@ -195,7 +195,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 def test_the_same_batch_and_evictions_as_the_algorithm_line_by_line(settings):
     policy = UnifiedPolicy("some", **settings)
     evictions = mixed = admissions = 0
-    for seed in range(num_cases(150, 300)):
+    for seed in range(num_cases(220, 300)):
         rng = np.random.default_rng(seed)
         world = random_world(rng)
         for length in rng.integers(1, 20, rng.integers(0, 40)).tolist():
