@@ -14,10 +14,10 @@ from apt_jax.engine import Engine
 from apt_jax.sched.request_table import KV, NO_KIND
 from tests.support.simulation_harness import SimulationError, simulate
 
-SEEDS = [0, 1, 3, 5, 14, 16, 20, 33, 37, 42, 383]
+SEEDS = [3, 5, 56, 79, 194, 278, 32, 33, 1, 383, 0, 14, 16, 20, 37, 42]
 SEEDS += [seed for seed in range(60) if seed not in SEEDS]
-"""First those that tripped over the bugs below when this was written: most of the time goes into seeds that find
-nothing."""
+"""First those that tripped over the bugs below when this was written, short histories before long ones: most of the
+time goes into seeds that find nothing."""
 
 _WAITING = 1
 
