@@ -110,7 +110,7 @@ def test_replicas_share_the_requests(tmp_path, capsys):
     assert sum(replica["num_sent"] for replica in values["replicas"]) == values["num_sent"] == 20
     assert sum(replica["iterations"] for replica in values["replicas"]) == values["iterations"]
     assert "3 replicas by expected_slack" in capsys.readouterr().out
-    more = ["--replicas", "2", "--find-rate", "0.9", "--seeds", "1", "--workers", "1"]
+    more = ["--replicas", "2", "--find-rate", "0.9", "--seeds", "1", "--workers", "1", "--output-scale", "0.2"]
     assert main(["simulate", *QUICK, *more, "--json", str(path)]) == 0
     assert json.loads(path.read_text())["effective_rate"] > 2
 
