@@ -392,7 +392,7 @@ def serve_some(parts: EngineComponents, num_requests: int = 12) -> None:
 def test_a_broken_plan_loses_nothing(promise, every, caplog):
     parts = parts_of(promise, every)
     # A hundred steps pass before an engine in which nothing is run is helped.
-    serve_some(parts, 4 if promise == "nothing is run" and every == 1 else 12)
+    serve_some(parts, 4 if promise == "nothing is run" and every == 1 else 8)
     policy, stats = parts.policy, parts.engine.stats()
     assert isinstance(policy, Broken)
     assert policy.num_broken > 10
