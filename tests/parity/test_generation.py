@@ -40,17 +40,12 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(prompts: list[list[int]]) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-opt", dtype=torch.float32)
-    outputs = []
-    for ids in prompts:
-        tokens = torch.tensor([ids])
-        out = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-        )
-        outputs.append([t for t in out[0, len(ids) :].tolist() if t != 2])
-    return outputs
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[model.config.pad_token_id] * (longest - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+    outputs = model.generate(padded, attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False)[:, longest:]
+    special = (model.config.eos_token_id, model.config.pad_token_id)
+    return [[token for token in output if token not in special] for output in outputs.tolist()]
 
 
 @pytest.fixture(scope="module")
