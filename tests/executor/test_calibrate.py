@@ -33,7 +33,7 @@ from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.workload import Workload
-from tests.support.paged_driver import BLOCK, CONFIG, PARAMS, make_executor
+from tests.support.paged_driver import BLOCK, CONFIG, PARAMS, few_programs, make_executor
 
 SHAPES = ProgramShapes(
     decode_buckets=(1, 2, 4, 8),
@@ -181,10 +181,17 @@ def test_hiccups_of_the_machine_hardly_move_a_fit() -> None:
     assert 0.9 < min(ratio) < max(ratio) < 1.1
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("mode", ["hybrid", "kv", "hidden"])
+@pytest.mark.parametrize(
+    ("mode", "mixed"),
+    [
+        ("hybrid", True),
+        ("kv", False),
+        ("hidden", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hybrid", False), ("kv", True), ("hidden", False))),
+    ],
+)
 def test_every_cache_mode_can_be_calibrated(mode: CacheMode, mixed: bool) -> None:
-    executor = make_executor(mode, mixed=mixed)
+    executor = make_executor(mode, mixed=mixed, max_num_seqs=4)
     told = []
     model = calibrate(executor, 0.2, lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
@@ -200,7 +207,7 @@ def test_every_cache_mode_can_be_calibrated(mode: CacheMode, mixed: bool) -> Non
 
 
 def test_conversions_are_measured_where_they_can_be_asked_for(monkeypatch) -> None:
-    assert calibrate(make_executor(), 0.2).costs.convert_per_hidden_token_s == 0.0
+    assert calibrate(few_programs(make_executor()), 0.2).costs.convert_per_hidden_token_s == 0.0
     executor = JaxExecutor(
         PARAMS,
         CONFIG,
@@ -211,6 +218,7 @@ def test_conversions_are_measured_where_they_can_be_asked_for(monkeypatch) -> No
         conversion=True,
     )
     assert calibration_path(executor) != calibration_path(make_executor())
+    few_programs(executor)
     real = executor._run_conversions
 
     def slow(batch: StepBatch, conversions: Conversions) -> None:
@@ -318,7 +326,7 @@ def test_a_description_allows_as_many_requests_as_the_engine_that_was_measured()
 
 def test_calibrations_are_stored_by_what_they_depend_on_and_loaded(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("APT_JAX_CACHE_DIR", str(tmp_path))
-    executor = make_executor()
+    executor = few_programs(make_executor())
     first = load_or_calibrate(executor, 0.2)
     path = calibration_path(executor)
     assert path.is_relative_to(tmp_path)

@@ -1,6 +1,8 @@
 """The jitted steps against a plain forward pass: kinds, attention modes, chunks, batching, mixed steps, sampling."""
 
 import dataclasses
+import functools
+from collections.abc import Generator
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +16,17 @@ from apt_jax.executor.buckets import power_of_two_buckets
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
+from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import SamplingParams
 from apt_jax.sched.request_table import HIDDEN, KV
+from tests.support.cases import ALL
 from tests.support.paged_driver import (
     CONFIG,
     GREEDY,
     PARAMS,
     Driver,
+    few_programs,
     make_executor,
     reference_greedy,
 )
@@ -33,6 +38,17 @@ GRAPHS = dataclasses.replace(attention_ops("cpu", "xla"), name="xla-graphs", bra
 """Nothing branches on the device, decode steps are one program: what an executor does on GPUs."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def thresholds_by_a_loop() -> Generator[None]:
+    """In `make test`, thresholds of top-k and top-p are found in a loop even where nothing else branches: unrolled, it
+    takes longer to compile than the rest of the model. tests/ops/test_sampling.py has both."""
+    threshold = sampling._largest_threshold
+    with pytest.MonkeyPatch.context() as patch:
+        if not ALL:
+            patch.setattr(sampling, "_largest_threshold", lambda keep, bits, unroll: threshold(keep, bits, unroll=False))
+        yield
+
+
 def only(*ids: int) -> np.ndarray:
     """A mask that allows these tokens."""
     bits = np.zeros(128, np.uint8)
@@ -40,12 +56,28 @@ def only(*ids: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-@pytest.mark.parametrize("attention", ["reproject", "absorb"])
-@pytest.mark.parametrize(("mixed", "ops"), [(False, None), (True, None), (False, GRAPHS), (True, GRAPHS)])
+@pytest.mark.parametrize(
+    ("mixed", "ops", "attention"),
+    [
+        (False, None, "reproject"),
+        (True, None, "absorb"),
+        (False, GRAPHS, "absorb"),
+        (True, GRAPHS, "reproject"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (False, None, "absorb"),
+                (True, None, "reproject"),
+                (False, GRAPHS, "reproject"),
+                (True, GRAPHS, "absorb"),
+            )
+        ),
+    ],
+)
 def test_tokens_equal_a_plain_forward_pass(attention: HiddenAttention, mixed: bool, ops: KernelBackend | None) -> None:
     """Both kinds side by side, chunked prompts over a cached prefix, decodes beside chunks, tokens fed on the
     device."""
-    driver = Driver(make_executor(attention=attention, mixed=mixed, ops=ops))
+    driver = Driver(few_programs(make_executor(attention=attention, mixed=mixed, ops=ops, max_num_seqs=4)))
     for kind_of in ({0: KV, 1: HIDDEN, 2: HIDDEN, 3: KV}, {0: HIDDEN, 1: KV, 2: KV, 3: HIDDEN}):
         for slot, prompt in PROMPTS.items():
             driver.add(slot, prompt, kind_of[slot])
@@ -77,7 +109,7 @@ def test_log_probabilities_of_every_layout_are_those_of_the_plain_pass(layout: s
     tokens = PROMPTS[1]
     expected = np.asarray(forward(params, jnp.asarray(tokens, jnp.int32), config), np.float64)[-1]
     expected -= np.log(np.exp(expected).sum())
-    driver = Driver(make_executor(attention=attention, params=params, config=config))
+    driver = Driver(few_programs(make_executor(attention=attention, params=params, config=config, max_num_seqs=4)))
     wanted = SamplingParams(temperature=0.0, logprobs=20)
     for kind in (KV, HIDDEN):
         for cut in (0, len(tokens) // 2, len(tokens) - 1):
@@ -92,7 +124,7 @@ def test_log_probabilities_of_every_layout_are_those_of_the_plain_pass(layout: s
 
 @pytest.mark.parametrize("mode", ["kv", "hidden"])
 def test_executors_of_one_kind(mode: CacheMode) -> None:
-    driver = Driver(make_executor(mode))
+    driver = Driver(few_programs(make_executor(mode)))
     kind = KV if mode == "kv" else HIDDEN
     for slot, prompt in PROMPTS.items():
         driver.add(slot, prompt, kind)
@@ -110,7 +142,7 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
     exact = dummy_params(CONFIG, "float32", 7)
     expected = np.asarray(forward(exact, jnp.asarray(PROMPTS[1][:30], jnp.int32), CONFIG))[-1]
     expected = expected - np.log(np.exp(expected).sum())
-    driver = Driver(make_executor(params=params))
+    driver = Driver(few_programs(make_executor(params=params, max_num_seqs=4)))
     for slot, kind in ((0, KV), (1, HIDDEN)):
         driver.add(slot, PROMPTS[1][:30], kind)
     driver.step({0: 29, 1: 29})
@@ -121,9 +153,21 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
         np.testing.assert_allclose(result.top_logprobs[row], expected[result.top_ids[row]], atol=0.05)
 
 
-@pytest.mark.parametrize(("mode", "ops", "slots"), [("hybrid", None, 8), ("kv", GRAPHS, 2)])
-def test_Q8_serving_after_warm_up_compiles_nothing(mode: CacheMode, ops: KernelBackend | None, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "ops", "slots", "all_sizes"),
+    [
+        ("hybrid", None, 4, True),
+        ("kv", GRAPHS, 2, False),
+        pytest.param("hybrid", None, 8, True, marks=pytest.mark.slow),
+        pytest.param("kv", GRAPHS, 2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_Q8_serving_after_warm_up_compiles_nothing(
+    mode: CacheMode, ops: KernelBackend | None, slots: int, all_sizes: bool
+) -> None:
     executor = make_executor(mode, mixed=True, ops=ops, max_num_seqs=slots)
+    if not all_sizes:
+        few_programs(executor)
     seen = []
     executor.warm_up(lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == list(range(seen[-1][1] + 1))
@@ -160,7 +204,7 @@ def test_M6_nan_stays_with_its_own_request(kind: int) -> None:
     """A request whose numbers break is flagged alone; neither its neighbour nor the next owner of its blocks sees
     NaN."""
     broken = dataclasses.replace(PARAMS, embed=PARAMS.embed.at[50].set(jnp.nan), head=PARAMS.embed)
-    executor = make_executor(params=broken, config=dataclasses.replace(CONFIG, tie_embeddings=False))
+    executor = few_programs(make_executor(params=broken, config=dataclasses.replace(CONFIG, tie_embeddings=False)))
     driver = Driver(executor)
     driver.add(0, [5, 6, 7], kind)
     driver.add(1, [5, 50, 7, 9, 50], kind)
@@ -199,11 +243,16 @@ def test_an_unknown_attention_backend_is_refused() -> None:
         make_executor(ops="flash")
 
 
+@functools.cache
+def executor_of_four(ops: KernelBackend | None) -> JaxExecutor:
+    return few_programs(make_executor(ops=ops, max_num_seqs=4))
+
+
 def test_sampled_tokens_do_not_depend_on_how_steps_are_cut_into_programs() -> None:
     seeded = SamplingParams(seed=7, temperature=0.9, top_k=20, top_p=0.95)
     tokens = []
     for ops in (None, GRAPHS):
-        driver = Driver(make_executor(ops=ops))
+        driver = Driver(executor_of_four(ops))
         for slot, prompt in PROMPTS.items():
             driver.add(slot, prompt, HIDDEN if slot % 2 else KV)
         driver.step({0: 3, 1: 37, 2: 1, 3: 17}, seeded)
@@ -227,7 +276,7 @@ def settings() -> dict[str, SamplingParams]:
 
 @pytest.fixture(scope="module", params=[None, GRAPHS], ids=["branches", "graphs"])
 def four_slots(request: pytest.FixtureRequest) -> JaxExecutor:
-    return make_executor(ops=request.param, max_num_seqs=4)
+    return executor_of_four(request.param)
 
 
 @pytest.mark.parametrize("name", settings())
@@ -272,7 +321,7 @@ def test_R21_a_row_whose_mask_leaves_nothing_has_no_token(params: SamplingParams
 def test_M6_a_row_with_a_mask_whose_logits_are_not_finite_is_flagged() -> None:
     broken = dataclasses.replace(PARAMS, embed=PARAMS.embed.at[50].set(jnp.nan), head=PARAMS.embed)
     config = dataclasses.replace(CONFIG, tie_embeddings=False)
-    driver = Driver(make_executor(params=broken, config=config, max_num_seqs=4))
+    driver = Driver(few_programs(make_executor(params=broken, config=config, max_num_seqs=4)))
     driver.add(0, [5, 6, 7], KV)
     driver.add(1, [5, 7, 50], KV)
     with pytest.raises(AssertionError, match="not finite: \\[1\\]"):

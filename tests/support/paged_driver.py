@@ -51,6 +51,14 @@ def make_executor(
     )
 
 
+def few_programs(executor: JaxExecutor) -> JaxExecutor:
+    """Leave `executor` one size of every program, the largest, so that few are compiled."""
+    buckets = executor.buckets
+    for sizes in (buckets.decode, buckets.masked, buckets.prefill):
+        del sizes[:-1]
+    return executor
+
+
 class Driver:
     """Feeds an executor by hand: contiguous blocks per request, no scheduler."""
 
