@@ -45,7 +45,9 @@ def thresholds_by_a_loop() -> Generator[None]:
     threshold = sampling._largest_threshold
     with pytest.MonkeyPatch.context() as patch:
         if not ALL:
-            patch.setattr(sampling, "_largest_threshold", lambda keep, bits, unroll: threshold(keep, bits, unroll=False))
+            patch.setattr(
+                sampling, "_largest_threshold", lambda keep, bits, unroll: threshold(keep, bits, unroll=False)
+            )
         yield
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.executor import StepBatch
+from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.request import EngineRequest, SamplingParams
@@ -22,6 +23,7 @@ def built() -> EngineComponents:
         scheduler=SchedulerConfig(policy="fcfs", max_num_seqs=4, max_num_batched_tokens=1024),
     )
     parts = build_engine(config, warm_up=False, calibrate=False)
+    assert isinstance(parts.executor, JaxExecutor)
     buckets = parts.executor.buckets
     buckets.decode, buckets.masked, buckets.prefill = [4], [], [64, 1024]  # fewer programs to compile
     parts.executor.warm_up()

@@ -7,6 +7,9 @@ import pytest
 
 from apt_jax.ops import sampling
 
+restrict = jax.jit(sampling.restrict, static_argnames="borders")
+sample = jax.jit(sampling.sample)
+
 
 def restrict_by_sorting(scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """The kept set of one row, by sorting: top-k, then top-p of the rest, then min-p; ties at a border stay."""
@@ -32,7 +35,6 @@ def test_restrictions_keep_the_same_tokens_as_sorting(seed: int, borders: sampli
     top_k = rng.choice([0, 1, 2, 7, 100, 501, 1000], b).astype(np.int32)
     top_p = rng.choice([1.0, 0.99, 0.9, 0.5, 0.05], b).astype(np.float32)
     min_p = rng.choice([0.0, 0.01, 0.2, 1.0], b).astype(np.float32)
-    restrict = jax.jit(sampling.restrict, static_argnames="borders")
     kept = np.isfinite(np.asarray(restrict(scores, top_k, top_p, min_p, borders=borders)))
     for r in range(b):
         expected = restrict_by_sorting(scores[r].astype(np.float64), int(top_k[r]), float(top_p[r]), float(min_p[r]))
@@ -44,10 +46,9 @@ def test_without_borders_only_min_p_is_left_and_nothing_branches_or_loops() -> N
     off, ones = jnp.zeros(4, jnp.int32), jnp.ones(4, jnp.float32)
     min_p = jnp.array([0.0, 0.01, 0.2, 1.0], jnp.float32)
     np.testing.assert_array_equal(
-        sampling.restrict(scores, off, ones, min_p, "no"),
-        sampling.restrict(scores, off, ones, min_p),
+        restrict(scores, off, ones, min_p, borders="no"),
+        restrict(scores, off, ones, min_p),
     )
-    restrict = jax.jit(sampling.restrict, static_argnames="borders")
     for borders in ("yes", "no"):
         program = restrict.lower(scores, off, ones, min_p, borders=borders)
         text = program.compile().as_text() or ""
@@ -57,10 +58,9 @@ def test_without_borders_only_min_p_is_left_and_nothing_branches_or_loops() -> N
 
 def test_ties_at_the_border_stay() -> None:
     scores = jnp.array([[1.0, 2.0, 2.0, 0.0, -1.0]])
-    kept = sampling.restrict(scores, jnp.array([1], jnp.int32), jnp.array([1.0]), jnp.array([0.0]))
+    kept = restrict(scores, jnp.array([1], jnp.int32), jnp.array([1.0]), jnp.array([0.0]))
     assert np.isfinite(np.asarray(kept))[0].tolist() == [False, True, True, False, False]
     zeros = jnp.array([[0.0, -0.0, -1.0]])  # equal, whatever their sign bits
-    restrict = jax.jit(sampling.restrict, static_argnames="borders")
     for borders in ("maybe", "yes"):
         kept = restrict(zeros, jnp.array([1], jnp.int32), jnp.ones(1), jnp.zeros(1), borders=borders)
         assert np.isfinite(np.asarray(kept))[0].tolist() == [True, True, False]
@@ -82,19 +82,19 @@ def test_draws_follow_the_distribution_and_the_temperature() -> None:
     scores = jnp.log(jnp.asarray(probabilities, jnp.float32))
     b = 20_000
     rows = sampling.SamplingRows(**{**vars(_rows(b, 1.0)), "seed": jnp.arange(b, dtype=jnp.uint32)})
-    tokens, finite = jax.jit(sampling.sample)(jnp.tile(scores[None], (b, 1)), rows)
+    tokens, finite = sample(jnp.tile(scores[None], (b, 1)), rows)
     assert bool(finite.all())
     shares = np.bincount(np.asarray(tokens), minlength=4) / b
     np.testing.assert_allclose(shares, probabilities, atol=4 * np.sqrt(0.25 / b))
     sharp = sampling.SamplingRows(**{**vars(rows), "temperature": jnp.full(b, 0.5, jnp.float32)})
-    tokens, _ = jax.jit(sampling.sample)(jnp.tile(scores[None], (b, 1)), sharp)
+    tokens, _ = sample(jnp.tile(scores[None], (b, 1)), sharp)
     expected = probabilities**2 / (probabilities**2).sum()
     np.testing.assert_allclose(np.bincount(np.asarray(tokens), minlength=4) / b, expected, atol=4 * np.sqrt(0.25 / b))
 
 
 def test_a_draw_depends_on_seed_and_position_and_not_on_neighbours() -> None:
     scores = jnp.asarray(np.random.default_rng(0).standard_normal((4, 300)), jnp.float32)
-    alone, _ = sampling.sample(scores[1:2], _rows(1, 1.0, 7, 3))
+    alone, _ = sample(scores[1:2], _rows(1, 1.0, 7, 3))
     mixed = sampling.SamplingRows(
         **{
             **vars(_rows(4, 1.0, 9, 1)),
@@ -102,15 +102,15 @@ def test_a_draw_depends_on_seed_and_position_and_not_on_neighbours() -> None:
             "position": jnp.array([0, 3, 5, 3], jnp.int32),
         }
     )
-    together, _ = sampling.sample(scores, mixed)
+    together, _ = sample(scores, mixed)
     assert int(together[1]) == int(alone[0])
-    draws = {int(sampling.sample(scores[1:2], _rows(1, 1.0, 7, p))[0][0]) for p in range(20)}
+    draws = {int(sample(scores[1:2], _rows(1, 1.0, 7, p))[0][0]) for p in range(20)}
     assert len(draws) > 5
 
 
 def test_greedy_rows_take_the_top_and_bad_rows_are_flagged() -> None:
     scores = jnp.array([[0.0, 3.0, 3.0], [jnp.nan, 1.0, 2.0], [-jnp.inf, -jnp.inf, -jnp.inf], [0.0, jnp.inf, 1.0]])
-    tokens, finite = sampling.sample(scores, _rows(4, 0.0))
+    tokens, finite = sample(scores, _rows(4, 0.0))
     assert int(tokens[0]) == 1
     assert finite.tolist() == [True, False, False, False]
 
@@ -135,7 +135,7 @@ def test_penalties_and_bias_follow_the_published_rules() -> None:
         repetition=jnp.asarray(repetition), presence=jnp.asarray(presence), frequency=jnp.asarray(frequency),
         bias_ids=jnp.asarray(bias_ids), bias_values=jnp.asarray(bias_values),
     )  # fmt: skip
-    actual = np.asarray(sampling.penalise(jnp.asarray(scores), rows, jnp.asarray(last_tokens)))
+    actual = np.asarray(jax.jit(sampling.penalise)(jnp.asarray(scores), rows, jnp.asarray(last_tokens)))
     for r in range(b):
         prompt, output = (
             list(history[r, : prompt_len[r]]),
@@ -156,7 +156,7 @@ def test_penalties_and_bias_follow_the_published_rules() -> None:
 
 def test_log_probabilities_are_normalised_and_ordered() -> None:
     scores = jnp.asarray(np.random.default_rng(2).standard_normal((2, 50)), jnp.float32)
-    chosen, ids, values = sampling.log_probabilities(scores, jnp.array([4, 9], jnp.int32))
+    chosen, ids, values = jax.jit(sampling.log_probabilities)(scores, jnp.array([4, 9], jnp.int32))
     exact = np.asarray(scores) - np.log(np.exp(np.asarray(scores)).sum(1, keepdims=True))
     np.testing.assert_allclose(np.asarray(chosen), [exact[0, 4], exact[1, 9]], rtol=1e-5)
     np.testing.assert_array_equal(np.asarray(ids)[0], np.argsort(-exact[0])[:20])
@@ -176,8 +176,8 @@ def test_masks_keep_the_allowed_tokens_alone(vocab: int) -> None:
     masked = jax.jit(sampling.allow)(scores, masks)
     np.testing.assert_array_equal(np.asarray(masked), np.where(allowed, scores, -np.inf))
     for temperature in (0.0, 1.0):
-        tokens, finite = sampling.sample(masked, _rows(5, temperature, 3, top_k=50))
+        tokens, finite = sample(masked, _rows(5, temperature, 3, top_k=50))
         assert finite.tolist() == [True] * 4 + [False]
         assert all(allowed[r, int(tokens[r])] for r in range(4))
-        plain, _ = sampling.sample(jnp.asarray(scores), _rows(5, temperature, 3, top_k=50))
+        plain, _ = sample(jnp.asarray(scores), _rows(5, temperature, 3, top_k=50))
         assert int(tokens[3]) == int(plain[3])

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
-from apt_jax.executor import TOKEN_ON_DEVICE, MaskedStepHandle, StepBatch
+from apt_jax.executor import TOKEN_ON_DEVICE, Executor, MaskedStepHandle, StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import dummy_params
@@ -51,8 +51,9 @@ def make_executor(
     )
 
 
-def few_programs(executor: JaxExecutor) -> JaxExecutor:
+def few_programs(executor: Executor) -> JaxExecutor:
     """Leave `executor` one size of every program, the largest, so that few are compiled."""
+    assert isinstance(executor, JaxExecutor)
     buckets = executor.buckets
     for sizes in (buckets.decode, buckets.masked, buckets.prefill):
         del sizes[:-1]

@@ -29,6 +29,10 @@ def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+# One kind and few sizes, so that few programs are compiled.
+FEW_PROGRAMS = ("--no-warm-up", "--cache", "kv", "--max-num-seqs", "1", "--num-blocks-override", "64")
+
+
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     target = tmp_path_factory.mktemp("convert") / "tiny"
@@ -50,7 +54,7 @@ def test_a_second_conversion_overwrites_nothing(converted):
 
 
 def test_the_converted_model_completes_as_its_source_does(converted):
-    flags = ("--quiet", "--no-warm-up", "--max-tokens", "6", "--num-blocks-override", "64")
+    flags = ("--quiet", "--max-tokens", "6", *FEW_PROGRAMS)
     code, out, _ = run("generate", str(converted), "Once upon a time", *flags)
     assert code == 0
     assert out == run("generate", "tiny-opt", "Once upon a time", *flags)[1]
@@ -71,15 +75,7 @@ def test_info_tells_format_quantisation_and_template(converted):
 def test_chat_answers_lines_of_stdin_by_the_template(tmp_path, converted):
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}King:")
-    flags = (
-        "--no-warm-up",
-        "--max-tokens",
-        "5",
-        "--num-blocks-override",
-        "64",
-        "--chat-template",
-        str(template),
-    )
+    flags = (*FEW_PROGRAMS, "--max-tokens", "5", "--chat-template", str(template))
     code, out, err = run("chat", "--model", str(converted), *flags, "--timings", stdin="Who art thou?\n\nAnd why?\n")
     assert code == 0, err
     assert "King:" not in out
