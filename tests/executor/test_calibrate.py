@@ -46,6 +46,16 @@ SHAPES = ProgramShapes(
     key_tile=32,
 )
 
+MODES = pytest.mark.parametrize(
+    ("mode", "mixed"),
+    [
+        ("hybrid", True),
+        ("kv", False),
+        ("hidden", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hybrid", False), ("kv", True), ("hidden", False))),
+    ],
+)
+
 
 def draw_step(rng: np.random.Generator) -> StepPoint:
     n = int(rng.integers(1, 9))
@@ -181,15 +191,7 @@ def test_hiccups_of_the_machine_hardly_move_a_fit() -> None:
     assert 0.9 < min(ratio) < max(ratio) < 1.1
 
 
-@pytest.mark.parametrize(
-    ("mode", "mixed"),
-    [
-        ("hybrid", True),
-        ("kv", False),
-        ("hidden", True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hybrid", False), ("kv", True), ("hidden", False))),
-    ],
-)
+@MODES
 def test_every_cache_mode_can_be_calibrated(mode: CacheMode, mixed: bool) -> None:
     executor = make_executor(mode, mixed=mixed, max_num_seqs=4)
     told = []
@@ -244,8 +246,7 @@ def bounded_executor(
     )
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("mode", ["hybrid", "kv", "hidden"])
+@MODES
 def test_measured_steps_are_ones_that_serving_can_have(mode: CacheMode, mixed: bool) -> None:
     rng = np.random.default_rng(0)
     for block_size, seqs, tokens, length in itertools.product((1, 1024), (1, 3, 8), (1, 8, 31, 200), (2, 3, 4, 8, 128)):

@@ -236,7 +236,7 @@ def test_nothing_is_compiled_while_it_serves():
     [(True, "hybrid", True), (True, "kv", False), (True, "hidden", False), (False, "hybrid", False)],
 )
 def test_programs_are_there_only_where_they_can_be_asked_for(conversion, mode, can):
-    config = FAMILIES["opt"]
+    config = dataclasses.replace(FAMILIES["opt"], num_layers=1)
     executor = JaxExecutor(
         dummy_params(config, "float32", 7), config, cache=CacheConfig(num_blocks_override=16, mode=mode), max_num_seqs=1,
         max_num_batched_tokens=32, max_model_len=32, conversion=conversion,
