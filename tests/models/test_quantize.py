@@ -14,6 +14,7 @@ from apt_jax.models import load_model, reference
 from apt_jax.models.quantize import dequantize, quantize_params
 from apt_jax.models.weight_layout import fuse_products
 from apt_jax.ops.weights import QuantizedMatrix
+from tests.support.paged_driver import few_programs
 
 
 @functools.cache
@@ -63,6 +64,7 @@ def test_engine_equals_a_plain_pass_over_the_rounded_weights(cache: CacheMode) -
         "tiny-opt", quantization="int8", cache=cache, max_model_len=64, max_num_seqs=4,
         max_num_batched_tokens=64, num_blocks_override=64, warm_up=False,
     )  # fmt: skip
+    few_programs(llm.parts.executor)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 1000, n).tolist() for n in (3, 17, 30)]
     greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
