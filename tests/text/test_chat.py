@@ -25,6 +25,7 @@ from tests.support.chat_templates import (
     WITH_SYSTEM,
     WITH_TOOLS,
 )
+from tests.support.paged_driver import few_programs
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -473,8 +474,12 @@ def test_LLM_chat_answers_by_the_template(tmp_path):
         "tiny-opt",
         chat_template=str(tmp_path / "chat.jinja"),
         warm_up=False,
+        cache="kv",
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
         num_blocks_override=64,
     )
+    few_programs(llm.parts.executor)
     params = SamplingParams(max_tokens=4, temperature=0.0)
     message = {"role": "user", "content": "Who art thou?</s>"}
     (answer,) = llm.chat([message], params, use_tqdm=False)
