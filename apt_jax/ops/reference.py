@@ -26,6 +26,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
@@ -305,11 +306,11 @@ def prefill(
     v: Float[Array, "T K H"],
     pool: Float[Array, "P CE"],
     tables: Int32[Array, "B 2 J"],
-    offsets: Int32[Array, " B"],
-    chunk_lens: Int32[Array, " B"],
-    prefix_lens: Int32[Array, " B"],
-    hidden: Bool[Array, " B"],
-    num_rows: Int32[Array, ""],
+    offsets: Int32[Array | np.ndarray, " B"],
+    chunk_lens: Int32[Array | np.ndarray, " B"],
+    prefix_lens: Int32[Array | np.ndarray, " B"],
+    hidden: Bool[Array | np.ndarray, " B"],
+    num_rows: Int32[Array | np.ndarray, ""],
     wk: Float[Array, "K H D"],
     bk: Float[Array, "K H"] | None,
     wv: Float[Array, "K H D"],
@@ -328,7 +329,8 @@ def prefill(
     Row r is `q[offsets[r] : offsets[r] + chunk_lens[r]]`; its prefix is positions [0, prefix_lens[r]) of the pool, keys
     and values or (where `hidden[r]`) layer inputs. Rows from `num_rows` on are left out; tokens of no row give zeros.
     `q` and `k` are turned by the caller where the model is rotary, `angles` turns keys computed from a hidden prefix,
-    whose blocks hold `hidden_block_size` positions (None: as many as others).
+    whose blocks hold `hidden_block_size` positions (None: as many as others). Where this is compiled, `offsets` to
+    `num_rows` are NumPy arrays, as the program is for these rows.
     """
     out = jnp.zeros(q.shape, jnp.float32)
     head_dim = q.shape[2]

@@ -3,6 +3,7 @@
 Slots that no row owns hold NaN, and so does the tail of blocks that layer inputs do not fill.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import pytest
 
 from apt_jax.ops import reference, xla_decode, xla_prefill
 from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from tests.support.attention_cases import reference_prefill
+from tests.support.cases import cover
 
 C, K, G, H, D = 16, 2, 3, 12, 20
 """Slots per block, key heads, queries per key head, head width, model width (narrower than the lane of 24)."""
@@ -27,9 +30,15 @@ RULES: dict[str, LogitModifiers] = {
     "softcap and window": LogitModifiers(softcap=1.5, window=20),
 }
 
+NORMS = (None, "head", "lane")
+EACH_NORM = [(None, None), ("softcap and window", "head"), ("alibi", "lane")]
+"""Norms change keys and rules change scores, so that not every pair of them is a case of its own."""
+
+reference_decode_kv = jax.jit(reference.decode_kv, static_argnames="block_size")
+
 
 def _normal(rng: np.random.Generator, *shape: int) -> Any:
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
 
 
 def _pool(rng: np.random.Generator, lens: Any, per_block: int, width: int, halves: int) -> tuple[Any, Any]:
@@ -69,8 +78,8 @@ def _angles(positions: int, half: int) -> Any:
 
 
 def _close(op: str, args: tuple[Any, ...], **options: Any) -> None:
-    got = jax.jit(lambda *a: getattr(xla_prefill if op == "prefill" else xla_decode, op)(*a, **options))(*args)
-    want = getattr(reference, op)(*args, **options)
+    got = jax.jit(lambda *a: getattr(xla_decode, op)(*a, **options))(*args)
+    want = jax.jit(lambda *a: getattr(reference, op)(*a, **options))(*args)
     assert np.isfinite(np.asarray(want)).all()
     np.testing.assert_allclose(got, want, atol=2e-5, rtol=0)
 
@@ -82,8 +91,8 @@ def test_decode_over_keys_and_values(name: str) -> None:
     lens = jnp.asarray(LENS, jnp.int32)
     q = 2.0 * _normal(rng, len(LENS), N, H)
     _close("decode_kv", (q, pool, tables, lens), block_size=C, rules=RULES[name])
-    plain = reference.decode_kv(q, pool, tables, lens, block_size=C)
-    ruled = reference.decode_kv(q, pool, tables, lens, block_size=C, rules=RULES[name])
+    plain = reference_decode_kv(q, pool, tables, lens, block_size=C)
+    ruled = reference_decode_kv(q, pool, tables, lens, block_size=C, rules=RULES[name])
     assert np.abs(np.asarray(plain - ruled)).max() > 1e-2  # the rule does something here
 
 
@@ -96,8 +105,9 @@ def test_decode_over_absorbed_layer_inputs(name: str | None) -> None:
     _close("decode_absorbed", args, block_size=INPUTS, rules=None if name is None else RULES[name])
 
 
-@pytest.mark.parametrize("norm", [None, "head", "lane"])
-@pytest.mark.parametrize("name", [None, "softcap and window", "alibi"])
+@pytest.mark.parametrize(
+    ("name", "norm"), cover(itertools.product((None, "softcap and window", "alibi"), NORMS), EACH_NORM)
+)
 def test_decode_over_reprojected_layer_inputs(name: str | None, norm: str | None) -> None:
     rng = np.random.default_rng(2)
     pool, tables = _pool(rng, LENS, INPUTS, D, 1)
@@ -114,8 +124,17 @@ def test_decode_over_reprojected_layer_inputs(name: str | None, norm: str | None
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("norm", "rotary"), [(None, H), (None, 4), ("head", H), ("lane", H)])
-@pytest.mark.parametrize("name", [None, "softcap and window"])
+@pytest.mark.parametrize(
+    ("name", "norm", "rotary"),
+    cover(
+        [
+            (name, *rest)
+            for name in (None, "softcap and window")
+            for rest in ((None, H), (None, 4), ("head", H), ("lane", H))
+        ],
+        [(None, None, H), ("softcap and window", None, 4), ("softcap and window", "head", H), (None, "lane", H)],
+    ),
+)
 def test_decode_with_absorbed_values(name: str | None, norm: str | None, rotary: int) -> None:
     rng = np.random.default_rng(3)
     pool, tables = _pool(rng, LENS, INPUTS, D, 1)
@@ -129,8 +148,10 @@ def test_decode_with_absorbed_values(name: str | None, norm: str | None, rotary:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("norm", [None, "head", "lane"])
-@pytest.mark.parametrize("name", [None, *RULES])
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    cover(itertools.product((None, *RULES), NORMS), [*EACH_NORM, *((name, None) for name in RULES)]),
+)
 def test_prefill_over_prefixes_of_both_kinds(name: str | None, norm: str | None) -> None:
     rng = np.random.default_rng(4)
     chunks, prefixes, hidden = (
@@ -163,5 +184,5 @@ def test_prefill_over_prefixes_of_both_kinds(name: str | None, norm: str | None)
 
 def _close_prefill(args: tuple[Any, ...], **options: Any) -> None:
     got = jax.jit(lambda *a: xla_prefill.prefill(*a, **options))(*args)
-    want = reference.prefill(*args, **options)
+    want = reference_prefill(args, options)
     np.testing.assert_allclose(got, want, atol=5e-5, rtol=0)

@@ -13,6 +13,7 @@ from apt_jax.ops import reference
 from apt_jax.ops.shapes import PUBLISHED, RAGGED_LENGTHS, SMALL
 from apt_jax.pallas import triton_decode_absorbed, triton_decode_kv, triton_decode_reprojected
 from apt_jax.pallas.triton_tiles import CHIPS, Tile, head_splits, num_splits, padded, tile_for
+from tests.support.cases import cover
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
 """Tolerance of one layer's attention output, relative to its largest value."""
@@ -47,11 +48,11 @@ class Case:
     def expected(self, **more: Any) -> np.ndarray:
         """The reference in float32, over a pool with zeros for NaN."""
         args: list[Any] = [
-            a.astype(jnp.float32) if a is not None and jnp.issubdtype(a.dtype, jnp.floating) else a for a in self.args
+            np.asarray(a, np.float32) if a is not None and jnp.issubdtype(a.dtype, jnp.floating) else a
+            for a in self.args
         ]
-        args[self.pool_at] = jnp.nan_to_num(args[self.pool_at])
-        op = getattr(reference, self.op)
-        return np.asarray(op(*args, **self.options, **more, block_size=self.block_size))
+        args[self.pool_at] = np.nan_to_num(args[self.pool_at])
+        return np.asarray(_reference(self.op)(*args, **self.options, **more, block_size=self.block_size))
 
     @functools.cached_property
     def kernel(self) -> Any:
@@ -71,6 +72,11 @@ class Case:
         assert not actual[np.asarray(self.args[self.pool_at + 2]) == 0].any()
         assert np.asarray(pool).tobytes() == before
         return actual
+
+
+@functools.cache
+def _reference(op: str) -> Any:
+    return jax.jit(getattr(reference, op), static_argnames="block_size")
 
 
 def _close(actual: Any, expected: Any, dtype: str) -> None:
@@ -124,10 +130,10 @@ def _case(
                 pool[block, first : first + own] = rng.standard_normal((own, lane))
 
     def normal(*dims: int, scale: float = 1.0) -> Any:
-        return jnp.asarray(scale * rng.standard_normal(dims), jnp.float32).astype(dtype)
+        return jnp.asarray((scale * rng.standard_normal(dims)).astype(np.float32).astype(jnp.dtype(dtype)))
 
     args = [
-        jnp.asarray(pool.reshape(num_blocks, -1)).astype(dtype),
+        jnp.asarray(pool.reshape(num_blocks, -1).astype(jnp.dtype(dtype))),
         jnp.asarray(tables if halves == 2 else tables[:, 0]),
         jnp.asarray(lens, jnp.int32),
     ]
@@ -135,7 +141,7 @@ def _case(
     weights = (kv_heads, head_dim, width)
     rotary = shape.rotary_dim
     angles = 3 * rng.standard_normal((entries * block_size, rotary // 2))
-    angles = jnp.asarray(angles, jnp.float32) if rotary else None
+    angles = jnp.asarray(angles.astype(np.float32)) if rotary else None
     if op == "decode_absorbed":
         args = [normal(batch, heads, width, scale=width**-0.5), *args]
     elif op == "decode_v_absorbed":
@@ -153,29 +159,48 @@ def _case(
     return Case(op=op, args=args, options=options, block_size=block_size, dtype=dtype)
 
 
+# Tests below run every op in the dtypes that are left out here.
 @pytest.mark.parametrize(
-    ("op", "shape"),
-    [
-        ("decode_kv", "grouped"),
-        ("decode_absorbed", "twelve-heads"),
-        ("decode_reprojected", "three-heads"),
-        ("decode_v_absorbed", "partial-rotary"),
-    ],
+    ("op", "shape", "dtype"),
+    cover(
+        [
+            (op, shape, dtype)
+            for dtype in TOLERANCE
+            for op, shape in (
+                ("decode_kv", "grouped"),
+                ("decode_absorbed", "twelve-heads"),
+                ("decode_reprojected", "three-heads"),
+                ("decode_v_absorbed", "partial-rotary"),
+            )
+        ],
+        [
+            ("decode_kv", "grouped", "float32"),
+            ("decode_absorbed", "twelve-heads", "bfloat16"),
+            ("decode_reprojected", "three-heads", "float16"),
+            ("decode_v_absorbed", "partial-rotary", "float16"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_ops_match_their_references_in_every_dtype(op: str, shape: str, dtype: str) -> None:
     _case(op, shape, dtype, LENGTHS).check()
 
 
 @pytest.mark.parametrize(
     ("op", "shape"),
-    [
-        *(("decode_kv", shape) for shape in ("one-head", "width-80", "grouped-by-three")),
-        *(("decode_absorbed", shape) for shape in ("one-head", "width-80", "seventy-two-heads")),
-        *(("decode_reprojected", shape) for shape in ("width-80", "rotary", "partial-rotary")),
-        ("decode_reprojected", "grouped-rotary"),
-        ("decode_v_absorbed", "rotary"),
-    ],
+    cover(
+        [
+            *(("decode_kv", shape) for shape in ("one-head", "width-80", "grouped-by-three")),
+            *(("decode_absorbed", shape) for shape in ("one-head", "width-80", "seventy-two-heads")),
+            *(("decode_reprojected", shape) for shape in ("width-80", "rotary", "partial-rotary")),
+            ("decode_reprojected", "grouped-rotary"),
+            ("decode_v_absorbed", "rotary"),
+        ],
+        [
+            *(("decode_kv", shape) for shape in ("one-head", "grouped-by-three")),
+            *(("decode_absorbed", shape) for shape in ("width-80", "seventy-two-heads")),
+            *(("decode_reprojected", shape) for shape in ("width-80", "partial-rotary", "grouped-rotary")),
+        ],
+    ),
 )
 def test_heads_and_widths_that_are_no_powers_of_two(op: str, shape: str) -> None:
     _case(op, shape, "float16", [0, 33, 129], block_size=8, biases=False).check()
