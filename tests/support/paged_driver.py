@@ -1,6 +1,7 @@
 """A tiny random model, an executor for it, and a driver that feeds executors by hand."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -133,11 +134,11 @@ def padded_forward(tokens):
     return forward(PARAMS, tokens, CONFIG)
 
 
-def reference_greedy(prompt: list[int], steps: int) -> list[int]:
+def reference_greedy(prompt: list[int], steps: int, model: Callable[[Any], Any] = padded_forward) -> list[int]:
     """Without a cache; padded at the end, where causal attention does not look."""
     tokens = list(prompt)
     for _ in range(steps):
         padded = np.zeros(80, np.int32)
         padded[: len(tokens)] = tokens
-        tokens.append(int(np.argmax(np.asarray(padded_forward(padded))[len(tokens) - 1])))
+        tokens.append(int(np.argmax(np.asarray(model(padded))[len(tokens) - 1])))
     return tokens
