@@ -271,11 +271,23 @@ def test_a_compiler_that_fails_is_named_with_its_error(fresh: Path, monkeypatch:
     assert not list((fresh / "cache" / "kernels").iterdir())
 
 
-def test_what_the_compiler_made_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = fresh / "count"
-    real = build.find_compiler()
+def _counting(fresh: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> Path:
+    """Use a compiler that adds a line to the file returned and, unless `whole`, compiles an empty source instead."""
+    count, real = fresh / "count", build.find_compiler()
     assert real is not None
-    monkeypatch.setenv("CXX", _compiler(fresh / "cc", f'echo x >> {count}; exec {" ".join(real)} "$@"'))
+    given = '"$@"' if whole else '-shared -fPIC -x c++ /dev/null -o "$target"'
+    script = f"echo x >> {count}; for target; do :; done; exec {' '.join(real)} {given}"
+    monkeypatch.setenv("CXX", _compiler(fresh / "cc", script))
+    return count
+
+
+whole_or_empty = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+"""An optimised build of the kernels takes half a minute, and what is kept and loaded does not depend on it."""
+
+
+@whole_or_empty
+def test_what_the_compiler_made_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    count = _counting(fresh, monkeypatch, whole)
     build._library()
     (made,) = (fresh / "cache" / "kernels").iterdir()
     assert made.suffix == ".so"
@@ -284,7 +296,11 @@ def test_what_the_compiler_made_is_kept(fresh: Path, monkeypatch: pytest.MonkeyP
     assert count.read_text().split() == ["x"]
 
 
-def test_kernels_of_a_directory_that_others_write_are_not_loaded(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+@whole_or_empty
+def test_kernels_of_a_directory_that_others_write_are_not_loaded(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    count = _counting(fresh, monkeypatch, whole)
     directory = fresh / "cache" / "kernels"
     directory.mkdir(parents=True)
     directory.chmod(0o777)
@@ -292,5 +308,6 @@ def test_kernels_of_a_directory_that_others_write_are_not_loaded(fresh: Path, ca
     with caplog.at_level(logging.WARNING):
         build._library()
     assert "must belong to this user" in caplog.text
+    assert count.read_text().split() == ["x"]
     assert [path.name for path in directory.iterdir()] == ["kernels-planted.so"]
     assert stat.S_IMODE(directory.stat().st_mode) == 0o777
