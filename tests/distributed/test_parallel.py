@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,32 @@ ROOT = Path(__file__).parents[2]
 REDUCE, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 
 
-def results(case: str, sizes: list[int]) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.parallel_cases", case, *map(str, sizes)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def devices() -> Iterator[subprocess.Popen[str]]:
+    """A process with simulated devices that answers one case a line."""
+    command = [sys.executable, "-m", "tests.support.parallel_cases"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def results(devices: subprocess.Popen[str], case: str, size: int) -> dict[str, Any]:
+    assert devices.stdin is not None
+    assert devices.stdout is not None
+    print(json.dumps([case, size]), file=devices.stdin, flush=True)
+    found = json.loads(devices.stdout.readline())
+    assert "error" not in found, found["error"]
+    return found
 
 
 @pytest.mark.parametrize(
     "several", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_one_device_and_the_pool_is_cut(case, several):
-    found = results(case, [1, several])
-    one, cut = found["1"], found[str(several)]
+def test_tokens_are_those_of_one_device_and_the_pool_is_cut(devices, case, several):
+    one, cut = results(devices, case, 1), results(devices, case, several)
     assert all(len(tokens) == 12 for tokens in one["tokens"])
     assert cut["tokens"] == one["tokens"]
     assert cut["converted"] == one["converted"] == case.endswith("converted")
