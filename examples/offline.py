@@ -3,8 +3,8 @@
 from apt_jax import LLM, SLO, SamplingParams
 
 
-def main() -> None:
-    llm = LLM("tiny-opt", cache="hybrid", scheduling_policy="apt", max_num_seqs=4, warm_up=False)
+def main(model: str = "tiny-opt") -> None:
+    llm = LLM(model, cache="hybrid", scheduling_policy="apt", max_num_seqs=4, warm_up=False)
     outputs = llm.generate(
         ["Once upon a time", "Shall I compare thee to a summer's day?"],
         SamplingParams(max_tokens=24, temperature=0.0),

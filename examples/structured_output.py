@@ -15,8 +15,8 @@ SCHEMA = {
 }
 
 
-def main() -> None:
-    llm = LLM("tiny-opt", max_num_seqs=2, warm_up=False)
+def main(model: str = "tiny-opt") -> None:
+    llm = LLM(model, max_num_seqs=2, warm_up=False)
     constraints = {
         "The king is": StructuredOutputsParams(json=SCHEMA),
         "To be or not to be?": StructuredOutputsParams(choice=["yes", "no"]),

@@ -4,14 +4,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.shallow_model import write_shallow_model
+
 PRINTS = {"quickstart": "apt, hybrid cache", "policies": "apt-plus, hybrid by absorption"}
 """Something that each notebook prints near its end."""
 
 SMALLER = {
-    "quickstart": {"calibrate=False), 8.0)": "calibrate=False), 2.0)", "duration_s=10": "duration_s=2"},
-    "policies": {"num_requests=300": "num_requests=60"},
-}  # fmt: skip
-"""Less to calibrate, replay and simulate; every cell runs all the same, and as it is with `make test-slow`."""
+    "quickstart": {
+        '"tiny-opt"': "{model!r}",
+        "calibrate=False), 8.0)": "calibrate=False), 0.5)",
+        "duration_s=10": "duration_s=1",
+        "max_tokens=arrival.max_tokens": "max_tokens=8",
+    },
+    "policies": {"num_requests=300": "num_requests=25"},
+}
+"""A smaller model, and less to calibrate, replay and simulate; every cell runs all the same, and as it is with
+`make test-slow`."""
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
@@ -20,15 +28,16 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 @pytest.mark.filterwarnings("default")  # the kernel's own libraries warn
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebook_runs(path: Path, whole: bool) -> None:
+def test_notebook_runs(path: Path, whole: bool, tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient
 
+    model = str(write_shallow_model(tmp_path / "tiny-opt"))
     notebook = nbformat.read(path, as_version=4)
     for written, smaller in ({} if whole else SMALLER[path.stem]).items():
         cells = [cell for cell in notebook.cells if written in cell.source]
         assert len(cells) == 1, written
-        cells[0].source = cells[0].source.replace(written, smaller)
+        cells[0].source = cells[0].source.replace(written, smaller.format(model=model))
     NotebookClient(
         notebook,
         timeout=500,

@@ -1,4 +1,4 @@
-"""Every example runs as it is, on a CPU."""
+"""Every example runs on a CPU."""
 
 import contextlib
 import json
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.shallow_model import write_shallow_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL_SERVER = (
@@ -75,28 +77,35 @@ def test_every_example_is_here():
     }
 
 
-def test_offline(capsys):
-    run("offline.py")
+@pytest.fixture(params=["shallow", pytest.param("bundled", marks=pytest.mark.slow)])
+def model(request, tmp_path):
+    return "tiny-opt" if request.param == "bundled" else str(write_shallow_model(tmp_path / "tiny-opt"))
+
+
+def test_offline(capsys, model):
+    run("offline.py", model)
     out = capsys.readouterr().out
     assert "Once upon a time" in out
     assert out.count("first token after") == 2
 
 
-def test_structured_output(capsys):
+def test_structured_output(capsys, model):
     pytest.importorskip("llguidance")
-    run("structured_output.py")
+    run("structured_output.py", model)
     king, answer = capsys.readouterr().out.splitlines()
     assert king.startswith("The king is {'name': ")
     assert answer.rpartition(" ")[2] in ("yes", "no")
 
 
-def test_custom_policy(capsys):
-    run("custom_policy.py", 60)
+@pytest.mark.parametrize("num_requests", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_custom_policy(capsys, num_requests):
+    run("custom_policy.py", num_requests)
     assert re.findall(r"^[\w-]+", capsys.readouterr().out, re.MULTILINE) == ["fcfs", "shortest-first"]
 
 
-def test_what_if(capsys):
-    run("what_if.py", 40)
+@pytest.mark.parametrize("num_requests", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_what_if(capsys, num_requests):
+    run("what_if.py", num_requests)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert all(line.count("%") == 3 for line in lines[1:])
