@@ -54,6 +54,8 @@ class _Size:
     decode_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     context: int
+    layers: int | None = None
+    """None: all of the model's."""
 
     @property
     def max_seqs(self) -> int:
@@ -62,7 +64,9 @@ class _Size:
 
 def _size(tiny: bool) -> _Size:
     if tiny:
-        return _Size(model="tiny-opt", dtype="float32", decode_buckets=(2, 4), prefill_buckets=(32,), context=20)
+        return _Size(
+            model="tiny-opt", dtype="float32", decode_buckets=(2, 4), prefill_buckets=(32,), context=20, layers=1
+        )
     return _Size(
         model="opt-13b", dtype="bfloat16", decode_buckets=(1, 32, 128, 256), prefill_buckets=(512, 2048), context=CONTEXT,
     )  # fmt: skip
@@ -88,6 +92,8 @@ def random_params(config: ModelConfig, dtype: str, seed: int = 0) -> ModelParams
 def _model(size: _Size) -> tuple[ModelConfig, ModelParams]:
     fields = resolve_model(size.model, allow_preset=True).fields
     _, config = read_model_config(fields)
+    if size.layers is not None:
+        config = dataclasses.replace(config, num_layers=size.layers)
     params = random_params(config, size.dtype)
     jax.block_until_ready(params)
     return config, params
