@@ -11,7 +11,11 @@ PRINTS = {"quickstart": "apt, hybrid cache", "policies": "apt-plus, hybrid by ab
 
 SMALLER = {
     "quickstart": {
-        '"tiny-opt"': "{model!r}",
+        "from apt_jax import LLM": "import dataclasses\n\nfrom apt_jax.config import SchedulerConfig\nfrom apt_jax import LLM",
+        'demo_config("tiny-opt", num_blocks=96)': (
+            "dataclasses.replace(demo_config({model!r}, num_blocks=96),"
+            " scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64))"
+        ),
         "calibrate=False), 8.0)": "calibrate=False), 0.5)",
         "duration_s=10": "duration_s=1",
         "max_tokens=arrival.max_tokens": "max_tokens=8",
