@@ -9,14 +9,19 @@ from benchmarks.server import clients, overload, report
 from benchmarks.server.__main__ import main
 from benchmarks.server.clients import Record
 from benchmarks.server.offline import Answer
+from tests.support.small_models import write_byte_model
 
-ENGINE = "--max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 64 --num-blocks-override 64"
+ENGINE = "--load-format dummy --max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 64 --num-blocks-override 64"
 SHAPES = ["--prompt-len", "4", "24", "--output-len", "4", "24"]
 
 
 def run(tmp_path: Path, name: str, *arguments: str, expected: int = 0) -> dict:
     file = tmp_path / "run.json"
     common = [
+        "--model",
+        str(write_byte_model(tmp_path, max_position_embeddings=64)),
+        "--vocab-size",
+        "256",
         "--engine-flags",
         ENGINE,
         "--server-flags",
@@ -32,7 +37,7 @@ def run(tmp_path: Path, name: str, *arguments: str, expected: int = 0) -> dict:
 
 
 def test_soak(tmp_path, capsys):
-    found = run(tmp_path, "soak", "--prompt-len", "4", "24", "--output-len", "16", "32", "--streams", "12", "--duration", "3",
+    found = run(tmp_path, "soak", "--prompt-len", "4", "24", "--output-len", "16", "32", "--streams", "12", "--duration", "2",
                 "--warm-up", "0", "--requests", "20", "--num-blocks", "5", "--memory-share", "0.5")  # fmt: skip
     assert found["statuses"]["complete"] > 0
     assert set(found["by_door"]) == {"http", "grpc", "vllm"}
@@ -43,7 +48,7 @@ def test_soak(tmp_path, capsys):
 
 def test_overload(tmp_path):
     # How fast a busy machine is, and so what it attains, is not this test's business.
-    found = run(tmp_path, "overload", *SHAPES, "--duration", "3", "--capacity-duration", "2", "--queued", "8",
+    found = run(tmp_path, "overload", *SHAPES, "--duration", "2", "--capacity-duration", "1", "--queued", "8",
                 "--refusal-ms", "60000", "--attainment", "-1", "--slo-ttft-ms", "60000", "--slo-tbt-ms", "60000",
                 "--capacity-streams", "8")  # fmt: skip
     assert found["statuses"]["complete"] == found["accepted"]
@@ -53,7 +58,7 @@ def test_overload(tmp_path):
 
 
 def test_stop(tmp_path):
-    found = run(tmp_path, "stop", *SHAPES, "--streams", "8", "--repeats", "1", "--load-time", "0.5")
+    found = run(tmp_path, "stop", *SHAPES, "--streams", "8", "--repeats", "1", "--load-time", "0.2")
     codes = {end["end"]: end["exit_code"] for end in found["ends"]}
     assert codes == {"SIGTERM, 30 s": 0, "SIGTERM, 0.5 s": 0, "kill -9": -9, "engine thread": 1}
 

@@ -16,17 +16,31 @@ import pytest
 
 from apt_jax import LLM
 from deploy.ray_serve import EngineApp
+from tests.support.small_models import write_shallow_model
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = "tiny-opt --max-num-seqs=4 --max-num-batched-tokens=64 --max-model-len=512 --num-blocks-override=256 --calibration-time=0"
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 64,
+    "num_blocks_override": 32,
+}
 BODY = {"prompt": "The king said", "max_tokens": 24, "temperature": 0}
 
 
-def said() -> str:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(write_shallow_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def flags(model) -> str:
+    return " ".join([model, "--calibration-time=0", *(f"--{k.replace('_', '-')}={v}" for k, v in SIZES.items())])
+
+
+def said(model: str) -> str:
     """By the engine in process."""
-    llm = LLM(
-        "tiny-opt", warm_up=False, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, num_blocks_override=256
-    )
+    llm = LLM(model, warm_up=False, **SIZES)
     [answer] = llm.generate([BODY["prompt"]], {"max_tokens": 24, "temperature": 0.0}, use_tqdm=False)
     return answer.outputs[0].text
 
@@ -50,9 +64,9 @@ def text_of(stream: str) -> str:
     return "".join(json.loads(x)["choices"][0]["text"] for x in data[:-1])
 
 
-def test_the_application_serves_from_startup_to_shutdown():
+def test_the_application_serves_from_startup_to_shutdown(model, flags):
     async def main() -> tuple[str, str]:
-        app = EngineApp(FLAGS)
+        app = EngineApp(flags)
         life = Lifespan(app)
         assert await life.tell("startup") == {"type": "lifespan.startup.complete"}
         app.check()
@@ -65,7 +79,7 @@ def test_the_application_serves_from_startup_to_shutdown():
         assert late.status_code == 503
         return whole.json()["choices"][0]["text"], text_of(stream.text)
 
-    expected = said()
+    expected = said(model)
     assert asyncio.run(main()) == (expected, expected)
 
 
@@ -79,7 +93,7 @@ def test_a_model_that_is_not_there_fails_the_start_with_its_line():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray (ray[serve])")
-def test_within_ray_answers_and_streams_are_those_of_the_engine():
+def test_within_ray_answers_and_streams_are_those_of_the_engine(model, flags):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     script = f"""
@@ -89,7 +103,7 @@ env = {{"PYTHONPATH": {str(ROOT)!r}, "JAX_PLATFORMS": "cpu"}}
 ray.init(num_cpus=3, include_dashboard=False, runtime_env={{"env_vars": env}}, log_to_driver=False)
 serve.start(http_options={{"port": {port}}})
 from deploy.ray_serve import app
-serve.run(app({{"flags": {FLAGS!r}, "replicas": "2"}}))
+serve.run(app({{"flags": {flags!r}, "replicas": "2"}}))
 for more in ({{}}, {{"stream": True}}):
     connection = http.client.HTTPConnection("127.0.0.1", {port}, timeout=60)
     connection.request("POST", "/v1/completions", json.dumps({BODY!r} | more), {{"content-type": "application/json"}})
@@ -104,7 +118,7 @@ serve.shutdown()
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     whole, stream = (json.loads(x.removeprefix("ANSWER ")) for x in lines if x.startswith("ANSWER "))
-    expected = said()
+    expected = said(model)
     assert json.loads(whole)["choices"][0]["text"] == expected
     assert text_of(stream) == expected
     assert "STATUS RUNNING" in lines

@@ -7,26 +7,27 @@ import asyncio
 import os
 import sys
 
-from serve import cli
-from serve.cli import options
-from serve.cli.commands import launch, serve
-from serve.grpc_api.server import ServerConfig
-from serve.observability import call_log as logs
-from tests.support.toy_server import server_parts
-
 REPLICA = "replica"
 STEP_S = 0.005
 
 
 def replica(argv: list[str]) -> int | None:
     """In the place of `apt-jax serve`."""
-    parser = options.Parser(prog="toy")
-    serve.add_arguments(parser)
-    args = parser.parse_args(argv)
     code, _, words = os.environ.get("TOY_FAILS", "").partition(" ")
     if code:
         sys.stderr.write(f"{words}\n")
         return int(code)
+
+    # After that: a replica that fails does so at once.
+    from serve.cli import options
+    from serve.cli.commands import serve
+    from serve.grpc_api.server import ServerConfig
+    from serve.observability import call_log as logs
+    from tests.support.toy_server import server_parts
+
+    parser = options.Parser(prog="toy")
+    serve.add_arguments(parser)
+    args = parser.parse_args(argv)
     logs.configure(args.log_format, args.log_level)
     parts = server_parts(STEP_S)
     config = ServerConfig(host=args.host, port=args.grpc_port)
@@ -36,5 +37,9 @@ def replica(argv: list[str]) -> int | None:
 if __name__ == "__main__":
     if sys.argv[1] == REPLICA:
         sys.exit(replica(sys.argv[2:]))
+
+    from serve import cli
+    from serve.cli.commands import launch
+
     launch.SERVE = (sys.executable, os.path.abspath(__file__), REPLICA)
     sys.exit(cli.main(["launch", *sys.argv[1:]]))

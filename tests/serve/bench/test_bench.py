@@ -36,6 +36,7 @@ from serve.security.api_keys import ApiKeys
 from serve.security.tls import Tls
 from tests.support.caches import calibrations_apart
 from tests.support.http_serving import http_serving
+from tests.support.small_models import write_shallow_model
 from tests.support.toy_openai import ToyOpenAI, in_thread
 from tests.support.toy_serving import executor_of, toy_parts
 
@@ -511,14 +512,14 @@ def test_the_search_ends_where_lower_rates_cannot_help_and_says_where_higher_one
 
 def test_find_rate_finds_the_capacity_of_a_server(tmp_path):
     """One request at a time, 25 ms each, regular arrivals: request k waits k (0.025 - 1 / rate) seconds beyond its own
-    25 ms, so that 80 % of 80 are within 100 ms up to the rate where the 64th waits 75 ms."""
-    sustained = 1 / (0.025 - 0.075 / 64)
+    25 ms, so that 80 % of 40 are within 100 ms up to the rate where the 32nd waits 75 ms."""
+    sustained = 1 / (0.025 - 0.075 / 32)
     toy = ToyOpenAI(lambda _: [0.0], service_s=0.025)
     json_file, csv_file, png_file = (tmp_path / f"f.{end}" for end in ("json", "csv", "png"))
     with in_thread(toy.running):
         code, out, err = bench(
             "--target", toy.url, "--find-rate", "--attainment", 0.8, "--seeds", 1, "--request-rate", 30, "--cv", 0.05,
-            "--num-requests", 80, "--random-output-len", 1, "--slo-ttft-ms", 100, "--tolerance", 0.05,
+            "--num-requests", 40, "--random-output-len", 1, "--slo-ttft-ms", 100, "--tolerance", 0.05,
             "--save-json", json_file, "--save-csv", csv_file, "--save-png", png_file,
         )  # fmt: skip
     assert code == 0, err
@@ -580,15 +581,16 @@ BACKENDS = ("aptjax-grpc", "vllm-grpc", "openai", "openai-chat")
 
 
 @pytest.fixture(scope="module")
-def tiny_opt(tmp_path_factory):
-    """Both ports over the bundled model with few shapes to compile, and a chat template."""
+def real(tmp_path_factory):
+    """Both ports over a real model with few shapes to compile, and a chat template."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "chat.jinja").write_text(CHAT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(folder))
         patch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
-        llm = LLM("tiny-opt", chat_template=str(folder / "chat.jinja"), max_num_seqs=4, max_num_batched_tokens=64,
-                  max_model_len=128, num_blocks_override=64, warm_up=False, use_tqdm=False)  # fmt: skip
+        llm = LLM(str(write_shallow_model(folder / "model")), served_model_name="shallow", max_num_seqs=2,
+                  chat_template=str(folder / "chat.jinja"), max_num_batched_tokens=64, max_model_len=128,
+                  num_blocks_override=64, warm_up=False, use_tqdm=False)  # fmt: skip
     with in_thread(lambda: http_serving(llm.parts)) as served:
         yield served
     assert llm.parts.chat_template is not None
@@ -604,15 +606,15 @@ def slo_counts(port: int) -> float:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_measures_the_bundled_model(tiny_opt, tmp_path, backend):
-    port = tiny_opt.grpc_server.port if backend.endswith("grpc") else tiny_opt.server.port
-    before = slo_counts(tiny_opt.server.port)
+def test_every_backend_measures_a_real_model(real, tmp_path, backend):
+    port = real.grpc_server.port if backend.endswith("grpc") else real.server.port
+    before = slo_counts(real.server.port)
     values, rows = saved(
         tmp_path, "--backend", backend, "--target", f"127.0.0.1:{port}", "--request-rate", 50, "--num-requests", 6,
         "--random-input-len", 40, "--random-output-len", 12, "--slo-ttft-ms", 60_000, "--slo-tbt-ms", 60_000,
     )  # fmt: skip
     assert values["statuses"] == {"ok": 6}
-    assert values["model"] == "tiny-opt"
+    assert values["model"] == "shallow"
     assert values["slo_attainment"] == 1.0
     assert all(r["output_tokens"] == "12" and r["finish_reason"] == "length" for r in rows)
     lengths = [int(r["prompt_tokens"]) for r in rows]
@@ -620,11 +622,11 @@ def test_every_backend_measures_the_bundled_model(tiny_opt, tmp_path, backend):
     assert lengths == [40] * 6 if backend != "openai-chat" else all(28 <= n <= 52 for n in lengths)
     assert (values["preemptions"] is not None) is (backend == "aptjax-grpc")
     # The server has heard of the objectives, for the request before the counted ones too.
-    assert slo_counts(tiny_opt.server.port) - before == 7
+    assert slo_counts(real.server.port) - before == 7
 
 
-def test_bundled_traces_without_what_the_server_has_no_room_for(tiny_opt, tmp_path):
-    target = f"127.0.0.1:{tiny_opt.grpc_server.port}"
+def test_bundled_traces_without_what_the_server_has_no_room_for(real, tmp_path):
+    target = f"127.0.0.1:{real.grpc_server.port}"
     values, rows = saved(tmp_path, "--target", target, "--num-requests", 4, "--max-concurrency", 2)
     assert values["load"]["source"] == "sharegpt"
     assert values["load"]["arrivals"] == "closed loop"
@@ -632,8 +634,8 @@ def test_bundled_traces_without_what_the_server_has_no_room_for(tiny_opt, tmp_pa
     assert values["statuses"] == {"ok": 4}
 
 
-def test_what_the_server_refuses_as_wrong_is_wrong_usage(tiny_opt):
-    for target in (f"127.0.0.1:{tiny_opt.grpc_server.port}", f"http://127.0.0.1:{tiny_opt.server.port}"):
+def test_what_the_server_refuses_as_wrong_is_wrong_usage(real):
+    for target in (f"127.0.0.1:{real.grpc_server.port}", f"http://127.0.0.1:{real.server.port}"):
         code, _, err = bench("--target", target, "--model", "nope", "--random-input-len", 4)
         assert (code, err.count("\n")) == (2, 1)
         assert "'nope' is not served here" in err

@@ -29,6 +29,7 @@ from serve.grpc_api.server import ServerConfig
 from serve.http_api.server import HttpConfig
 from serve.observability import call_log as logs
 from tests.support.caches import calibrations_apart
+from tests.support.small_models import write_byte_model
 from tests.support.toy_serving import executor_of, toy_parts
 
 COMMANDS = (
@@ -648,14 +649,9 @@ def test_H1_both_protocols_drain(capsys):
 
 
 def test_a_real_server_process_serves_and_stops(tmp_path):
-    from tests.support.opt_checkpoint import TINY
-    from tests.support.toy_serving import byte_tokenizer
-
     model = tmp_path / "small"
     model.mkdir()
-    config = {**TINY, "vocab_size": 280, "max_position_embeddings": 64}
-    (model / "config.json").write_text(json.dumps(config))
-    byte_tokenizer().backend.save(str(model / "tokenizer.json"))
+    write_byte_model(model, max_position_embeddings=64)
     port, http_port = free_port(), free_port()
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-the-first-tenant")
@@ -664,7 +660,7 @@ def test_a_real_server_process_serves_and_stops(tmp_path):
         [
             sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format", "dummy", "--grpc-port", str(port),
             "--port", str(http_port), "--api-key-file", str(keys),
-            "--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--num-blocks-override", "64",
+            "--max-num-seqs", "1", "--max-num-batched-tokens", "32", "--num-blocks-override", "64",
             "--calibration-time", "0", "--served-model-name", "small",
         ],
         env={**os.environ, "APT_JAX_CACHE_DIR": calibrations_apart(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},

@@ -32,6 +32,7 @@ from serve.grpc_api.service import SERVICE as APT_SERVICE
 from serve.grpc_api.vllm_service import SERVICE, sampling_fields
 from tests.support.endpoints import vllm_request
 from tests.support.fake_executor import FakeExecutor, Fault, FaultKind
+from tests.support.small_models import write_shallow_model
 from tests.support.toy_serving import VOCAB_SIZE, expected_tokens, toy_parts
 
 Code = grpc.StatusCode
@@ -40,7 +41,7 @@ common: Any = common_pb2
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 FEW_PROGRAMS: dict[str, Any] = {
     "warm_up": False,
-    "max_num_seqs": 4,
+    "max_num_seqs": 2,
     "max_num_batched_tokens": 64,
     "num_blocks_override": 128,
 }
@@ -224,8 +225,8 @@ def test_structured_outputs_have_their_form(serve_toy):
     serve_toy(scenario)
 
 
-def test_tokens_equal_those_of_the_offline_interface_on_a_real_model():
-    llm = LLM("tiny-opt", **FEW_PROGRAMS)
+def test_tokens_equal_those_of_the_offline_interface_on_a_real_model(tmp_path):
+    llm = LLM(str(write_shallow_model(tmp_path)), **FEW_PROGRAMS)
     cases: list[dict[str, Any]] = [
         {"temperature": 0.0, "max_tokens": 24},
         {"temperature": 0.8, "top_p": 0.9, "seed": 3, "max_tokens": 24},

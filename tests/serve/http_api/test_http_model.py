@@ -1,4 +1,4 @@
-"""The HTTP server over the bundled model: the tokens of `LLM.generate`, by the official client."""
+"""The HTTP server over a real model: the tokens of `LLM.generate`, by the official client."""
 
 import asyncio
 import json
@@ -9,9 +9,10 @@ import pytest
 from apt_jax import LLM, SamplingParams
 from tests.support.caches import calibrations_apart
 from tests.support.http_serving import http_serving
+from tests.support.small_models import write_shallow_model
 
 FEW_PROGRAMS = {
-    "max_num_seqs": 4,
+    "max_num_seqs": 2,
     "max_num_batched_tokens": 64,
     "max_model_len": 128,
     "num_blocks_override": 64,
@@ -28,48 +29,49 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def bundled(tmp_path_factory):
-    """The bundled model with few shapes to compile, and a chat template."""
+def real(tmp_path_factory):
+    """A real model with few shapes to compile, and a chat template."""
+    model = write_shallow_model(tmp_path_factory.mktemp("model"))
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(CHAT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("APT_JAX_CACHE_DIR", calibrations_apart(tmp_path_factory.mktemp("cache")))
         patch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
-        llm = LLM("tiny-opt", chat_template=str(template), **FEW_PROGRAMS)
+        llm = LLM(str(model), served_model_name="shallow", chat_template=str(template), **FEW_PROGRAMS)
     yield llm
     assert llm.parts.chat_template is not None
     llm.parts.chat_template.close()
 
 
-def test_tokens_equal_those_of_LLM_generate(bundled):
+def test_tokens_equal_those_of_LLM_generate(real):
     def sampling(params) -> SamplingParams:
         bias = {int(k): v for k, v in params.get("logit_bias", {}).items()}
         return SamplingParams(**{**params, "logit_bias": bias or None})
 
     want = {}
     for number, params in enumerate(PARAMS):
-        for line, output in zip(LINES, bundled.generate(LINES, sampling(params), use_tqdm=False), strict=True):
+        for line, output in zip(LINES, real.generate(LINES, sampling(params), use_tqdm=False), strict=True):
             want[number, line] = output.outputs[0]
     messages: Any = [{"role": "user", "content": "Who is the king?"}]
-    (chat,) = bundled.chat(messages, sampling(PARAMS[0]), use_tqdm=False)
+    (chat,) = real.chat(messages, sampling(PARAMS[0]), use_tqdm=False)
 
     async def scenario() -> None:
-        async with http_serving(bundled.parts) as served:
+        async with http_serving(real.parts) as served:
             client: Any = served.openai
             for number, params in enumerate(PARAMS):
                 for line in LINES:
                     answer = await client.completions.create(
-                        model="tiny-opt", prompt=line, extra_body={"return_token_ids": True}, **params
+                        model="shallow", prompt=line, extra_body={"return_token_ids": True}, **params
                     )  # fmt: skip
                     (choice,) = answer.choices
                     assert choice.token_ids == want[number, line].token_ids
                     assert choice.text == want[number, line].text
                     assert choice.finish_reason == want[number, line].finish_reason
-                    stream = await client.completions.create(model="tiny-opt", prompt=line, stream=True, **params)
+                    stream = await client.completions.create(model="shallow", prompt=line, stream=True, **params)
                     text = "".join([chunk.choices[0].text async for chunk in stream])
                     assert text == want[number, line].text
             answer = await client.chat.completions.create(
-                model="tiny-opt", messages=messages, logprobs=True, top_logprobs=2, **PARAMS[0]
+                model="shallow", messages=messages, logprobs=True, top_logprobs=2, **PARAMS[0]
             )
             (choice,) = answer.choices
             assert choice.message.content == chat.outputs[0].text
@@ -80,7 +82,7 @@ def test_tokens_equal_those_of_LLM_generate(bundled):
     asyncio.run(asyncio.wait_for(scenario(), 200))
 
 
-def test_answers_of_a_schema(bundled):
+def test_answers_of_a_schema(real):
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
@@ -90,16 +92,16 @@ def test_answers_of_a_schema(bundled):
     }  # fmt: skip
 
     async def scenario() -> None:
-        async with http_serving(bundled.parts) as served:
+        async with http_serving(real.parts) as served:
             form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
             answer = await served.openai.chat.completions.create(
-                model="tiny-opt", messages=[{"role": "user", "content": "Who?"}], response_format=form, max_tokens=60,
+                model="shallow", messages=[{"role": "user", "content": "Who?"}], response_format=form, max_tokens=60,
             )  # fmt: skip
             (choice,) = answer.choices
             assert choice.finish_reason == "stop"
             value = json.loads(choice.message.content or "")
             assert value["name"] in ("king", "queen")
             assert 0 <= value["age"] <= 9
-            bundled.parts.grammars.close()
+            real.parts.grammars.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 200))

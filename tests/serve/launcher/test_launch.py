@@ -1,6 +1,6 @@
 """`apt-jax launch`: a launcher, its replicas and the released gateway as processes, which are killed in turn.
 
-Most replicas are toy servers (`toy_launch`), whose tokens are known; one test has the bundled model.
+Most replicas are toy servers (`toy_launch`), whose tokens are known; one test has a real model.
 """
 
 import concurrent.futures
@@ -29,6 +29,7 @@ from serve.cli import options
 from serve.cli.commands import launch as launch_command
 from serve.client import AptClient
 from serve.launcher.plan import visible_gpus
+from tests.support.small_models import write_shallow_model
 from tests.support.toy_server import server_parts
 from tests.support.toy_serving import expected_tokens
 
@@ -36,13 +37,15 @@ ROOT = Path(__file__).resolve().parents[3]
 TOY = ("-m", "tests.support.toy_launch")
 REAL = ("-m", "serve.cli", "launch")
 FEW_PROGRAMS = (
-    "--max-num-seqs=4",
-    "--max-num-batched-tokens=64",
-    "--max-model-len=512",
-    "--num-blocks-override=256",
+    "--max-num-seqs=1",
+    "--max-num-batched-tokens=32",
+    "--max-model-len=128",
+    "--num-blocks-override=64",
     "--calibration-time=0",
 )
 PROMPT = "Shall I compare thee"
+LONG = 200
+"""Tokens of an answer that takes a second."""
 
 needs_gateway = pytest.mark.skipif(
     importlib.util.find_spec("smg") is None, reason="needs the gateway (pip install smg)"
@@ -177,11 +180,25 @@ ANY_PORT = ("--port=0", "--grpc-port=0")
 TWO = ("--replicas=2", *ANY_PORT)
 
 
+@contextlib.contextmanager
+def toy_fleet(directory: Path) -> Generator[Launch]:
+    """A launcher of two toy replicas, ready."""
+    with Launch(directory, TOY, *TWO, "--routing-policy=round_robin") as made:
+        made.wait_ready()
+        yield made
+
+
 @pytest.fixture
 def two(tmp_path) -> Generator[Launch]:
-    """A launcher of two toy replicas, ready."""
-    with Launch(tmp_path, TOY, *TWO, "--routing-policy=round_robin") as made:
-        made.wait_ready()
+    """A fleet that the test may end."""
+    with toy_fleet(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory) -> Generator[Launch]:
+    """A fleet that is whole again after each of its tests."""
+    with toy_fleet(tmp_path_factory.mktemp("fleet")) as made:
         yield made
 
 
@@ -189,24 +206,24 @@ def two(tmp_path) -> Generator[Launch]:
 
 
 @needs_gateway
-def test_requests_are_spread_and_a_killed_replica_loses_only_its_own(two):
+def test_requests_are_spread_and_a_killed_replica_loses_only_its_own(lasting):
     for _ in range(4):
-        assert ask(two.port, 8)[2] == said(8)
-    assert all(two.tokens())
+        assert ask(lasting.port, 8)[2] == said(8)
+    assert all(lasting.tokens())
 
-    length = 400  # 2 s
+    length = 300  # 1.5 s
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        streams = [pool.submit(ask, two.port, length, stream=True) for _ in range(6)]
-        whole = [pool.submit(ask, two.port, length) for _ in range(4)]
-        until(lambda: sum(_stats(address).num_running for address in two.replicas) == 10)
+        streams = [pool.submit(ask, lasting.port, length, stream=True) for _ in range(6)]
+        whole = [pool.submit(ask, lasting.port, length) for _ in range(4)]
+        until(lambda: sum(_stats(address).num_running for address in lasting.replicas) == 10)
         time.sleep(0.2)
-        os.kill(two.pid_of(0), signal.SIGKILL)
-        during = [ask(two.port, 8, stream=i % 2 == 0) for i in range(10)]  # it is away
+        os.kill(lasting.pid_of(0), signal.SIGKILL)
+        during = [ask(lasting.port, 8, stream=i % 2 == 0) for i in range(10)]  # it is away
         answers = [stream.result() for stream in streams]
         retried = [answer.result() for answer in whole]
     expected = said(length)
-    lost = [answer for answer in answers if answer[1] == two.replicas[0]]
-    kept = [answer for answer in answers if answer[1] == two.replicas[1]]
+    lost = [answer for answer in answers if answer[1] == lasting.replicas[0]]
+    kept = [answer for answer in answers if answer[1] == lasting.replicas[1]]
     assert lost
     assert kept
     assert len(lost) + len(kept) == 6
@@ -219,34 +236,34 @@ def test_requests_are_spread_and_a_killed_replica_loses_only_its_own(two):
         assert (status, text, error) == (200, expected, None)
     # Nothing of these had been sent: the gateway asks the other replica.
     for status, replica, text, _ in retried:
-        assert (status, replica, text) == (200, two.replicas[1], expected)
+        assert (status, replica, text) == (200, lasting.replicas[1], expected)
     for status, _, text, error in during:
         assert (status, text, error) == (200, said(8), None)
 
-    until(lambda: "replica 0 is back" in two.err)
-    assert "replica 0 was killed by SIGKILL; it is started again in 1 s" in two.err
+    until(lambda: "replica 0 is back" in lasting.err)
+    assert "replica 0 was killed by SIGKILL; it is started again in 1 s" in lasting.err
 
     def reaches_it() -> bool:
-        status, replica, text, _ = ask(two.port, 8)
+        status, replica, text, _ = ask(lasting.port, 8)
         assert (status, text) == (200, said(8))
-        return replica == two.replicas[0]
+        return replica == lasting.replicas[0]
 
     until(reaches_it)
-    assert all(two.tokens())
+    assert all(lasting.tokens())
 
 
 @needs_gateway
 @pytest.mark.parametrize("to_group", [False, True])
 def test_a_first_signal_lets_open_requests_end(two, to_group):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        streams = [pool.submit(ask, two.port, 300, stream=True) for _ in range(4)]
+        streams = [pool.submit(ask, two.port, LONG, stream=True) for _ in range(4)]
         until(lambda: sum(_stats(address).num_running for address in two.replicas) == 4)
         if to_group:  # Ctrl-C
             os.killpg(two.process.pid, signal.SIGINT)
         else:
             two.process.terminate()
         for stream in streams:
-            assert stream.result()[2:] == (said(300), None)
+            assert stream.result()[2:] == (said(LONG), None)
     assert two.wait() == 0
     assert two.orphans() == []
     lines = two.out.splitlines()
@@ -279,16 +296,16 @@ def test_nothing_outlives_a_launcher_that_is_killed(two):
 
 
 @needs_gateway
-def test_a_gateway_that_is_killed_comes_back(two):
-    gateway = next(p for p in two.family() if not any("--grpc-port" in x for x in p.cmdline()))
+def test_a_gateway_that_is_killed_comes_back(lasting):
+    gateway = next(p for p in lasting.family() if not any("--grpc-port" in x for x in p.cmdline()))
     gateway.kill()
-    until(lambda: "gateway is back" in two.err)
-    assert ask(two.port, 8)[2] == said(8)
+    until(lambda: "gateway is back" in lasting.err)
+    assert ask(lasting.port, 8)[2] == said(8)
 
 
 @needs_gateway
-def test_nobody_can_tell_the_gateway_which_servers_to_use(two):
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", two.port)) as connection:
+def test_nobody_can_tell_the_gateway_which_servers_to_use(lasting):
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", lasting.port)) as connection:
         body = json.dumps({"url": "grpc://127.0.0.1:1"})
         connection.request("POST", "/workers", body, {"content-type": "application/json"})
         assert connection.getresponse().status == 401
@@ -307,12 +324,13 @@ def test_lines_of_json_stay_json(tmp_path):
 
 
 @needs_gateway
-def test_the_bundled_model_behind_the_gateway(tmp_path):
-    with Launch(tmp_path, REAL, "tiny-opt", *TWO, *FEW_PROGRAMS, "--served-model-name=toy") as fleet:
+def test_a_real_model_behind_the_gateway(tmp_path):
+    model = write_shallow_model(tmp_path / "model")
+    with Launch(tmp_path, REAL, str(model), *TWO, *FEW_PROGRAMS, "--served-model-name=toy") as fleet:
         fleet.wait_ready(280)
         assert "replica 0 | " in fleet.err
         assert "replica 1 | " in fleet.err
-        tokenizer = load_tokenizer(ROOT / "apt_jax/assets/tiny-opt")
+        tokenizer = load_tokenizer(model)
         ids = tokenizer.encode(PROMPT, add_special_tokens=False)  # as the gateway encodes it
         for address in fleet.replicas:
             with AptClient(address) as client:
@@ -363,7 +381,7 @@ def test_a_replica_that_ends_too_often_ends_all(tmp_path):
 
 def test_a_signal_while_a_replica_is_away_ends_all_cleanly(tmp_path):
     with Launch(tmp_path, TOY, *ANY_PORT, "--max-restarts=9", TOY_FAILS="3 out of luck") as fleet:
-        until(lambda: "started again in 4 s" in fleet.err)
+        until(lambda: "started again in 2 s" in fleet.err)
         fleet.process.terminate()
         assert fleet.wait() == 0
         assert fleet.out.splitlines()[-1] == "stopped"
