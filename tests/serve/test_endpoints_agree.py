@@ -21,6 +21,7 @@ from apt_jax.request import SamplingParams
 from serve.client import make_request
 from serve.http_api import openai_request as openai_api
 from serve.protos.aptjax.v1 import apt_serve_pb2
+from tests.support.cases import num_cases
 from tests.support.endpoints import Request, ask_aptserve, ask_http, ask_python, ask_vllm, pb
 from tests.support.fuzzing import FULL, MAX_MODEL_LEN, cases
 from tests.support.http_serving import HttpServed, http_serving
@@ -212,9 +213,10 @@ def fuzzed_requests(draw: st.DrawFn) -> Request:
     return case
 
 
+@pytest.mark.seeds
 def test_P2_the_endpoints_agree_about_any_request():
     pytest.importorskip("llguidance")
-    total = cases(100, 1200)
+    total = cases(num_cases(40, 100), 1200)
 
     async def scenario(endpoints: Endpoints) -> None:
         loop = asyncio.get_running_loop()
@@ -275,7 +277,8 @@ _VALUE = st.recursive(
 _FIELDS = [name for name in SAMPLING if name not in ("logit_bias", "structured_outputs")]
 
 
-@settings(max_examples=cases(200, 2000))
+@pytest.mark.seeds
+@settings(max_examples=cases(num_cases(60, 200), 2000))
 @given(params=st.dictionaries(st.sampled_from(_FIELDS), _VALUE, min_size=1, max_size=3))
 def test_R8_R9_R14_any_value_of_any_parameter(params):
     """HTTP takes null for absent; but for that it is Python's verdict, word for word."""

@@ -22,6 +22,7 @@ from smg_grpc_proto import vllm_engine_pb2
 
 from serve.grpc_api.server import ServerConfig
 from serve.protos.aptjax.v1 import apt_serve_pb2 as apt_pb
+from tests.support.cases import num_cases
 from tests.support.fuzzing import cases, fuzzing
 from tests.support.toy_serving import VOCAB_SIZE
 
@@ -198,11 +199,12 @@ def test_the_sets_of_statuses_know_every_method():
     assert set(ALLOWED) == set(METHODS)
 
 
+@pytest.mark.seeds
 def test_every_answer_is_one_that_the_method_may_give():
     pytest.importorskip("llguidance")
     statuses: collections.Counter[tuple[str, str]] = collections.Counter()
     slowest_s: dict[str, float] = collections.defaultdict(float)
-    total = cases(400, 20_000)
+    total = cases(num_cases(200, 400), 20_000)
     with fuzzing("gRPC", total) as fuzzed, grpc.insecure_channel(fuzzed.grpc_target) as channel:
 
         @settings(max_examples=total, database=None)
