@@ -443,16 +443,16 @@ def test_no_dashboard():
 LAPTOP, PHONE = (1280, 800), (390, 844)
 
 
-@pytest.fixture
-def browser(tmp_path) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory) -> Iterator[Any]:
     """Headless Chromium; skipped where there is none."""
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or driver is None:
         pytest.skip("chromium and chromedriver are not installed")
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
-    options.binary_location = chromium
+    options.binary_location = binary
     for argument in (
         "--headless=new",
         "--no-sandbox",
@@ -463,7 +463,7 @@ def browser(tmp_path) -> Iterator[Any]:
         "--disable-component-update",
         "--disable-sync",
         "--disable-dev-shm-usage",
-        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--user-data-dir={tmp_path_factory.mktemp('browser') / 'profile'}",
     ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -472,6 +472,14 @@ def browser(tmp_path) -> Iterator[Any]:
         yield made
     finally:
         made.quit()
+
+
+@pytest.fixture
+def browser(chromium) -> Iterator[Any]:
+    """Chromium with an empty page and an empty log; what a page has stored is of its origin alone."""
+    chromium.get_log("browser")
+    yield chromium
+    chromium.get("about:blank")
 
 
 class Page:

@@ -11,6 +11,7 @@ import pytest
 from serve.http_api import openai_request as openai_api
 from tests.support.http_serving import completion, http_serving, post_head
 
+JSON = {"content-type": "application/json"}
 LIMITS = {"header_timeout_s": 0.3, "write_stall_s": 0.5}
 
 
@@ -136,10 +137,9 @@ def test_R16_bodies_that_are_too_large():
             status, answer = await connection.answer()
             assert (status, error_of(answer)["code"]) == (413, "body_too_large")
         await connection.close()
-        body = {"prompt": "a" * (2 << 20)}
-        assert (await served.post("/tokenize", body)).status_code == 413
-        body = {"prompt": "a" * ((2 << 20) - 100)}
-        assert (await served.post("/tokenize", body)).json()["count"] == len(body["prompt"]) + 1
+        body = json.dumps({"prompt": "a" * 100_000}).encode().ljust(2 << 20)
+        assert (await served.http.post("/tokenize", content=body + b" ", headers=JSON)).status_code == 413
+        assert (await served.http.post("/tokenize", content=body, headers=JSON)).json()["count"] == 100_001
 
     run(scenario, connections={"header_timeout_s": 3.0})
 
@@ -161,12 +161,7 @@ def test_R22_the_largest_body_does_not_hold_up_others(monkeypatch):
     async def scenario(served):
         body = json.dumps({"prompt": [list(range(3, 200))] * 2000}).encode()
         loop, worst = asyncio.get_running_loop(), 0.0
-        tasks = [
-            asyncio.create_task(
-                served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-            )
-            for _ in range(3)
-        ]
+        tasks = [asyncio.create_task(served.http.post("/v1/completions", content=body, headers=JSON)) for _ in range(3)]
         while not all(task.done() for task in tasks):
             before = loop.time()
             await asyncio.sleep(0.005)

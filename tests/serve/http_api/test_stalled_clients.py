@@ -11,7 +11,7 @@ import time
 import pytest
 
 from serve.http_api import stalled_clients as stopped_readers
-from tests.support.http_serving import completion, http_serving
+from tests.support.http_serving import HttpServed, completion, http_serving
 
 STEP_S = 0.02
 """Fifty tokens a second: all buffers together take the tokens of many seconds."""
@@ -45,35 +45,46 @@ with grpc.insecure_channel("127.0.0.1:" + sys.argv[1]) as channel:
 """
 
 
-@pytest.mark.parametrize("client", [HTTP, GRPC, VLLM], ids=["http", "grpc", "vllm"])
-def test_C6_a_stopped_client_loses_its_blocks_within_5_s(client):
+CLIENTS = {"http": HTTP, "grpc": GRPC, "vllm": VLLM}
+
+
+async def started(name: str, served: HttpServed) -> asyncio.subprocess.Process:
+    """A client that has read some tokens."""
+    port = served.server.port if name == "http" else served.grpc_server.port
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CLIENTS[name], str(port), str(TOKENS), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(completion(max_tokens=TOKENS, stream=True) if name == "http" else b"")
+    process.stdin.close()
+    async with asyncio.timeout(60):
+        for _ in range(5):
+            assert await process.stdout.readline()
+    return process
+
+
+def test_C6_stopped_clients_lose_their_blocks_within_5_s():
     async def scenario() -> None:
-        async with http_serving(step_s=STEP_S, num_blocks=4096, max_model_len=2048) as served:
-            ports = served.server.port, served.grpc_server.port
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", client, str(ports[client != HTTP]), str(TOKENS),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
-            assert process.stdin is not None
-            assert process.stdout is not None
+        processes = []
+        async with http_serving(step_s=STEP_S, num_blocks=4096, max_model_len=2048, debug=False) as served:
             try:
-                process.stdin.write(completion(max_tokens=TOKENS, stream=True) if client == HTTP else b"")
-                process.stdin.close()
-                async with asyncio.timeout(60):
-                    for _ in range(5):
-                        assert await process.stdout.readline()
-                assert served.parts.engine.num_live == 1
-                process.send_signal(signal.SIGSTOP)
+                for name in CLIENTS:
+                    processes.append(await started(name, served))
+                assert served.parts.engine.num_live == len(CLIENTS)
+                for process in processes:
+                    process.send_signal(signal.SIGSTOP)
                 start = time.monotonic()
                 await served.idle(LIMIT_S)
                 assert time.monotonic() - start < LIMIT_S
                 assert served.parts.engine.stats().free_blocks == 4096
-                # Nobody else is harmed, and nothing was lost but the request.
+                # Nobody else is harmed, and nothing was lost but the requests.
                 assert (await served.ask("next", max_tokens=5))["usage"]["completion_tokens"] == 5
             finally:
-                process.kill()
-                await process.wait()
-        assert served.parts.engine.stats().finished == {"abort": 1, "length": 1}
+                for process in processes:
+                    process.kill()
+                    await process.wait()
+        assert served.parts.engine.stats().finished == {"abort": len(CLIENTS), "length": 1}
 
     asyncio.run(scenario())
 

@@ -463,7 +463,10 @@ def test_the_gateway_knows_the_load_of_each_server(fleet):
     assert until(fleet.is_free) < 5.0
 
 
-@pytest.mark.parametrize(("policy", "busy"), [("least_load", 0), ("least_load", 1), ("power_of_two", 1)])
+@pytest.mark.parametrize(
+    ("policy", "busy"),
+    [("least_load", 0), ("power_of_two", 1), pytest.param("least_load", 1, marks=pytest.mark.slow)],
+)
 def test_the_idle_server_gets_the_requests(policy, busy, tmp_path):
     """The load is not of the gateway's own making: it can only know of it from GetLoads."""
     with (

@@ -207,8 +207,10 @@ def test_answers_of_one_call_have_their_own_parts():
 
 
 @pytest.mark.parametrize("trouble", ["nobody there", "no answer", "refuses"])
-def test_a_collector_that_does_not_take_them_harms_nobody(trouble, caplog):
+def test_a_collector_that_does_not_take_them_harms_nobody(trouble, caplog, monkeypatch):
     """More spans than fit the queue; serving goes on, and the log has a line or two."""
+    monkeypatch.setattr("serve.observability.tracing._SEND_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("serve.observability.tracing._CLOSE_TIMEOUT_S", 0.5)
     caplog.set_level("INFO")
 
     async def scenario(tracer: Tracer) -> None:
