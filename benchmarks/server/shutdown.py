@@ -20,6 +20,13 @@ from benchmarks.server.server_process import Server
 CLEAR = ("503", "UNAVAILABLE", "error")
 """Statuses of requests that a shutdown ends; "error" is the error event of a stream that has started."""
 _GONE = (*CLEAR, "connection", "cut off")
+_ENDS = {
+    "SIGTERM, 30 s": (signal.SIGTERM, 30.0),
+    "SIGTERM, 0.5 s": (signal.SIGTERM, 0.5),
+    "kill -9": (signal.SIGKILL, 0.0),
+    "engine thread": (signal.SIGUSR1, 0.0),
+}
+"""Signal and timeout of open requests, seconds, by name of the case."""
 _HEALTH_S = 2.0
 _EXIT_S = 10.0
 """Maximum time to exit after the timeout of in-flight requests."""
@@ -31,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-time", type=float, default=3.0, metavar="S", help="seconds of load before each case (default: 3)"
     )
+    parser.add_argument("--ends", nargs="+", choices=_ENDS, default=list(_ENDS), help="cases (default: all)")
     add_request_arguments(parser, prompt_len=(16, 160), output_len=(64, 512))
 
 
@@ -40,16 +48,11 @@ def run(args: argparse.Namespace) -> Run:
     with Offline(args.model, args.engine_flags) as offline:
         requests, answers = offline.answers(requests)
     found.say(f"{len(requests)} of 100 offline answers do not depend on rounding")
-    ends = (
-        ("SIGTERM, 30 s", signal.SIGTERM, 30.0),
-        ("SIGTERM, 0.5 s", signal.SIGTERM, 0.5),
-        ("kill -9", signal.SIGKILL, 0.0),
-        ("engine thread", signal.SIGUSR1, 0.0),
-    )
     found.values["ends"] = []
-    with progress("stop", len(ends) * args.repeats, "end") as bar:
+    with progress("stop", len(args.ends) * args.repeats, "end") as bar:
         for number in range(args.repeats):
-            for name, sent, timeout_s in ends:
+            for name in args.ends:
+                sent, timeout_s = _ENDS[name]
                 load = Load(
                     http="", grpc="", requests=requests, answers=answers, streams=args.streams, seed=args.seed + number
                 )

@@ -24,6 +24,7 @@ from apt_jax.request import StructuredOutputsParams
 from serve import cli
 from tests.support.small_models import write_byte_model
 
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 PROMPTS = ["Once upon a time", "the quick brown fox", "hello", "Once upon a time, again"]
 
@@ -45,11 +46,22 @@ def free_ports(count: int) -> int:
             return first
 
 
+WARM, COLD = "serve.cli", "tests.support.cold_serve"
+
+
 class Rank:
     """A process of `apt-jax serve`."""
 
     def __init__(
-        self, model: Path, rank: int, log: Path, port: int, *flags: str, devices: int, subcommand: str = "serve"
+        self,
+        model: Path,
+        rank: int,
+        log: Path,
+        port: int,
+        *flags: str,
+        devices: int,
+        module: str = WARM,
+        subcommand: str = "serve",
     ) -> None:
         self.log = log / f"rank{rank}.log"
         key = log / f"key{rank}"
@@ -57,7 +69,7 @@ class Rank:
         key.chmod(0o600)
         of_rank = ["--headless"] if rank else [f"--grpc-port={port + 2}", f"--port={port + 3}"]
         command = [
-            sys.executable, "-m", "serve.cli", subcommand, str(model), "--load-format=dummy", "--nnodes=2", f"--node-rank={rank}",
+            sys.executable, "-m", module, subcommand, str(model), "--load-format=dummy", "--nnodes=2", f"--node-rank={rank}",
             f"--master-port={port}", "--max-num-seqs=2", "--max-num-batched-tokens=32",
             "--calibration-time=0", "--served-model-name=small", "--join-timeout=60", f"--join-key-file={key}", *of_rank, *flags,
         ]  # fmt: skip
@@ -69,7 +81,7 @@ class Rank:
             "APT_JAX_CACHE_DIR": str(model / "cache"),
         }
         with self.log.open("w") as file:
-            self.process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
 
     @property
     def said(self) -> str:
@@ -83,11 +95,11 @@ class Rank:
 class Replica:
     """Two ranks."""
 
-    def __init__(self, model: Path, log: Path, *flags: str, devices: int = 1, subcommand: str = "serve") -> None:
+    def __init__(self, model: Path, log: Path, *flags: str, devices: int = 1, **started: str) -> None:
         port = free_ports(4)
         self.base = f"http://127.0.0.1:{port + 3}"
         flags = (f"-tp={2 * devices}", *flags)
-        self.ranks = [Rank(model, r, log, port, *flags, devices=devices, subcommand=subcommand) for r in (0, 1)]
+        self.ranks = [Rank(model, r, log, port, *flags, devices=devices, **started) for r in (0, 1)]
 
     def wait_until_it_serves(self) -> None:
         end_s = time.monotonic() + 240
@@ -126,8 +138,8 @@ class Replica:
 
 
 @contextlib.contextmanager
-def replica(model: Path, log: Path, *flags: str, devices: int = 1, subcommand: str = "serve") -> Iterator[Replica]:
-    made = Replica(model, log, *flags, devices=devices, subcommand=subcommand)
+def replica(model: Path, log: Path, *flags: str, devices: int = 1, **started: str) -> Iterator[Replica]:
+    made = Replica(model, log, *flags, devices=devices, **started)
     try:
         yield made
     finally:
@@ -185,7 +197,7 @@ def test_two_processes_serve_what_one_serves(model, tmp_path):
 
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_rank_that_is_killed_ends_the_other(model, tmp_path, victim):
-    with replica(model, tmp_path, "--max-num-seqs=1", "--cache=kv") as served:
+    with replica(model, tmp_path, "--max-num-seqs=1", "--cache=kv", module=COLD) as served:
         served.wait_until_it_serves()
         events = served.stream(prompt="hello")
         next(events)

@@ -40,6 +40,8 @@ if __name__ == "__main__":
 
     from serve import cli
     from serve.cli.commands import launch
+    from serve.launcher import plan
 
+    plan._GATEWAY_FLAGS += ("--shutdown-grace-period-secs=1",)  # it waits for most of it whatever is open
     launch.SERVE = (sys.executable, os.path.abspath(__file__), REPLICA)
     sys.exit(cli.main(["launch", *sys.argv[1:]]))
