@@ -50,7 +50,7 @@ def test_overload(tmp_path):
     # How fast a busy machine is, and so what it attains, is not this test's business.
     found = run(tmp_path, "overload", *SHAPES, "--duration", "2", "--capacity-duration", "1", "--queued", "8",
                 "--refusal-ms", "60000", "--attainment", "-1", "--slo-ttft-ms", "60000", "--slo-tbt-ms", "60000",
-                "--capacity-streams", "8")  # fmt: skip
+                "--capacity-streams", "8", "--times", "4")  # fmt: skip
     assert found["statuses"]["complete"] == found["accepted"]
     assert found["requests"] > found["accepted"] > 0
     assert found["refusal_ms"]["p99"] > 0
