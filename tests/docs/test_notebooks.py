@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.shallow_model import write_shallow_model
+from tests.support.small_models import write_shallow_model
 
 PRINTS = {"quickstart": "apt, hybrid cache", "policies": "apt-plus, hybrid by absorption"}
 """Something that each notebook prints near its end."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.shallow_model import write_shallow_model
+from tests.support.small_models import write_shallow_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL_SERVER = (
