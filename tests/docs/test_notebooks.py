@@ -14,7 +14,7 @@ SMALLER = {
         "from apt_jax import LLM": "import dataclasses\n\nfrom apt_jax.config import SchedulerConfig\nfrom apt_jax import LLM",
         'demo_config("tiny-opt", num_blocks=96)': (
             "dataclasses.replace(demo_config({model!r}, num_blocks=96),"
-            " scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64))"
+            " scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))"
         ),
         "calibrate=False), 8.0)": "calibrate=False), 0.5)",
         "duration_s=10": "duration_s=1",

@@ -232,7 +232,9 @@ def test_two_requests_grow_towards_each_other() -> None:
     tables = jnp.asarray([[[1], [2]], [[1], [2]]], jnp.int32)
     ranges = jnp.asarray([[[0, 2]], [[4, 3]]], jnp.int32)
     q = jnp.zeros((2, 1, 1))
-    out = xla_decode.decode_kv(q, pool, tables, jnp.asarray([2, 1], jnp.int32), block_size=4, slot_ranges=ranges)
+    out = jitted(xla_decode.decode_kv)(
+        q, pool, tables, jnp.asarray([2, 1], jnp.int32), block_size=4, slot_ranges=ranges
+    )
     np.testing.assert_allclose(np.asarray(out)[:, 0, 0], [15.0, 40.0])
     own, position = reference.own_slots(jnp.asarray([[4, 1]], jnp.int32), jnp.int32(3), 1, 4)
     np.testing.assert_array_equal(np.asarray(own), [False, True, True, True])
@@ -272,7 +274,7 @@ def test_absorption_equals_reprojection(dtype: str) -> None:
     tables, lengths = jnp.asarray(blocks.tables[:, 0]), jnp.asarray(lens, jnp.int32)
     wk, bk, wv, bv = weights(rng, shape, "float32")
     q = normal(rng, (len(lens), shape.num_heads, shape.head_dim), "float32")
-    reprojected = xla_decode.decode_reprojected(
+    reprojected = jitted(xla_decode.decode_reprojected)(
         q.astype(dtype),
         pool,
         tables,
@@ -281,7 +283,7 @@ def test_absorption_equals_reprojection(dtype: str) -> None:
         block_size=BLOCK,
     )
     q_absorbed = jnp.einsum("bnh,nhd->bnd", q, wk) * shape.head_dim**-0.5
-    z = xla_decode.decode_absorbed(q_absorbed.astype(dtype), pool, tables, lengths, block_size=BLOCK)
+    z = jitted(xla_decode.decode_absorbed)(q_absorbed.astype(dtype), pool, tables, lengths, block_size=BLOCK)
     absorbed = np.asarray(jnp.einsum("bnd,nhd->bnh", z, wv) + bv[None])
     error = np.abs(absorbed - np.asarray(reprojected)).max()
     assert error <= 2 * TOLERANCE[dtype] * np.abs(absorbed).max()
@@ -299,7 +301,7 @@ def test_half_absorption_equals_reprojection(dtype: str) -> None:
     angles = angles_of(shape, max(lens))
     r, scale = shape.rotary_dim, shape.head_dim**-0.5
     q = reference.rotate(normal(rng, (len(lens), shape.num_heads, shape.head_dim), "float32"), angles[lengths - 1])
-    reprojected = xla_decode.decode_reprojected(
+    reprojected = jitted(xla_decode.decode_reprojected)(
         q.astype(dtype),
         pool,
         tables,
@@ -309,7 +311,7 @@ def test_half_absorption_equals_reprojection(dtype: str) -> None:
         angles=angles,
     )
     rest = jnp.einsum("bnh,nhd->bnd", q[..., r:], wk[:, r:]) * scale
-    z = xla_decode.decode_v_absorbed(
+    z = jitted(xla_decode.decode_v_absorbed)(
         (q[..., :r] * scale).astype(dtype),
         rest.astype(dtype),
         pool,
@@ -329,13 +331,9 @@ PREFILL_CHUNKS = (1, 140, 37, 0, 130, 5)
 PREFILL_PREFIXES = (9, 0, 133, 0, 200, 6)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    ("layout", "dtype", "shared"),
-    [(layout, "float32", i % 2 == 1) for i, layout in enumerate(SMALL)]
-    + [("rotary", "float32", True), ("rotary", "bfloat16", True), ("width-80", "float16", True)],
-)
-def test_prefill(name: str, layout: str, dtype: str, shared: bool) -> None:
+@functools.cache
+def prefill_case(layout: str, dtype: str, shared: bool) -> tuple[Sequence[Any], dict[str, Any], Any]:
+    """Arguments of `prefill`, those by name, and what it must return."""
     shape = SMALL[layout]
     rng = np.random.default_rng(5)
     n, k, h = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -362,8 +360,20 @@ def test_prefill(name: str, layout: str, dtype: str, shared: bool) -> None:
     if shape.rotary_dim:
         named["angles"] = angles_of(shape, max(PREFILL_PREFIXES))
     named |= {"block_size": BLOCK, "with_hidden": with_hidden}
+    return arguments, named, expected_prefill(arguments, named)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("layout", "dtype", "shared"),
+    [(layout, "float32", i % 2 == 1) for i, layout in enumerate(SMALL)]
+    + [("rotary", "float32", True), ("rotary", "bfloat16", True), ("width-80", "float16", True)],
+)
+def test_prefill(name: str, layout: str, dtype: str, shared: bool) -> None:
+    arguments, named, expected = prefill_case(layout, dtype, shared)
     run = jitted(attention_ops("cpu", name).prefill, "with_hidden")
-    actual = check(run(*arguments, **named), expected_prefill(arguments, named), dtype)
+    actual = check(run(*arguments, **named), expected, dtype)
+    offsets, num_rows = arguments[5], int(arguments[9])
     assert not actual[offsets[num_rows] :].any()
     np.testing.assert_array_equal(actual, np.asarray(run(*arguments, **named), np.float64))
 
@@ -377,7 +387,7 @@ def test_prefill_without_cached_tokens_is_causal_attention(name: str) -> None:
         for a in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
     one = jnp.zeros(1, jnp.int32)
-    actual = attention_ops("cpu", name).prefill(
+    actual = jitted(attention_ops("cpu", name).prefill, "with_hidden")(
         q,
         k,
         v,
@@ -392,7 +402,7 @@ def test_prefill_without_cached_tokens_is_causal_attention(name: str) -> None:
         block_size=BLOCK,
         with_hidden=False,
     )
-    check(actual, reference.causal_attention(q, k, v), "float32")
+    check(actual, jax.jit(reference.causal_attention)(q, k, v), "float32")
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -410,7 +420,8 @@ def test_a_broken_prefix_stays_with_its_row_in_prefill(name: str, hidden: bool) 
         jnp.int32(3),
         *weights(rng, shape, "float32"),
     )
-    run = functools.partial(attention_ops("cpu", name).prefill, block_size=BLOCK, with_hidden=hidden)
+    prefill = jitted(attention_ops("cpu", name).prefill, "with_hidden")
+    run = functools.partial(prefill, block_size=BLOCK, with_hidden=hidden)
     pool = functools.partial(fill, blocks=blocks, lanes=shape.lane, dtype="float32")
     whole = np.asarray(run(q, k, v, pool(np.random.default_rng(8)), *args))
     broken = np.asarray(run(q, k, v, pool(np.random.default_rng(8), rows=[0, 2]), *args))
