@@ -9,6 +9,4 @@ import pytest
 def one_torch_thread() -> None:
     """Run PyTorch on one thread: its threads spin while they wait, and would slow down the programs beside them."""
     if importlib.util.find_spec("torch"):
-        import torch  # only in the environment of `make reference`
-
-        torch.set_num_threads(1)
+        importlib.import_module("torch").set_num_threads(1)
