@@ -111,6 +111,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError("--png plots attainment against the rate: give --rates R1,R2,...")
     if args.png and not Path(args.png).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {args.png} (no such directory) (--png)")
+    if args.png:
+        _check_matplotlib()  # before anything is simulated
 
 
 def run(args: argparse.Namespace) -> int:
@@ -241,6 +243,13 @@ def _report_sweep(args: argparse.Namespace, grid: Sequence[SimulationConfig], ru
     return 0
 
 
+def _check_matplotlib() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise CommandError("--png needs matplotlib: pip install 'apt-jax[demo]'") from None
+
+
 def _plot(
     path: str,
     args: argparse.Namespace,
@@ -248,10 +257,8 @@ def _plot(
     rates: Sequence[float | None],
     cells: dict[tuple[str, float | None], list[float]],
 ) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CommandError("--png needs matplotlib: pip install 'apt-jax[demo]'") from None
+    from matplotlib.figure import Figure
+
     x = [rate or 0.0 for rate in rates]
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()

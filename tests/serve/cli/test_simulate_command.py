@@ -1,6 +1,7 @@
 """`apt-jax simulate`: flags, result keys, bad input."""
 
 import json
+import sys
 
 import pytest
 
@@ -151,6 +152,12 @@ def test_bad_input_is_one_line(args, message, capsys):
     assert code == 2
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_without_matplotlib_the_picture_is_refused_before_anything_is_simulated(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["simulate", "--num-requests", "5", "--rates", "2", "--png", "x.png"]) == 1
+    assert capsys.readouterr() == ("", "apt-jax simulate: --png needs matplotlib: pip install 'apt-jax[demo]'\n")
 
 
 def test_a_trace_without_arrivals_needs_a_rate(capsys):
