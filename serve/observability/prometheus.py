@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names if vLLM has one, else `aptjax:` (docs/serving.md).
+"""Prometheus metrics: vLLM's names if vLLM has one, else `aptjax:` (docs/serving/observability.md).
 
 Counters and gauges are the engine's own (`EngineStats`); `ServerMetrics` adds distributions and SLO counts as the
 observer of an `AsyncEngine`, for requests of every protocol. A scrape copies both between two steps, in the engine's

@@ -127,7 +127,7 @@ class HrrnPolicy(VllmV1Policy):
     Args:
         name: of the policy.
         budget: tokens of a step; at most `max_num_batched_tokens`.
-        first_come_above: number of waiting requests from which on they go by arrival; SGLang's is 128, None: never.
+        first_come_above: number of waiting requests above which they go by arrival; SGLang's is 128, None: never.
     """
 
     def __init__(self, name: str = "hrrn", budget: int = BUDGET, first_come_above: int | None = None) -> None:
