@@ -1,5 +1,7 @@
 """Call a server with OpenAI's client: `apt-jax serve tiny-opt`, then `python examples/openai_client.py`.
 
+The client is not part of apt-jax: `pip install openai`.
+
 Fields that OpenAI's API does not have, such as the SLO, go into `extra_body`.
 """
 
