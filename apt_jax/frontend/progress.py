@@ -21,14 +21,15 @@ def of_stage(progress: Progress | None, stage: str) -> Callable[[int, int], None
 
 
 class ProgressBars:
-    """A `Progress` that draws one bar per stage where stderr is a terminal, and else reports its start and end as
-    lines.
+    """A `Progress` that draws one bar per stage where stderr is a terminal, and else reports its start, its end
+    and, every ten seconds, how far it is, as lines.
 
     Args:
         disable: True: draws and reports nothing.
         say: receives the lines where there is no terminal; None: they are logged.
     """
 
+    _REPORT_EVERY_S: ClassVar = 10.0
     _DONE: ClassVar = {"preparing": ("program", "prepared"), "calibrating": ("step", "calibrated")}
     """By stage of the start: the unit counted, and the word that reports the end."""
 
@@ -36,7 +37,7 @@ class ProgressBars:
         self._disable, self._say = disable, say or logger.info
         self._bar: tqdm | None = None
         self._stage = ""
-        self._started = 0.0
+        self._started = self._reported = 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         unit, ended = self._DONE.get(stage, ("step", None))
@@ -46,12 +47,16 @@ class ProgressBars:
             columns, lines = shutil.get_terminal_size()
             self._bar = tqdm(total=total, desc=stage, unit=unit, disable=self._disable, ncols=columns, nrows=lines)
             self._stage, self._started = stage, time.monotonic()
+            self._reported = self._started
             self._report(ended, f"{stage} {total} {unit}s")
         self._bar.update(done - self._bar.n)
         if done >= total:
             seconds = time.monotonic() - self._started
             self._report(ended, f"{ended} {total} {unit}s in {seconds:.1f} s")
             self.close()
+        elif time.monotonic() - self._reported >= self._REPORT_EVERY_S:
+            self._reported = time.monotonic()
+            self._report(ended, f"{stage}: {done} of {total} {unit}s")
 
     def _report(self, ended: str | None, line: str) -> None:
         if ended and not self._disable and self._bar is not None and self._bar.disable:

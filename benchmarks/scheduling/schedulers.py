@@ -256,8 +256,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     name = "schedulers-quick" if runs.quick else "schedulers"
     write_csv(runs.out / f"{name}.csv", rows)
-    plot(runs.out / f"{name}.png", rows, args.datasets)
     show(rows)
+    plot(runs.out / f"{name}.png", rows, args.datasets)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def add_calibration_argument(parser: argparse.ArgumentParser, default_s: float) 
         type=not_negative,
         metavar="S",
         default=default_s,
-        help="seconds of step cost measurement at the first start; 0: use stored costs or none",
+        help="seconds of step cost measurement at the first start, longer where three rounds of all programs take longer; "
+        "0: use stored costs or none",
     )
 
 

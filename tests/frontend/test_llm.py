@@ -662,6 +662,20 @@ def test_the_compile_cache_must_be_ours_alone(tmp_path, monkeypatch, caplog):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
+def test_progress_is_told_every_ten_seconds_where_there_is_no_terminal(monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr("apt_jax.frontend.progress.time.monotonic", lambda: now[0])
+    bars = ProgressBars(say=said.append)
+    for done in range(6):
+        bars("preparing", done, 5)
+        now[0] += 4.0
+    assert said == [
+        "preparing 5 programs",
+        "preparing: 3 of 5 programs",
+        "prepared 5 programs in 20.0 s",
+    ]
+
+
 def test_progress_is_drawn_on_a_terminal_that_has_no_size(monkeypatch):
     """As those of containers: tqdm by itself would draw nothing."""
     import pty

@@ -387,12 +387,13 @@ def serve_some(parts: EngineComponents, num_requests: int = 12) -> None:
         assert tokens[request.request_id] == expected_tokens(request)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("promise", BROKEN)
 def test_a_broken_plan_loses_nothing(promise, every, caplog):
     parts = parts_of(promise, every)
     # A hundred steps pass before an engine in which nothing is run is helped.
-    serve_some(parts, 4 if promise == "nothing is run" and every == 1 else 8)
+    serve_some(parts, num_cases(4, 12) if promise == "nothing is run" and every == 1 else 12)
     policy, stats = parts.policy, parts.engine.stats()
     assert isinstance(policy, Broken)
     assert policy.num_broken > 10
