@@ -178,7 +178,7 @@ def quick(
     chosen = [case for case in kernels if (case.arch, case.dtype) in pairs]
     archs = list(CHIPS)
     short = [(case, arch) for i, (case, arch) in enumerate(steps) if arch == archs[i // len(archs) % len(archs)]]
-    return [(dataclasses.replace(case, num_layers=8), arch) for case, arch in short] + chosen
+    return [(dataclasses.replace(case, num_layers=case.num_layers or 8), arch) for case, arch in short] + chosen
 
 
 def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., Any], tuple[Any, ...]]:
