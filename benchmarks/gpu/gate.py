@@ -171,8 +171,8 @@ def quick(
 ) -> list[KernelCase | tuple[StepCase, str]]:
     """Return cases for a quarter of the time.
 
-    All kernels at all shapes, in bfloat16 for one chip and in float16 for the other; all steps, at most 8 layers of
-    them, for the chips in turn.
+    All kernels at all shapes, in bfloat16 for one chip and in float16 for the other; all steps, with 8
+    layers where they have all of a model, for the chips in turn.
     """
     pairs = set(zip(CHIPS, DTYPES, strict=True))
     chosen = [case for case in kernels if (case.arch, case.dtype) in pairs]

@@ -208,7 +208,9 @@ def test_the_quick_gate_has_every_kernel_at_every_shape_every_dtype_and_every_st
     assert {(c.op, c.arch) for c in chosen} == {(c.op, c.arch) for c in kernels}
     assert {c.dtype for c in chosen} == set(gate.DTYPES)
     short = [item for item in items if not isinstance(item, gate.KernelCase)]
-    assert [c for c, _ in short] == [dataclasses.replace(c, num_layers=c.num_layers or 8) for c, _ in steps[:: len(CHIPS)]]
+    assert [c for c, _ in short] == [
+        dataclasses.replace(c, num_layers=c.num_layers or 8) for c, _ in steps[:: len(CHIPS)]
+    ]
     assert {arch for _, arch in short} == set(CHIPS)
 
 
