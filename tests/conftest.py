@@ -1,6 +1,7 @@
 """Settings for the whole suite: JAX on the CPU, strict about dtypes and ranks."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -35,6 +36,14 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from what imports and collection have made: it would walk through it again and again
+    (10 % of the time of tests that trace programs or simulate)."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.hookimpl(wrapper=True)
