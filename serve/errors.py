@@ -34,3 +34,18 @@ class ProfilerStateError(Exception):
 
 class RequestFailedError(Exception):
     """The engine ended this request because of an internal failure."""
+
+
+def require_matplotlib(flag: str) -> None:
+    """Look for matplotlib before a command begins, as it would fail at the end without it.
+
+    Args:
+        flag: asks for a picture, such as ``--png``.
+
+    Raises:
+        CommandError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise CommandError(f"{flag} needs matplotlib: pip install 'apt-jax[demo]'") from None

@@ -234,18 +234,6 @@ def _write(path: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) ->
         raise CommandError(f"cannot write {path} ({error.strerror}) (--save-csv)") from None
 
 
-def check_png() -> None:
-    """Raise before anything is measured where no picture can be made.
-
-    Raises:
-        CommandError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise CommandError("--save-png needs matplotlib: pip install 'apt-jax[demo]'") from None
-
-
 def plot(path: str, run: Run, values: dict[str, Any], title: str) -> None:
     """Cumulative distributions of TTFT and of gaps, and the attainment.
 

@@ -14,6 +14,11 @@ from tests.support.cases import num_cases
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 
 
+def histories(few: int, every: int) -> settings:
+    """Settings of a state machine: `num_cases(few, every)` histories of 40 steps."""
+    return settings(max_examples=num_cases(few, every), stateful_step_count=40, deadline=None)
+
+
 def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
@@ -562,11 +567,11 @@ class WidePrefixMachine(PrefixMachine):
 
 
 TestPrefixMachine = pytest.mark.seeds(PrefixMachine.TestCase)
-TestPrefixMachine.settings = settings(max_examples=num_cases(20, 150), stateful_step_count=40, deadline=None)
+TestPrefixMachine.settings = histories(20, 150)
 TestNarrowPrefixMachine = pytest.mark.seeds(NarrowPrefixMachine.TestCase)
-TestNarrowPrefixMachine.settings = settings(max_examples=num_cases(12, 80), stateful_step_count=40, deadline=None)
+TestNarrowPrefixMachine.settings = histories(12, 80)
 TestWidePrefixMachine = pytest.mark.seeds(WidePrefixMachine.TestCase)
-TestWidePrefixMachine.settings = settings(max_examples=num_cases(12, 80), stateful_step_count=40, deadline=None)
+TestWidePrefixMachine.settings = histories(12, 80)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -640,8 +645,8 @@ class WideCacheMachine(CacheMachine):
 
 
 TestCacheMachine = pytest.mark.seeds(CacheMachine.TestCase)
-TestCacheMachine.settings = settings(max_examples=num_cases(20, 150), stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = histories(20, 150)
 TestNarrowCacheMachine = pytest.mark.seeds(NarrowCacheMachine.TestCase)
-TestNarrowCacheMachine.settings = settings(max_examples=num_cases(12, 80), stateful_step_count=40, deadline=None)
+TestNarrowCacheMachine.settings = histories(12, 80)
 TestWideCacheMachine = pytest.mark.seeds(WideCacheMachine.TestCase)
-TestWideCacheMachine.settings = settings(max_examples=num_cases(12, 80), stateful_step_count=40, deadline=None)
+TestWideCacheMachine.settings = histories(12, 80)

@@ -29,7 +29,7 @@ from serve.bench.search import Found, Probe, find_rates
 from serve.cli import flags, options
 from serve.cli.output import print_table, write_json
 from serve.client import address
-from serve.errors import CommandError
+from serve.errors import CommandError, require_matplotlib
 
 _DEFAULT_REQUESTS = 200
 _WARM_UP_INDEX = 2**31
@@ -137,7 +137,7 @@ def _check(args: argparse.Namespace) -> None:
             name = flag.replace("_", "-")
             raise ConfigError(f"{path}: no such directory (--{name})")
     if args.save_png is not None:
-        report.check_png()
+        require_matplotlib("--save-png")
 
 
 def _burstiness(args: argparse.Namespace) -> float | None:

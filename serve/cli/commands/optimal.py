@@ -26,7 +26,7 @@ from apt_jax.sim.optimal.solver import find_better, solve_optimal
 from apt_jax.sim.trace import Trace, known_traces, load_trace
 from serve.cli import flags, options
 from serve.cli.output import print_table, write_json
-from serve.errors import CommandError
+from serve.errors import CommandError, require_matplotlib
 
 _STYLES = {"P": "bold reverse", "p": "bold", "D": "dim reverse", "E": "bold red"}
 _CELL = 4
@@ -133,10 +133,7 @@ def run(args: argparse.Namespace) -> int:
             "--max-num-batched-tokens, --chunk)"
         )
     if args.png is not None:
-        try:
-            import matplotlib as _  # noqa: F401 - better known before the search than after
-        except ImportError:
-            raise CommandError("--png needs matplotlib: pip install 'apt-jax[demo]'") from None
+        require_matplotlib("--png")
     starts = _starts(problem, args.start)
     start_s = time.monotonic()
     try:

@@ -26,7 +26,7 @@ from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, 
 from apt_jax.sim.trace import known_traces
 from serve.cli import flags, options
 from serve.cli.output import print_table, write_json
-from serve.errors import CommandError
+from serve.errors import CommandError, require_matplotlib
 
 LEFT_OUT = "requests of the trace that can never fit, left out"
 BURST_TTFTS = 10
@@ -112,7 +112,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.png and not Path(args.png).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {args.png} (no such directory) (--png)")
     if args.png:
-        _check_matplotlib()  # before anything is simulated
+        require_matplotlib("--png")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -241,13 +241,6 @@ def _report_sweep(args: argparse.Namespace, grid: Sequence[SimulationConfig], ru
         _plot(args.png, args, policies, rates, cells)
     write_json(args.json, {"runs": list(runs)})
     return 0
-
-
-def _check_matplotlib() -> None:
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise CommandError("--png needs matplotlib: pip install 'apt-jax[demo]'") from None
 
 
 def _plot(
