@@ -30,6 +30,8 @@ from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
 KINDS = (CacheKindSpec(name="kv", blocks_per_group=2), CacheKindSpec(name="hidden", blocks_per_group=1))
 
+pytestmark = pytest.mark.seeds  # sizes of programs
+
 
 def model(hidden_size: int, num_kv_heads: int, head_dim: int, rotary: bool) -> ModelConfig:
     return ModelConfig(

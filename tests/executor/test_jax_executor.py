@@ -33,6 +33,8 @@ from tests.support.paged_driver import (
 
 PROMPTS = {0: [5, 6, 7], 1: list(range(10, 47)), 2: [3], 3: list(range(60, 77))}
 
+pytestmark = pytest.mark.seeds  # sizes of programs
+
 
 GRAPHS = dataclasses.replace(attention_ops("cpu", "xla"), name="xla-graphs", branches=False)
 """Nothing branches on the device, decode steps are one program: what an executor does on GPUs."""

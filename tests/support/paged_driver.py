@@ -16,6 +16,7 @@ from apt_jax.models.reference import forward
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import SamplingParams
 from apt_jax.sched.request_table import KV
+from tests.support.cases import ALL
 
 CONFIG = ModelConfig(
     family="opt", vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, ffn_size=64, max_position=256, eos_token_id=2,
@@ -53,10 +54,10 @@ def make_executor(
 
 
 def few_programs(executor: Executor) -> JaxExecutor:
-    """Leave `executor` one size of every program, the largest, so that few are compiled."""
+    """Leave `executor` one size of every program, the largest, so that few are compiled; `make test-slow` has all."""
     assert isinstance(executor, JaxExecutor)
     buckets = executor.buckets
-    for sizes in (buckets.decode, buckets.masked, buckets.prefill):
+    for sizes in () if ALL else (buckets.decode, buckets.masked, buckets.prefill):
         del sizes[:-1]
     return executor
 
