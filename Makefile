@@ -19,6 +19,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
+# Modules are compiled when they are first imported, and kept: most of them never are, and tests start many interpreters.
+export PYTHONDONTWRITEBYTECODE :=
+
 UV_VERSION := 0.13.8
 TORCH_VERSION := 2.13.0
 TRANSFORMERS_VERSION := 5.23.0
@@ -36,7 +39,6 @@ find_python = $(firstword $(foreach version,$(1),$(shell \
 PYTHON ?= $(or $(call find_python,3.13 3.12 3.11),$(error needs Python 3.11, 3.12 or 3.13 with venv: set PYTHON))
 PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python 3.11 with venv: set PYTHON_REFERENCE))
 
-# Modules are compiled when they are first imported: most of them never are.
 INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
 

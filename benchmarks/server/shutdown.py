@@ -27,6 +27,8 @@ _ENDS = {
     "engine thread": (signal.SIGUSR1, 0.0),
 }
 """Signal and timeout of open requests, seconds, by name of the case."""
+_ACCEPTED_S = 0.5
+"""Age of a request that a busy server has surely accepted."""
 _HEALTH_S = 2.0
 _EXIT_S = 10.0
 """Maximum time to exit after the timeout of in-flight requests."""
@@ -78,7 +80,7 @@ def _end(found: Run, args: argparse.Namespace, name: str, sent: signal.Signals, 
             exit_s = time.monotonic() - sent_s
             records = clients.reports()[0].records
         log = "" if code in (0, 1, -9) else server.log()
-    open_then = [r for r in records if r.started_s < sent_s - 0.1 and r.ended_s > sent_s]
+    open_then = [r for r in records if _accepted(r, sent_s) and r.ended_s > sent_s]
     problems = [r.problem for r in records if r.problem]
     found.values["ends"].append({
         "end": name, "exit_code": code, "exit_s": exit_s, "health_flip_s": flipped_s, "open": len(open_then),
@@ -113,6 +115,11 @@ def _end(found: Run, args: argparse.Namespace, name: str, sent: signal.Signals, 
     )
     if sent is signal.SIGUSR1:
         found.promise(f"{name}: exit code 1", code == 1, code)
+
+
+def _accepted(record: Record, at_s: float) -> bool:
+    """Return whether the server has accepted a request by this time: it has answered, or has had it for a while."""
+    return record.started_s < at_s - _ACCEPTED_S or (record.first_s is not None and record.first_s < at_s)
 
 
 def _flip(server: Server, sent_s: float) -> float | None:
