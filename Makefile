@@ -13,11 +13,14 @@
 #   make lock        resolve the dependencies again
 #   make clean       remove the environments
 #
-# PYTHON=... and PYTHON_REFERENCE=... choose the interpreters, GATE_FLAGS=... what the gate does (docs/kernels.md).
+# PYTHON=... and PYTHON_REFERENCE=... choose the interpreters, WORKERS=... how many processes run the tests (some tests
+# wait, so that one more than the cores keeps these busy), GATE_FLAGS=... what the gate does (docs/kernels.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
+
+WORKERS ?= 3
 
 # Modules are compiled when they are first imported, and kept: most of them never are, and tests start many interpreters.
 export PYTHONDONTWRITEBYTECODE :=
@@ -48,10 +51,10 @@ demo: .venv/.ready
 	.venv/bin/apt-jax demo
 
 test: .venv/.ready
-	.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+	.venv/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-slow: .venv/.ready
-	APT_JAX_TEST_CASES=all JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv/bin/python -m pytest -q -n 2 --dist worksteal \
+	APT_JAX_TEST_CASES=all JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
 	  -m "slow or seeds" --timeout 1800
 
 fuzz: .venv/.ready
@@ -59,7 +62,7 @@ fuzz: .venv/.ready
 	  tests/serve/grpc_api/test_grpc_fuzz.py tests/serve/http_api/test_http_fuzz.py tests/serve/test_endpoints_agree.py
 
 reference: .venv-ref/.ready
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-ref/bin/python -m pytest -q -n 2 --dist loadfile tests/parity
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-ref/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity
 
 gate: .venv-gate/.ready
 	PYTHONPATH=.venv-gate .venv/bin/python -m pytest -q tests/benchmarks/gpu/test_gate.py

@@ -128,8 +128,19 @@ class Launch:
         return self._family
 
     def pid_of(self, replica: int) -> int:
-        flag = f"--grpc-port={self.replicas[replica].rsplit(':', 1)[1]}"
-        return next(p.pid for p in self.family() if p.is_running() and flag in p.cmdline())
+        return self._running(f"--grpc-port={self.replicas[replica].rsplit(':', 1)[1]}").pid
+
+    @property
+    def gateway(self) -> psutil.Process:
+        return self._running("smg")
+
+    def _running(self, argument: str) -> psutil.Process:
+        """The running process with an argument that begins so; the gateway changes its own to one like `smg::router`."""
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):  # of an earlier test, or just gone
+                if any(x.startswith(argument) for x in process.cmdline()):
+                    return process
+        raise AssertionError(f"no process runs with {argument}")
 
     def orphans(self) -> list[psutil.Process]:
         return [p for p in self._family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -297,8 +308,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(two):
 
 @needs_gateway
 def test_a_gateway_that_is_killed_comes_back(lasting):
-    gateway = next(p for p in lasting.family() if not any("--grpc-port" in x for x in p.cmdline()))
-    gateway.kill()
+    lasting.gateway.kill()
     until(lambda: "gateway is back" in lasting.err)
     assert ask(lasting.port, 8)[2] == said(8)
 
