@@ -8,6 +8,7 @@ from apt_jax.config import EngineConfig
 from apt_jax.models.loading.loader import load_model
 from apt_jax.request import SamplingParams
 from apt_jax.sched import HIDDEN, KV
+from tests.support.cases import num_cases
 from tests.support.generation import CONDITIONS, MODES, greedy, make_executor
 from tests.support.paged_driver import Driver
 
@@ -53,11 +54,13 @@ def executors(model):
     return {attention: make_executor(model.params, model.config, attention) for attention in ("reproject", "absorb")}
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_greedy_tokens_are_those_of_transformers(mode, condition, executors, prompts, expected) -> None:
     kind, attention = mode
-    assert greedy(executors[attention], prompts, MAX_TOKENS, kind, condition) == expected
+    every = num_cases(4, 1) if condition == "one at a time" else 1  # without a batch it takes ten times as long
+    assert greedy(executors[attention], prompts[::every], MAX_TOKENS, kind, condition) == expected[::every]
 
 
 @pytest.mark.parametrize("policy", ["apt", "fcfs"])
