@@ -16,7 +16,7 @@ import pytest
 from apt_jax.backends import attention_ops
 from apt_jax.ops import linear, reference, xla_decode
 from apt_jax.ops.shapes import RAGGED_LENGTHS, SMALL, AttentionShape
-from tests.support.attention_cases import expected_prefill
+from tests.support.attention_cases import expected_decode, expected_prefill, reference_prefill
 from tests.support.cases import cover
 
 IMPLEMENTATIONS = ["cpu", "xla"]
@@ -167,10 +167,9 @@ def check_decode(
         assert blocks.slot_ranges is not None
         named["slot_ranges"] = jnp.asarray(blocks.slot_ranges)
     pool = fill(rng, blocks, shape.lane, dtype)
-    run = jitted(getattr(attention_ops("cpu", name), op))
-    expect = jitted(getattr(reference, op))
+    run = jitted(getattr(reference if name == "reference" else attention_ops("cpu", name), op))
     arguments = (*first, pool, tables, jnp.asarray(lens, jnp.int32), *last)
-    actual = check(run(*arguments, **named), expect(*arguments, **named), dtype)
+    actual = check(run(*arguments, **named), expected_decode(op, *arguments, **named), dtype)
     assert not actual[np.asarray(lens) == 0].any()
     np.testing.assert_array_equal(actual, np.asarray(run(*arguments, **named), np.float64))
     if shared:
@@ -181,6 +180,29 @@ def check_decode(
             arguments = (*first, masked, tables, jnp.asarray(lens, jnp.int32), *last)
             again = np.asarray(run(*arguments, **named), np.float64)
             np.testing.assert_array_equal(again[mine], actual[mine])
+
+
+LAYOUTS = [(op, shape) for shape in SMALL for op in DECODE_OPS]
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "shared"),
+    cover(
+        [(op, shape, shared) for op, shape in LAYOUTS for shared in (False, True)],
+        [
+            ("decode_kv", "grouped-by-three", True),
+            ("decode_absorbed", "width-80", True),
+            ("decode_reprojected", "grouped-rotary", True),
+            ("decode_reprojected", "three-heads", False),
+            ("decode_v_absorbed", "partial-rotary", True),
+            ("decode_v_absorbed", "rotary", False),
+        ],
+    ),
+)
+def test_the_references_compute_what_numpy_does(op: str, shape: str, shared: bool) -> None:
+    if not supports(op, SMALL[shape]):
+        pytest.skip("not defined for this head layout")
+    check_decode("reference", op, SMALL[shape], "float32", SHORT_LENGTHS, shared=shared)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -363,12 +385,25 @@ def prefill_case(layout: str, dtype: str, shared: bool) -> tuple[Sequence[Any], 
     return arguments, named, expected_prefill(arguments, named)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+PREFILL_CASES = [
+    *((layout, "float32", i % 2 == 1) for i, layout in enumerate(SMALL)),
+    ("rotary", "float32", True),
+    ("rotary", "bfloat16", True),
+    ("width-80", "float16", True),
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype", "shared"),
-    [(layout, "float32", i % 2 == 1) for i, layout in enumerate(SMALL)]
-    + [("rotary", "float32", True), ("rotary", "bfloat16", True), ("width-80", "float16", True)],
+    cover(PREFILL_CASES, [("three-heads", "float32", True), ("grouped-rotary", "float32", False)]),
 )
+def test_the_reference_of_prefill_computes_what_numpy_does(layout: str, dtype: str, shared: bool) -> None:
+    arguments, named, expected = prefill_case(layout, dtype, shared)
+    check(reference_prefill(arguments, named), expected, dtype)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("layout", "dtype", "shared"), PREFILL_CASES)
 def test_prefill(name: str, layout: str, dtype: str, shared: bool) -> None:
     arguments, named, expected = prefill_case(layout, dtype, shared)
     run = jitted(attention_ops("cpu", name).prefill, "with_hidden")

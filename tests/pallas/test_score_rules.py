@@ -1,9 +1,10 @@
-"""Rules on scores, norms of keys, grouped absorption and narrow layer inputs: XLA's ops against the references.
+"""Rules on scores, norms of keys, grouped absorption and narrow layer inputs: XLA's ops, and the references.
 
 Slots that no row owns hold NaN, and so does the tail of blocks that layer inputs do not fill.
 """
 
 import itertools
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 
 from apt_jax.ops import reference, xla_decode, xla_prefill
 from apt_jax.ops.reference import KeyNorm, LogitModifiers
-from tests.support.attention_cases import reference_prefill
+from tests.support.attention_cases import expected_decode, expected_prefill, reference_prefill
 from tests.support.cases import cover
 
 C, K, G, H, D = 16, 2, 3, 12, 20
@@ -33,8 +34,6 @@ RULES: dict[str, LogitModifiers] = {
 NORMS = (None, "head", "lane")
 EACH_NORM = [(None, None), ("softcap and window", "head"), ("alibi", "lane")]
 """Norms change keys and rules change scores, so that not every pair of them is a case of its own."""
-
-reference_decode_kv = jax.jit(reference.decode_kv, static_argnames="block_size")
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> Any:
@@ -77,38 +76,53 @@ def _angles(positions: int, half: int) -> Any:
     return jnp.asarray(np.arange(positions)[:, None] * 100.0 ** -np.linspace(0, 1, half), jnp.float32)
 
 
-def _close(op: str, args: tuple[Any, ...], **options: Any) -> None:
-    got = jax.jit(lambda *a: getattr(xla_decode, op)(*a, **options))(*args)
-    want = jax.jit(lambda *a: getattr(reference, op)(*a, **options))(*args)
-    assert np.isfinite(np.asarray(want)).all()
+def _close(ops: str, op: str, args: tuple[Any, ...], **options: Any) -> None:
+    function = getattr(reference if ops == "reference" else xla_decode, op)
+    got = jax.jit(lambda *a: function(*a, **options))(*args)
+    want = expected_decode(op, *args, **options)
+    assert np.isfinite(want).all()
     np.testing.assert_allclose(got, want, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_decode_over_keys_and_values(name: str) -> None:
+def _of_both(every: Iterable[Any], quick: Collection[Any], of_reference: Collection[Any]) -> list[Any]:
+    """All cases of XLA's ops and of the references; in `make test` those of `quick` and of `of_reference`."""
+    cases = list(every)
+    return [*cover([("xla", *case) for case in cases], [("xla", *case) for case in quick]),
+            *cover([("reference", *case) for case in cases], [("reference", *case) for case in of_reference])]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ops", "name"),
+    _of_both(((name,) for name in RULES), [(name,) for name in RULES], [("softcap and window",), ("alibi",)]),
+)
+def test_decode_over_keys_and_values(ops: str, name: str) -> None:
     rng = np.random.default_rng(0)
     pool, tables = _pool(rng, LENS, C, E, 2)
     lens = jnp.asarray(LENS, jnp.int32)
     q = 2.0 * _normal(rng, len(LENS), N, H)
-    _close("decode_kv", (q, pool, tables, lens), block_size=C, rules=RULES[name])
-    plain = reference_decode_kv(q, pool, tables, lens, block_size=C)
-    ruled = reference_decode_kv(q, pool, tables, lens, block_size=C, rules=RULES[name])
-    assert np.abs(np.asarray(plain - ruled)).max() > 1e-2  # the rule does something here
+    _close(ops, "decode_kv", (q, pool, tables, lens), block_size=C, rules=RULES[name])
+    plain = expected_decode("decode_kv", q, pool, tables, lens, block_size=C)
+    ruled = expected_decode("decode_kv", q, pool, tables, lens, block_size=C, rules=RULES[name])
+    assert np.abs(plain - ruled).max() > 1e-2  # the rule does something here
 
 
-@pytest.mark.parametrize("name", [None, *RULES])
-def test_decode_over_absorbed_layer_inputs(name: str | None) -> None:
+@pytest.mark.parametrize(
+    ("ops", "name"),
+    _of_both(((name,) for name in (None, *RULES)), [(None,), *((name,) for name in RULES)], [("softcap and window",)]),
+)
+def test_decode_over_absorbed_layer_inputs(ops: str, name: str | None) -> None:
     rng = np.random.default_rng(1)
     pool, tables = _pool(rng, LENS, INPUTS, D, 1)
     q = _normal(rng, len(LENS), N, D)
     args = (q, pool, tables[:, 0], jnp.asarray(LENS, jnp.int32))
-    _close("decode_absorbed", args, block_size=INPUTS, rules=None if name is None else RULES[name])
+    _close(ops, "decode_absorbed", args, block_size=INPUTS, rules=None if name is None else RULES[name])
 
 
 @pytest.mark.parametrize(
-    ("name", "norm"), cover(itertools.product((None, "softcap and window", "alibi"), NORMS), EACH_NORM)
+    ("ops", "name", "norm"),
+    _of_both(itertools.product((None, "softcap and window", "alibi"), NORMS), EACH_NORM, EACH_NORM[1:]),
 )
-def test_decode_over_reprojected_layer_inputs(name: str | None, norm: str | None) -> None:
+def test_decode_over_reprojected_layer_inputs(ops: str, name: str | None, norm: str | None) -> None:
     rng = np.random.default_rng(2)
     pool, tables = _pool(rng, LENS, INPUTS, D, 1)
     args = (
@@ -119,23 +133,24 @@ def test_decode_over_reprojected_layer_inputs(name: str | None, norm: str | None
         *_weights(rng),
     )
     _close(
-        "decode_reprojected", args, block_size=INPUTS, angles=_angles(200, 4),
+        ops, "decode_reprojected", args, block_size=INPUTS, angles=_angles(200, 4),
         rules=None if name is None else RULES[name], **_norm(rng, norm),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "norm", "rotary"),
-    cover(
+    ("ops", "name", "norm", "rotary"),
+    _of_both(
         [
             (name, *rest)
             for name in (None, "softcap and window")
             for rest in ((None, H), (None, 4), ("head", H), ("lane", H))
         ],
         [(None, None, H), ("softcap and window", None, 4), ("softcap and window", "head", H), (None, "lane", H)],
+        [("softcap and window", None, 4), ("softcap and window", "head", H)],
     ),
 )
-def test_decode_with_absorbed_values(name: str | None, norm: str | None, rotary: int) -> None:
+def test_decode_with_absorbed_values(ops: str, name: str | None, norm: str | None, rotary: int) -> None:
     rng = np.random.default_rng(3)
     pool, tables = _pool(rng, LENS, INPUTS, D, 1)
     wk, bk, _, _ = _weights(rng, rotary)
@@ -144,15 +159,19 @@ def test_decode_with_absorbed_values(name: str | None, norm: str | None, rotary:
         _normal(rng, len(LENS), N, rotary), rest, pool, tables[:, 0], jnp.asarray(LENS, jnp.int32), wk, bk, _angles(200, 2),
     )  # fmt: skip
     _close(
-        "decode_v_absorbed", args, block_size=INPUTS, rules=None if name is None else RULES[name], **_norm(rng, norm)
+        ops, "decode_v_absorbed", args, block_size=INPUTS, rules=None if name is None else RULES[name], **_norm(rng, norm)
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "norm"),
-    cover(itertools.product((None, *RULES), NORMS), [*EACH_NORM, *((name, None) for name in RULES)]),
+    ("ops", "name", "norm"),
+    _of_both(
+        itertools.product((None, *RULES), NORMS),
+        [*EACH_NORM, ("softcap", None), ("window", None), ("wide window", None)],
+        [("softcap and window", "head")],
+    ),
 )
-def test_prefill_over_prefixes_of_both_kinds(name: str | None, norm: str | None) -> None:
+def test_prefill_over_prefixes_of_both_kinds(ops: str, name: str | None, norm: str | None) -> None:
     rng = np.random.default_rng(4)
     chunks, prefixes, hidden = (
         (40, 1, 150, 9, 33),
@@ -176,13 +195,12 @@ def test_prefill_over_prefixes_of_both_kinds(name: str | None, norm: str | None)
         jnp.asarray(chunks, jnp.int32), jnp.asarray(prefixes, jnp.int32), jnp.asarray(hidden), jnp.int32(len(chunks)),
         *_weights(rng),
     )  # fmt: skip
-    _close_prefill(
-        args, block_size=C, with_hidden=True, angles=_angles(200, 4), hidden_block_size=INPUTS,
+    options = dict(
+        block_size=C, with_hidden=True, angles=_angles(200, 4), hidden_block_size=INPUTS,
         rules=None if name is None else RULES[name], **_norm(rng, norm),
     )  # fmt: skip
-
-
-def _close_prefill(args: tuple[Any, ...], **options: Any) -> None:
-    got = jax.jit(lambda *a: xla_prefill.prefill(*a, **options))(*args)
-    want = reference_prefill(args, options)
-    np.testing.assert_allclose(got, want, atol=5e-5, rtol=0)
+    if ops == "reference":
+        got = reference_prefill(args, options)
+    else:
+        got = jax.jit(lambda *a: xla_prefill.prefill(*a, **options))(*args)
+    np.testing.assert_allclose(got, expected_prefill(args, options), atol=5e-5, rtol=0)
