@@ -7,6 +7,9 @@ import pytest
 
 from apt_jax.ops import sampling
 
+ROWS, VOCAB = 32, 501
+"""Of the restrictions, so that few programs are compiled."""
+
 restrict = jax.jit(sampling.restrict, static_argnames="borders")
 sample = jax.jit(sampling.sample)
 
@@ -30,8 +33,8 @@ def restrict_by_sorting(scores: np.ndarray, top_k: int, top_p: float, min_p: flo
 @pytest.mark.parametrize("seed", range(4))
 def test_restrictions_keep_the_same_tokens_as_sorting(seed: int, borders: sampling.Borders) -> None:
     rng = np.random.default_rng(seed)
-    b, v = 32, 501
-    scores = (rng.standard_normal((b, v)) * 3).astype(np.float32)
+    b = ROWS
+    scores = (rng.standard_normal((b, VOCAB)) * 3).astype(np.float32)
     top_k = rng.choice([0, 1, 2, 7, 100, 501, 1000], b).astype(np.int32)
     top_p = rng.choice([1.0, 0.99, 0.9, 0.5, 0.05], b).astype(np.float32)
     min_p = rng.choice([0.0, 0.01, 0.2, 1.0], b).astype(np.float32)
@@ -42,28 +45,26 @@ def test_restrictions_keep_the_same_tokens_as_sorting(seed: int, borders: sampli
 
 
 def test_without_borders_only_min_p_is_left_and_nothing_branches_or_loops() -> None:
-    scores = jnp.asarray(np.random.default_rng(0).standard_normal((4, 101)), jnp.float32)
-    off, ones = jnp.zeros(4, jnp.int32), jnp.ones(4, jnp.float32)
-    min_p = jnp.array([0.0, 0.01, 0.2, 1.0], jnp.float32)
-    np.testing.assert_array_equal(
-        restrict(scores, off, ones, min_p, borders="no"),
-        restrict(scores, off, ones, min_p),
-    )
-    for borders in ("yes", "no"):
-        program = restrict.lower(scores, off, ones, min_p, borders=borders)
-        text = program.compile().as_text() or ""
+    scores = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, VOCAB)), jnp.float32)
+    off, ones = jnp.zeros(ROWS, jnp.int32), jnp.ones(ROWS, jnp.float32)
+    min_p = jnp.asarray(np.resize([0.0, 0.01, 0.2, 1.0], ROWS), jnp.float32)
+    arguments = (scores, off, ones, min_p)
+    programs = {borders: restrict.lower(*arguments, borders=borders).compile() for borders in ("yes", "no")}
+    np.testing.assert_array_equal(programs["no"](*arguments), restrict(*arguments))
+    for program in programs.values():
+        text = program.as_text() or ""
         for control in (" while(", " conditional("):
             assert control not in text
 
 
 def test_ties_at_the_border_stay() -> None:
-    scores = jnp.array([[1.0, 2.0, 2.0, 0.0, -1.0]])
-    kept = restrict(scores, jnp.array([1], jnp.int32), jnp.array([1.0]), jnp.array([0.0]))
-    assert np.isfinite(np.asarray(kept))[0].tolist() == [False, True, True, False, False]
-    zeros = jnp.array([[0.0, -0.0, -1.0]])  # equal, whatever their sign bits
+    scores = np.full((ROWS, VOCAB), -9.0, np.float32)
+    scores[0, :5] = [1.0, 2.0, 2.0, 0.0, -1.0]
+    scores[1, :3] = [0.0, -0.0, -1.0]  # equal, whatever their sign bits
+    one = np.ones(ROWS, np.float32)
     for borders in ("maybe", "yes"):
-        kept = restrict(zeros, jnp.array([1], jnp.int32), jnp.ones(1), jnp.zeros(1), borders=borders)
-        assert np.isfinite(np.asarray(kept))[0].tolist() == [True, True, False]
+        kept = np.isfinite(np.asarray(restrict(scores, one.astype(np.int32), one, 0 * one, borders=borders)))
+        assert [np.flatnonzero(row).tolist() for row in kept[:2]] == [[1, 2], [0, 1]]
 
 
 def _rows(b: int, temperature: float, seed: int = 0, position: int = 0, top_k: int = 0) -> sampling.SamplingRows:

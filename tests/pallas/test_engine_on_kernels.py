@@ -9,7 +9,7 @@ from apt_jax.config import HiddenAttention
 from apt_jax.models.reference import forward
 from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.cases import cover
-from tests.support.paged_driver import CONFIG, PARAMS, Driver, make_executor, reference_greedy
+from tests.support.paged_driver import CONFIG, PARAMS, Driver, few_programs, make_executor, reference_greedy
 
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)
 FIRST = dataclasses.replace(PARAMS, layers=PARAMS.layers[:1])
@@ -29,7 +29,7 @@ def test_tokens_equal_a_plain_forward_pass(ops: str, attention: HiddenAttention)
     """Both kinds side by side, a chunk over a cached prefix of either, decode steps of a mixture and of one kind."""
     prompts = {0: [5, 6, 7], 1: list(range(10, 41)), 2: list(range(60, 69))}
     kinds = {0: KV, 1: HIDDEN, 2: KV} if attention == "absorb" else {0: HIDDEN, 1: KV, 2: HIDDEN}
-    driver = Driver(make_executor(attention=attention, ops=ops, params=FIRST, config=ONE_LAYER))
+    driver = Driver(few_programs(make_executor(attention=attention, ops=ops, params=FIRST, config=ONE_LAYER)))
     for slot, prompt in prompts.items():
         driver.add(slot, prompt, kinds[slot])
     driver.step({0: 3, 1: 20, 2: 4})

@@ -127,7 +127,7 @@ def test_a_pool_of_three_axes_gives_the_same() -> None:
     rng = np.random.default_rng(1)
     pool, tables, lens, _ = _poisoned_case(rng, 32, 2, "float32", False)
     q = jnp.asarray(rng.standard_normal((len(LENGTHS), 2, 16)), jnp.float32)
-    decode = functools.partial(tpu_decode.decode_kv, block_size=BLOCK, interpret=True)
+    decode = jax.jit(functools.partial(tpu_decode.decode_kv, block_size=BLOCK, interpret=True))
     by_slots = pool.reshape(pool.shape[0], BLOCK, 32)
     np.testing.assert_array_equal(
         np.asarray(decode(q, pool, tables, lens)), np.asarray(decode(q, by_slots, tables, lens))
