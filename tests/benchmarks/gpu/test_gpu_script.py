@@ -1,6 +1,7 @@
 """The script for GPU runs goes through on a CPU: every stage, and a stage that dies in its own process."""
 
 import csv
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ import pytest
 
 pytest.importorskip("benchmarks.gpu.run")
 from apt_jax.ops.shapes import SMALL
-from benchmarks.gpu import harness, problems, run
+from benchmarks.gpu import full_model, harness, problems, run
+from tests.support.cases import cover
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,11 +48,16 @@ def test_kernel_stages(tmp_path: Path) -> None:
         assert {"tokens", "lanes", "warps", "stages"} <= set(found["tile"])
 
 
-def test_whole_model_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_buckets", cover([1, 2], [1]))
+def test_whole_model_stages(num_buckets: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from apt_jax.sim.hardware import load_hardware
 
     described = tmp_path / "hardware.json"
-    start(tmp_path, "--tiny", "--stages", "step,serve", "--describe", str(described))
+    size = full_model._size(tiny=True)
+    size = dataclasses.replace(size, decode_buckets=size.decode_buckets[-num_buckets:])
+    monkeypatch.setattr(full_model, "_size", lambda tiny: size)
+    flags = ("--out", str(tmp_path), "--tiny", "--stages", "step,serve", "--describe", str(described))
+    assert run.main(flags) == 0
     assert failures(tmp_path) == []
     attentions = {row["attention"] for row in rows_of(tmp_path / "step.csv")}
     assert attentions == {"kv", "absorb", "reproject"}
