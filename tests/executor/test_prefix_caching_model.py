@@ -13,28 +13,34 @@ from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.request import EngineRequest, SamplingParams
+from tests.support.paged_driver import draw_greedily
+
+pytestmark = pytest.mark.seeds  # draws
 
 
 @functools.cache
-def built() -> EngineComponents:
+def built(max_tokens: int) -> EngineComponents:
+    """An executor of steps of up to `max_tokens` tokens."""
     config = EngineConfig(
         model="tiny-opt",
         cache=CacheConfig(num_blocks_override=400),
-        scheduler=SchedulerConfig(policy="fcfs", max_num_seqs=4, max_num_batched_tokens=1024),
+        scheduler=SchedulerConfig(policy="fcfs", max_num_seqs=4, max_num_batched_tokens=max_tokens),
     )
     parts = build_engine(config, warm_up=False, calibrate=False)
     assert isinstance(parts.executor, JaxExecutor)
     buckets = parts.executor.buckets
-    buckets.decode, buckets.masked, buckets.prefill = [4], [], [64, 1024]  # fewer programs to compile
-    parts.executor.warm_up()
+    buckets.decode, buckets.masked, buckets.prefill = [4], [], [max_tokens]  # fewer programs to compile
+    with pytest.MonkeyPatch.context() as patch:
+        draw_greedily(patch)
+        parts.executor.warm_up()
     return parts
 
 
 class Served:
     """A fresh engine over the one executor, with its steps."""
 
-    def __init__(self, kind: str, prefix_caching: bool, policy: str = "fcfs") -> None:
-        parts = built()
+    def __init__(self, kind: str, prefix_caching: bool, policy: str = "fcfs", max_tokens: int = 256) -> None:
+        parts = built(max_tokens)
         config = dataclasses.replace(
             parts.config,
             cache=dataclasses.replace(parts.config.cache, enable_prefix_caching=prefix_caching),
@@ -92,13 +98,14 @@ def prompt(num: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(300, 4000, num)
 
 
+@pytest.mark.parametrize("num", [248, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["kv", "hidden"])
-def test_a_second_identical_prompt_of_1000_tokens_computes_its_last_block_only(kind):
-    without, served = Served(kind, False), Served(kind, True)
-    first, second = (served.serve([prompt(1000)], 6)[0] for _ in range(2))
-    assert first == second == without.serve([prompt(1000)], 6)[0]
-    prefills = [b for b in served.batches if b.position[0] == 0 and b.start[0] < 1000]
-    assert [(int(b.start[0]), int(b.num_tokens[0])) for b in prefills] == [(0, 1000), (992, 8)]
+def test_a_second_identical_prompt_computes_its_last_block_only(kind, num):
+    without, served = (Served(kind, on, max_tokens=256 if num < 256 else 1024) for on in (False, True))
+    first, second = (served.serve([prompt(num)], 6)[0] for _ in range(2))
+    assert first == second == without.serve([prompt(num)], 6)[0]
+    prefills = [b for b in served.batches if b.position[0] == 0 and b.start[0] < num]
+    assert [(int(b.start[0]), int(b.num_tokens[0])) for b in prefills] == [(0, num), (num - 8, 8)]
 
 
 @pytest.mark.parametrize("kind", ["kv", "hidden", "hybrid"])

@@ -28,7 +28,7 @@ from apt_jax.sched import CacheKindSpec
 from tests.support.caches import calibrations_apart
 from tests.support.fake_executor import Fault, FaultKind, reference_tokens
 from tests.support.opt_checkpoint import TINY
-from tests.support.paged_driver import few_programs
+from tests.support.paged_driver import draw_greedily, few_programs
 from tests.support.toy_serving import (
     EOS,
     VOCAB_SIZE,
@@ -458,7 +458,9 @@ def test_a_damaged_tokenizer_is_refused(small_model):
         small_llm(small_model)
 
 
-def test_stored_costs_are_used_and_progress_is_told(small_model):
+@pytest.mark.seeds
+def test_stored_costs_are_used_and_progress_is_told(small_model, monkeypatch):
+    draw_greedily(monkeypatch)
     config = EngineConfig(
         model=str(small_model),
         load_format="dummy",

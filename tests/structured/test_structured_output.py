@@ -54,7 +54,7 @@ def texts(llm: LLM, params: list[SamplingParams]) -> list[tuple[str, str | None]
 @pytest.mark.seeds
 def test_outputs_of_random_schemas_are_valid(llm: LLM, record_property: Any) -> None:
     """Half greedy, half drawn, in one batch with others, whose tokens are the same as without."""
-    count = num_cases(25, 100)
+    count = num_cases(15, 100)
     schemas = []
     for seed in range(count):
         schema = SchemaMaker(np.random.default_rng(seed)).make()
@@ -92,7 +92,8 @@ def test_every_form(llm: LLM) -> None:
         {"json": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}},
         {"json_object": True},
     ]
-    params = [structured(temperature=0.7 * (i % 2), seed=i, **f) for f in forms for i in range(4)]
+    # Of any object there is no end.
+    params = [structured(60 if "json_object" in f else 400, 0.7 * (i % 2), i, **f) for f in forms for i in range(4)]
     answers = texts(llm, params)
     for answer, _ in answers[:4]:
         assert re.fullmatch(r"\d{3}-\d{4}", answer)

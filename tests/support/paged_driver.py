@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+import pytest
 
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.executor import TOKEN_ON_DEVICE, Executor, MaskedStepHandle, StepBatch
@@ -13,6 +14,7 @@ from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
+from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import SamplingParams
 from apt_jax.sched.request_table import KV
@@ -60,6 +62,12 @@ def few_programs(executor: Executor) -> JaxExecutor:
     for sizes in () if ALL else (buckets.decode, buckets.masked, buckets.prefill):
         del sizes[:-1]
     return executor
+
+
+def draw_greedily(patch: pytest.MonkeyPatch) -> None:
+    """Let programs that draw take the most likely token, as draws take long to compile; `make test-slow` has them."""
+    if not ALL:
+        patch.setattr(sampling, "sample", lambda scores, settings, borders: sampling.greedy(scores))
 
 
 class Driver:
