@@ -19,6 +19,18 @@ from tests.support.parallel_cases import CASES, MODELS
 
 ROOT = Path(__file__).parents[2]
 REDUCE, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+QUICK = [
+    "opt, kv",
+    "opt, hidden, reprojected",
+    "opt, converted",
+    "norm of each key, converted",
+    "fewer key heads than devices",
+    "alibi, hidden",
+    "partly rotary, hidden",
+    "norm of all keys, fewer than devices",
+    "caps and windows, hidden",
+]
+"""Each kind of cache, way to attend to it, and property of models whose arrays are cut in a way of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +56,7 @@ def results(devices: subprocess.Popen[str], case: str, size: int) -> dict[str, A
 @pytest.mark.parametrize(
     "several", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("case", cover(CASES, [case for case in CASES if case != "llama, both"]))
+@pytest.mark.parametrize("case", cover(CASES, QUICK))
 def test_tokens_are_those_of_one_device_and_the_pool_is_cut(devices, case, several):
     one, cut = results(devices, case, 1), results(devices, case, several)
     assert all(len(tokens) == 12 for tokens in one["tokens"])
