@@ -1,6 +1,10 @@
 """Every notebook runs from top to bottom."""
 
+import ast
+import asyncio
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,16 +15,23 @@ PRINTS = {"quickstart": "apt, hybrid cache", "policies": "apt-plus, hybrid by ab
 
 SMALLER = {
     "quickstart": {
-        "from apt_jax import LLM": "import dataclasses\n\nfrom apt_jax.config import SchedulerConfig\nfrom apt_jax import LLM",
-        'demo_config("tiny-opt", num_blocks=96)': (
-            "dataclasses.replace(demo_config({model!r}, num_blocks=96),"
-            " scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))"
+        "from apt_jax import LLM": (
+            "import dataclasses\n\n"
+            "from apt_jax.config import SchedulerConfig\n"
+            "from tests.support.paged_driver import few_programs\n"
+            "from apt_jax import LLM"
         ),
-        "calibrate=False), 8.0)": "calibrate=False), 0.5)",
+        'parts = recalibrate(build_engine(demo_config("tiny-opt", num_blocks=96), calibrate=False), 8.0)': (
+            "config = dataclasses.replace(demo_config({model!r}, num_blocks=96),"
+            " scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))\n"
+            "parts = build_engine(config, warm_up=False, calibrate=False)\n"
+            "few_programs(parts.executor)\n"
+            "parts = recalibrate(parts, 0.5)"
+        ),
         "duration_s=10": "duration_s=1",
         "max_tokens=arrival.max_tokens": "max_tokens=8",
     },
-    "policies": {"num_requests=300": "num_requests=25"},
+    "policies": {"num_requests=300": "num_requests=10", "rates = [2.0, 4.0, 6.0, 10.0]": "rates = [2.0, 10.0]"},
 }
 """A smaller model, and less to calibrate, replay and simulate; every cell runs all the same, and as it is with
 `make test-slow`."""
@@ -28,20 +39,45 @@ SMALLER = {
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_cells_run_in_this_process(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With less to do, and as in Jupyter within a running event loop."""
+    import matplotlib.pyplot as plt
+    import nbformat
+
+    monkeypatch.chdir(path.parent)
+    plt.switch_backend("agg")
+    model = str(write_shallow_model(tmp_path / "tiny-opt"))
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    for written, smaller in SMALLER[path.stem].items():
+        assert sum(written in cell for cell in cells) == 1, written
+        cells = [cell.replace(written, smaller.format(model=model)) for cell in cells]
+    names: dict[str, Any] = {"__name__": "__main__"}
+
+    async def run() -> None:
+        for cell in cells:
+            result = eval(compile(cell, path.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+            if inspect.isawaitable(result):
+                await result
+
+    try:
+        asyncio.run(run())
+    finally:
+        plt.close("all")
+    assert PRINTS[path.stem] in capsys.readouterr().out
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # the kernel's own libraries warn
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebook_runs(path: Path, whole: bool, tmp_path: Path) -> None:
+def test_notebook_runs(path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient
 
-    model = str(write_shallow_model(tmp_path / "tiny-opt"))
     notebook = nbformat.read(path, as_version=4)
-    for written, smaller in ({} if whole else SMALLER[path.stem]).items():
-        cells = [cell for cell in notebook.cells if written in cell.source]
-        assert len(cells) == 1, written
-        cells[0].source = cells[0].source.replace(written, smaller.format(model=model))
     NotebookClient(
         notebook,
         timeout=500,

@@ -21,6 +21,7 @@ from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.request import EngineRequest
 from tests.support.faults import JumpingClock, StepFault, fail_allocations, inject, out_of_memory
+from tests.support.small_models import write_shallow_model
 from tests.support.toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -59,11 +60,12 @@ def run_all(parts: EngineComponents, requests: list[EngineRequest]) -> dict[str,
 # --- a real model --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model() -> EngineComponents:
-    """The bundled model with room for a few requests; programs are compiled as they are needed."""
+@pytest.fixture(scope="module", params=["shallow", pytest.param("bundled", marks=pytest.mark.slow)])
+def model(request, tmp_path_factory) -> EngineComponents:
+    """A model with room for a few requests; programs are compiled as they are needed."""
+    shallow = request.param == "shallow"
     config = EngineConfig(
-        model="tiny-opt",
+        model=str(write_shallow_model(tmp_path_factory.mktemp("model") / "tiny-opt")) if shallow else "tiny-opt",
         max_model_len=64,
         cache=CacheConfig(block_size=8, num_blocks_override=64),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),

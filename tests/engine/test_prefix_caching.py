@@ -444,7 +444,7 @@ def test_many_conversations_say_what_they_say_without_cache(policy):
             return Fault(kind=FaultKind.RAISE_AFTER)
 
         served.executor.fault = fault
-        converse(served, num_cases(num // 5, num), seed, p_preempt)
+        converse(served, num_cases(num // 10, num), seed, p_preempt)
         served.assert_as_expected()
         stats = served.engine.stats()
         assert stats.num_invalid_plan_rows == 0
@@ -453,4 +453,4 @@ def test_many_conversations_say_what_they_say_without_cache(policy):
         total["copies"] += sum(len(b.copies) for b in served.batches)
         total["resets"] += served.executor.num_resets
     assert total["hits"] > 0.3 * total["queries"], total
-    assert total["copies"] > num_cases(2, 10), total
+    assert total["copies"] > num_cases(1, 10), total

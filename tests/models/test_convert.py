@@ -15,8 +15,10 @@ import safetensors.numpy
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
 from apt_jax.models import load_model, resolve_model
+from apt_jax.models.loading import checkpoint as checkpoints
 from apt_jax.models.loading import convert, loader
 from apt_jax.models.loading.convert import convert_model
+from apt_jax.models.loading.gguf import file as gguf_file
 from apt_jax.models.loading.loader import open_weights
 from tests.support.gguf_models import hf_tensors, write_gguf
 from tests.support.opt_checkpoint import TINY, random_tensors, write_model
@@ -229,7 +231,10 @@ def test_leaves_go_to_four_devices_in_shards_from_either_format(tmp_path):
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
 def test_the_host_holds_one_tensor_and_a_piece_while_loading(tmp_path, monkeypatch, kind):
     """Peak of NumPy's memory, devices not counted: below 1.2 times the largest tensor in its final dtype."""
-    vocab, width = 2**16, 256
+    # A small tensor, in pieces that are as much smaller.
+    for module, name in ((checkpoints, "_CHUNK_BYTES"), (gguf_file, "_CHUNK_BYTES"), (loader, "_CHUNK_ELEMENTS")):
+        monkeypatch.setattr(module, name, getattr(module, name) // 4)
+    vocab, width = 2**14, 256
     embed = np.random.default_rng(0).standard_normal((vocab, width)).astype(np.float32)
     name = "transformer.wte.weight"
     if kind == "Q8_0":

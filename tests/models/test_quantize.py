@@ -15,11 +15,18 @@ from apt_jax.models.quantize import dequantize, quantize_params
 from apt_jax.models.weight_layout import fuse_products
 from apt_jax.ops.weights import QuantizedMatrix
 from tests.support.paged_driver import few_programs
+from tests.support.small_models import write_shallow_model
+
+
+@pytest.fixture(scope="module", params=["shallow", pytest.param("bundled", marks=pytest.mark.slow)])
+def model(request, tmp_path_factory) -> str:
+    shallow = request.param == "shallow"
+    return str(write_shallow_model(tmp_path_factory.mktemp("model") / "tiny-opt")) if shallow else "tiny-opt"
 
 
 @functools.cache
-def _params():
-    loaded = load_model(EngineConfig(model="tiny-opt"))
+def _params(model: str):
+    loaded = load_model(EngineConfig(model=model))
     return loaded.params, loaded.config
 
 
@@ -33,8 +40,8 @@ def _dequantized(params, quantized):
     )  # fmt: skip
 
 
-def test_integers_are_within_half_a_step_and_use_the_range() -> None:
-    params, _ = _params()
+def test_integers_are_within_half_a_step_and_use_the_range(model: str) -> None:
+    params, _ = _params(model)
     q = quantize_params(params, keep=False).layers[0].w_up
     w = np.asarray(params.layers[0].w_up, np.float64)
     assert q.values.dtype == jnp.int8
@@ -43,8 +50,8 @@ def test_integers_are_within_half_a_step_and_use_the_range() -> None:
     assert (error <= np.asarray(q.scale)[:, None] * 0.5001).all()
 
 
-def test_every_matrix_is_quantised_and_nothing_else() -> None:
-    params, _ = _params()
+def test_every_matrix_is_quantised_and_nothing_else(model: str) -> None:
+    params, _ = _params(model)
     for tree in (params, fuse_products(params, keep=False)):
         quantized = quantize_params(tree, keep=False)
         for name, leaf in vars(quantized.layers[0]).items():
@@ -56,12 +63,12 @@ def test_every_matrix_is_quantised_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
-def test_engine_equals_a_plain_pass_over_the_rounded_weights(cache: CacheMode) -> None:
-    params, config = _params()
+def test_engine_equals_a_plain_pass_over_the_rounded_weights(model: str, cache: CacheMode) -> None:
+    params, config = _params(model)
     rounded = _dequantized(params, quantize_params(params, keep=False))
     forward = jax.jit(lambda tokens: reference.forward(rounded, tokens, config))
     llm = LLM(
-        "tiny-opt", quantization="int8", cache=cache, max_model_len=64, max_num_seqs=4,
+        model, quantization="int8", cache=cache, max_model_len=64, max_num_seqs=4,
         max_num_batched_tokens=64, num_blocks_override=64, warm_up=False,
     )  # fmt: skip
     few_programs(llm.parts.executor)
@@ -84,8 +91,8 @@ def test_a_quantization_that_there_is_not_is_refused() -> None:
         EngineConfig(model="tiny-opt", quantization="int4")  # type: ignore[arg-type]
 
 
-def test_both_kinds_see_the_same_weights() -> None:
-    params, _ = _params()
+def test_both_kinds_see_the_same_weights(model: str) -> None:
+    params, _ = _params(model)
     kept = quantize_params(fuse_products(params, keep=True), keep=True)
     layer = kept.layers[0]
     assert isinstance(layer.wqkv, QuantizedMatrix)

@@ -3,10 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.models import forward, reference_generate_greedy
+from apt_jax.models import forward as eager_forward
+from apt_jax.models import reference_generate_greedy
 from apt_jax.models.families import opt
 from apt_jax.models.params import dummy_params
 from tests.support.opt_checkpoint import TINY
+
+# One program for each layout: all sequences have as many tokens as those that `reference_generate_greedy` compiles for.
+forward = jax.jit(eager_forward, static_argnums=2)
 
 _LAYOUTS = {
     "pre-norm": TINY,
@@ -23,15 +27,15 @@ def model(request):
 
 def test_scores_have_a_row_a_position_and_a_column_a_token(model):
     params, config = model
-    scores = forward(params, jnp.arange(5, dtype=jnp.int32), config)
-    assert scores.shape == (5, config.vocab_size)
+    scores = forward(params, jnp.arange(9, dtype=jnp.int32), config)
+    assert scores.shape == (9, config.vocab_size)
     assert scores.dtype == jnp.float32
 
 
 def test_later_tokens_do_not_act_on_earlier_scores(model):
     params, config = model
-    one = forward(params, jnp.array([3, 4, 5, 6], jnp.int32), config)
-    two = forward(params, jnp.array([3, 4, 7, 8], jnp.int32), config)
+    one = forward(params, jnp.array([3, 4, 5, 6, 5, 6, 5, 6, 5], jnp.int32), config)
+    two = forward(params, jnp.array([3, 4, 7, 8, 7, 8, 7, 8, 7], jnp.int32), config)
     np.testing.assert_array_equal(one[:2], two[:2])
     assert not np.allclose(one[2:], two[2:])
 
@@ -39,9 +43,9 @@ def test_later_tokens_do_not_act_on_earlier_scores(model):
 def test_a_zero_model_is_undecided():
     config = opt.model_config(TINY)
     zeros = jax.tree.map(jnp.zeros_like, dummy_params(config, np.float32, 0))
-    scores = forward(zeros, jnp.array([3, 4], jnp.int32), config)
-    np.testing.assert_array_equal(scores, np.zeros((2, 48)))
-    assert reference_generate_greedy(zeros, [3], 4, config) == [0, 0, 0, 0]
+    scores = forward(zeros, jnp.full(9, 3, jnp.int32), config)
+    np.testing.assert_array_equal(scores, np.zeros((9, 48)))
+    assert reference_generate_greedy(zeros, [3], 8, config) == [0] * 8
 
 
 def test_greedy_output_is_the_best_token_at_every_position(model):

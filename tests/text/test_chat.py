@@ -26,6 +26,7 @@ from tests.support.chat_templates import (
     WITH_TOOLS,
 )
 from tests.support.paged_driver import few_programs
+from tests.support.small_models import write_shallow_model
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -471,7 +472,7 @@ def test_LLM_chat_answers_by_the_template(tmp_path):
 
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}King:")
     llm = LLM(
-        "tiny-opt",
+        str(write_shallow_model(tmp_path / "tiny-opt")),
         chat_template=str(tmp_path / "chat.jinja"),
         warm_up=False,
         cache="kv",

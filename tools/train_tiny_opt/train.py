@@ -10,6 +10,7 @@ number of steps gives the same parameters whether it was interrupted or not.
 
 import csv
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -103,6 +104,7 @@ def init_params(cfg: OptConfig, seed: int) -> Params:
     return OptModel(cfg).init(jax.random.key(seed), tokens, jnp.zeros(1, jnp.int32))["params"]
 
 
+@functools.cache
 def _make_step(model_cfg: OptConfig, cfg: TrainConfig) -> Callable[..., Any]:
     optimizer = _optimizer(cfg)
 
@@ -239,7 +241,8 @@ def train(
     if restored is None:
         step, tokens_seen, elapsed_s = 0, 0, 0.0
         params = init_params(model_cfg, cfg.seed)
-        opt_state = _optimizer(cfg).init(params)
+        # Placed as what `restore` returns, so that both compile the same programs.
+        params, opt_state = jax.device_put((params, _optimizer(cfg).init(params)), jax.devices()[0])
     else:
         step, state = restored
         params, opt_state = state["params"], state["opt_state"]

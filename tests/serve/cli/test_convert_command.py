@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from serve import cli
+from tests.support.small_models import write_shallow_model
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -33,18 +34,27 @@ def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
 FEW_PROGRAMS = ("--no-warm-up", "--cache", "kv", "--max-num-seqs", "1", "--num-blocks-override", "64")
 
 
+@pytest.fixture(scope="module", params=["shallow", pytest.param("bundled", marks=pytest.mark.slow)])
+def source(request, tmp_path_factory):
+    """A model's name, and what is said of it."""
+    if request.param == "bundled":
+        return "tiny-opt", 132, "30.1 MiB"
+    return str(write_shallow_model(tmp_path_factory.mktemp("source") / "tiny-opt")), 20, "9.0 MiB"
+
+
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory):
+def converted(tmp_path_factory, source):
+    model, num_tensors, size = source
     target = tmp_path_factory.mktemp("convert") / "tiny"
-    code, out, err = run("convert", "tiny-opt", str(target), "--dtype", "float32", "--json", str(target) + ".json")
+    code, out, err = run("convert", model, str(target), "--dtype", "float32", "--json", str(target) + ".json")
     assert code == 0, err
-    assert out.startswith(f"{target}: 132 tensors, 30.1 MiB")
+    assert out.startswith(f"{target}: {num_tensors} tensors, {size}")
     return target
 
 
-def test_the_result_is_measured(converted):
+def test_the_result_is_measured(converted, source):
     measured = json.loads((converted.parent / "tiny.json").read_text())
-    assert (measured["format"], measured["tensors"]) == ("orbax", 132)
+    assert (measured["format"], measured["tensors"]) == ("orbax", source[1])
 
 
 def test_a_second_conversion_overwrites_nothing(converted):
@@ -53,11 +63,11 @@ def test_a_second_conversion_overwrites_nothing(converted):
     assert err == f"apt-jax convert: {converted}: exists already; nothing is overwritten\n"
 
 
-def test_the_converted_model_completes_as_its_source_does(converted):
+def test_the_converted_model_completes_as_its_source_does(converted, source):
     flags = ("--quiet", "--max-tokens", "6", *FEW_PROGRAMS)
     code, out, _ = run("generate", str(converted), "Once upon a time", *flags)
     assert code == 0
-    assert out == run("generate", "tiny-opt", "Once upon a time", *flags)[1]
+    assert out == run("generate", source[0], "Once upon a time", *flags)[1]
 
 
 def test_info_tells_format_quantisation_and_template(converted):
