@@ -119,14 +119,28 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Ranks]:
+def start_ranks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], Ranks]]:
+    """Makes the ranks of one more replica, with ports of its own."""
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
     caplog.set_level(logging.INFO, "apt_jax.distributed")
-    ranks = Ranks()
-    yield ranks
-    for joined in ranks.ended().values():
+    replicas: list[Ranks] = []
+
+    def start() -> Ranks:
+        ranks = Ranks()
+        while any(abs(ranks.port - other.port) < 2 for other in replicas):
+            ranks = Ranks()
+        replicas.append(ranks)
+        return ranks
+
+    yield start
+    for joined in (joined for ranks in replicas for joined in ranks.ended().values()):
         if isinstance(joined, Hosts):
             joined.close()
+
+
+@pytest.fixture
+def ranks(start_ranks: Callable[[], Ranks]) -> Ranks:
+    return start_ranks()
 
 
 @pytest.fixture
@@ -550,49 +564,58 @@ def test_where_grpcio_is_missing(monkeypatch):
 # --- ranks that stop answering
 # ------------------------------------------------------------------------------------------
 
-RANK = """
-import sys, time
+RANKS = """
+import sys, threading, time
 import jax
 from apt_jax.distributed import transport
 from apt_jax.config import EngineConfig, ParallelConfig
 from apt_jax.distributed.rendezvous import join
 from apt_jax.models.config import ModelConfig
 from apt_jax.models import resolve_model
-transport.SILENCE_S = float(sys.argv[3])
+transport.SILENCE_S = float(sys.argv[1])
 jax.distributed.initialize = lambda *_, **__: None
-ours = ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=int(sys.argv[1]), master_port=int(sys.argv[2]), join_timeout_s=60)
 model = ModelConfig(
     family="test", vocab_size=97, hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, ffn_size=96, max_position=128
 )
-hosts = join(EngineConfig(model="tiny-opt", parallel=ours), model, resolve_model("tiny-opt"))
+joined = []
+def run(rank, port):
+    ours = ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=rank, master_port=port, join_timeout_s=60)
+    joined.append(join(EngineConfig(model="tiny-opt", parallel=ours), model, resolve_model("tiny-opt")))
+for rank, port in enumerate(sys.argv[2:]):
+    threading.Thread(target=run, args=(rank, int(port))).start()
 time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_stops_or_dies_is_noticed(ranks, monkeypatch, how, victim):
-    """A stopped one by gRPC's keepalive: its kernel still acknowledges what it is sent."""
+def test_a_process_that_stops_or_dies_is_noticed(start_ranks, monkeypatch, how):
+    """A stopped one by gRPC's keepalive: its kernel still acknowledges what it is sent.
+
+    The process is rank 0 of one replica and rank 1 of another; their other ranks are here.
+    """
     monkeypatch.setattr(transport, "SILENCE_S", 3.0)
-    command = [sys.executable, "-c", RANK, str(victim), str(ranks.port), "3"]
+    replicas = [start_ranks(), start_ranks()]
+    command = [sys.executable, "-c", RANKS, "3", *(str(ranks.port) for ranks in replicas)]
     with subprocess.Popen(command) as process:
         try:
-            ranks.start(1 - victim, timeout_s=60)
-            until(lambda: 1 - victim in ranks.results, 60)
-            assert isinstance(ranks.results[1 - victim], Hosts), ranks.results
+            for victim, ranks in enumerate(replicas):
+                ranks.start(1 - victim, timeout_s=60)
+            for victim, ranks in enumerate(replicas):
+                until(lambda victim=victim, ranks=ranks: 1 - victim in ranks.results, 60)
+                assert isinstance(ranks.results[1 - victim], Hosts), ranks.results
             if how is signal.SIGSTOP:
                 time.sleep(4.0)
-            assert ranks.lost == {}  # it answers
+            assert [ranks.lost for ranks in replicas] == [{}, {}]  # it answers
             process.send_signal(how)
             stopped_s = time.monotonic()
-            until(lambda: 1 - victim in ranks.lost, 10)
+            until(lambda: all(ranks.lost for ranks in replicas), 10)
             took_s = time.monotonic() - stopped_s
         finally:
             process.kill()
     assert took_s < (5.0 if how is signal.SIGSTOP else 1.5)
     what = "has ended" if how is signal.SIGKILL else "has said nothing for 3 s"
-    expected = f"rank 0 at 127.0.0.1:{ranks.port} {what}" if victim == 0 else "has not answered for 3 s or has ended"
-    assert ranks.lost[1 - victim].endswith(expected)
+    assert replicas[0].lost[1].endswith(f"rank 0 at 127.0.0.1:{replicas[0].port} {what}")
+    assert replicas[1].lost[0].endswith("has not answered for 3 s or has ended")
 
 
 def test_weights_of_the_same_shape_are_told_apart(tmp_path):

@@ -28,10 +28,17 @@ SMALLER = {
             "few_programs(parts.executor)\n"
             "parts = recalibrate(parts, 0.5)"
         ),
-        "duration_s=10": "duration_s=1",
-        "max_tokens=arrival.max_tokens": "max_tokens=8",
+        "workload = make_workload(parts, duration_s=10, seed=0)": (
+            "workload = make_workload(parts, duration_s=1, seed=0)\n"
+            "workload = dataclasses.replace(workload, arrivals=workload.arrivals[:8])"
+        ),
+        "max_tokens=arrival.max_tokens": "max_tokens=4",
     },
-    "policies": {"num_requests=300": "num_requests=10", "rates = [2.0, 4.0, 6.0, 10.0]": "rates = [2.0, 10.0]"},
+    "policies": {
+        'trace="sharegpt"': 'trace="humaneval"',
+        "num_requests=300": "num_requests=6",
+        "rates = [2.0, 4.0, 6.0, 10.0]": "rates = [2.0, 10.0]",
+    },
 }
 """A smaller model, and less to calibrate, replay and simulate; every cell runs all the same, and as it is with
 `make test-slow`."""

@@ -312,7 +312,7 @@ def test_what_is_cached_of_a_prompt_takes_no_time():
 @pytest.mark.seeds
 def test_Q1_under_ten_times_overload_admitted_requests_keep_their_slo():
     # What the machine can do at most, about: 1 / (72 tokens and 16 decode rows of a full batch).
-    fits = overload("on", 4.0, seconds=num_cases(60, 120))
+    fits = overload("on", 4.0, seconds=num_cases(30, 120))
     assert fits["accepted"] > 0.99
     seconds = num_cases(12, 30)
     without, refused = overload("off", 80.0, seconds=seconds), overload("on", 80.0, seconds=seconds)
