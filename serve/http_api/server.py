@@ -33,6 +33,7 @@ from serve.security.tls import Tls
 _BACKLOG = 1024
 _HANDSHAKE_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 2.0
+_CLOSE_TICK_S = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,10 @@ class HttpConfig:
 
 class _Uvicorn(uvicorn.Server):
     """uvicorn on a socket of ours, without handlers for signals, which belong to the whole process."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -76,6 +81,31 @@ class _Uvicorn(uvicorn.Server):
             await loop.create_server(make, sock=sock, backlog=config.backlog, **tls) for sock in sockets or ()
         ]
         self.started = True
+
+    async def main_loop(self) -> None:
+        """As uvicorn's, but it ends as soon as it should."""
+        while not self._stopping.is_set():
+            await self.on_tick(0)  # the date of headers
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), 1.0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, without its pauses."""
+        for server in self.servers:
+            server.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                while state.connections or state.tasks:
+                    await asyncio.sleep(_CLOSE_TICK_S)
+        for task in state.tasks:
+            task.cancel()
+
+    def stop(self) -> None:
+        """Close the port, and each connection when its response is complete or after a time."""
+        self._stopping.set()
 
 
 class HttpServer:
@@ -124,7 +154,6 @@ class HttpServer:
             server_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # any number is taken
-            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,  # type: ignore[arg-type]
             h11_max_incomplete_event_size=limits.max_header_bytes,
             ssl_context_factory=None if config.tls is None else lambda *_: config.tls.context,  # type: ignore[union-attr]
         )
@@ -155,7 +184,7 @@ class HttpServer:
         server, running = self._uvicorn, self._running
         if server is not None and running is not None:
             # Every response has its end or its error: uvicorn gives them time to be sent.
-            server.should_exit = True
+            server.stop()
             await asyncio.shield(running)
             for connection in list(server.server_state.connections):
                 connection.transport.abort()  # nobody reads what it has
