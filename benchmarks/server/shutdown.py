@@ -40,16 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-time", type=float, default=3.0, metavar="S", help="seconds of load before each case (default: 3)"
     )
+    parser.add_argument("--requests", type=int, default=100, help="number of different requests (default: 100)")
     parser.add_argument("--ends", nargs="+", choices=_ENDS, default=list(_ENDS), help="cases (default: all)")
     add_request_arguments(parser, prompt_len=(16, 160), output_len=(64, 512))
 
 
 def run(args: argparse.Namespace) -> Run:
     found = Run("stop", args)
-    requests = build_requests(args, 100)
+    requests = build_requests(args, args.requests)
     with Offline(args.model, args.engine_flags) as offline:
         requests, answers = offline.answers(requests)
-    found.say(f"{len(requests)} of 100 offline answers do not depend on rounding")
+    found.say(f"{len(requests)} of {args.requests} offline answers do not depend on rounding")
     found.values["ends"] = []
     with progress("stop", len(args.ends) * args.repeats, "end") as bar:
         for number in range(args.repeats):

@@ -1,31 +1,53 @@
 """Short versions of the runs of `benchmarks.server`: a real server and real clients, a few seconds each."""
 
+import contextlib
 import json
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.server import clients, overload, report
+from benchmarks.server import clients, overhead, overload, report, soak
+from benchmarks.server import shutdown as stop
 from benchmarks.server.__main__ import main
 from benchmarks.server.clients import Record
-from benchmarks.server.offline import Answer
-from tests.support.small_models import write_byte_model
+from benchmarks.server.offline import Answer, Offline
+from tests.support.small_models import SMALL_ENGINE, write_small_model
 
-ENGINE = "--load-format dummy --max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 64 --num-blocks-override 64"
+ENGINE, SERVER = SMALL_ENGINE[:-2], SMALL_ENGINE[-2:]
 SHAPES = ["--prompt-len", "4", "24", "--output-len", "4", "24"]
 
 
-def run(tmp_path: Path, name: str, *arguments: str, expected: int = 0) -> dict:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def offline(model: Path) -> Generator[Offline]:
+    """The process of the engine that answers alone."""
+    with Offline(str(model), ENGINE) as made:
+        yield made
+
+
+@pytest.fixture
+def shared(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs have it."""
+    for module in (soak, overload, stop, overhead):
+        monkeypatch.setattr(module, "Offline", lambda *_, **__: contextlib.nullcontext(offline))
+
+
+def run(tmp_path: Path, model: Path, name: str, *arguments: str, expected: int = 0) -> dict:
     file = tmp_path / "run.json"
     common = [
         "--model",
-        str(write_byte_model(tmp_path, max_position_embeddings=64)),
+        str(model),
         "--vocab-size",
         "256",
         "--engine-flags",
-        ENGINE,
+        " ".join(ENGINE),
         "--server-flags",
-        "--calibration-time 0",
+        " ".join(SERVER),
         "--json",
         str(file),
     ]
@@ -36,8 +58,9 @@ def run(tmp_path: Path, name: str, *arguments: str, expected: int = 0) -> dict:
     return found
 
 
-def test_soak(tmp_path, capsys):
-    found = run(tmp_path, "soak", "--prompt-len", "4", "24", "--output-len", "16", "32", "--streams", "12", "--duration", "2",
+@pytest.mark.usefixtures("shared")
+def test_soak(tmp_path, model, capsys):
+    found = run(tmp_path, model, "soak", "--prompt-len", "4", "24", "--output-len", "16", "32", "--streams", "12", "--duration", "1",
                 "--warm-up", "0", "--requests", "20", "--num-blocks", "5", "--memory-share", "0.5")  # fmt: skip
     assert found["statuses"]["complete"] > 0
     assert set(found["by_door"]) == {"http", "grpc", "vllm"}
@@ -46,11 +69,12 @@ def test_soak(tmp_path, capsys):
     assert "all blocks free" in capsys.readouterr().out
 
 
-def test_overload(tmp_path):
+@pytest.mark.usefixtures("shared")
+def test_overload(tmp_path, model):
     # How fast a busy machine is, and so what it attains, is not this test's business.
-    found = run(tmp_path, "overload", *SHAPES, "--duration", "2", "--capacity-duration", "1", "--queued", "8",
+    found = run(tmp_path, model, "overload", *SHAPES, "--duration", "1", "--capacity-duration", "0.5", "--queued", "8",
                 "--refusal-ms", "60000", "--attainment", "-1", "--slo-ttft-ms", "60000", "--slo-tbt-ms", "60000",
-                "--capacity-streams", "8", "--times", "4")  # fmt: skip
+                "--capacity-streams", "8", "--times", "4", "--requests", "20", "--processes", "1")  # fmt: skip
     assert found["statuses"]["complete"] == found["accepted"]
     assert found["requests"] > found["accepted"] > 0
     assert found["refusal_ms"]["p99"] > 0
@@ -65,15 +89,17 @@ def test_overload(tmp_path):
     ],
     ids=lambda codes: ", ".join(codes),
 )
-def test_stop(tmp_path, codes):
+@pytest.mark.usefixtures("shared")
+def test_stop(tmp_path, model, codes):
     # Long outputs: some requests are being served at any time.
-    found = run(tmp_path, "stop", "--prompt-len", "4", "12", "--output-len", "44", "50", "--streams", "8",
+    found = run(tmp_path, model, "stop", "--requests", "20", "--prompt-len", "4", "12", "--output-len", "44", "50", "--streams", "8",
                 "--repeats", "1", "--load-time", "0.2", "--ends", *codes)  # fmt: skip
     assert {end["end"]: end["exit_code"] for end in found["ends"]} == codes
 
 
-def test_overhead(tmp_path):
-    found = run(tmp_path, "overhead", "--streams", "2", "--batches", "2", "--repeats", "1", "--prompt-len", "8",
+@pytest.mark.usefixtures("shared")
+def test_overhead(tmp_path, model):
+    found = run(tmp_path, model, "overhead", "--streams", "2", "--batches", "2", "--repeats", "1", "--prompt-len", "8",
                 "--output-len", "8", "--ways", "shared", "--limit", "1000")  # fmt: skip
     assert [row["what"] for row in found["rows"]] == ["LLM", "AsyncEngine", "http", "grpc", "vllm"]
     assert all(row["tokens"] == 32 and row["cpu_us_per_token"] > 0 for row in found["rows"])
@@ -101,14 +127,14 @@ def test_a_difference_from_the_offline_answer_is_reported(ids, text, reason, pro
     assert clients._difference(answer, ids, text, reason) == problem
 
 
-def test_a_broken_promise_is_exit_code_1(tmp_path, capsys, monkeypatch):
+def test_a_broken_promise_is_exit_code_1(tmp_path, model, capsys, monkeypatch):
     def broken(args):
         found = report.Run("overload", args)
         found.promise("something", False, "not so")
         return found
 
     monkeypatch.setattr(overload, "run", broken)
-    found = run(tmp_path, "overload", expected=1)
+    found = run(tmp_path, model, "overload", expected=1)
     assert found["promises"] == [{"what": "something", "kept": False, "found": "not so"}]
     assert "BROKEN" in capsys.readouterr().out
 

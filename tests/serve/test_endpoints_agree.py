@@ -89,10 +89,13 @@ BESIDE: dict[str, list[Any]] = {
     "n": [*at(1, V.MAX_SEQUENCES), 2**32 - 1],
     "deadline_ms": [*near(1e3 * V.MAX_DEADLINE_S), 60_000, 0.0, -1.0, NAN, INF],
 }  # fmt: skip
+SHORT = {"max_tokens": 4}
+"""Further parameters, where neither the length of an answer nor what it is compared with is in question."""
+AT_LENGTH = ("max_tokens", "min_tokens", "structured_outputs")
 REQUESTS: list[Request] = [
-    *({"prompt": "hello", "params": {name: value}} for name, values in SAMPLING.items() for value in values),
+    *({"prompt": "hello", "params": {name: value} if name in AT_LENGTH else {name: value, **SHORT}} for name, values in SAMPLING.items() for value in values),
     *({"prompt": prompt, "params": {}} for prompt in PROMPTS),
-    *({"prompt": "hello", "params": {}, name: value} for name, values in BESIDE.items() for value in values),
+    *({"prompt": "hello", "params": SHORT, name: value} for name, values in BESIDE.items() for value in values),
     {"prompt": "x" * (MAX_MODEL_LEN - 20), "params": {"max_tokens": 30}},
     {"prompt": [], "params": {"top_p": 1.5}},
     {"prompt": "hello", "params": {"min_tokens": 4, "max_tokens": 3}},

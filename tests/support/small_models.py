@@ -1,6 +1,7 @@
 """Directories of models with one layer, which are quick to compile."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,19 @@ def write_byte_model(path: Path, **fields: Any) -> Path:
     (path / "config.json").write_text(json.dumps({**_BYTE_MODEL, **fields}))
     byte_tokenizer().backend.save(str(path / "tokenizer.json"))
     return path
+
+
+SMALL_ENGINE = shlex.split(
+    "--load-format dummy --max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 64 --num-blocks-override 5"
+    " --calibration-time 0"
+)
+"""Flags of `apt-jax serve` for `write_small_model`. Tests that start it have the same ones: what is compiled for one
+serves all."""
+
+
+def write_small_model(path: Path) -> Path:
+    """Write the byte model that tests start as a process."""
+    return write_byte_model(path, max_position_embeddings=64)
 
 
 def write_shallow_model(path: Path) -> Path:

@@ -29,7 +29,7 @@ from serve.grpc_api.server import ServerConfig
 from serve.http_api.server import HttpConfig
 from serve.observability import call_log as logs
 from tests.support.caches import calibrations_apart
-from tests.support.small_models import write_byte_model
+from tests.support.small_models import SMALL_ENGINE, write_small_model
 from tests.support.toy_serving import executor_of, toy_parts
 
 COMMANDS = (
@@ -651,7 +651,7 @@ def test_H1_both_protocols_drain(capsys):
 def test_a_real_server_process_serves_and_stops(tmp_path):
     model = tmp_path / "small"
     model.mkdir()
-    write_byte_model(model, max_position_embeddings=64)
+    write_small_model(model)
     port, http_port = free_port(), free_port()
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-the-first-tenant")
@@ -660,8 +660,7 @@ def test_a_real_server_process_serves_and_stops(tmp_path):
         [
             sys.executable, "-m", "serve.cli", "serve", str(model), "--load-format", "dummy", "--grpc-port", str(port),
             "--port", str(http_port), "--api-key-file", str(keys),
-            "--max-num-seqs", "1", "--max-num-batched-tokens", "32", "--num-blocks-override", "64",
-            "--calibration-time", "0", "--served-model-name", "small",
+            *SMALL_ENGINE, "--served-model-name", "small",
         ],
         env={**os.environ, "APT_JAX_CACHE_DIR": calibrations_apart(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -21,17 +21,18 @@ from schemathesis.engine import events, from_schema
 from schemathesis.specs.openapi.checks import negative_data_rejection
 
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS
+from tests.support.cases import num_cases
 from tests.support.fuzzing import FULL, KEY, Fuzzed, cases, fuzzing
 
 OBJECTIVES = {"slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", TIER_KEY}
 EXAMPLES = {
-    "Completion": cases(14, 2000),
-    "ChatCompletion": cases(10, 1300),
-    "Tokenize": cases(6, 900),
-    "Detokenize": cases(6, 900),
+    "Completion": cases(num_cases(7, 14), 2000),
+    "ChatCompletion": cases(num_cases(5, 10), 1300),
+    "Tokenize": cases(num_cases(3, 6), 900),
+    "Detokenize": cases(num_cases(3, 6), 900),
 }
 """Number of examples of each operation with a body, in addition to those of every bound."""
-LEAST = cases(60, 8000)
+LEAST = cases(num_cases(30, 60), 8000)
 """Minimum number of requests in total."""
 
 
@@ -123,6 +124,7 @@ def config(url: str) -> SchemathesisConfig:
     )
 
 
+@pytest.mark.seeds
 def test_every_answer_is_one_that_the_document_allows(fuzzed: Fuzzed, client: httpx2.Client):
     document = client.get("/openapi.json").json()
     schema = schemathesis.openapi.from_dict(document, config=config(fuzzed.url))

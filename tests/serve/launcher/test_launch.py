@@ -29,7 +29,7 @@ from serve.cli import options
 from serve.cli.commands import launch as launch_command
 from serve.client import AptClient
 from serve.launcher.plan import visible_gpus
-from tests.support.small_models import write_shallow_model
+from tests.support.small_models import SMALL_ENGINE, write_shallow_model, write_small_model
 from tests.support.toy_server import server_parts
 from tests.support.toy_serving import expected_tokens
 
@@ -333,6 +333,7 @@ def test_lines_of_json_stay_json(tmp_path):
     assert any("it is started again" in record["message"] for record in records)
 
 
+@pytest.mark.slow
 @needs_gateway
 def test_a_real_model_behind_the_gateway(tmp_path):
     model = write_shallow_model(tmp_path / "model")
@@ -367,6 +368,16 @@ def test_a_single_replica_has_no_gateway_and_comes_back_too(tmp_path):
         assert _stats(address).generation_tokens == 0
         alone.process.terminate()
         assert alone.wait() == 0
+
+
+def test_a_single_replica_of_a_real_model(tmp_path):
+    with Launch(tmp_path, REAL, str(write_small_model(tmp_path)), *SMALL_ENGINE, *ANY_PORT) as alone:
+        alone.wait_ready(280)
+        with AptClient(alone.line.split()[2]) as client:
+            assert list(client.generate("hello", max_tokens=5, ignore_eos=True))
+        alone.process.terminate()
+        assert alone.wait() == 0
+        assert alone.orphans() == []
 
 
 def test_a_replica_that_refuses_its_flags_ends_all(tmp_path):
