@@ -43,7 +43,8 @@ FEW_PROGRAMS: dict[str, Any] = {
     "warm_up": False,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 64,
-    "num_blocks_override": 128,
+    "max_model_len": 128,
+    "num_blocks_override": 64,
 }
 
 
