@@ -89,7 +89,7 @@ def random_params(config: ModelConfig, dtype: str, seed: int = 0) -> ModelParams
     return jax.tree.map(leaf, param_names(config), abstract_params(config, dtype))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # the parameters of one size at a time
 def _model(size: _Size) -> tuple[ModelConfig, ModelParams]:
     fields = resolve_model(size.model, allow_preset=True).fields
     _, config = read_model_config(fields)
