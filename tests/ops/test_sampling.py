@@ -9,7 +9,7 @@ from apt_jax.ops import sampling
 from tests.support.cases import cover
 
 ROWS, VOCAB = 32, 501
-"""Of the restrictions, so that few programs are compiled."""
+"""One size of batch for all restrictions, so that few programs are compiled."""
 
 restrict = jax.jit(sampling.restrict, static_argnames="borders")
 sample = jax.jit(sampling.sample)

@@ -18,7 +18,7 @@ def _wide(a: Any) -> Any:
 
 
 def _own(pool: Any, table: Any, ranges: Any, length: int, slots: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a row's own slots hold, and their positions."""
+    """Return what a row's own slots hold, and their positions."""
     position = np.arange(length)
     entry, order = position // slots, position % slots
     slot, own = order, np.full(length, True)
@@ -90,7 +90,7 @@ def expected_decode(
     key_norm: KeyNorm | None = None,
     rules: LogitModifiers | None = None,
 ) -> np.ndarray:
-    """What the op `op` of `apt_jax.ops.reference` returns for these arguments."""
+    """Return what the op `op` of `apt_jax.ops.reference` returns for these arguments."""
     q, *rest = (_wide(a) for a in arguments)
     absorbed = rest.pop(0) if op == "decode_v_absorbed" else None
     pool, tables, lens, *weights = rest
@@ -112,6 +112,7 @@ def expected_decode(
         if op == "decode_absorbed":
             k = v = x[:, None]
         elif op == "decode_v_absorbed":
+            assert angles is not None
             k, v = _keys(x, weights[0], weights[1], key_norm, angles[position]), x[:, None]
             more = 0.0 if absorbed is None else _scores(absorbed[r : r + 1], v)
         else:
@@ -128,7 +129,7 @@ def expected_decode(
 
 
 def expected_prefill(arguments: Sequence[Any], named: dict[str, Any]) -> np.ndarray:
-    """What `reference.prefill` returns for these arguments."""
+    """Return what `reference.prefill` returns for these arguments."""
     q, k, v, pool, tables, offsets, chunks, prefixes, hidden, num_rows, *weights = (_wide(a) for a in arguments)
     ranges, angles = _wide(named.get("slot_ranges")), _wide(named.get("angles"))
     block_size = named["block_size"]
