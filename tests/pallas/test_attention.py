@@ -404,7 +404,8 @@ def test_the_reference_of_prefill_computes_what_numpy_does(layout: str, dtype: s
     arguments, named, expected = prefill_case(layout, dtype, shared)
     some = np.flatnonzero(np.asarray(arguments[6]))  # a row without any token is none for the reference
     rows = [a if a is None else a[some] for a in (*arguments[4:9], named["slot_ranges"])]
-    arguments = (*arguments[:4], *rows[:5], arguments[9] - 1, *arguments[10:])
+    wide = [a.astype(jnp.float32) for a in arguments[:3]]  # keys computed from layer inputs are float32
+    arguments = (*wide, arguments[3], *rows[:5], arguments[9] - 1, *arguments[10:])
     check(reference_prefill(arguments, named | {"slot_ranges": rows[5]}), expected, dtype)
 
 
