@@ -234,6 +234,17 @@ def test_rows_outside_the_range_give_zeros(op: str) -> None:
     assert not case.actual(rows=(jnp.int32(2), jnp.int32(2))).any()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_rows_outside_the_range_of_whole_blocks_give_zeros(op: str) -> None:
+    case = _case(op, "rotary", "float32", [20, 33, 7, 50, 64, 3])
+    rows = (jnp.int32(1), jnp.int32(4))
+    actual = case.actual(rows=rows)
+    assert not actual[[0, 4, 5]].any()
+    np.testing.assert_array_equal(actual[1:4], case.actual()[1:4])
+    _close(actual, case.expected(rows=rows), "float32")
+
+
 @pytest.mark.parametrize("op", cover(["decode_kv", "decode_reprojected"], ["decode_kv"]))
 def test_a_large_batch_is_not_split(op: str) -> None:
     assert num_splits(None, 4 * 72, 2) == 1
