@@ -66,18 +66,18 @@ def only(*ids: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("mixed", "ops", "attention"),
     [
-        # These two are the executors of other tests here.
+        # What an executor takes by itself; without graphs, the layouts below have "reproject".
         (False, None, "absorb"),
         (True, GRAPHS, "absorb"),
-        (True, None, "reproject"),
-        (False, GRAPHS, "reproject"),
+        (True, GRAPHS, "reproject"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (False, None, "reproject"),
                 (True, None, "absorb"),
+                (True, None, "reproject"),
                 (False, GRAPHS, "absorb"),
-                (True, GRAPHS, "reproject"),
+                (False, GRAPHS, "reproject"),
             )
         ),
     ],
@@ -177,20 +177,25 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "ops", "slots", "all_sizes"),
+    ("mode", "ops", "mixed", "slots", "all_sizes"),
     [
-        ("hybrid", None, 2, True),
-        ("kv", GRAPHS, 2, False),
-        pytest.param("hybrid", None, 4, True, marks=pytest.mark.slow),
-        pytest.param("hybrid", None, 8, True, marks=pytest.mark.slow),
-        pytest.param("kv", GRAPHS, 2, True, marks=pytest.mark.slow),
+        ("hybrid", None, False, 2, True),
+        ("kv", GRAPHS, True, 2, False),
+        pytest.param("hybrid", None, True, 4, True, marks=pytest.mark.slow),
+        pytest.param("hybrid", None, True, 8, True, marks=pytest.mark.slow),
+        pytest.param("kv", GRAPHS, True, 2, True, marks=pytest.mark.slow),
     ],
 )
 def test_Q8_serving_after_warm_up_compiles_nothing(
-    mode: CacheMode, ops: KernelBackend | None, slots: int, all_sizes: bool, monkeypatch: pytest.MonkeyPatch
+    mode: CacheMode,
+    ops: KernelBackend | None,
+    mixed: bool,
+    slots: int,
+    all_sizes: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     draw_greedily(monkeypatch)  # which programs there are does not depend on how they draw
-    executor = make_executor(mode, mixed=True, ops=ops, max_num_seqs=slots)
+    executor = make_executor(mode, mixed=mixed, ops=ops, max_num_seqs=slots)
     if not all_sizes:
         few_programs(executor)
     seen = []

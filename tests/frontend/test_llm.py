@@ -464,7 +464,7 @@ def test_stored_costs_are_used_and_progress_is_told(small_model, monkeypatch):
     config = EngineConfig(
         model=str(small_model),
         load_format="dummy",
-        cache=CacheConfig(num_blocks_override=40),
+        cache=CacheConfig(num_blocks_override=40, mode="kv"),
         scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=32),
     )
     stages: dict[str, tuple[int, int]] = {}

@@ -1,13 +1,13 @@
 """Structured output with a real model: `tiny-opt`, which would never write JSON by itself."""
 
 import ast
-import functools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jsonschema
 import numpy as np
 import pytest
@@ -21,6 +21,15 @@ from tests.support.paged_driver import few_programs
 pytest.importorskip("llguidance")
 
 PROMPTS = ["Once upon a time", "The answer in JSON:", "KING.", "My lord, the "]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimised() -> Iterator[None]:
+    """Programs run so often here that what optimising them takes is won back."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +180,13 @@ def test_refused_forms_run_nothing(llm: LLM) -> None:
 
 
 def test_the_example_of_the_documentation_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = {"max_num_seqs": 1, "max_num_batched_tokens": 32, "num_blocks_override": 64}
-    monkeypatch.setattr("apt_jax.LLM", functools.partial(LLM, **few))  # fewer programs to compile
+    def given(model: str, **options: Any) -> LLM:
+        assert (model, options) == ("tiny-opt", {"warm_up": False})  # as `llm` was made, but for sizes
+        return llm
+
+    monkeypatch.setattr("apt_jax.LLM", given)
     text = (Path(__file__).parents[2] / "docs" / "structured_output.md").read_text()
     example = text.split("```python\n")[1].split("```")[0]
     exec(compile(example, "structured_output.md", "exec"), {})
