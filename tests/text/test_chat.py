@@ -467,12 +467,13 @@ def test_a_file_of_its_own_goes_before_the_configuration_and_the_operators_befor
 # --- LLM.chat ------------------------------------------------------------------------------------------------------
 
 
-def test_LLM_chat_answers_by_the_template(tmp_path):
+@pytest.mark.parametrize("model", ["shallow", pytest.param("tiny-opt", marks=pytest.mark.slow)])
+def test_LLM_chat_answers_by_the_template(tmp_path, model):
     from apt_jax import LLM, InvalidRequestError, SamplingParams
 
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}King:")
     llm = LLM(
-        str(write_shallow_model(tmp_path / "tiny-opt")),
+        str(write_shallow_model(tmp_path / "shallow")) if model == "shallow" else model,
         chat_template=str(tmp_path / "chat.jinja"),
         warm_up=False,
         cache="kv",
