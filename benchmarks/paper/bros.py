@@ -451,7 +451,7 @@ def fig12(options: Options) -> list[Row]:
 def fig3(options: Options) -> list[Row]:
     policies = ("fcfs", "longest-wait", "longest-wait-256")
     rates = (8.0, 30.0) if options.quick else (5.0, 10.0, 15.0, 20.0, 30.0)
-    num = 24 if options.quick else 512
+    num = 12 if options.quick else 512
 
     def case(policy: str, rate: float, seed: int) -> Mixed:
         return Mixed(

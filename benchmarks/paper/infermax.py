@@ -439,7 +439,7 @@ def fig4(options: Options) -> list[Row]:
 
 def _high(options: Options, c: str, o: int, i: int, p: str) -> Offline:
     """A run of Figs. 5 and 6."""
-    num = 64 if options.quick else 1024
+    num = 32 if options.quick else 1024
     return Offline(policy=p, num_requests=num, prompt=i, output=o, costs=c)
 
 
@@ -565,7 +565,7 @@ def fig8(options: Options) -> list[Row]:
 
 
 def fig9(options: Options) -> list[Row]:
-    num = 32 if options.quick else 1024
+    num = 16 if options.quick else 1024
     capacities = (100, 1_000) if options.quick else (100, 1_000, 10_000, 100_000, 1_000_000)
     costs = options.costs
     bases = ("fcfs", "algorithm-1", "sarathi")
@@ -686,8 +686,8 @@ def sorting(options: Options) -> list[Row]:
     bases = ("fcfs", "algorithm-1", "sarathi", "sarathi-pc")
     ours = ("sorting", "infermax", "infermax-c")
     seeds = (0,) if options.quick else tuple(range(options.num_seeds))
-    num = 64 if options.quick else max(options.sizes)
-    capacity = 4096 if options.quick else 100_000 * num // 1024
+    num = 32 if options.quick else max(options.sizes)
+    capacity = 2048 if options.quick else 100_000 * num // 1024
     mixes = ("SISO+LISO",) if options.quick else options.mixes
     equal = [(i, o) for o in options.outputs for i in options.prompts if o > 1]
 

@@ -22,7 +22,7 @@ from apt_jax.sim.recording import (
 )
 from apt_jax.sim.workload import Workload
 from apt_jax.utils.clock import VirtualClock
-from tests.support.paged_driver import make_executor
+from tests.support.paged_driver import few_programs, make_executor
 
 NUM_BLOCKS = 60
 """A pool in which a few requests fit: preemptions happen."""
@@ -55,7 +55,7 @@ KV_ALONE = ("apt", "apt-plus", "fcfs", "sarathi", "vllm-v1")
 
 @pytest.fixture(scope="module")
 def executor() -> JaxExecutor:
-    made = make_executor("hybrid", num_blocks=NUM_BLOCKS)
+    made = few_programs(make_executor("hybrid", num_blocks=NUM_BLOCKS))
     made.warm_up()
     return made
 
@@ -74,6 +74,7 @@ def config_of(policy: str, cache: CacheMode) -> SimulationConfig:
     return SimulationConfig(policy=policy, cache=cache, seed=5, max_num_seqs=8, max_num_batched_tokens=64)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize(
     ("policy", "cache"),
     [(policy, "hybrid") for policy in sorted(POLICIES)]

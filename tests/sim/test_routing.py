@@ -24,6 +24,7 @@ from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import draw_arrivals
 from apt_jax.sim.workload import Workload
 from apt_jax.utils.clock import VirtualClock
+from tests.support.cases import ALL, num_cases
 
 BUSY = SimulationConfig(num_blocks=200)
 """Room for three or four of the requests of `bursts`."""
@@ -95,11 +96,14 @@ def served_alone(config: SimulationConfig, workload: Workload) -> list[RequestMe
     return found
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_one_replica_is_the_engine_alone(policy):
+    """In `make test` with one router for each policy, in turn."""
     config, workload = dataclasses.replace(BUSY, policy=policy), bursts(25)
     alone = served_alone(config, workload)
-    for routing in ROUTING_POLICIES:
+    routers, turn = list(ROUTING_POLICIES), sorted(POLICIES).index(policy)
+    for routing in routers if ALL else [routers[turn % len(routers)]]:
         result = simulate(dataclasses.replace(config, routing_policy=routing), workload=workload)
         assert result.requests == alone
         assert not result.routed_to.any()
@@ -122,7 +126,8 @@ def test_each_replica_does_what_it_would_do_alone(policy, routing):
     assert again.routed_to.tolist() == result.routed_to.tolist()
 
 
-@settings(max_examples=20, deadline=None)
+@pytest.mark.seeds
+@settings(max_examples=num_cases(10, 20), deadline=None)
 @given(st.data())
 def test_every_request_is_served_once_whatever_comes_when(data):
     n = data.draw(st.integers(1, 12))

@@ -23,7 +23,8 @@ from apt_jax.sim.trace import (
     scale_arrivals,
 )
 from apt_jax.sim.workload import Workload, sample_workload
-from tests.support.cases import ALL
+from tests.support.cases import ALL, cover
+from tests.support.policy_names import LEADING
 
 SMALL = SimulationConfig(rate=4.0, num_requests=60)
 CROWDED = (
@@ -150,7 +151,7 @@ def test_time_of_the_host_is_hidden_behind_the_device_as_far_as_it_is_shorter():
 
 
 @pytest.mark.seeds
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", cover(sorted(POLICIES), LEADING))
 def test_every_policy_serves_all_with_overlap(policy):
     config = dataclasses.replace(CROWDED, policy=policy, overlap=True)
     result = simulate(config, debug=True)

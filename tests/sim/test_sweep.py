@@ -10,7 +10,7 @@ from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import Store, bisect_rate, find_rates, run_key, sweep
 
-SMALL = SimulationConfig(rate=3.0, num_requests=12, policy="fcfs", cache="kv", trace="humaneval")
+SMALL = SimulationConfig(rate=3.0, num_requests=12, policy="fcfs", cache="kv", trace="humaneval", output_scale=0.25)
 GRID = [dataclasses.replace(SMALL, rate=rate, seed=seed) for rate in (2.0, 4.0) for seed in (0, 1)]
 SAME = ("slo_attainment", "ttft_s", "tbt_s", "iterations", "preemptions", "tokens_per_s")
 

@@ -1,6 +1,8 @@
 """A tiny engine without device: it does what plans say, counts blocks, and delivers tokens at once."""
 
 import dataclasses
+import operator
+from typing import Any
 
 import numpy as np
 
@@ -32,16 +34,19 @@ def kinds(mode: str = "hybrid", base_s: float = 0.0, per_token_s: float = 1e-5) 
     )
 
 
-def blocks(tokens: int, kind: int, block_size: int, hidden_block_size: int | None = None) -> int:
-    """Blocks of so many positions; `hidden_block_size` as of `World`."""
+def blocks(tokens: Any, kind: int, block_size: int, hidden_block_size: int | None = None) -> Any:
+    """Blocks of so many positions, a number or an array of them; `hidden_block_size` as of `World`."""
     if kind == KV:
         return 2 * -(-tokens // block_size)
     return -(-tokens // (block_size if hidden_block_size is None else hidden_block_size))
 
 
+COLUMNS = operator.attrgetter(*RequestTable.COLUMNS)
+
+
 def contents(table: RequestTable) -> dict[str, bytes]:
     """All columns of a table, to compare."""
-    return {name: getattr(table, name).tobytes() for name in table.COLUMNS}
+    return dict(zip(table.COLUMNS, map(np.ndarray.tobytes, COLUMNS(table)), strict=True))
 
 
 class World:
@@ -111,7 +116,7 @@ class World:
         table.num_blocks[row] = self.blocks(cached, kind)
         return row
 
-    def blocks(self, tokens: int, kind: int) -> int:
+    def blocks(self, tokens: Any, kind: int) -> Any:
         return blocks(tokens, kind, self.block_size, self.hidden_block_size)
 
     @property
@@ -152,22 +157,24 @@ class World:
         return plan
 
     def apply(self, plan: Plan, *, seconds: float = 0.01) -> None:
-        table = self.table
-        for row in plan.preempt.tolist():
-            table.kind[row] = NO_KIND
-            table.num_cached[row] = table.num_blocks[row] = table.tokens_since_preemption[row] = 0
-            table.num_preemptions[row] += 1
+        table, rows, kind = self.table, plan.rows, plan.kind
+        if plan.preempt.size:
+            table.kind[plan.preempt] = NO_KIND
+            for column in (table.num_cached, table.num_blocks, table.tokens_since_preemption):
+                column[plan.preempt] = 0
+            table.num_preemptions[plan.preempt] += 1
         self.now_s += seconds
-        for row, n, kind in zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True):
-            if row in plan.convert:
-                kind = KV
-                self.num_conversions += 1
-            if table.kind[row] == NO_KIND:
-                table.num_kind_switches[row] += self.last_kind.get(row, kind) != kind
-                self.last_kind[row] = kind
-            table.kind[row] = kind
-            table.num_cached[row] += n
-            table.num_blocks[row] = self.blocks(int(table.num_cached[row]), kind)
+        if plan.convert.size:
+            kind = np.where(np.isin(rows, plan.convert), KV, kind)
+            self.num_conversions += plan.convert.size
+        for i in np.flatnonzero(table.kind[rows] == NO_KIND).tolist():
+            row, begun = int(rows[i]), int(kind[i])
+            table.num_kind_switches[row] += self.last_kind.get(row, begun) != begun
+            self.last_kind[row] = begun
+        table.kind[rows] = kind
+        table.num_cached[rows] += plan.num_tokens
+        cached = table.num_cached[rows]
+        table.num_blocks[rows] = np.where(kind == KV, self.blocks(cached, KV), self.blocks(cached, HIDDEN))
         assert self.used_blocks <= self.num_blocks
         done = plan.rows[table.num_cached[plan.rows] == table.num_tokens[plan.rows]]
         table.record_tokens(done, self.now_s)

@@ -31,7 +31,7 @@ def test_infermax_compares_eviction_with_waiting_and_goes_on_from_its_store(
     rows = read(tmp_path / "infermax_fig9.csv")
     assert all(row["evictions"] == "0" for row in rows if row["policy"].endswith("-ef"))
     assert any(row["evictions"] != "0" for row in rows)
-    assert {row["num_completed"] for row in rows} == {"32"}
+    assert {row["num_completed"] for row in rows} == {"16"}
     targets = {row["id"]: row for row in read(tmp_path / "infermax.csv")}
     assert targets["I-45-vllm-100"]["paper"] == "1.9"
     assert targets["I-45-vllm-100"]["verdict"] in ("reproduced", "same direction", "differs")
@@ -45,7 +45,7 @@ def test_infermax_compares_eviction_with_waiting_and_goes_on_from_its_store(
 @pytest.mark.parametrize("script", ["bros"], indirect=True)
 def test_bros_beats_first_come_first_served_beside_best_effort_batches(script: ModuleType, tmp_path: Path) -> None:
     common = ["--quick", "--out", str(tmp_path), "--store", str(tmp_path / "runs.jsonl")]
-    common += ["--duration", "3", "--be-batch", "16"]
+    common += ["--duration", "1.5", "--be-batch", "8"]
     assert script.main(["fig11", "fig14", *common]) == 0
     rows = read(tmp_path / "bros_fig10_11.csv")
     attained = {
@@ -86,7 +86,7 @@ def test_the_next_best_effort_batch_comes_when_the_one_before_has_ended(
 @pytest.mark.parametrize("script", ["bros"], indirect=True)
 def test_bros_commands_run_and_judge(script: ModuleType, tmp_path: Path) -> None:
     common = ["--quick", "--out", str(tmp_path), "--store", str(tmp_path / "runs.jsonl")]
-    common += ["--duration", "3", "--be-batch", "16"]
+    common += ["--duration", "1.5", "--be-batch", "8"]
     assert script.main(["fig3", "fig12", *common]) == 0
     targets = {(row["id"], row["variant"]): row for row in read(tmp_path / "bros.csv")}
     assert {"B-fig3-normalised", "B-fig3-queueing", "B-rt-lat", "B-rt-tgi"} <= {name for name, _ in targets}

@@ -22,14 +22,14 @@ KEYS = {
     "iterations",
     "sim_wall_s",
 }
-QUICK = ["--trace", "humaneval", "--num-requests", "20"]
+QUICK = ["--trace", "humaneval", "--num-requests", "20", "--output-scale", "0.25"]
 
 
 def test_one_run_writes_the_keys_of_the_contract(tmp_path, capsys):
     path = tmp_path / "out.json"
     code = main(["simulate", *QUICK, "--rate", "4", "--model", "opt-13b", "--hardware", "a100-40gb",
                  "--cv", "2", "--seed", "3", "--scheduling-policy", "apt", "--cache", "hybrid",
-                 "--slo-ttft-ms", "500", "--slo-tbt-ms", "500", "--output-scale", "0.5", "--json", str(path)])  # fmt: skip
+                 "--slo-ttft-ms", "500", "--slo-tbt-ms", "500", "--json", str(path)])  # fmt: skip
     assert code == 0
     values = json.loads(path.read_text())
     assert set(values) >= KEYS
@@ -70,7 +70,7 @@ def test_find_rate(tmp_path, capsys):
 
 
 def test_a_rate_that_is_a_burst_is_said(capsys):
-    args = ["--trace", "humaneval", "--scheduling-policy", "fcfs", "--seeds", "1", "--workers", "1"]
+    args = [*QUICK, "--scheduling-policy", "fcfs", "--seeds", "1", "--workers", "1"]
     assert main(["simulate", *args, "--num-requests", "5", "--find-rate", "0.5"]) == 0
     assert "all 5 requests arrive within" in " ".join(capsys.readouterr().out.split())
 
