@@ -388,7 +388,7 @@ def serve_some(parts: EngineComponents, num_requests: int = 12) -> None:
 
 
 ALWAYS = ("raises", "row twice", "writes to the table", "nothing is run")
-"""What `make test` also breaks in every call: then `fcfs` alone schedules, whatever is broken."""
+"""Faults that `make test` also plants in every call: then `fcfs` alone schedules, whatever the fault."""
 
 
 @pytest.mark.seeds
