@@ -45,7 +45,7 @@ def test_infermax_compares_eviction_with_waiting_and_goes_on_from_its_store(
 @pytest.mark.parametrize("script", ["bros"], indirect=True)
 def test_bros_beats_first_come_first_served_beside_best_effort_batches(script: ModuleType, tmp_path: Path) -> None:
     common = ["--quick", "--out", str(tmp_path), "--store", str(tmp_path / "runs.jsonl")]
-    common += ["--duration", "1.5", "--be-batch", "8"]
+    common += ["--duration", "3", "--be-batch", "16"]
     assert script.main(["fig11", "fig14", *common]) == 0
     rows = read(tmp_path / "bros_fig10_11.csv")
     attained = {
