@@ -123,7 +123,7 @@ class TokenConstraint(Protocol):
 
 
 class Grammar(Protocol):
-    """A form of outputs, ready to use; shared by requests."""
+    """A constraint on outputs, ready to use; shared by requests."""
 
     def start(self) -> TokenConstraint:
         """A constraint at the beginning of an output; quick, called from the engine's thread."""

@@ -70,9 +70,9 @@ def make_request(
     Raises:
         ValueError: a field or value that the message cannot hold.
     """
-    form = sampling.get("structured_outputs")
-    if isinstance(form, Mapping):
-        sampling["structured_outputs"] = structured_outputs(form)
+    constraint = sampling.get("structured_outputs")
+    if isinstance(constraint, Mapping):
+        sampling["structured_outputs"] = structured_outputs(constraint)
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,

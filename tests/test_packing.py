@@ -11,7 +11,7 @@ from apt_jax.sched.request_table import HIDDEN, KV
 
 DROPPED = 44
 BUCKETS = Buckets(decode=[1, 2, 4], masked=[1, 4], prefill=[4, 8], copies=[8], conversions=[1, 2])
-FORM = StepFormat(
+FORMAT = StepFormat(
     block_size=4, hidden_block_size=4, num_blocks=10, max_num_seqs=4, max_model_len=32, table_len=8, vocab_size=40,
     num_biases=8, buckets=BUCKETS,
 )  # fmt: skip
@@ -31,9 +31,9 @@ STEP = batch([1, 3, 1], [5, 0, 2], [HIDDEN, KV, KV], [[[1, 2], [0, 0]], [[5, 0],
 
 
 def test_decode_rows_come_before_chunks_and_keys_before_layer_inputs():
-    step = pack_forward(STEP, FORM, mixed=True)
+    step = pack_forward(STEP, FORMAT, mixed=True)
     assert (step.num_decode, step.num_prefill) == (4, 4)
-    found = FORM.forward_layout(4, 4).split(step.ints)
+    found = FORMAT.forward_layout(4, 4).split(step.ints)
     assert found["token_ids"].tolist() == [14, 10, 0, 0, 11, 12, 13, 0]
     assert found["token_slots"].tolist() == [2, 0, 4, 4, 1, 1, 1, 4]
     assert found["positions"].tolist() == [2, 5, 0, 0, 0, 1, 2, 0]
@@ -46,9 +46,9 @@ def test_decode_rows_come_before_chunks_and_keys_before_layer_inputs():
 
 
 def test_all_rows_are_chunks_where_programs_are_not_mixed():
-    step = pack_forward(STEP, FORM, mixed=False)
+    step = pack_forward(STEP, FORMAT, mixed=False)
     assert (step.num_decode, step.num_prefill) == (0, 8)
-    found = FORM.forward_layout(0, 8).split(step.ints)
+    found = FORMAT.forward_layout(0, 8).split(step.ints)
     assert found["token_ids"].tolist() == [10, 11, 12, 13, 14, 0, 0, 0]
     assert found["prefill_offsets"].tolist() == [0, 1, 4, 0]
     assert found["prefix_lens"].tolist() == [5, 0, 2, 0]
@@ -58,7 +58,7 @@ def test_all_rows_are_chunks_where_programs_are_not_mixed():
 def test_conversions_are_cut_into_programs():
     step = batch([1], [9], [KV], [[[1, 2, 3], [4, 5, 6]]])
     conversions = Conversions(rows=np.zeros(1, np.int64), inputs=np.array([[7, 8, 9]], np.int32))
-    found = [(FORM.convert_layout(n).split(ints), n) for ints, n in pack_conversions(step, conversions, FORM)]
+    found = [(FORMAT.convert_layout(n).split(ints), n) for ints, n in pack_conversions(step, conversions, FORMAT)]
     assert [n for _, n in found] == [2, 1]
     assert found[0][0]["blocks"].tolist() == [7, 8]
     assert found[1][0]["first_slots"].tolist() == [12, DROPPED, DROPPED, DROPPED]
@@ -66,7 +66,7 @@ def test_conversions_are_cut_into_programs():
 
 
 def test_tokens_beyond_a_narrow_mask_are_forbidden():
-    masks = pack_masks(np.array([[5]], np.int32), np.array([1]), 2, FORM)
+    masks = pack_masks(np.array([[5]], np.int32), np.array([1]), 2, FORMAT)
     assert masks.tolist() == [[-1, -1], [5, 0]]
 
 

@@ -159,7 +159,7 @@ class JaxExecutor:
             hidden_block_size=self.hidden_block_size,
             rows_multiple=ROWS_PER_TILE,
         )
-        self.form = StepFormat(
+        self.step_format = StepFormat(
             block_size=self.block_size,
             hidden_block_size=self.hidden_block_size,
             num_blocks=self.num_blocks,
@@ -173,7 +173,7 @@ class JaxExecutor:
         self.programs = Programs(
             parallel.own_config(config, self.num_devices),
             ops,
-            self.form,
+            self.step_format,
             kinds_offered=self.kinds_offered,
             hidden_mode=self.hidden_mode,
             tensor=None if mesh is None else parallel.TensorParallel(mesh.size, config),
@@ -273,13 +273,13 @@ class JaxExecutor:
         )
 
     def _run_conversions(self, batch: StepBatch, conversions: Conversions) -> None:
-        for ints, num_blocks in pack_conversions(batch, conversions, self.form):
+        for ints, num_blocks in pack_conversions(batch, conversions, self.step_format):
             self.runner.convert_call(ints, num_blocks).run()
 
     def _dispatch(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch a step by one forward program and, where it is one of its own, the sampling program."""
-        runner, form, branches = self.runner, self.form, self.programs.branches
-        step = pack_forward(batch, form, mixed=self.mixed)
+        runner, step_format, branches = self.runner, self.step_format, self.programs.branches
+        step = pack_forward(batch, step_format, mixed=self.mixed)
         kinds = self.programs.kind_set_of(batch.kind)
         rows = np.flatnonzero(batch.samples)
         params = [batch.params[r] for r in rows.tolist()]
@@ -288,16 +288,16 @@ class JaxExecutor:
         done = functools.partial(DeviceStepHandle, num_rows=len(batch.slots), rows=rows)
         two_programs = step.num_prefill or branches or variant.penalised or variant.masked
         if len(rows) and not two_programs:
-            sample_ints = pack_sampling(batch, rows, params, step.num_decode, variant, form)
+            sample_ints = pack_sampling(batch, rows, params, step.num_decode, variant, step_format)
             tokens = runner.decode_call(step.ints, sample_ints, step.num_decode, kinds, variant).run()
             return done(tokens=tokens, logprobs=None)
         states = runner.forward_call(step.ints, step.num_decode, step.num_prefill, kinds).run()
         if not len(rows):
             return done(tokens=None, logprobs=None)
         bucket = bucket_for(self.buckets.decode if masked is None else self.buckets.masked, len(rows))
-        ints = pack_sampling(batch, rows, params, bucket, variant, form)
+        ints = pack_sampling(batch, rows, params, bucket, variant, step_format)
         eos = self.config.eos_token_id
-        penalties = pack_penalties(batch, rows, bucket, eos, form) if variant.penalised else None
+        penalties = pack_penalties(batch, rows, bucket, eos, step_format) if variant.penalised else None
 
         def sample(masks: Ints | None) -> DeviceStepHandle:
             tokens, logprobs = runner.sample_call(states, ints, penalties, masks, bucket, variant).run()
@@ -306,4 +306,4 @@ class JaxExecutor:
         if masked is None:
             return sample(None)
         places = np.searchsorted(rows, masked)
-        return PendingMaskHandle(dispatch=lambda masks: sample(pack_masks(masks, places, bucket, form)))
+        return PendingMaskHandle(dispatch=lambda masks: sample(pack_masks(masks, places, bucket, step_format)))

@@ -134,7 +134,7 @@ def _split_rows(batch: StepBatch, *, mixed: bool) -> tuple[NDArray[np.int64], ND
     return decodes[np.lexsort((-batch.start[decodes], batch.kind[decodes]))], prefills
 
 
-def pack_forward(batch: StepBatch, form: StepFormat, *, mixed: bool) -> PackedForward:
+def pack_forward(batch: StepBatch, step_format: StepFormat, *, mixed: bool) -> PackedForward:
     """Lay out a step's tokens: n decode rows of one token each, then the chunks of m prefill rows, each padded.
 
     Everything with a T axis is indexed by `place`; every row of the batch is an `owner` of places:
@@ -157,11 +157,11 @@ def pack_forward(batch: StepBatch, form: StepFormat, *, mixed: bool) -> PackedFo
     chunk_ends = np.cumsum(lens)
     num_prefill_tokens = int(lens.sum())
     if not len(prefills):
-        num_decode, num_prefill = bucket_for(form.buckets.decode, len(decodes)), 0
+        num_decode, num_prefill = bucket_for(step_format.buckets.decode, len(decodes)), 0
     else:
-        num_decode = form.buckets.decode[-1] if len(decodes) else 0
-        num_prefill = bucket_for(form.buckets.prefill, num_prefill_tokens)
-    views, ints = form.empty_forward(num_decode, num_prefill)
+        num_decode = step_format.buckets.decode[-1] if len(decodes) else 0
+        num_prefill = bucket_for(step_format.buckets.prefill, num_prefill_tokens)
+    views, ints = step_format.empty_forward(num_decode, num_prefill)
     n, m, table_len = len(decodes), len(prefills), batch.block_tables.shape[2]
     views["decode_tables"][:n, :, :table_len] = batch.block_tables[decodes]
     views["decode_lens"][:n] = batch.start[decodes] + 1
@@ -178,15 +178,15 @@ def pack_forward(batch: StepBatch, form: StepFormat, *, mixed: bool) -> PackedFo
     offset = np.concatenate([np.zeros(n, np.int64), within - np.repeat(chunk_ends - lens, lens)])
     position = batch.start[owner] + offset
     hidden = batch.kind[owner] == HIDDEN
-    per_block = np.where(hidden, form.hidden_block_size, form.block_size)
+    per_block = np.where(hidden, step_format.hidden_block_size, step_format.block_size)
     block, rest = np.divmod(position, per_block)
     token_start = np.cumsum(batch.num_tokens) - batch.num_tokens
     views["token_ids"][place] = batch.token_ids[token_start[owner] + offset]
     views["token_slots"][place] = batch.slots[owner]
     views["positions"][place] = position
     views["first_slots"][place] = batch.block_tables[owner, 0, block] * per_block + rest
-    second = batch.block_tables[owner, 1, block] * form.block_size + rest
-    views["second_slots"][place] = np.where(hidden, form.dropped_slot, second)
+    second = batch.block_tables[owner, 1, block] * step_format.block_size + rest
+    views["second_slots"][place] = np.where(hidden, step_format.dropped_slot, second)
     views["token_hidden"][place] = hidden
 
     last_place = np.zeros(len(batch.slots), np.int64)
@@ -207,11 +207,11 @@ def pack_sampling(
     params: Sequence[SamplingParams],
     bucket: int,
     variant: SamplerVariant,
-    form: StepFormat,
+    step_format: StepFormat,
 ) -> Ints:
     """Slots and settings of the rows that sample."""
     n = len(rows)
-    views, ints = form.empty_sample(bucket)
+    views, ints = step_format.empty_sample(bucket)
     views["slots"][:n] = batch.slots[rows]
     if not variant.greedy:
         views["top_k"][:n] = [p.top_k for p in params]
@@ -223,13 +223,13 @@ def pack_sampling(
 
 
 def pack_penalties(
-    batch: StepBatch, rows: NDArray[np.int64], bucket: int, eos_token_id: int | None, form: StepFormat
+    batch: StepBatch, rows: NDArray[np.int64], bucket: int, eos_token_id: int | None, step_format: StepFormat
 ) -> Ints:
     """Histories, penalties and biases of the rows that sample."""
-    views, ints = form.penalty_layout(bucket).zeros()
-    views["last_slot"][:] = form.max_num_seqs
+    views, ints = step_format.penalty_layout(bucket).zeros()
+    views["last_slot"][:] = step_format.max_num_seqs
     views["repetition"][:] = _float_bits([1.0])
-    views["bias_ids"][:] = form.vocab_size
+    views["bias_ids"][:] = step_format.vocab_size
     token_end = np.cumsum(batch.num_tokens)
     for i, r in enumerate(rows):
         p, history = batch.params[r], batch.history[r]
@@ -250,41 +250,41 @@ def pack_penalties(
     return ints
 
 
-def pack_masks(masks: Ints, places: NDArray[np.int64], bucket: int, form: StepFormat) -> Ints:
+def pack_masks(masks: Ints, places: NDArray[np.int64], bucket: int, step_format: StepFormat) -> Ints:
     """One mask per sampling row; tokens beyond the width of `masks` are forbidden in the rows at `places`."""
-    rows = form.empty_masks(bucket)
+    rows = step_format.empty_masks(bucket)
     width = min(rows.shape[1], masks.shape[1])
     rows[places, :width] = masks[:, :width]
     rows[places, width:] = 0
     return rows
 
 
-def pack_copies(copies: Ints, size: int, form: StepFormat) -> Ints:
+def pack_copies(copies: Ints, size: int, step_format: StepFormat) -> Ints:
     """Pairs of blocks, padded with copies of the reserved block to the drop index."""
-    pairs = np.full((size, 2), (0, form.num_blocks + 1), np.int32)
+    pairs = np.full((size, 2), (0, step_format.num_blocks + 1), np.int32)
     pairs[: len(copies)] = copies
     return pairs
 
 
-def pack_conversions(batch: StepBatch, conversions: Conversions, form: StepFormat) -> Iterator[tuple[Ints, int]]:
+def pack_conversions(batch: StepBatch, conversions: Conversions, step_format: StepFormat) -> Iterator[tuple[Ints, int]]:
     """Vectors and numbers of X blocks of the conversion programs: the blocks of all rows, one after another."""
     start, inputs = batch.start[conversions.rows], conversions.inputs
-    per_block = form.hidden_block_size
+    per_block = step_format.hidden_block_size
     i, group = np.nonzero(np.arange(inputs.shape[1]) < -(-start // per_block)[:, None])
     positions = group[:, None] * per_block + np.arange(per_block)
     used = positions < start[i, None]
     positions = np.where(used, positions, 0)
-    column, rest = np.divmod(positions, form.block_size)
+    column, rest = np.divmod(positions, step_format.block_size)
     slots = []
     for half in range(2):
         blocks = batch.block_tables[conversions.rows[i, None], half, column]
-        slots.append(np.where(used, blocks * form.block_size + rest, form.dropped_slot))
+        slots.append(np.where(used, blocks * step_format.block_size + rest, step_format.dropped_slot))
     arrays = {"blocks": inputs[i, group], "positions": positions, "first_slots": slots[0], "second_slots": slots[1]}
     at = 0
     while at < len(i):
-        part = slice(at, at + form.buckets.conversions[-1])
-        num_blocks = bucket_for(form.buckets.conversions, len(i[part]))
-        views, ints = form.empty_conversion(num_blocks)
+        part = slice(at, at + step_format.buckets.conversions[-1])
+        num_blocks = bucket_for(step_format.buckets.conversions, len(i[part]))
+        views, ints = step_format.empty_conversion(num_blocks)
         for name, values in arrays.items():
             flat = values[part].reshape(-1)
             views[name][: flat.size] = flat

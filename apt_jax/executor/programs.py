@@ -49,7 +49,7 @@ class Programs:
     Args:
         config: of the share of the model that one device has.
         ops: implementation of attention.
-        form: how vectors from the host are packed.
+        step_format: how vectors from the host are packed.
         kinds_offered: cache kinds that can occur at all.
         hidden_mode: what of attention over layer inputs is absorbed.
         tensor: collectives, with a `mesh`.
@@ -61,7 +61,7 @@ class Programs:
         self,
         config: ModelConfig,
         ops: KernelBackend,
-        form: StepFormat,
+        step_format: StepFormat,
         *,
         kinds_offered: KindSet,
         hidden_mode: HiddenMode | None,
@@ -69,7 +69,7 @@ class Programs:
         mesh: Mesh | None,
         specs: Any,
     ) -> None:
-        self.config, self.ops, self.form, self.kinds_offered = config, ops, form, kinds_offered
+        self.config, self.ops, self.step_format, self.kinds_offered = config, ops, step_format, kinds_offered
         self._hidden_mode: HiddenMode | None = hidden_mode
         self._tensor, self._mesh, self._specs = tensor, mesh, specs
         pools, alike = P(None, parallel.AXIS), P()
@@ -130,8 +130,8 @@ class Programs:
     def _options(self, num_decode: int, kinds: KindSet) -> StepOptions:
         return StepOptions(
             num_decode=num_decode,
-            block_size=self.form.block_size,
-            hidden_block_size=self.form.hidden_block_size,
+            block_size=self.step_format.block_size,
+            hidden_block_size=self.step_format.hidden_block_size,
             hidden_mode=self._hidden_mode,
             kinds=kinds,
             ops=self.ops,
@@ -150,7 +150,7 @@ class Programs:
         kinds: KindSet,
     ) -> tuple[Pools, Array]:
         """Write the cache; gives hidden states of the rows that sample."""
-        parts = self.form.forward_layout(num_decode, num_prefill).split(ints)
+        parts = self.step_format.forward_layout(num_decode, num_prefill).split(ints)
         slots, counts, sample_rows = (parts.pop(n) for n in ("token_slots", "counts", "sample_rows"))
         on_device = last_tokens.at[slots].get(mode="fill", fill_value=0)
         parts["token_ids"] = jnp.where(parts["token_ids"] < 0, on_device, parts["token_ids"])
@@ -173,7 +173,7 @@ class Programs:
         variant: SamplerVariant,
     ) -> tuple[Array, Array, tuple[Array, Array, Array] | None]:
         """Sample; gives (tokens, is finite), and log probabilities where the variant has them."""
-        parts = self.form.sample_layout(rows).split(ints)
+        parts = self.step_format.sample_layout(rows).split(ints)
         if variant.greedy:
             tokens, finite = greedy_tokens(params, hidden[:rows], self.config, self.ops, self._tensor)
             last_tokens = last_tokens.at[parts["slots"]].set(tokens, mode="drop")
@@ -181,7 +181,7 @@ class Programs:
         raw = logits(params, hidden[:rows], self.config, self.ops.dense, self._tensor)
         scores = raw
         if penalties is not None:
-            extra = self.form.penalty_layout(rows).split(penalties)
+            extra = self.step_format.penalty_layout(rows).split(penalties)
             for name in ("repetition", "presence", "frequency", "bias_values"):
                 extra[name] = _as_float(extra[name])
             scores = sampling.penalise(raw, sampling.PenaltyRows(**extra), last_tokens)
@@ -239,7 +239,7 @@ class Programs:
 
     def convert(self, params: ModelParams, pools: Pools, ints: Array, *, num_blocks: int) -> tuple[Pools]:
         """Compute keys and values from cached layer inputs."""
-        batch = ConvertBatch(**self.form.convert_layout(num_blocks).split(ints))
+        batch = ConvertBatch(**self.step_format.convert_layout(num_blocks).split(ints))
         return (convert_inputs(params, pools, batch, self.config, self._options(0, self.kinds_offered)),)
 
 

@@ -72,7 +72,7 @@ class ProgramRunner:
     """
 
     def __init__(self, params: ModelParams, programs: Programs, memory: PoolMemory) -> None:
-        self.params, self.programs, self.form, self._memory = params, programs, programs.form, memory
+        self.params, self.programs, self.step_format, self._memory = params, programs, programs.step_format, memory
         self.pools: Pools = ()
         self.last_tokens: Array  # made by `clear`
         self.leader: Leader | None = None
@@ -84,8 +84,8 @@ class ProgramRunner:
             self.leader.announce(Plan(program="clear", arrays=[], static={}))
         for pool in self.pools:
             pool.delete()  # a step that failed early has not taken it, and there is no room for two
-        self.pools = self._memory.new_pools(self.form.num_blocks)
-        self.last_tokens = jnp.zeros(self.form.max_num_seqs, jnp.int32, device=self._memory.placed(P()))
+        self.pools = self._memory.new_pools(self.step_format.num_blocks)
+        self.last_tokens = jnp.zeros(self.step_format.max_num_seqs, jnp.int32, device=self._memory.placed(P()))
 
     def forward_call(self, ints: Ints, num_decode: int, num_prefill: int, kinds: KindSet) -> ProgramCall:
         """Gives hidden states of the rows that sample."""
@@ -116,7 +116,7 @@ class ProgramRunner:
 
     def copy_call(self, copies: Ints, size: int) -> ProgramCall:
         """Gives nothing."""
-        pairs = pack_copies(copies, size, self.form)
+        pairs = pack_copies(copies, size, self.step_format)
         return ProgramCall(self, "copy", (self.pools, pairs), {}, replaces_pools=True)
 
     def convert_call(self, ints: Ints, num_blocks: int) -> ProgramCall:
@@ -126,23 +126,23 @@ class ProgramRunner:
 
     def empty_forward_call(self, num_decode: int, num_prefill: int, kinds: KindSet) -> ProgramCall:
         """A call on padding alone."""
-        _, ints = self.form.empty_forward(num_decode, num_prefill)
+        _, ints = self.step_format.empty_forward(num_decode, num_prefill)
         return self.forward_call(ints, num_decode, num_prefill, kinds)
 
     def empty_sample_call(self, rows: int, variant: SamplerVariant) -> ProgramCall:
         """A call on padding alone."""
-        form = self.form
-        _, ints = form.empty_sample(rows)
+        step_format = self.step_format
+        _, ints = step_format.empty_sample(rows)
         # Placed as a forward program's result is: another placement would be another program.
-        hidden = self._memory.empty_states(form.buckets.decode[-1], self.params.dtype)
-        penalties = form.penalty_layout(rows).zeros()[1] if variant.penalised else None
-        masks = form.empty_masks(rows) if variant.masked else None
+        hidden = self._memory.empty_states(step_format.buckets.decode[-1], self.params.dtype)
+        penalties = step_format.penalty_layout(rows).zeros()[1] if variant.penalised else None
+        masks = step_format.empty_masks(rows) if variant.masked else None
         return self.sample_call(hidden, ints, penalties, masks, rows, variant)
 
     def empty_decode_call(self, rows: int, kinds: KindSet, variant: SamplerVariant) -> ProgramCall:
         """A call on padding alone."""
-        _, ints = self.form.empty_forward(rows, 0)
-        _, sample_ints = self.form.empty_sample(rows)
+        _, ints = self.step_format.empty_forward(rows, 0)
+        _, sample_ints = self.step_format.empty_sample(rows)
         return self.decode_call(ints, sample_ints, rows, kinds, variant)
 
     def run_plan(self, plan: Plan) -> Any:

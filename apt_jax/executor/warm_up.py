@@ -52,7 +52,7 @@ def warm_up(
 
 
 def _calls(runner: ProgramRunner, *, mixed: bool, copies: bool, conversions: bool) -> list[Callable[[], ProgramCall]]:
-    programs, form, buckets = runner.programs, runner.form, runner.form.buckets
+    programs, step_format, buckets = runner.programs, runner.step_format, runner.step_format.buckets
     variants = SamplerVariant.variants(branches=programs.branches)
     part = functools.partial
     calls: list[Callable[[], ProgramCall]] = [
@@ -75,6 +75,7 @@ def _calls(runner: ProgramRunner, *, mixed: bool, copies: bool, conversions: boo
     ]
     calls += [part(runner.copy_call, _NO_COPIES, size) for size in (buckets.copies if copies else ())]
     calls += [
-        part(runner.convert_call, form.empty_conversion(n)[1], n) for n in (buckets.conversions if conversions else ())
+        part(runner.convert_call, step_format.empty_conversion(n)[1], n)
+        for n in (buckets.conversions if conversions else ())
     ]
     return calls

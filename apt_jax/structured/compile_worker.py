@@ -79,7 +79,7 @@ def begin_outputs(root: Any, tokenizer: Any) -> str | None:
 
 def give_back_memory() -> None:
     """Return what earlier trials have freed to the system: the next one is measured by how much the process grows."""
-    # Not glibc: a form counts as what it takes beyond the largest one before it.
+    # Not glibc: a grammar counts as what it takes beyond the largest one before it.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,7 +1,7 @@
 """Structured output: schemas, expressions and grammars of users become masks over the vocabulary.
 
 llguidance does the work: a lexer and an Earley parser that say, for each state of an output, which tokens lead on. A
-form arrives like this:
+grammar arrives like this:
 
 1. `grammar_text` writes it in llguidance's notation; `apt_jax.validation` has bounded its size and depth before.
 2. `GrammarCompiler` looks it up in its cache. If it is new, a child process (`apt_jax.structured.compile_worker`)
@@ -12,8 +12,8 @@ form arrives like this:
    the next one is sampled.
 
 A mask that would take too long is an error of its request alone: llguidance counts lexer states, parser items and work
-a step, see `LIMITS`. Copies share one lexer, whose states add up over all outputs of a form: when it has been used for
-long, the form is compiled again for the next ones, and where it is full before, each goes on with one of its own
+a step, see `LIMITS`. Copies share one lexer, whose states add up over all outputs of a grammar: when it has been used for
+long, the grammar is compiled again for the next ones, and where it is full before, each goes on with one of its own
 (`_Source`). Nothing is ever stored on disk.
 """
 
@@ -72,9 +72,9 @@ _STACK_BYTES = 64 << 20
 _LEAST_ENTRY_BYTES = 16 << 10
 _STACK_SIZE = threading.Lock()  # the size is one of the whole process
 _WORN_MASKS = 5_000
-"""After so many masks a form is compiled again for the requests to come: what its lexer has collected becomes free."""
+"""After so many masks a grammar is compiled again for the requests to come: what its lexer has collected becomes free."""
 _OWN_LEXER_LIMIT_S = 0.02
-"""Outputs get a lexer of their own only where compiling the form takes no longer: it is done in the engine's thread."""
+"""Outputs get a lexer of their own only where compiling the grammar takes no longer: it is done in the engine's thread."""
 
 
 class GrammarError(AptJaxError):
@@ -84,16 +84,16 @@ class GrammarError(AptJaxError):
 # --- what users write --------------------------------------------------------------------------------------------
 
 
-def form_of(wanted: StructuredOutputsParams) -> str:
-    """The name of the field that says the form."""
+def field_of(wanted: StructuredOutputsParams) -> str:
+    """Return the name of the field that is set."""
     for name in ("json", "regex", "choice", "grammar", "json_object"):
         if getattr(wanted, name) is not None:
             return name
-    raise ValueError("no form")
+    raise ValueError("no constraint")
 
 
 def grammar_text(wanted: StructuredOutputsParams) -> str:
-    """A checked form in llguidance's notation. `json` is JSON text here."""
+    """Return a checked constraint in llguidance's notation. `json` is JSON text here."""
     from llguidance import LLMatcher
 
     if wanted.regex is not None:
@@ -176,7 +176,7 @@ class _Source:
 
     Args:
         vocabulary: of the model.
-        text: the form in llguidance's notation; it has been tried.
+        text: the grammar in llguidance's notation; it has been tried.
     """
 
     def __init__(self, vocabulary: _Vocabulary, text: str) -> None:
@@ -207,7 +207,7 @@ class _Source:
         return _root(self.vocabulary, self._text)
 
     def renew_if_worn(self) -> None:
-        """Compile the form again where its lexer has been used for long, or is full; not for the engine's thread."""
+        """Compile the grammar again where its lexer has been used for long, or is full; not for the engine's thread."""
         if self.num_masks > _WORN_MASKS or self.is_full:
             self.num_masks, self.is_full = 0, False
             root = _root(self.vocabulary, self._text)
@@ -257,7 +257,7 @@ class LLConstraint:
         return True
 
     def _go_on_or_raise(self) -> None:
-        """After an error: go on with a lexer of one's own where the one that all outputs of the form share is full.
+        """After an error: go on with a lexer of one's own where the one that all outputs of the grammar share is full.
 
         Raises:
             GrammarError: anything else is wrong, or it was this output's own.
@@ -334,14 +334,14 @@ class LLGrammar:
 
 
 class GrammarCompiler:
-    """Compiles the forms that users ask for; from any thread, one new form at a time.
+    """Compiles what users ask for; from any thread, one new grammar at a time.
 
     Args:
-        tokenizer_json: gives the text of tokenizer.json, when the first form comes.
+        tokenizer_json: gives the text of tokenizer.json, when the first grammar comes.
         vocab_size: V of the model; ids that the tokenizer does not have are never allowed.
         num_tokens: ids that the tokenizer has, [0, num_tokens).
         eos_token_ids: end an output.
-        limit_s: for the trial of one form.
+        limit_s: for the trial of one grammar.
         max_entries, max_bytes: of the cache.
     """
 
@@ -357,7 +357,7 @@ class GrammarCompiler:
         max_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         self.num_trials = 0
-        """Forms that were not in the cache."""
+        """Grammars that were not in the cache."""
         self.cached_bytes = 0
         self._tokenizer_json, self._vocab_size = tokenizer_json, vocab_size
         self._our_eos = tuple(t for t in eos_token_ids if t < vocab_size)
@@ -371,7 +371,7 @@ class GrammarCompiler:
         self._entries: collections.OrderedDict[bytes, _Entry] = collections.OrderedDict()
 
     def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool = True) -> LLGrammar:
-        """The grammar of a checked form. Waits for its trial: call it where nobody else waits.
+        """Return the grammar of a checked constraint. It waits for its trial: call it where nobody else waits.
 
         Args:
             wanted: from validation.
@@ -379,10 +379,10 @@ class GrammarCompiler:
                 it can.
 
         Raises:
-            InvalidRequestError: it cannot be used; the field names the form.
-            QueueFullError: too many forms are being tried.
+            InvalidRequestError: it cannot be used; the field names the constraint.
+            QueueFullError: too many grammars are being tried.
         """
-        field = f"{FIELD}.{form_of(wanted)}"
+        field = f"{FIELD}.{field_of(wanted)}"
         try:
             text = grammar_text(wanted)
         except ImportError:
@@ -412,7 +412,7 @@ class GrammarCompiler:
         return len(self._entries)
 
     def close(self) -> None:
-        """End the child process; the next new form starts another one."""
+        """End the child process; the next new grammar starts another one."""
         with self._busy:
             worker, self._worker = self._worker, None
             if worker is not None:
@@ -515,7 +515,7 @@ def _line(message: str) -> str:
     text = " ".join(re.split("<state>|<backtrace>|<non-verbose/>", message)[0].split())
     text = text.replace("json-schema:///", "")
     if text.startswith("NoExtension"):
-        text = "unsatisfiable: no text has this form"
+        text = "unsatisfiable: no text matches it"
     elif "Unimplemented keys" in text:
         text += "; leave out these keywords or say the same with others"
     elif re.search("limit|max is|too (many|complex|big)", text, re.IGNORECASE):

@@ -40,7 +40,7 @@ def schemas(count: int, first_seed: int) -> list[dict[str, Any]]:
 
 
 def run(llm: LLM, params: list[SamplingParams]) -> tuple[float, list[RequestOutput]]:
-    """Seconds and outputs of one batch; forms are known already."""
+    """Seconds and outputs of one batch; grammars are known already."""
     requests = [llm.parts.build_request(prompt="The king said", params=p) for p in params]
     del requests  # compiled and in the cache
     started = time.perf_counter()
@@ -49,8 +49,8 @@ def run(llm: LLM, params: list[SamplingParams]) -> tuple[float, list[RequestOutp
 
 
 def tokens(llm: LLM, concurrency: int, temperature: float, repeats: int) -> dict[str, Any]:
-    """One row: the same batch with and without forms."""
-    forms = [
+    """One row: the same batch with and without grammars."""
+    grammars = [
         SamplingParams(
             max_tokens=256,
             temperature=temperature,
@@ -59,7 +59,7 @@ def tokens(llm: LLM, concurrency: int, temperature: float, repeats: int) -> dict
         )
         for i, schema in enumerate(schemas(max(24, 4 * concurrency), 1000))
     ]
-    _, outputs = run(llm, forms)
+    _, outputs = run(llm, grammars)
     lengths = [len(o.outputs[0].token_ids) for o in outputs]
     plain = [
         SamplingParams(max_tokens=n, temperature=temperature, seed=i, ignore_eos=True) for i, n in enumerate(lengths)
@@ -67,7 +67,7 @@ def tokens(llm: LLM, concurrency: int, temperature: float, repeats: int) -> dict
     run(llm, plain)
     seconds: dict[str, list[float]] = {"structured": [], "plain": []}
     for _ in range(repeats):
-        for name, params in (("structured", forms), ("plain", plain)):
+        for name, params in (("structured", grammars), ("plain", plain)):
             took_s, outputs = run(llm, params)
             assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
             seconds[name].append(took_s)
@@ -164,9 +164,9 @@ def host(llm: LLM, count: int) -> list[dict[str, Any]]:
             seconds.append(timed(lambda f=fill, c=constraints: f(c, masks, list(range(rows))))[0])
         together.append(seconds)
     return [
-        percentiles("first form: starts the child", [first_s]),
-        percentiles("new form", [s for s, _ in new]),
-        percentiles("known form", [s for s, _ in known]),
+        percentiles("first grammar: starts the child", [first_s]),
+        percentiles("new grammar", [s for s, _ in new]),
+        percentiles("known grammar", [s for s, _ in known]),
         percentiles("a request's copy", [s for s, _ in copies]),
         percentiles("mask of one request", fills),
         percentiles("accepting a token", accepts),
@@ -201,7 +201,7 @@ def main() -> int:
     parser.add_argument("--model", default="tiny-opt")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--forms", type=int, default=200)
+    parser.add_argument("--grammars", type=int, default=200)
     parser.add_argument("--out", type=Path, help="directory for CSV and PNG")
     args = parser.parse_args()
     top = max(args.concurrency)
@@ -223,7 +223,7 @@ def main() -> int:
             rows.append(tokens(llm, concurrency, temperature, args.repeats))
             print(rows[-1], file=sys.stderr, flush=True)
     stats = llm.engine.stats()
-    times = host(llm, args.forms)
+    times = host(llm, args.grammars)
     times.append(
         {
             "what": "masks of one step, served",

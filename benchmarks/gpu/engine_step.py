@@ -130,15 +130,15 @@ def _engine_step(case: StepCase, config: ModelConfig, ops: KernelBackend) -> tup
         function = functools.partial(
             executor.programs.forward, num_decode=0, num_prefill=case.prefill_tokens, kinds=kinds
         )
-        sizes = (case.num_rows, executor.form.forward_layout(0, case.prefill_tokens).size)
+        sizes = (case.num_rows, executor.step_format.forward_layout(0, case.prefill_tokens).size)
         return function, tuple(jax.ShapeDtypeStruct((n,), jnp.int32) for n in sizes), (1,)
     function = functools.partial(
         executor.programs.decode, num_decode=case.num_rows, kinds=kinds, variant=VARIANTS[case.sampling]
     )
     sizes = (
         case.num_rows,
-        executor.form.forward_layout(case.num_rows, 0).size,
-        executor.form.sample_layout(case.num_rows).size,
+        executor.step_format.forward_layout(case.num_rows, 0).size,
+        executor.step_format.sample_layout(case.num_rows).size,
     )
     rest = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)
     return function, rest, (1, 2)

@@ -134,12 +134,12 @@ def _lower(executor: JaxExecutor, program: Program) -> Any:
     """Lower the program that `JaxExecutor.execute` calls; sampling programs are small and compiled at their first
     call."""
     rows, tokens, kinds = program
-    _, ints = executor.form.empty_forward(rows, tokens)
+    _, ints = executor.step_format.empty_forward(rows, tokens)
     head = (executor.params, executor.runner.pools, executor.runner.last_tokens, ints)
     try:
         if tokens or executor.programs.branches:
             return executor.programs.jitted["forward"].lower(*head, num_decode=rows, num_prefill=tokens, kinds=kinds)
-        _, sample = executor.form.empty_sample(rows)
+        _, sample = executor.step_format.empty_sample(rows)
         return executor.programs.jitted["decode"].lower(*head, sample, num_decode=rows, kinds=kinds, variant=GREEDY)
     except Exception as error:
         return error

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> Run:
     refused = [record for record in records if record.status in REFUSALS]
     accepted = [record for record in records if record.status not in REFUSALS]
     refusal_ms = _percentiles_ms(record.ended_s - record.started_s for record in refused)
-    by_door = {
+    by_protocol = {
         protocol: _percentiles_ms(r.ended_s - r.started_s for r in refused if r.protocol == protocol)
         for protocol in sorted({r.protocol for r in refused})
     }
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> Run:
         "accepted_per_s": len(accepted) / wall_s,
         "statuses": dict(collections.Counter(record.status for record in records)),
         "refusal_ms": refusal_ms,
-        "refusal_ms_by_door": by_door,
+        "refusal_ms_by_protocol": by_protocol,
         "refusals_later": sum(1e3 * (r.ended_s - r.started_s) > args.refusal_ms for r in refused),
         "attainment_client": client_view,
         "attainment_server": server_view,

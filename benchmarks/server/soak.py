@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> Run:
     tokens = sum(record.num_tokens for record in records)
     found.values |= {
         "requests": len(records),
-        "by_door": dict(collections.Counter(record.protocol for record in records)),
+        "by_protocol": dict(collections.Counter(record.protocol for record in records)),
         "statuses": dict(statuses),
         "problems": dict(problems),
         "tokens": tokens,

@@ -78,10 +78,10 @@ def _sampling_fields(params: pb.SamplingParams) -> dict[str, Any]:
 
 def _structured_output_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
     fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
-    form = message.WhichOneof("form")
-    if form is not None:  # also one that is empty or false
-        fields[form] = getattr(message, form)
-    if form == "choice":
+    constraint = message.WhichOneof("form")
+    if constraint is not None:  # also one that is empty or false
+        fields[constraint] = getattr(message, constraint)
+    if constraint == "choice":
         fields["choice"] = list(message.choice.texts)
     return fields
 
@@ -93,12 +93,12 @@ def structured_outputs(fields: Mapping[str, Any]) -> pb.StructuredOutputs:
         ValueError, TypeError: a field or value that the message cannot hold.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    forms = [f.name for f in pb.StructuredOutputs.DESCRIPTOR.oneofs_by_name["form"].fields if f.name in given]
-    if len(forms) > 1 and given.get("json_object") is False:
-        forms.remove("json_object")
+    constraints = [f.name for f in pb.StructuredOutputs.DESCRIPTOR.oneofs_by_name["form"].fields if f.name in given]
+    if len(constraints) > 1 and given.get("json_object") is False:
+        constraints.remove("json_object")
         del given["json_object"]
-    if len(forms) > 1:
-        raise ValueError(f"{' and '.join(forms)} given; the message has room for one")
+    if len(constraints) > 1:
+        raise ValueError(f"{' and '.join(constraints)} given; the message has room for one")
     if not isinstance(given.get("json", ""), str):
         given["json"] = json.dumps(given["json"])
     if "choice" in given:

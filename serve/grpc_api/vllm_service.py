@@ -64,7 +64,7 @@ _PLAIN = (
     "ignore_eos",
     "include_stop_str_in_output",
 )
-_FORMS = {
+_CONSTRAINTS = {
     "json_schema": "json",
     "regex": "regex",
     "grammar": "grammar",
@@ -166,11 +166,11 @@ def sampling_fields(params: Any) -> dict[str, Any]:
     fields["stop"] = list(params.stop)
     fields["stop_token_ids"] = list(params.stop_token_ids)
     fields["logit_bias"] = {token: _decimal(bias) for token, bias in params.logit_bias.items()}
-    form = params.WhichOneof("constraint")
-    if form == "choice":
+    constraint = params.WhichOneof("constraint")
+    if constraint == "choice":
         fields["structured_outputs"] = {"choice": list(params.choice.choices)}
-    elif form is not None:
-        fields["structured_outputs"] = {_FORMS[form]: getattr(params, form)}
+    elif constraint is not None:
+        fields["structured_outputs"] = {_CONSTRAINTS[constraint]: getattr(params, constraint)}
     return fields
 
 

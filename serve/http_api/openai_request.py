@@ -269,9 +269,9 @@ def _sampling_fields(kind: Kind, body: Body) -> dict[str, Any]:
     fields = {name: body[name] for name in PLAIN if body.get(name) is not None}
     if body.get("logit_bias") is not None:
         fields["logit_bias"] = _logit_bias(body["logit_bias"])
-    form = _structured_output(body)
-    if form is not None:
-        fields["structured_outputs"] = form
+    constraint = _structured_output(body)
+    if constraint is not None:
+        fields["structured_outputs"] = constraint
     most = body.get("max_tokens")
     if kind == "completion":
         if most is not None:
@@ -303,9 +303,9 @@ def _logit_bias(value: object) -> object:
 
 def _structured_output(body: Body) -> object | None:
     """The value of `structured_outputs`, or its equivalent for `response_format`, raw."""
-    form, answer = body.get("structured_outputs"), body.get("response_format")
+    constraint, answer = body.get("structured_outputs"), body.get("response_format")
     if answer is None:
-        return form
+        return constraint
     answer = check_mapping("response_format", answer)
     wanted: dict[str, object] | None
     match answer.get("type"):
@@ -321,9 +321,9 @@ def _structured_output(body: Body) -> object | None:
             wanted = {"json": schema}
         case _:
             raise InvalidRequestError("response_format", "type must be one of text, json_object, json_schema")
-    if wanted is not None and form is not None:
+    if wanted is not None and constraint is not None:
         raise InvalidRequestError("response_format", "cannot be given together with structured_outputs")
-    return form if wanted is None else wanted
+    return constraint if wanted is None else wanted
 
 
 _SLO_PARTS = ("ttft_ms", "tbt_ms", "class", "deadline_ms")

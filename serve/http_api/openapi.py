@@ -369,16 +369,16 @@ def _structured_outputs() -> Schema:
         "maxLength": validation.MAX_WHITESPACE_PATTERN_BYTES,
     }
     schema = {"anyOf": [text, {"type": ["object", "boolean"]}]}
-    forms = {
+    constraints = {
         "json": schema,
         "regex": text,
         "choice": _list(text, 1, validation.MAX_CHOICES),
         "grammar": text,
         "json_object": {"const": True},
     }
-    given = {name: _object({name: wanted}, required=(name,)) for name, wanted in forms.items()}
+    given = {name: _object({name: wanted}, required=(name,)) for name, wanted in constraints.items()}
     options = {"disable_any_whitespace": _FLAG, "whitespace_pattern": _or_null(pattern)}
-    fields = {**{name: _or_null(wanted) for name, wanted in forms.items()}, **options}
+    fields = {**{name: _or_null(wanted) for name, wanted in constraints.items()}, **options}
     fields["json_object"] = _or_null(_FLAG)
     return {**_object(fields, closed=True), "oneOf": list(given.values())}
 

@@ -63,7 +63,7 @@ def test_soak(tmp_path, model, capsys):
     found = run(tmp_path, model, "soak", "--prompt-len", "4", "24", "--output-len", "16", "32", "--streams", "12", "--duration", "1",
                 "--warm-up", "0", "--requests", "20", "--num-blocks", "5", "--memory-share", "0.5")  # fmt: skip
     assert found["statuses"]["complete"] > 0
-    assert set(found["by_door"]) == {"http", "grpc", "vllm"}
+    assert set(found["by_protocol"]) == {"http", "grpc", "vllm"}
     assert found["preemptions"] > 0  # the pool is small enough
     assert found["memory_mib_every_10_s"]
     assert "all blocks free" in capsys.readouterr().out

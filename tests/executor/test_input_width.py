@@ -218,7 +218,7 @@ def test_tokens_equal_a_plain_forward_pass(name, attention):
     prompts = {0: list(range(5, 43)), 1: list(range(50, 88)), 2: [3, 4], 3: list(range(9, 30))}
     for slot, prompt in prompts.items():
         driver.add(slot, prompt, (first, HIDDEN, HIDDEN, HIDDEN)[slot])
-        driver.table[slot] = driver.table[slot][:, : executor.form.table_len]
+        driver.table[slot] = driver.table[slot][:, : executor.step_format.table_len]
     driver.step({0: 10, 1: 11, 2: 1})
     driver.step({1: 10, 3: 21})
     driver.step({0: 12, 1: 16, 2: 1, 3: 1})

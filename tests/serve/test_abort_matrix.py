@@ -37,7 +37,7 @@ STATES: dict[str, dict[str, Any]] = {
     "decode": {},
     "preempted": {},
     "ending": {"max_tokens": 4},
-    "compiling its form": {"structured_outputs": {"regex": "[a-z]{90}"}},
+    "compiling its grammar": {"structured_outputs": {"regex": "[a-z]{90}"}},
     "waiting for its mask": {"structured_outputs": {"regex": "[a-z]{90}"}},
     "blocked in a write": {"max_tokens": 1500, "logprobs": 20},
 }
@@ -87,7 +87,7 @@ def is_in(state: str, engine: Engine, victim: RequestState, batch: StepBatch) ->
 
 
 class Held:
-    """Holds the engine in a step, or the compiler of forms, where the victim has come to a state."""
+    """Holds the engine in a step, or the grammar compiler, where the victim has come to a state."""
 
     def __init__(self, served: HttpServed, state: str) -> None:
         self.state, self.engine = state, served.parts.engine
@@ -120,7 +120,7 @@ class Held:
         executor.execute = holding  # type: ignore[method-assign]
         if state == "waiting for its mask":
             self.engine._masks.fill_masks = filling
-        if state == "compiling its form":
+        if state == "compiling its grammar":
             assert grammars is not None
             compile_form = grammars.compile
 
@@ -220,7 +220,7 @@ async def give_up(way: str, served: HttpServed, victim: Any, clock: JumpingClock
             served.engine.abort(VICTIM if live is None else live.request.request_id)
         case _:
             raise AssertionError(way)
-    if way != "deadline" and held.state != "compiling its form":
+    if way != "deadline" and held.state != "compiling its grammar":
         await served.until(lambda: served.engine._inbox)  # the engine's thread will hear of it
 
 
@@ -249,7 +249,7 @@ def test_nothing_is_left(state, way):
         await served.until(lambda: parts.engine.num_live == 1)
         victim = await start(way, served, fields, reads)
         try:
-            if state != "compiling its form":  # it may come in time for the step that is about to be held
+            if state != "compiling its grammar":  # it may come in time for the step that is about to be held
                 await served.until(lambda: served.engine._inbox or parts.engine.num_live == 2)
             gate.set()
             await served.until(held.reached.is_set, 40)
@@ -258,7 +258,7 @@ def test_nothing_is_left(state, way):
             await give_up(way, served, victim, clock, held)
             held.released.set()
             await served.until(lambda: parts.engine.num_live <= 1 and held.victim is None)
-            assert held.steps_after <= 1 or (way, state) == ("engine abort", "compiling its form")
+            assert held.steps_after <= 1 or (way, state) == ("engine abort", "compiling its grammar")
             assert await bystander == expected_tokens(other)
             after = request_of(served, "after", 20)
             assert await tokens_of(served, after) == expected_tokens(after)

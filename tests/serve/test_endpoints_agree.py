@@ -104,7 +104,7 @@ REQUESTS: list[Request] = [
     {"prompt": "hello", "params": {"stop": ["a"], "min_p": 0.1, "logprobs": 2, "repetition_penalty": 1.2}, "n": 3},
 ]  # fmt: skip
 # Of VllmEngine's sampling parameters.
-FORMS = {"json_schema", "regex", "grammar", "json_object", "choice"}
+CONSTRAINTS = {"json_schema", "regex", "grammar", "json_object", "choice"}
 ELSEWHERE = {"n", "prompt_logprobs", "truncate_prompt_tokens", "structural_tag"}
 NO_EFFECT = {"spaces_between_special_tokens", "grammar_from_first_token"}
 
@@ -112,7 +112,7 @@ NO_EFFECT = {"spaces_between_special_tokens", "grammar_from_first_token"}
 def test_every_sampling_parameter_is_in_the_table():
     assert set(SAMPLING) == set(SamplingParams.__dataclass_fields__)
     names = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    assert names == (set(SAMPLING) - {"structured_outputs"}) | FORMS | ELSEWHERE | NO_EFFECT
+    assert names == (set(SAMPLING) - {"structured_outputs"}) | CONSTRAINTS | ELSEWHERE | NO_EFFECT
 
 
 class Endpoints:

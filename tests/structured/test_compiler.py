@@ -1,4 +1,4 @@
-"""Forms of outputs: what is compiled, what is refused and how quickly, what is kept, and what the masks say."""
+"""Constraints on outputs: what is compiled, what is refused and how quickly, what is kept, and what the masks say."""
 
 import contextlib
 import importlib.resources
@@ -31,7 +31,6 @@ from tests.support.toy_serving import byte_tokenizer
 
 pytest.importorskip("llguidance")
 
-Forms = StructuredOutputsParams
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer", "maximum": 99}},
@@ -59,8 +58,8 @@ def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
     made.close()
 
 
-def checked(**form: Any) -> StructuredOutputsParams:
-    """Return the grammar in the form that validation returns."""
+def checked(**given: Any) -> StructuredOutputsParams:
+    """Return the grammar in the shape that validation returns."""
 
     class Source:
         wanted: Any = None
@@ -70,7 +69,7 @@ def checked(**form: Any) -> StructuredOutputsParams:
 
     source = Source()
     limits = RequestLimits(vocab_size=300, max_model_len=64)
-    params = {"structured_outputs": form}
+    params = {"structured_outputs": given}
     build_request(limits, None, prompt_token_ids=[1], params=params, arrival_s=0.0, grammars=source)  # type: ignore[arg-type]
     return source.wanted
 
@@ -101,7 +100,7 @@ def over(constraint: LLConstraint, eos: int = 2) -> bool:
     return tokens is None or eos in tokens
 
 
-# --- forms ---------------------------------------------------------------------------------------------------------
+# --- grammars --------------------------------------------------------------------------------------------------------
 
 OUTPUTS = [
     ({"json": SCHEMA}, ['{"name":"Ann","age":7}', '{ "name": "Ö\\n😀",\n  "age": -12}'], ['{"age":7', "[", '{"name":"a","age":100', ' {']),
@@ -117,9 +116,9 @@ OUTPUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "good", "bad"), OUTPUTS, ids=lambda x: str(x)[:30])
-def test_a_constraint_allows_its_outputs_and_no_others(compiler, tokenizer, form, good, bad):
-    grammar = compiler.compile(checked(**form))
+@pytest.mark.parametrize(("given", "good", "bad"), OUTPUTS, ids=lambda x: str(x)[:30])
+def test_a_constraint_allows_its_outputs_and_no_others(compiler, tokenizer, given, good, bad):
+    grammar = compiler.compile(checked(**given))
     for text in good:
         constraint = grammar.start()
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -182,8 +181,8 @@ def test_eos_comes_where_an_output_may_end(compiler, tokenizer):
 def test_ids_beyond_the_tokenizer_and_other_ends(tokenizer, eos):
     made = compiler_of(tokenizer, vocab_size=4200, eos_token_ids=eos)
     (a,) = tokenizer.encode("a", add_special_tokens=False)
-    for form in ({"regex": "(.|\n)+"}, {"regex": "a+b?"}):
-        constraint = made.compile(checked(**form)).start()
+    for given in ({"regex": "(.|\n)+"}, {"regex": "a+b?"}):
+        constraint = made.compile(checked(**given)).start()
         for ends in (False, True):
             tokens = allowed(constraint, 4200)
             assert tokens
@@ -208,10 +207,10 @@ def test_other_tokenizers():
 # --- what is refused -------------------------------------------------------------------------------------------
 
 
-def refused(compiler: GrammarCompiler, **form: Any) -> str:
+def refused(compiler: GrammarCompiler, **given: Any) -> str:
     with pytest.raises(InvalidRequestError) as caught:
-        compiler.compile(checked(**form))
-    (name,) = set(form) - {"whitespace_pattern"}
+        compiler.compile(checked(**given))
+    (name,) = set(given) - {"whitespace_pattern"}
     message = str(caught.value)
     assert caught.value.field == f"structured_outputs.{name}"
     assert "\n" not in message
@@ -227,9 +226,9 @@ UNSATISFIABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", UNSATISFIABLE, ids=str)
-def test_R11_forms_that_no_output_has(compiler, form):
-    assert "nsatisfiable" in refused(compiler, **form)
+@pytest.mark.parametrize("given", UNSATISFIABLE, ids=str)
+def test_R11_constraints_that_no_output_has(compiler, given):
+    assert "nsatisfiable" in refused(compiler, **given)
 
 
 WRONG = [
@@ -243,10 +242,10 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", WRONG, ids=lambda form: str(form)[:60])
-def test_R11_forms_that_are_wrong(compiler, form):
+@pytest.mark.parametrize("given", WRONG, ids=lambda given: str(given)[:60])
+def test_R11_constraints_that_are_wrong(compiler, given):
     with pytest.raises(InvalidRequestError) as caught:
-        compiler.compile(checked(**form))
+        compiler.compile(checked(**given))
     assert caught.value.field.startswith("structured_outputs.")
     assert "\n" not in str(caught.value)
 
@@ -267,14 +266,14 @@ HEAVY = {
 
 
 @pytest.mark.parametrize("name", HEAVY)
-def test_R11_heavy_forms_cost_one_child(tokenizer, name):
+def test_R11_heavy_constraints_cost_one_child(tokenizer, name):
     """Here without the bound on size, which makes them rarer and not impossible."""
-    form, says = HEAVY[name]
+    given, says = HEAVY[name]
     made = compiler_of(tokenizer, limit_s=0.5)
     made.compile(checked(choice=["yes"]))
     started = time.monotonic()
     with pytest.raises(InvalidRequestError, match=says):
-        made.compile(Forms(json=json.dumps(form["json"])))
+        made.compile(StructuredOutputsParams(json=json.dumps(given["json"])))
     assert time.monotonic() - started < 5.0
     made.compile(checked(choice=["still there"]))
     made.close()
@@ -284,12 +283,12 @@ def test_R11_memory_of_a_trial_is_bounded(tokenizer, monkeypatch):
     monkeypatch.setattr(grammar_module, "CHILD_MEMORY_BYTES", 24 << 20)
     made = compiler_of(tokenizer, limit_s=10.0)
     with pytest.raises(InvalidRequestError, match="too much memory"):
-        made.compile(Forms(json=json.dumps({"anyOf": [SAME] * 300})))
+        made.compile(StructuredOutputsParams(json=json.dumps({"anyOf": [SAME] * 300})))
     made.compile(checked(choice=["still there"]))
     made.close()
 
 
-def test_deep_forms_that_the_child_survives_do_not_end_this_process(compiler):
+def test_deep_constraints_that_the_child_survives_do_not_end_this_process(compiler):
     """The child's stack is the smaller one: whatever it took, a thread here takes."""
     for length in (50, 400, 1000):
         chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
@@ -325,14 +324,14 @@ def test_a_child_that_died_is_replaced(tokenizer):
 
 
 def test_a_child_that_does_not_read_costs_the_time_limit(tokenizer):
-    """A pipe holds 64 KiB: a longer form is written only as fast as it is read."""
+    """A pipe holds 64 KiB: a longer grammar is written only as fast as it is read."""
     made = compiler_of(tokenizer, limit_s=0.5)
     made.compile(checked(choice=["yes"]))
     assert made._worker is not None
     os.kill(made._worker._child._process.pid, signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(InvalidRequestError, match=r"0\.5 s"):
-        made.compile(Forms(choice=[f"{i} {'x' * 90}" for i in range(2000)]))
+        made.compile(StructuredOutputsParams(choice=[f"{i} {'x' * 90}" for i in range(2000)]))
     assert time.monotonic() - started < 5.0
     assert made.compile(checked(choice=["no"]))
     made.close()
@@ -468,7 +467,7 @@ def test_R11_a_constraint_counts_with_the_memory_it_takes(tokenizer):
 
 
 def test_a_constraint_that_was_too_slow_is_tried_again(tokenizer):
-    """A busy machine is no property of the form."""
+    """A busy machine is no property of the grammar."""
     made = compiler_of(tokenizer, limit_s=0.3)
     for _ in range(2):
         refused(made, json=PRODUCT)
@@ -499,7 +498,7 @@ def test_many_threads(tokenizer):
     made.close()
 
 
-def test_R11_a_queue_of_slow_forms_does_not_grow(tokenizer, monkeypatch):
+def test_R11_a_queue_of_slow_constraints_does_not_grow(tokenizer, monkeypatch):
     monkeypatch.setattr(grammar_module, "_WAIT_LIMIT_S", 0.1)
     made = compiler_of(tokenizer, limit_s=1.0)
     made.compile(checked(choice=["yes"]))
@@ -522,8 +521,8 @@ def test_R11_a_queue_of_slow_forms_does_not_grow(tokenizer, monkeypatch):
 
 
 def test_masks_filled_side_by_side_are_the_same(compiler, tokenizer):
-    forms = [{"json": SCHEMA}, {"regex": "a+"}, {"choice": ["yes", "no"]}, {"json_object": True}]
-    grammars = [compiler.compile(checked(**forms[i % 4])) for i in range(9)]
+    given = [{"json": SCHEMA}, {"regex": "a+"}, {"choice": ["yes", "no"]}, {"json_object": True}]
+    grammars = [compiler.compile(checked(**given[i % 4])) for i in range(9)]
     rows = [0, 2, 3, 4, 5, 6, 8, 9, 10]
     width = -(-tokenizer.vocab_size // 32)
     both = []
@@ -548,9 +547,9 @@ def test_masks_filled_side_by_side_are_the_same(compiler, tokenizer):
 def test_response_formats():
     assert from_response_format(None) is None
     assert from_response_format({"type": "text"}) is None
-    assert from_response_format({"type": "json_object"}) == Forms(json_object=True)
+    assert from_response_format({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
     named = {"name": "x", "strict": True, "schema": SCHEMA}
-    assert from_response_format({"type": "json_schema", "json_schema": named}) == Forms(json=SCHEMA)
+    assert from_response_format({"type": "json_schema", "json_schema": named}) == StructuredOutputsParams(json=SCHEMA)
     for bad in (
         5,
         [],

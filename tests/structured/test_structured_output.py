@@ -43,12 +43,12 @@ def llm() -> Iterator[LLM]:
     made.parts.grammars.close()
 
 
-def structured(max_tokens: int = 400, temperature: float = 0.0, seed: int = 0, **form: Any) -> SamplingParams:
+def structured(max_tokens: int = 400, temperature: float = 0.0, seed: int = 0, **constraint: Any) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
-        structured_outputs=StructuredOutputsParams(**form),
+        structured_outputs=StructuredOutputsParams(**constraint),
     )
 
 
@@ -93,8 +93,8 @@ def test_outputs_of_random_schemas_are_valid(llm: LLM, record_property: Any) -> 
     assert stats.mask_p99_ms < 100.0
 
 
-def test_every_form(llm: LLM) -> None:
-    forms: list[dict[str, Any]] = [
+def test_every_constraint(llm: LLM) -> None:
+    constraints: list[dict[str, Any]] = [
         {"regex": r"\d{3}-\d{4}"},
         {"choice": ["yes", "no", "it depends"]},
         {"grammar": 'start: NAME " is " /[0-9]{1,3}/\nNAME: /[A-Z][a-z]{2,8}/'},
@@ -102,7 +102,9 @@ def test_every_form(llm: LLM) -> None:
         {"json_object": True},
     ]
     # Of any object there is no end.
-    params = [structured(60 if "json_object" in f else 400, 0.7 * (i % 2), i, **f) for f in forms for i in range(4)]
+    params = [
+        structured(60 if "json_object" in f else 400, 0.7 * (i % 2), i, **f) for f in constraints for i in range(4)
+    ]
     answers = texts(llm, params)
     for answer, _ in answers[:4]:
         assert re.fullmatch(r"\d{3}-\d{4}", answer)
@@ -117,11 +119,11 @@ def test_every_form(llm: LLM) -> None:
 
 
 def test_an_output_that_is_cut_off_is_a_beginning(llm: LLM) -> None:
-    form = {"json": {"const": {"key": "a long text that takes many tokens"}}, "disable_any_whitespace": True}
-    ((whole, reason),) = texts(llm, [structured(**form)])
+    constraint = {"json": {"const": {"key": "a long text that takes many tokens"}}, "disable_any_whitespace": True}
+    ((whole, reason),) = texts(llm, [structured(**constraint)])
     assert (whole, reason) == ('{"key":"a long text that takes many tokens"}', "stop")
     for length in (1, 4, 9):
-        ((text, reason),) = texts(llm, [structured(length, **form)])
+        ((text, reason),) = texts(llm, [structured(length, **constraint)])
         assert reason == "length"
         assert whole.startswith(text)
 
@@ -141,8 +143,8 @@ COMBINED: dict[str, dict[str, Any]] = {
 PAIRS = [(a, b) for a in COMBINED for b in COMBINED if a < b]
 
 
-def test_R25_all_pairs_of_settings_go_with_a_form(llm: LLM) -> None:
-    form = StructuredOutputsParams(
+def test_R25_all_pairs_of_settings_go_with_a_constraint(llm: LLM) -> None:
+    constraint = StructuredOutputsParams(
         json={
             "type": "object",
             "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
@@ -157,7 +159,7 @@ def test_R25_all_pairs_of_settings_go_with_a_form(llm: LLM) -> None:
                 "seed": i,
                 **COMBINED[a],
                 **COMBINED[b],
-                "structured_outputs": form,
+                "structured_outputs": constraint,
             }
         )
         for i, (a, b) in enumerate(PAIRS)
@@ -167,14 +169,14 @@ def test_R25_all_pairs_of_settings_go_with_a_form(llm: LLM) -> None:
         assert json.loads(text)["b"] in ("x", "y"), pair
 
 
-def test_refused_forms_run_nothing(llm: LLM) -> None:
+def test_refused_constraints_run_nothing(llm: LLM) -> None:
     before = sum(llm.engine.stats().iterations.values())
     impossible = {"type": "string", "minLength": 2, "maxLength": 1}
-    forms: list[dict[str, Any]] = [{"json": impossible}, {"regex": "("}]
-    for form in forms:
+    constraints: list[dict[str, Any]] = [{"json": impossible}, {"regex": "("}]
+    for constraint in constraints:
         with pytest.raises(InvalidRequestError) as caught:
-            llm.generate(["a", "b"], [SamplingParams(), structured(**form)], use_tqdm=False)
-        assert caught.value.field == f"structured_outputs.{next(iter(form))}"
+            llm.generate(["a", "b"], [SamplingParams(), structured(**constraint)], use_tqdm=False)
+        assert caught.value.field == f"structured_outputs.{next(iter(constraint))}"
         assert "prompts[1]" in str(caught.value)
     assert sum(llm.engine.stats().iterations.values()) == before
 

@@ -165,13 +165,13 @@ def vllm_request(prompt: Any = "hello", *, stream: bool = True, request_id: str 
         TypeError, ValueError: the message cannot hold them.
     """
     sampling = {"max_tokens": 16, "skip_special_tokens": True} | sampling
-    form = sampling.pop("structured_outputs", None)
+    constraint = sampling.pop("structured_outputs", None)
     if sampling["max_tokens"] is None:
         del sampling["max_tokens"]
-    if form is not None:
-        if len(form) != 1:
-            raise ValueError("one form alone")
-        ((name, value),) = form.items()
+    if constraint is not None:
+        if len(constraint) != 1:
+            raise ValueError("one constraint alone")
+        ((name, value),) = constraint.items()
         if name == "choice":
             sampling["choice"] = pb.ChoiceConstraint(choices=value)
         else:

@@ -405,7 +405,7 @@ def test_whatever_comes_the_answer_is_a_request_or_one_line(fields):
 
 
 class Source:
-    """Takes every form."""
+    """Takes every constraint."""
 
     def __init__(self) -> None:
         self.wanted: list[tuple[StructuredOutputsParams, bool]] = []
@@ -420,7 +420,7 @@ for _ in range(10_000):
     DEEP = {"items": DEEP}
 CIRCLE: dict[str, object] = {}
 CIRCLE["a"] = CIRCLE
-BAD_FORMS = {
+BAD_CONSTRAINTS = {
     "json": [
         "", "{", "[1]", "5", "null", "{}x", 5, [1], b"{}", "{" * 100_000, "[" * 100_000, '{"a":NaN}', '{"a":1,"a":2}',
         '{"a":' + "1" * 5000 + "}", '{"a":1e999}', "\ud800", '{"items":' * 65 + "{}" + "}" * 65, {1: 2}, {"a": math.nan}, {"a": {3}},
@@ -435,14 +435,16 @@ BAD_FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("field", "index"), [(f, i) for f, values in BAD_FORMS.items() for i in range(len(values))])
+@pytest.mark.parametrize(
+    ("field", "index"), [(f, i) for f, values in BAD_CONSTRAINTS.items() for i in range(len(values))]
+)
 @pytest.mark.parametrize("mapping", [False, True])
-def test_R11_R15_forms_that_are_refused_before_anything_is_compiled(field, index, mapping):
-    form = {field: BAD_FORMS[field][index]}
+def test_R11_R15_constraints_that_are_refused_before_anything_is_compiled(field, index, mapping):
+    constraint = {field: BAD_CONSTRAINTS[field][index]}
     if field in ("disable_any_whitespace", "whitespace_pattern"):
-        form["json_object"] = True
+        constraint["json_object"] = True
     source = Source()
-    wanted = form if mapping else StructuredOutputsParams(**form)
+    wanted = constraint if mapping else StructuredOutputsParams(**constraint)
     refused(f"structured_outputs.{field}", params={"structured_outputs": wanted}, grammars=source)
     assert not source.wanted
 
@@ -450,13 +452,13 @@ def test_R11_R15_forms_that_are_refused_before_anything_is_compiled(field, index
 @pytest.mark.parametrize("option", [{"disable_any_whitespace": True}, {"whitespace_pattern": " "}])
 def test_whitespace_is_a_matter_of_json(option):
     (name,) = option
-    for form in ({"regex": "a"}, {"choice": ["a"]}, {"grammar": "start: A"}):
-        refused(f"structured_outputs.{name}", params={"structured_outputs": {**form, **option}})
+    for constraint in ({"regex": "a"}, {"choice": ["a"]}, {"grammar": "start: A"}):
+        refused(f"structured_outputs.{name}", params={"structured_outputs": {**constraint, **option}})
     both = {"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}
     refused("structured_outputs.whitespace_pattern", params={"structured_outputs": both})
 
 
-def test_forms_reach_the_compiler_checked_and_last():
+def test_constraints_reach_the_compiler_checked_and_last():
     source = Source()
     schema = {"type": "object", "properties": {"b": {}, "a": {"const": "é"}}}
     for wanted in (
@@ -472,11 +474,11 @@ def test_forms_reach_the_compiler_checked_and_last():
         assert source.wanted[-1] == (request.params.structured_outputs, False)
         assert build(params=request.params, grammars=source).params == request.params
     build(params={"structured_outputs": {"regex": "a"}}, grammars=source)
-    forms = [wanted for wanted, _ in source.wanted[::2]]
-    assert forms[0] == forms[1]
-    assert forms[0].json == r'{"type":"object","properties":{"b":{},"a":{"const":"\u00e9"}}}'
-    assert forms[2] == StructuredOutputsParams(choice=("b", "a"))
-    assert forms[3].json == "false"
+    constraints = [wanted for wanted, _ in source.wanted[::2]]
+    assert constraints[0] == constraints[1]
+    assert constraints[0].json == r'{"type":"object","properties":{"b":{},"a":{"const":"\u00e9"}}}'
+    assert constraints[2] == StructuredOutputsParams(choice=("b", "a"))
+    assert constraints[3].json == "false"
     assert source.wanted[-1] == (StructuredOutputsParams(regex="a"), True)
     before = len(source.wanted)
     refused(
@@ -485,7 +487,7 @@ def test_forms_reach_the_compiler_checked_and_last():
     assert len(source.wanted) == before
 
 
-def test_without_a_compiler_forms_are_refused():
+def test_without_a_compiler_constraints_are_refused():
     assert "--tokenizer" in refused("structured_outputs", params={"structured_outputs": {"regex": "a"}})
 
 

@@ -29,7 +29,7 @@ from tests.support.toy_serving import VOCAB_SIZE
 Code = grpc.StatusCode
 vllm_pb: Any = vllm_engine_pb2
 LIMIT_S = 30.0
-"""For one call; a form may take two seconds to compile, and the machine may be busy."""
+"""For one call; a grammar may take two seconds to compile, and the machine may be busy."""
 _REFUSED = {Code.INVALID_ARGUMENT}
 APT = apt_pb.DESCRIPTOR.services_by_name["AptServe"]
 VLLM = vllm_pb.DESCRIPTOR.services_by_name["VllmEngine"]

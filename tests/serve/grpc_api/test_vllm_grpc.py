@@ -202,7 +202,7 @@ def test_numbers_are_the_decimals_that_were_written():
     assert fields["logit_bias"] == {5: 0.2}
 
 
-def test_structured_outputs_have_their_form(serve_toy):
+def test_structured_outputs_match_their_constraint(serve_toy):
     pytest.importorskip("llguidance", reason="structured outputs need the extra `structured`")
 
     async def scenario(served):
@@ -211,8 +211,8 @@ def test_structured_outputs_have_their_form(serve_toy):
              "required": ["a"], "additionalProperties": False}
         )  # fmt: skip
 
-        async def text(**form) -> str:
-            fields = {"max_tokens": 60, "temperature": 0.0, "structured_outputs": form}
+        async def text(**constraint) -> str:
+            fields = {"max_tokens": 60, "temperature": 0.0, "structured_outputs": constraint}
             request = vllm_request(stream=False, **fields)
             (complete,) = completes([m async for m in stub(served).Generate(request)])
             assert complete.finish_reason == "stop"

@@ -93,9 +93,9 @@ def test_answers_of_a_schema(real):
 
     async def scenario() -> None:
         async with http_serving(real.parts) as served:
-            form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+            constraint: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
             answer = await served.openai.chat.completions.create(
-                model="shallow", messages=[{"role": "user", "content": "Who?"}], response_format=form, max_tokens=60,
+                model="shallow", messages=[{"role": "user", "content": "Who?"}], response_format=constraint, max_tokens=60,
             )  # fmt: skip
             (choice,) = answer.choices
             assert choice.finish_reason == "stop"

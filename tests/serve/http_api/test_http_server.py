@@ -234,7 +234,7 @@ def test_structured_outputs_by_both_names():
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 3}
 
     async def scenario(served):
-        for form in (
+        for constraint in (
             {
                 "response_format": {
                     "type": "json_schema",
@@ -243,7 +243,7 @@ def test_structured_outputs_by_both_names():
             },
             {"structured_outputs": {"json": schema}},
         ):
-            answer = await served.ask("hello", max_tokens=100, ignore_eos=False, **form)
+            answer = await served.ask("hello", max_tokens=100, ignore_eos=False, **constraint)
             value = json.loads(answer["choices"][0]["text"])
             assert 2 <= len(value) <= 3
             assert set(value) <= {"a", "b"}

@@ -39,9 +39,9 @@ def close(parts: EngineComponents) -> None:
     parts.grammars.close()
 
 
-def test_every_form(serve_toy):
+def test_every_constraint(serve_toy):
     async def scenario(served):
-        for form, pattern in (
+        for constraint, pattern in (
             ({"json": SCHEMA, "disable_any_whitespace": True}, r'\["[ab]"(,"[ab]"){1,2}\]'),
             ({"json": json.dumps(SCHEMA), "whitespace_pattern": "_"}, r'\[_?"[ab]"_?(,_?"[ab]"_?){1,2}\]'),
             ({"regex": r"\d{2}-[xyz]"}, r"\d{2}-[xyz]"),
@@ -50,9 +50,9 @@ def test_every_form(serve_toy):
             ({"json_object": True, "disable_any_whitespace": True}, r"(?s)\{.*"),
         ):
             for settings in SETTINGS:
-                text, reason = await text_of(served, structured_outputs=form, **settings)
-                assert re.fullmatch(pattern, text), (form, text)
-                assert reason == pb.FINISH_REASON_STOP or "json_object" in form
+                text, reason = await text_of(served, structured_outputs=constraint, **settings)
+                assert re.fullmatch(pattern, text), (constraint, text)
+                assert reason == pb.FINISH_REASON_STOP or "json_object" in constraint
         assert served.parts.grammars.num_trials == 6
         close(served.parts)
 
@@ -61,7 +61,7 @@ def test_every_form(serve_toy):
 
 def test_R11_what_cannot_be_used_is_invalid_argument(serve_toy):
     async def scenario(served):
-        for form, field in (
+        for constraint, field in (
             ({"json": "{"}, "json"),
             ({"json": {"type": "thing"}}, "json"),
             ({"json": ""}, "json"),
@@ -73,19 +73,19 @@ def test_R11_what_cannot_be_used_is_invalid_argument(serve_toy):
             ({"json": {"enum": ["x" * 70_000]}}, "json"),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await text_of(served, structured_outputs=form)
+                await text_of(served, structured_outputs=constraint)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert (caught.value.details() or "").startswith(f"structured_outputs.{field}: ")
-        for form in ({}, {"json_object": False}, {"disable_any_whitespace": True}):
+        for constraint in ({}, {"json_object": False}, {"disable_any_whitespace": True}):
             with pytest.raises(grpc.aio.AioRpcError, match="give exactly one of"):
-                await text_of(served, structured_outputs=form)
+                await text_of(served, structured_outputs=constraint)
         assert served.executor.num_steps == 0
         close(served.parts)
 
     serve_toy(scenario)
 
 
-def test_R11_Q10_slow_forms_do_not_hold_up_others(serve_toy):
+def test_R11_Q10_slow_constraints_do_not_hold_up_others(serve_toy):
     """The event loop goes on, and so do requests that bring none, or a known one."""
 
     async def scenario(served):
@@ -148,7 +148,7 @@ def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
 
 
 def test_messages_and_fields_say_the_same():
-    for form in (
+    for constraint in (
         {"json": "{}"},
         {"regex": ""},
         {"choice": ["a", "b"]},
@@ -159,13 +159,15 @@ def test_messages_and_fields_say_the_same():
         {"json_object": True, "whitespace_pattern": " "},
         {},
     ):
-        request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(structured_outputs=structured_outputs(form)))
-        assert request_fields(request, [])["params"] == {"structured_outputs": form}
+        request = pb.GenerateRequest(
+            text="a", sampling=pb.SamplingParams(structured_outputs=structured_outputs(constraint))
+        )
+        assert request_fields(request, [])["params"] == {"structured_outputs": constraint}
     assert structured_outputs({"json": {"type": "null"}, "regex": None}).json == '{"type": "null"}'
     assert "structured_outputs" not in request_fields(pb.GenerateRequest(text="a"), [])["params"]
 
 
-def test_a_message_has_room_for_one_form():
+def test_a_message_has_room_for_one_constraint():
     """The last one would silently be the only one."""
     with pytest.raises(ValueError, match="regex and json_object given"):
         structured_outputs({"regex": "a", "json_object": True})

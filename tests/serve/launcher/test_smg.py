@@ -396,8 +396,8 @@ def test_structured_output_through_the_gateway(fleet):
         "type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"],
         "additionalProperties": False,
     }  # fmt: skip
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    body = {**ENDPOINTS["chat"].body(60), "response_format": form}
+    constraint = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    body = {**ENDPOINTS["chat"].body(60), "response_format": constraint}
     status, answer = fleet.ask("/v1/chat/completions", body)
     assert status == 200
     assert isinstance(json.loads(answer["choices"][0]["message"]["content"])["yes"], bool)
