@@ -33,6 +33,7 @@ from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.workload import Workload
+from tests.support.cases import num_cases
 from tests.support.paged_driver import BLOCK, CONFIG, PARAMS, few_programs, make_executor
 
 SHAPES = ProgramShapes(
@@ -191,9 +192,10 @@ def test_hiccups_of_the_machine_hardly_move_a_fit() -> None:
     assert 0.9 < min(ratio) < max(ratio) < 1.1
 
 
+@pytest.mark.seeds  # sizes of programs
 @MODES
 def test_every_cache_mode_can_be_calibrated(mode: CacheMode, mixed: bool) -> None:
-    executor = make_executor(mode, mixed=mixed, max_num_seqs=2 if mode == "kv" else 4)
+    executor = make_executor(mode, mixed=mixed, max_num_seqs=num_cases(2, 4) if mode == "kv" else 4)
     if mode != "kv":
         few_programs(executor)
     told = []

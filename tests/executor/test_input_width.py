@@ -38,7 +38,7 @@ pytestmark = pytest.mark.seeds  # sizes of programs
 def model(hidden_size: int, num_kv_heads: int, head_dim: int, rotary: bool) -> ModelConfig:
     return ModelConfig(
         family="test", vocab_size=97, hidden_size=hidden_size, num_layers=2, num_heads=4, num_kv_heads=num_kv_heads,
-        head_dim=head_dim, ffn_size=48, max_position=512, norm="rms", norm_bias=False, gated=True, activation="silu",
+        head_dim=head_dim, ffn_size=48, max_position=2048, norm="rms", norm_bias=False, gated=True, activation="silu",
         position="rope" if rotary else "learned", rope=RopeConfig(inv_freq=(1.0, 0.1, 0.01)) if rotary else None,
         qkv_bias=False, out_bias=False, ffn_bias=False,
     )  # fmt: skip
@@ -82,8 +82,9 @@ def executor_of(
 
 @functools.cache
 def shared_executor(name: str, block_size: int, mode: CacheMode, attention: HiddenAttention) -> JaxExecutor:
-    """For contexts of up to 384 tokens; tests reset it."""
-    return few_programs(executor_of(name, block_size, mode=mode, attention=attention, max_model_len=384))
+    """For long contexts; tests reset it."""
+    length = num_cases(384, 2048)
+    return few_programs(executor_of(name, block_size, mode=mode, attention=attention, max_model_len=length))
 
 
 def mode_of(name: str) -> CacheMode:
@@ -345,7 +346,7 @@ def test_engine_says_the_same_with_every_kind_in_tight_pools(name, block_size):
 def test_bytes_of_the_pool_that_a_token_takes(name, block_size, exact):
     """Counted in the arrays: blocks that a prompt that fills them wrote to, and values in them that are not zero."""
     config = MODELS[name]
-    tokens = math.lcm(block_size, config.hidden_block_size(block_size))
+    tokens = num_cases(math.lcm(block_size, config.hidden_block_size(block_size)), 2016)
     taken: list[int] = []
     modes: list[CacheMode] = ["hybrid"] * 2 if config.offers_hybrid else ["kv", "hidden"]
     for kind, width in ((KV, 2 * config.lane), (HIDDEN, config.hidden_size)):

@@ -13,6 +13,7 @@ from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.request import EngineRequest, SamplingParams
+from tests.support.cases import num_cases
 from tests.support.paged_driver import draw_greedily
 
 pytestmark = pytest.mark.seeds  # draws
@@ -29,7 +30,8 @@ def built(max_tokens: int) -> EngineComponents:
     parts = build_engine(config, warm_up=False, calibrate=False)
     assert isinstance(parts.executor, JaxExecutor)
     buckets = parts.executor.buckets
-    buckets.decode, buckets.masked, buckets.prefill = [4], [], [max_tokens]  # fewer programs to compile
+    buckets.decode, buckets.masked = [4], []  # fewer programs to compile
+    buckets.prefill = sorted({max_tokens, num_cases(max_tokens, 64)})
     with pytest.MonkeyPatch.context() as patch:
         draw_greedily(patch)
         parts.executor.warm_up()

@@ -26,6 +26,7 @@ from apt_jax.models.reference import forward
 from apt_jax.request import CompletionOutput, RequestOutput
 from apt_jax.sched import CacheKindSpec
 from tests.support.caches import calibrations_apart
+from tests.support.cases import ALL
 from tests.support.fake_executor import Fault, FaultKind, reference_tokens
 from tests.support.opt_checkpoint import TINY
 from tests.support.paged_driver import draw_greedily, few_programs
@@ -464,7 +465,7 @@ def test_stored_costs_are_used_and_progress_is_told(small_model, monkeypatch):
     config = EngineConfig(
         model=str(small_model),
         load_format="dummy",
-        cache=CacheConfig(num_blocks_override=40, mode="kv"),
+        cache=CacheConfig(num_blocks_override=40, mode="hybrid" if ALL else "kv"),
         scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=32),
     )
     stages: dict[str, tuple[int, int]] = {}

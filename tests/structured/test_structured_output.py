@@ -93,6 +93,7 @@ def test_outputs_of_random_schemas_are_valid(llm: LLM, record_property: Any) -> 
     assert stats.mask_p99_ms < 100.0
 
 
+@pytest.mark.seeds
 def test_every_constraint(llm: LLM) -> None:
     constraints: list[dict[str, Any]] = [
         {"regex": r"\d{3}-\d{4}"},
@@ -103,7 +104,9 @@ def test_every_constraint(llm: LLM) -> None:
     ]
     # Of any object there is no end.
     params = [
-        structured(60 if "json_object" in f else 400, 0.7 * (i % 2), i, **f) for f in constraints for i in range(4)
+        structured(num_cases(60, 400) if "json_object" in c else 400, 0.7 * (i % 2), i, **c)
+        for c in constraints
+        for i in range(4)
     ]
     answers = texts(llm, params)
     for answer, _ in answers[:4]:
