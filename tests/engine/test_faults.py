@@ -307,10 +307,14 @@ def test_H9_jumps_of_the_wall_clock_change_nothing(monkeypatch):
 # --- threads that end ----------------------------------------------------------------------------------------------
 
 
+class Crash(BaseException):
+    """Nothing in the engine handles it; a `SystemExit` of a policy is replaced by `fcfs`."""
+
+
 def end_thread(engine: AsyncEngine) -> None:
     """Raise in the engine's thread, wherever it is."""
     ident = ctypes.c_ulong(engine._thread.ident or 0)
-    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Crash)) == 1
 
 
 def by_executor(engine: AsyncEngine) -> None:
