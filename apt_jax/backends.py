@@ -152,7 +152,7 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
     """The implementation called `name`, or the default of a JAX platform.
 
     Args:
-        chip: what tiles are chosen for, one of `tiles.CHIPS`; None: tiles that any of them takes.
+        chip: what tiles are chosen for, one of `triton_tiles.CHIPS`; None: tiles that any of them takes.
 
     Raises:
         ValueError: unknown implementation, one that is not available on this machine, or a platform without a default.

@@ -99,7 +99,7 @@ class Engine:
         executor: runs steps; its pool and its slots set the limits.
         policy: decides each iteration.
         clock: the current time.
-        kinds: cache kinds as data, indexed by `sched.view.KV` and `HIDDEN`.
+        kinds: cache kinds as data, indexed by `sched.request_table.KV` and `HIDDEN`.
         scheduler_config: limits and whether steps overlap.
         cache_config: block size.
         costs: iteration times for the policy; may be replaced at any time (`engine.costs = ...`).

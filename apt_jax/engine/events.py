@@ -14,7 +14,7 @@ from collections.abc import Callable
 from apt_jax.request import CacheKindName
 
 KIND_NAMES: tuple[CacheKindName, ...] = ("kv", "hidden")
-"""Names of the cache kinds, indexed by `sched.view.KV` and `HIDDEN`."""
+"""Names of the cache kinds, indexed by `sched.request_table.KV` and `HIDDEN`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

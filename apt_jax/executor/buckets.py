@@ -70,7 +70,7 @@ class Buckets:
 
 
 class KindSet(NamedTuple):
-    """Cache kinds that a program handles; indexed by `sched.view.KV` and `HIDDEN`."""
+    """Cache kinds that a program handles; indexed by `sched.request_table.KV` and `HIDDEN`."""
 
     kv: bool
     hidden: bool

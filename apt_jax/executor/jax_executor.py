@@ -72,9 +72,9 @@ class JaxExecutor:
         mixed: also compile steps in which decode rows and prompt chunks have their own attention paths; without it a
             step with both is two programs, one after another (one that computes all rows as chunks where some sample
             under a mask). None: where decode attention is a kernel of its own.
-        attention: implementation, or its name for `apt_jax.pallas.attention_ops`; None: the platform's default.
+        attention: implementation, or its name for `apt_jax.backends.attention_ops`; None: the platform's default.
         quantization: "int8": see `models.quantize`; None: weights as they are.
-        mesh: of the devices that share the model, from `parallel.tensor_mesh`; None: one.
+        mesh: of the devices that share the model, from `models.sharding.tensor_mesh`; None: one.
         conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`),
             where both kinds are offered. Without it `can_convert` is False.
 

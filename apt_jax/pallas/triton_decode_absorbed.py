@@ -299,7 +299,7 @@ def absorbed_attention(
         table_of_row: row of `tables` and `slot_ranges` of each query row; None: its own (R = B).
         out_dtype: of z, which is N times as wide as a layer input: 16 bits save a good part of the traffic.
         interpret: run in Pallas' interpreter, on any platform.
-        chip: what tiles are chosen for (`tiles.CHIPS`).
+        chip: what tiles are chosen for (`triton_tiles.CHIPS`).
     """
     more: dict[str, Any] = {
         "block_size": block_size,

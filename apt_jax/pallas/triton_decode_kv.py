@@ -105,7 +105,7 @@ def decode_kv(
     Args:
         table_of_row: row of `tables` and `slot_ranges` that each row of `q` attends to; None: its own (R = B).
         interpret: run in Pallas' interpreter, on any platform.
-        chip: what tiles are chosen for (`tiles.CHIPS`).
+        chip: what tiles are chosen for (`triton_tiles.CHIPS`).
 
     Raises:
         ValueError: block size, dtype, heads or chip that the kernel does not take.

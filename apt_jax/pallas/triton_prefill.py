@@ -486,7 +486,7 @@ def prefill(
     Args:
         with_hidden: some row may have a hidden prefix; static, without it no kernel for one is launched.
         interpret: run in Pallas' interpreter, on any platform.
-        chip: what tiles are chosen for (`tiles.CHIPS`).
+        chip: what tiles are chosen for (`triton_tiles.CHIPS`).
 
     Raises:
         ValueError: block size, dtype, heads or chip that the kernels do not take.

@@ -137,7 +137,7 @@ class Hardware:
         *,
         rho_us: float | None = None,
     ) -> tuple[CacheKindSpec, CacheKindSpec]:
-        """Both cache kinds, indexed by `sched.view.KV` and `HIDDEN`, with the extra time t = c0 + c1 * tokens.
+        """Both cache kinds, indexed by `sched.request_table.KV` and `HIDDEN`, with the extra time t = c0 + c1 * tokens.
 
         Args:
             cache: kinds that may be used. ``hybrid`` means KV where the model has no hidden kind.
