@@ -196,12 +196,12 @@ class WorkerRanks:
     def tell_engine(self, engine: AsyncEngine) -> None:
         """Have the loss of a rank end the engine."""
 
-        def lose(reason: str) -> None:
+        def fail(reason: str) -> None:
             logger.critical("%s", reason)
-            engine.lose("another host of this replica is gone")
+            engine.fail("another host of this replica is gone")
 
         if self._leader is not None:
-            self._leader.on_lost = lose
+            self._leader.on_lost = fail
 
     def end(self) -> None:
         if self._leader is not None:

@@ -97,12 +97,12 @@ class HybridCache:
         return groups.tracker
 
     @property
-    def charges_changed(self) -> bool:
+    def ownership_changed(self) -> bool:
         """True after `num_private` of a slot has changed by anything but its own `reserve`; reset by the reader."""
         return self.groups.ownership_changed
 
-    @charges_changed.setter
-    def charges_changed(self, value: bool) -> None:
+    @ownership_changed.setter
+    def ownership_changed(self, value: bool) -> None:
         self.groups.ownership_changed = value
 
     @property

@@ -16,7 +16,7 @@ from apt_jax.sched.request_table import RequestTable
 
 
 class PrefixHitTracker:
-    """Prefix hits of waiting requests, kept up to date in `RequestTable.hit_tokens` and `hit_blocks`.
+    """Prefix hits of waiting requests, kept up to date in `RequestTable.cached_prefix_tokens` and `shared_prefix_blocks`.
 
     Args:
         tree: registered groups.
@@ -62,8 +62,8 @@ class PrefixHitTracker:
         for node in places.values():
             self._leave(row, node)
         del self._digests[row]
-        self._table.hit_tokens[row] = 0
-        self._table.hit_blocks[row] = 0
+        self._table.cached_prefix_tokens[row] = 0
+        self._table.shared_prefix_blocks[row] = 0
 
     def node(self, row: int, kind: int) -> Node:
         """The node where the longest cached prefix of a waiting request ends."""
@@ -113,8 +113,8 @@ class PrefixHitTracker:
         table, kind = self._table, node.kind
         size = self._block_sizes[kind]
         tokens = min(node.depth * size, int(table.num_tokens[row]) - 1)
-        table.hit_tokens[row, kind] = tokens
-        table.hit_blocks[row, kind] = min(used, tokens // size) * self._per_group[kind]
+        table.cached_prefix_tokens[row, kind] = tokens
+        table.shared_prefix_blocks[row, kind] = min(used, tokens // size) * self._per_group[kind]
 
     # --- events ----------------------------------------------------------------------------------------------------
 

@@ -85,10 +85,10 @@ class PlanFilter:
         moved = fresh & (pinned != NO_KIND) & (pinned != kind)
         if moved.any():
             kind = np.where(moved, pinned, kind)
-            most = left - table.hit_tokens[rows, kind]
+            most = left - table.cached_prefix_tokens[rows, kind]
             num_tokens = np.where(moved, np.minimum(num_tokens, most), num_tokens)
         ok = (fresh & (states.in_flight[rows] == 0) & self._is_offered[kind]) | ((status == RUNNING) & (held == kind))
-        ok &= (num_tokens >= 1) & (num_tokens <= left - table.hit_tokens[rows, kind])
+        ok &= (num_tokens >= 1) & (num_tokens <= left - table.cached_prefix_tokens[rows, kind])
         if plan.preempt.size:
             ok &= ~np.isin(rows, plan.preempt)
         ok &= np.cumsum(num_tokens) <= self._limits.num_tokens
@@ -229,7 +229,7 @@ class BatchBuilder:
         hits, cache = self._states.prefixes.hits, self._cache
         if hits is None:
             return found, sources
-        found += self._table.hit_tokens[rows, kind]  # 0 where they run
+        found += self._table.cached_prefix_tokens[rows, kind]  # 0 where they run
         for i in np.flatnonzero(found).tolist():
             row, owner = int(rows[i]), int(self._table.rank[rows[i]])
             num_groups, rest = divmod(int(found[i]), cache.block_sizes[kind[i]])
@@ -372,7 +372,7 @@ class BatchBuilder:
         end = batch.start + batch.num_tokens
         table.num_cached[rows] = end
         has_prefixes = cache.prefixes is not None
-        if cache.charges_changed:
+        if cache.ownership_changed:
             states.sync_charges()
         elif not has_prefixes:
             table.num_blocks[rows] = cache.num_blocks_of(batch.slots)

@@ -217,7 +217,7 @@ class TokenCommitter:
                     cache.drop_prefix(kind, state.digests[kind], 0)
         for i in np.flatnonzero(step.samples & good).tolist():
             step.requests[i].is_proven = True
-        if cache.charges_changed:
+        if cache.ownership_changed:
             self._states.sync_charges()
 
 

@@ -44,7 +44,7 @@ class EngineCounters:
         self.recomputed_tokens = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
-        self.num_refused = 0
+        self.num_rejected = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.num_deferred_requests = 0

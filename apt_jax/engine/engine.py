@@ -150,7 +150,7 @@ class Engine:
         """The last decision, as the policy made it."""
         self.last_tokens_scheduled = 0
         """Tokens of the last step that was run."""
-        self.on_plan: Callable[[StepBatch], None] | None = None
+        self.before_dispatch: Callable[[StepBatch], None] | None = None
         """Called when a step has been put together and is about to be run: requests may be added, and nothing else."""
         self._overlap = scheduler_config.overlap
         self._timer = timer
@@ -233,7 +233,7 @@ class Engine:
 
     def note_refused(self) -> None:
         """Count a request that was rejected early, by the `queue_snapshot`."""
-        self._counters.num_refused += 1
+        self._counters.num_rejected += 1
 
     def abort(self, request_id: str) -> bool:
         """End a live request now; its blocks are free at once, its terminal output comes with the next `step`.
@@ -288,8 +288,8 @@ class Engine:
         self._recorder.begin(plan, timer() - started)
         batch, rows, requests = self._builder.build(plan)
         self._builder.record(batch, rows)
-        if self.on_plan is not None and batch is not None:
-            self.on_plan(batch)
+        if self.before_dispatch is not None and batch is not None:
+            self.before_dispatch(batch)
         prepared = timer()
         dispatched = self._execute(plan, batch, rows, requests) if batch is not None else None
         launched = timer()
@@ -452,12 +452,12 @@ class Engine:
         self._policies.debug = debug
 
     @property
-    def on_iteration(self) -> Callable[[Iteration], None] | None:
+    def after_step(self) -> Callable[[Iteration], None] | None:
         """Told of every decision, in order, when its step has ended; must be quick and must not raise."""
         return self._recorder.listener
 
-    @on_iteration.setter
-    def on_iteration(self, listener: Callable[[Iteration], None] | None) -> None:
+    @after_step.setter
+    def after_step(self, listener: Callable[[Iteration], None] | None) -> None:
         self._recorder.listener = listener
 
     @property
@@ -516,7 +516,7 @@ class Engine:
         return self._controller.min_blocks_for(num_tokens)
 
     def queue_snapshot(self) -> QueueSnapshot:
-        """Return the queue for early rejection while the step runs that has just been built (`on_plan`)."""
+        """Return the queue for early rejection while the step runs that has just been built (`before_dispatch`)."""
         return self._controller.queue_snapshot(self.costs)
 
     def stats(self) -> EngineStats:

@@ -108,7 +108,10 @@ def check_engine(states: RequestStates, offered: Sequence[CacheKind], pending: I
 def _check_hits(states: RequestStates, offered: Sequence[CacheKind], rows: NDArray[np.int32]) -> None:
     """Look up again what each waiting request would find, and compare."""
     table, cache = states.table, states.cache
-    hit_tokens, hit_blocks = np.zeros_like(table.hit_tokens), np.zeros_like(table.hit_blocks)
+    cached_prefix_tokens, shared_prefix_blocks = (
+        np.zeros_like(table.cached_prefix_tokens),
+        np.zeros_like(table.shared_prefix_blocks),
+    )
     waits = (states.status[rows] == WAITING) & (states.in_flight[rows] == 0)
     for row in rows[waits].tolist() if cache.prefixes is not None else ():
         assert cache.prefixes is not None
@@ -125,9 +128,12 @@ def _check_hits(states: RequestStates, offered: Sequence[CacheKind], rows: NDArr
                 blocks.append(node.block)
             tokens = min(len(blocks) * size, state.num_known - 1)
             taken = blocks[: tokens // size]
-            hit_tokens[row, kind] = tokens
-            hit_blocks[row, kind] = np.count_nonzero(cache.num_refs[taken]) * cache.blocks_per_group[kind]
-    if not (np.array_equal(hit_tokens, table.hit_tokens) and np.array_equal(hit_blocks, table.hit_blocks)):
+            cached_prefix_tokens[row, kind] = tokens
+            shared_prefix_blocks[row, kind] = np.count_nonzero(cache.num_refs[taken]) * cache.blocks_per_group[kind]
+    if not (
+        np.array_equal(cached_prefix_tokens, table.cached_prefix_tokens)
+        and np.array_equal(shared_prefix_blocks, table.shared_prefix_blocks)
+    ):
         raise CacheIntegrityError("what waiting requests would find is not what the table says")
 
 

@@ -28,7 +28,7 @@ class RequestPrefixes:
 
     Args:
         cache: looked up; with prefix caching off there is nothing to be found.
-        table: `PrefixHitTracker` keeps its `hit_tokens` and `hit_blocks` of waiting requests.
+        table: `PrefixHitTracker` keeps its `cached_prefix_tokens` and `shared_prefix_blocks` of waiting requests.
         offered: cache kinds on offer.
 
     Attributes:
@@ -197,7 +197,7 @@ class RequestStates(ColumnTable):
 
     def uncached_tokens(self, rows: NDArray[Any]) -> int:
         """Count the positions of waiting requests that would not be found cached; `rows` by number or as a mask."""
-        uncached = self.table.num_tokens[rows] - self.table.hit_tokens[rows].max(axis=1)
+        uncached = self.table.num_tokens[rows] - self.table.cached_prefix_tokens[rows].max(axis=1)
         return int(uncached.sum())
 
     def view(
@@ -359,7 +359,7 @@ class RequestStates(ColumnTable):
         self.slot[row] = NO_SLOT
         self.status[row] = status
         self._by_rank = None
-        if self.cache.charges_changed:
+        if self.cache.ownership_changed:
             self.sync_charges()
         if status == WAITING:
             self.await_hits(self.state(row))
@@ -371,7 +371,7 @@ class RequestStates(ColumnTable):
         private = self.cache.num_private_blocks_of(slots)
         self.table.num_blocks[rows] = private
         self.table.num_shared[rows] = self.cache.num_blocks_of(slots) - private
-        self.cache.charges_changed = False
+        self.cache.ownership_changed = False
 
     def lose_cache(self) -> None:
         """A failed step took the pool with it: every holder of cache waits again, tokens in flight will never

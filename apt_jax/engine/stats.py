@@ -48,7 +48,7 @@ class EngineStats:
     """Tokens of `prefix_cache_queries` that were found cached."""
     finished: dict[str, int]
     """Ended requests by reason."""
-    num_refused: int
+    num_rejected: int
     """Requests that admission rejected."""
     num_slo_at_risk_admitted: int
     """Requests admitted although their SLO looked out of reach (`slo_admission="warn"`)."""
@@ -131,7 +131,7 @@ def collect_stats(
         prefix_cache_queries=counters.prefix_cache_queries,
         prefix_cache_hits=counters.prefix_cache_hits,
         finished=dict(counters.finished),
-        num_refused=counters.num_refused,
+        num_rejected=counters.num_rejected,
         num_slo_at_risk_admitted=num_slo_at_risk_admitted,
         prompt_tokens=counters.prompt_tokens,
         generation_tokens=counters.generation_tokens,

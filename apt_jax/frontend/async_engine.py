@@ -24,7 +24,7 @@ the gate can only reject, with an error that invites a retry, and the engine dec
 the GIL the look-ups would be data races: free-threaded Python is not supported.
 
 Once the engine thread has ended, `call` runs functions in its caller's thread. When a step never ends, or the machine
-below it is gone (`lose`), another thread ends all streams and answers what is left in the inbox.
+below it is gone (`fail`), another thread ends all streams and answers what is left in the inbox.
 """
 
 import asyncio
@@ -116,7 +116,7 @@ class AsyncEngine:
                 decision_log, max_num_seqs=scheduler.max_num_seqs, blocks_needed=parts.engine.min_blocks_for
             )
         self._feed = IterationFeed(parts.engine, self._log)
-        self._engine.on_plan = self._drain_arrivals_before_dispatch
+        self._engine.before_dispatch = self._drain_arrivals_before_dispatch
         self._thread = threading.Thread(target=self._run, name="apt-jax-engine", daemon=True)
         self._watchdog = Watchdog(self._thread, step_timeout_s, self._fail_all)
         self._thread.start()
@@ -256,7 +256,7 @@ class AsyncEngine:
         self._close(drain_s)
         self._end.result()
 
-    def lose(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """End every request with `EngineDeadError` now: the machine below the engine is gone, a running step may never
         end."""
         self._fail_all(None, reason)
@@ -326,7 +326,7 @@ class AsyncEngine:
                 )
         except BaseException as caught:
             logger.critical("the engine loop ends: %s", type(caught).__name__, exc_info=caught)
-            self.lose("internal error")  # unless the watchdog was quicker
+            self.fail("internal error")  # unless the watchdog was quicker
 
     def _iterate(self) -> bool:
         """Run one iteration of the loop; returns False when it is over."""

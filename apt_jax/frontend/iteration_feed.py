@@ -9,7 +9,7 @@ class IterationFeed:
     """Passes iterations on; the engine reports them only while there is a receiver. For the engine thread.
 
     Args:
-        engine: its `on_iteration` belongs to this object.
+        engine: its `after_step` belongs to this object.
         log: receives every iteration; None: there is no log.
     """
 
@@ -47,7 +47,7 @@ class IterationFeed:
 
     def _connect(self) -> None:
         has_receiver = self._log is not None or bool(self._watches)
-        self._engine.on_iteration = self._push if has_receiver else None
+        self._engine.after_step = self._push if has_receiver else None
 
     def _push(self, iteration: Iteration) -> None:
         if self._log is not None:

@@ -80,7 +80,7 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     bad = (kind < 0) | (kind >= len(view.kinds))
     if bad.any():
         raise PlanError(f"rows {rows[bad].tolist()} have unknown kinds {kind[bad].tolist()}")
-    found = table.hit_tokens[rows, kind]
+    found = table.cached_prefix_tokens[rows, kind]
     cached = table.num_cached[rows]
     remaining = table.num_tokens[rows] - cached - found
     bad = (num_tokens < 1) | (num_tokens > remaining)
@@ -103,7 +103,7 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     if bad.any():
         raise PlanError(f"rows {rows[bad].tolist()} take a kind that is not offered")
 
-    held = table.num_blocks[rows] + table.num_shared[rows] + table.hit_blocks[rows, kind]
+    held = table.num_blocks[rows] + table.num_shared[rows] + table.shared_prefix_blocks[rows, kind]
     if plan.convert.size:  # what they hold is free for the next step
         converted = np.isin(rows, plan.convert)
         kind, held = np.where(converted, KV, kind), np.where(converted, 0, held)

@@ -90,8 +90,8 @@ class RequestTable(ColumnTable):
     tenant = column(np.int32)  # number of the tenant; 0: none
     live = column(np.bool_)
     # By kind, what a waiting request would find cached; 0 for all others.
-    hit_tokens = column(np.int32, width=NUM_KINDS)  # positions that need not be computed
-    hit_blocks = column(np.int32, width=NUM_KINDS)  # blocks held by running requests: they cost nothing
+    cached_prefix_tokens = column(np.int32, width=NUM_KINDS)  # positions that need not be computed
+    shared_prefix_blocks = column(np.int32, width=NUM_KINDS)  # blocks held by running requests: they cost nothing
 
     def __init__(self, capacity: int = 256) -> None:
         super().__init__(capacity)
@@ -100,6 +100,16 @@ class RequestTable(ColumnTable):
         """Number of requests that ended with each number of output tokens; grows with the longest."""
         self.num_output_lengths = 0
         """Their sum: how many have ended."""
+
+    @property
+    def hit_tokens(self) -> NDArray[np.int32]:
+        """Old name of `cached_prefix_tokens`."""
+        return self.cached_prefix_tokens
+
+    @property
+    def hit_blocks(self) -> NDArray[np.int32]:
+        """Old name of `shared_prefix_blocks`."""
+        return self.shared_prefix_blocks
 
     def add(
         self,

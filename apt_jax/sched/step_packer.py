@@ -27,13 +27,13 @@ def start_blocks_for(
 ) -> NDArray[np.int32]:
     """Blocks that must be free for waiting `rows` to have `tokens` positions with `kind`: those that others hold cost
     nothing, those of cached prefixes that nobody holds do, for they count as free. At least one group."""
-    return view.blocks_for(tokens, kind) - view.table.hit_blocks[rows, kind]
+    return view.blocks_for(tokens, kind) - view.table.shared_prefix_blocks[rows, kind]
 
 
 def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
     """(n, num_kinds): `start_blocks_for` with each kind."""
     blocks = view.block_options(tokens)
-    hits = view.table.hit_blocks
+    hits = view.table.shared_prefix_blocks
     if hits.any():
         blocks -= hits.take(rows, axis=0)
     return blocks
@@ -234,9 +234,9 @@ class StepPacker:
         if not rows.size:
             return
         view, table = self.view, self.view.table
-        found = table.hit_tokens[rows, kind]
+        found = table.cached_prefix_tokens[rows, kind]
         lengths = table.num_tokens.take(rows) - found
-        shared = table.hit_blocks[rows, kind]
+        shared = table.shared_prefix_blocks[rows, kind]
         whole = view.blocks_for(lengths + found, kind) - shared
         # As many as go one after another, at once.
         num = int(np.searchsorted(np.cumsum(lengths), self.tokens_left, side="right"))

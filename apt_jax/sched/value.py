@@ -31,7 +31,7 @@ class PendingValue:
         return PendingValue(self.pending_s[rows], self.violated[rows])
 
 
-def urgency(view: SchedulerView, rows: NDArray[np.int32]) -> PendingValue:
+def pending_value(view: SchedulerView, rows: NDArray[np.int32]) -> PendingValue:
     """Pending times of `rows`, and who has violated an objective."""
     table = view.table
     last_s = table.last_token_s.take(rows)

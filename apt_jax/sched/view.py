@@ -98,7 +98,7 @@ class SchedulerView:
         """
         table = self.table
         left = table.num_tokens.take(rows) - table.num_cached.take(rows)
-        return left if kind is None else left - table.hit_tokens[rows, kind]
+        return left if kind is None else left - table.cached_prefix_tokens[rows, kind]
 
     def blocks_for(self, tokens: NDArray[np.int32], kind: NDArray[np.integer] | int) -> NDArray[np.int32]:
         """Blocks that `tokens` positions take with `kind`: `blocks_per_group * ceil(tokens / block size)`.

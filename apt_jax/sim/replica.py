@@ -58,7 +58,7 @@ class Replica:
 
     def watch(self) -> None:
         """Record states from now on, for `state`."""
-        self.engine.on_plan = self._look_at_step
+        self.engine.before_dispatch = self._look_at_step
 
     def _look_at_step(self, batch: StepBatch) -> None:
         self._pending = PendingArrivals()
@@ -113,12 +113,12 @@ class Replica:
     def turn(self) -> tuple[list[StepOutput], int]:
         """Run one iteration of the engine; returns its outputs, and how many of the arrived requests were rejected."""
         self._clock.advance_to(self.next_s)
-        num_refused = 0
+        num_rejected = 0
         for request in self._inbox:
             try:
                 self.engine.add_request(request)
             except InvalidRequestError:
-                num_refused += 1
+                num_rejected += 1
         self._inbox.clear()
         self._pending = PendingArrivals()
         before, began_s = self.executor.num_steps, self._clock.now_s()
@@ -130,4 +130,4 @@ class Replica:
                 self.hidden_tokens += int(np.count_nonzero(plan.kind == HIDDEN))
         elif not outputs and self._clock.now_s() == began_s:  # and no step has ended either
             self.next_s += IDLE_S
-        return outputs, num_refused
+        return outputs, num_rejected

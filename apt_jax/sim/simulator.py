@@ -383,8 +383,8 @@ def _run(
             sent += 1
             continue
         before = replica.executor.num_steps
-        outputs, num_refused = replica.turn()
-        ended += num_refused
+        outputs, num_rejected = replica.turn()
+        ended += num_rejected
         for output in outputs:
             if output.finish_reason is not None:
                 metrics[int(output.request.request_id)] = output.metrics

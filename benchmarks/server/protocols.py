@@ -31,7 +31,7 @@ class LoadRequest:
 
 
 @dataclasses.dataclass(slots=True)
-class Piece:
+class TextChunk:
     """Content of one message of a stream."""
 
     num_tokens: int = 0
@@ -60,7 +60,7 @@ class Refused(Exception):
 class Endpoint(Protocol):
     """One API of the server."""
 
-    def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
+    def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[TextChunk]:
         """Yield the answer piece by piece. Closing the generator disconnects the client.
 
         Raises:
@@ -75,7 +75,7 @@ class HttpEndpoint:
     def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
         self._session, self._url = session, f"http://{address}/v1/completions"
 
-    async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
+    async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[TextChunk]:
         body = {
             "prompt": list(request.prompt_ids),
             "stream": True,
@@ -97,18 +97,18 @@ class HttpEndpoint:
                     if line == b"data: [DONE]\n":
                         done = True
                         continue
-                    yield self._piece(json.loads(line[5:]), token_ids)
+                    yield self._chunk(json.loads(line[5:]), token_ids)
         except (aiohttp.ClientError, ConnectionError) as error:
             raise Refused("connection", type(error).__name__) from None
         if not done:
             raise Refused("cut off")
 
     @staticmethod
-    def _piece(event: Any, token_ids: bool) -> Piece:
+    def _chunk(event: Any, token_ids: bool) -> TextChunk:
         if "error" in event:
             raise Refused("error", str(event["error"].get("code")))
         choice = event["choices"][0]
-        piece = Piece(text=choice["text"], finish_reason=choice["finish_reason"])
+        piece = TextChunk(text=choice["text"], finish_reason=choice["finish_reason"])
         if token_ids:
             piece.token_ids = choice["token_ids"]
         # Without ids every event is one token, or several that came together.
@@ -124,14 +124,14 @@ class GrpcEndpoint:
     def __init__(self, client: AsyncAptClient) -> None:
         self._client = client
 
-    async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
+    async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[TextChunk]:
         call = self._client.generate(
             request.prompt_ids, slo_ttft_ms=request.slo_ttft_ms, slo_tbt_ms=request.slo_tbt_ms, **request.params
         )
         ended = False
         try:
             async for message in call:
-                piece = Piece(
+                piece = TextChunk(
                     num_tokens=len(message.token_ids),
                     token_ids=list(message.token_ids),
                     text=message.text,
@@ -157,7 +157,7 @@ class VllmEndpoint:
         self._stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         self._num_sent = 0
 
-    async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[Piece]:
+    async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[TextChunk]:
         message = vllm.GenerateRequest(stream=True, sampling_params=vllm.SamplingParams(n=1, **request.params))
         message.tokenized.input_ids.extend(request.prompt_ids)
         objectives = (("x-slo-ttft-ms", request.slo_ttft_ms), ("x-slo-tpot-ms", request.slo_tbt_ms))
@@ -169,13 +169,13 @@ class VllmEndpoint:
                 if answer.HasField("chunk"):
                     ids = list(answer.chunk.token_ids)
                     seen += ids
-                    yield Piece(num_tokens=len(ids), token_ids=ids)
+                    yield TextChunk(num_tokens=len(ids), token_ids=ids)
                     continue
                 complete = answer.complete
                 if list(complete.output_ids) != seen:
                     raise Refused("broken", "the last message repeats other tokens")
                 ended = True
-                yield Piece(token_ids=[], finish_reason=complete.finish_reason)
+                yield TextChunk(token_ids=[], finish_reason=complete.finish_reason)
         except grpc.aio.AioRpcError as error:
             raise Refused(error.code().name, error.details() or "") from None
         finally:

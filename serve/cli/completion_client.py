@@ -22,7 +22,7 @@ from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class TextChunk:
     """New text of a completion; the last piece has a `finish`."""
 
     text: str
@@ -44,7 +44,7 @@ class Completer(Protocol):
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,
-    ) -> AsyncGenerator[Piece]: ...
+    ) -> AsyncGenerator[TextChunk]: ...
 
     async def max_model_len(self) -> int: ...
 
@@ -66,7 +66,7 @@ class LocalCompleter:
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,
-    ) -> AsyncGenerator[Piece]:
+    ) -> AsyncGenerator[TextChunk]:
         parts, given = self._engine.parts, {"prompt": prompt}
         if not isinstance(prompt, str):
             given = {"prompt_token_ids": await asyncio.to_thread(parts.chat_prompt, prompt)}
@@ -77,7 +77,7 @@ class LocalCompleter:
             async for delta in stream:
                 num_tokens += len(delta.token_ids)
                 message = messages.response(delta, 0, num_tokens)
-                yield Piece(text=delta.text, finish=message.finish if delta.finished else None)
+                yield TextChunk(text=delta.text, finish=message.finish if delta.finished else None)
         finally:
             stream.cancel()
 
@@ -102,14 +102,14 @@ class RemoteCompleter:
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,
-    ) -> AsyncGenerator[Piece]:
+    ) -> AsyncGenerator[TextChunk]:
         assert isinstance(prompt, str)
         call = self._client.generate(prompt, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling)
         try:
             async with contextlib.aclosing(call):
                 async for message in call:
                     finish = message.finish if message.HasField("finish") else None
-                    yield Piece(text=message.text, finish=finish)
+                    yield TextChunk(text=message.text, finish=finish)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
                 raise

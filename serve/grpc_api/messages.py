@@ -211,8 +211,8 @@ def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
         if hasattr(stats, name) and name != "kind_switches"
     }
     switches = {f"{old}>{new}": count for (old, new), count in stats.kind_switches.items()}
-    at_risk = stats.num_slo_at_risk_admitted
-    return pb.GetStatsResponse(kind_switches=switches, num_doubtful=at_risk, **copied, **facts)
+    old_names = {"num_refused": stats.num_rejected, "num_doubtful": stats.num_slo_at_risk_admitted}
+    return pb.GetStatsResponse(kind_switches=switches, **old_names, **copied, **facts)
 
 
 def watch_response(batch: IterationBatch, served_since_s: float) -> pb.WatchSchedulerResponse:

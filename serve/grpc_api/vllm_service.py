@@ -81,7 +81,7 @@ _NOT_TAKEN = (
 
 
 class VllmGenerateCodec:
-    """A Generate call, a `serve.grpc_api.calls.Exchange`.
+    """A Generate call, a `serve.grpc_api.calls.GenerateCodec`.
 
     Args:
         request: None: it could not be decoded.

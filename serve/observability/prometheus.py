@@ -273,7 +273,7 @@ class _Scrape(Collector):
             (
                 "aptjax:requests_refused",
                 "Requests that the engine did not take: queue full, too large, id in use.",
-                stats.num_refused,
+                stats.num_rejected,
             ),
             (
                 "aptjax:requests_doubtful",

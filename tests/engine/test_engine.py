@@ -381,7 +381,7 @@ class TestAdmission:
             h.add(name="a")
         h.drain()
         h.add(name="b")
-        assert h.engine.stats().num_refused == 1
+        assert h.engine.stats().num_rejected == 1
 
     def test_the_queue_is_bounded(self):
         h = Harness(max_num_queued_reqs=2)
@@ -1199,7 +1199,7 @@ class TestStructuredOutput:
 
 def logged(h: Harness, num_requests: int = 100) -> TimelineLog:
     log = TimelineLog(num_requests, max_num_seqs=8, blocks_needed=h.engine.min_blocks_for)
-    h.engine.on_iteration = log.note
+    h.engine.after_step = log.note
     return log
 
 

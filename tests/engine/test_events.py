@@ -21,7 +21,7 @@ def run(
     """Serve prompts of these lengths; what was told, and the metrics of each request."""
     told: list[Iteration] = []
     engine = parts.engine
-    engine.on_iteration = told.append
+    engine.after_step = told.append
     metrics = {}
     requests = [
         parts.build_request(
@@ -117,14 +117,14 @@ def test_step_times_are_those_of_the_device_not_of_the_queue():
 def test_watched_or_not_the_decisions_are_numbered():
     parts = toy_parts()
     run(parts, [5], max_tokens=3)
-    parts.engine.on_iteration = None
+    parts.engine.after_step = None
     request = parts.build_request(prompt="x", params={"max_tokens": 2, "ignore_eos": True})
     parts.engine.add_request(request)
     while parts.engine.has_work:
         for output in parts.engine.step():
             parts.assembler.delta(output)
     told: list[Iteration] = []
-    parts.engine.on_iteration = told.append
+    parts.engine.after_step = told.append
     parts.engine.add_request(parts.build_request(prompt="x", params={"max_tokens": 1, "ignore_eos": True}))
     while parts.engine.has_work:
         for output in parts.engine.step():
@@ -184,14 +184,14 @@ def test_nothing_is_noted_when_the_last_watcher_has_left():
     async def body(engine):
         first, second = engine.watch(), engine.watch()
         await generate(engine, 2)
-        assert engine.parts.engine.on_iteration is not None
+        assert engine.parts.engine.after_step is not None
         first.close()
         first.close()
         await generate(engine, 2)
-        assert engine.parts.engine.on_iteration is not None
+        assert engine.parts.engine.after_step is not None
         second.close()
         await generate(engine, 2)
-        assert engine.parts.engine.on_iteration is None
+        assert engine.parts.engine.after_step is None
 
     scenario(body, decision_log=0)
 

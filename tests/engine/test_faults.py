@@ -420,7 +420,7 @@ def test_E12_what_was_asked_for_and_not_yet_heard_is_answered():
                     pass
         with pytest.raises(SystemExit):
             fatal.result(10)
-        assert stats.result(10).num_refused == 0
+        assert stats.result(10).num_rejected == 0
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
@@ -432,7 +432,7 @@ def logged(parts: EngineComponents) -> tuple[TimelineLog, Callable[[EngineReques
     """A log of all decisions, and how to add a request to both."""
     engine = parts.engine
     log = TimelineLog(16, max_num_seqs=engine.max_num_seqs, blocks_needed=engine.min_blocks_for)
-    engine.on_iteration = log.note
+    engine.after_step = log.note
 
     def add(request: EngineRequest) -> None:
         engine.add_request(request)
@@ -486,7 +486,7 @@ def test_a_preemption_by_no_decision_is_told_with_the_next(overlap):
     parts = toy_parts(overlap=overlap)
     log, add = logged(parts)
     told = []
-    note, parts.engine.on_iteration = log.note, lambda i: (told.append(i), log.note(i))[0]
+    note, parts.engine.after_step = log.note, lambda i: (told.append(i), log.note(i))[0]
     assert note == log.note
     add(request_of(parts, "one", "hello", 12))
     add(request_of(parts, "two", "hello", 12))

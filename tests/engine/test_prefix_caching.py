@@ -132,7 +132,9 @@ class TestHits:
         table = served.engine.table
         name = served.add(prompt(17))
         row = served.engine.states.by_id[name].row
-        assert table.hit_tokens[row].tolist() == [16, 0]
+        assert table.cached_prefix_tokens[row].tolist() == [16, 0]
+        assert table.hit_tokens is table.cached_prefix_tokens  # old names
+        assert table.hit_blocks is table.shared_prefix_blocks
 
     @pytest.mark.parametrize("inputs", [3, 5, 6])
     @pytest.mark.parametrize("kind", [KV, HIDDEN])
@@ -214,7 +216,7 @@ class TestEviction:
         hits = []
         for seed in (1, 2, 3):
             name = served.add(prompt(24, seed)[:16] if seed < 3 else prompt(24, 3))
-            hits.append(int(served.engine.table.hit_tokens[served.engine.states.by_id[name].row, KV]))
+            hits.append(int(served.engine.table.cached_prefix_tokens[served.engine.states.by_id[name].row, KV]))
         assert hits == [12, 12, 23]
         served.drain()
         served.assert_as_expected()
@@ -225,9 +227,9 @@ class TestEviction:
         served.add(prompt(20, 2), 2)
         name = served.add(prompt(12, 1), 2)
         row = served.engine.states.by_id[name].row
-        assert served.engine.table.hit_tokens[row, KV] == 11
+        assert served.engine.table.cached_prefix_tokens[row, KV] == 11
         served.step()
-        assert served.engine.table.hit_tokens[row, KV] == 4
+        assert served.engine.table.cached_prefix_tokens[row, KV] == 4
         served.drain()
         served.assert_as_expected()
 
@@ -304,7 +306,7 @@ class TestFaults:
         while not served.executor.num_resets:
             served.step()
         row = served.engine.states.by_id.get(waiting)
-        assert row is None or not served.engine.table.hit_tokens[row.row].any()
+        assert row is None or not served.engine.table.cached_prefix_tokens[row.row].any()
         served.drain()
         served.assert_as_expected()
 

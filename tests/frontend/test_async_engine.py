@@ -130,7 +130,7 @@ def test_who_would_be_refused_after_a_step_is_refused_while_it_runs():
         for stream in (first, *streams[1:3]):
             tokens = [token async for delta in stream for token in delta.token_ids]
             assert tokens == expected_tokens(stream.request)[-len(tokens) :]
-        assert (await engine.stats()).num_refused == 3
+        assert (await engine.stats()).num_rejected == 3
 
     run(scenario, max_num_seqs=1, max_num_queued_reqs=3)
 
@@ -139,7 +139,7 @@ def test_requests_that_come_while_a_step_is_put_together_are_added_before_it_run
     async def scenario(engine):
         executor, inner = executor_of(engine.parts), engine.parts.engine
         late: list = []
-        look_out, loop = inner.on_plan, asyncio.get_running_loop()
+        look_out, loop = inner.before_dispatch, asyncio.get_running_loop()
 
         async def send() -> None:
             late.extend(engine.submit(request(engine)) for _ in range(3))
@@ -150,7 +150,7 @@ def test_requests_that_come_while_a_step_is_put_together_are_added_before_it_run
                 executor.gate.clear()
             look_out(batch)
 
-        inner.on_plan = during_plan
+        inner.before_dispatch = during_plan
         first = engine.submit(request(engine))
         await until(lambda: engine._gate.snapshot is not None)
         assert engine.num_open == 3  # and the step has not ended

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from apt_jax.sched.value import NEAR_ZERO, option_values, urgency
+from apt_jax.sched.value import NEAR_ZERO, option_values, pending_value
 from tests.support.sched_world import HIDDEN, KV, World
 
 
@@ -12,11 +12,11 @@ def rows_of(world: World) -> np.ndarray:
 
 def values(world: World, **options) -> np.ndarray:
     view, rows = world.view(), rows_of(world)
-    return option_values(view, rows, urgency(view, rows), rows.size, **options)
+    return option_values(view, rows, pending_value(view, rows), rows.size, **options)
 
 
 def violated(world: World) -> list[bool]:
-    return urgency(world.view(), rows_of(world)).violated.tolist()
+    return pending_value(world.view(), rows_of(world)).violated.tolist()
 
 
 def test_pending_time_is_since_arrival_and_then_since_the_last_token():
@@ -25,7 +25,7 @@ def test_pending_time_is_since_arrival_and_then_since_the_last_token():
     running = world.hold(world.add(5, arrival_s=1.0), KV)
     world.table.last_token_s[running] = 9.0
     world.now_s = 10.0
-    urgent = urgency(world.view(), rows_of(world))
+    urgent = pending_value(world.view(), rows_of(world))
     assert dict(zip(rows_of(world).tolist(), urgent.pending_s.tolist(), strict=True)) == {
         waiting: 8.0,
         running: 1.0,

@@ -151,7 +151,7 @@ async def with_endpoints(scenario: Any) -> Endpoints:
         endpoints = Endpoints(served, llm)
         try:
             await scenario(endpoints)
-            assert served.parts.engine.stats().num_refused == 0
+            assert served.parts.engine.stats().num_rejected == 0
             assert served.parts.engine.stats().finished.get("error") is None
         finally:
             for grammars in (served.parts.grammars, llm.parts.grammars):

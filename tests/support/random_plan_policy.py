@@ -32,13 +32,13 @@ def _blocks(view: SchedulerView, tokens: int, kind: int) -> int:
 
 
 def _left(view: SchedulerView, row: int, length: int, kind: int) -> int:
-    return min(length, int(view.table.num_tokens[row] - view.table.hit_tokens[row, kind]))
+    return min(length, int(view.table.num_tokens[row] - view.table.cached_prefix_tokens[row, kind]))
 
 
 def _start_blocks(view: SchedulerView, row: int, length: int, kind: int) -> int:
     """Return the blocks that a waiting request needs to compute at most `length` tokens."""
-    end = int(view.table.hit_tokens[row, kind]) + _left(view, row, length, kind)
-    return _blocks(view, end, kind) - int(view.table.hit_blocks[row, kind])
+    end = int(view.table.cached_prefix_tokens[row, kind]) + _left(view, row, length, kind)
+    return _blocks(view, end, kind) - int(view.table.shared_prefix_blocks[row, kind])
 
 
 def _convert_blocks(view: SchedulerView, row: int, length: int) -> int | None:

@@ -19,7 +19,7 @@ from apt_jax.sched.step_packer import (
     start_options,
     target_tokens,
 )
-from apt_jax.sched.value import PendingValue, option_values, urgency
+from apt_jax.sched.value import PendingValue, option_values, pending_value
 from apt_jax.sched.view import Plan, SchedulerView
 
 
@@ -94,7 +94,7 @@ class AptPolicy:
         rows = np.concatenate([view.waiting, partial, decoding])
         if not rows.size:
             return Plan.idle()
-        urgent = urgency(view, rows)
+        urgent = pending_value(view, rows)
         num_requests = self._num_requests(urgent)
         first_decoding = rows.size - decoding.size
         pending_s = urgent.pending_s
@@ -261,8 +261,8 @@ def can_begin(
     order = order[gain[order] > 0]
     table = view.table
     lengths = table.num_tokens.take(rows[order])
-    if table.hit_tokens.any():
-        lengths = lengths - table.hit_tokens.take(rows[order], axis=0).min(axis=1)
+    if table.cached_prefix_tokens.any():
+        lengths = lengths - table.cached_prefix_tokens.take(rows[order], axis=0).min(axis=1)
     ends = np.cumsum(lengths)
     num = int(np.searchsorted(ends, tokens, side="right"))
     used = int(ends[num - 1]) if num else 0

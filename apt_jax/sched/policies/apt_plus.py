@@ -253,7 +253,7 @@ class AptPlusPolicy:
         extra_s = hidden.extra_base_s + hidden.extra_per_token_s * tokens
         # T less the newcomers' part of it is what does not grow with the number of requests.
         kind[both & (share * view.costs.decode_base_s > extra_s)] = HIDDEN
-        hits = view.table.hit_tokens[rows]
+        hits = view.table.cached_prefix_tokens[rows]
         if hits.any():
             # Half of the prompt is worth more than what either kind costs in reads or memory.
             gain = hits[np.arange(rows.size), 1 - kind] - hits[np.arange(rows.size), kind]
@@ -303,7 +303,7 @@ def prefill_s(
     """(n,) seconds until the first token of each of waiting `rows` if it began now, behind the prompts under way."""
     costs = view.costs
     tokens = view.remaining(rows, kind).astype(np.float64)
-    cached = view.table.hit_tokens[rows, kind]
+    cached = view.table.cached_prefix_tokens[rows, kind]
     ahead = float(view.remaining(partial).sum()) if partial.size else 0.0
     steps = np.ceil((tokens + ahead) / view.max_num_batched_tokens)
     bases = (decode_s, costs.prefill_base_s)

@@ -13,7 +13,7 @@ from apt_jax.sched.step_packer import (
     start_options,
     target_tokens,
 )
-from apt_jax.sched.value import option_values, urgency
+from apt_jax.sched.value import option_values, pending_value
 from apt_jax.sched.view import Plan, SchedulerView
 
 STEP_TOKENS = 512
@@ -59,7 +59,7 @@ class AptSPolicy(AptPolicy):
         rows = np.concatenate([decoding, partial, view.waiting])
         if not rows.size:
             return Plan.idle()
-        urgent = urgency(view, rows)
+        urgent = pending_value(view, rows)
         num_requests = self._num_requests(urgent)
         budget = min(STEP_TOKENS, view.max_num_batched_tokens)
         memory = view.free_blocks + int(table.num_blocks[decoding].sum()) - growth(view, partial)

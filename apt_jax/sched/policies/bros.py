@@ -254,7 +254,7 @@ class BrosPolicy:
             tokens = start + num_tokens
             need = held_blocks_for(view, rows, tokens) - table.num_blocks.take(rows)
         else:
-            start = start + table.hit_tokens[rows, kind]
+            start = start + table.cached_prefix_tokens[rows, kind]
             need = start_blocks_for(view, rows, target_tokens(view, rows, 1), kind)
         return _Candidates(
             rows,

@@ -218,7 +218,7 @@ class FairBatchingPolicy:
         table, costs = view.table, view.costs
         start = table.num_cached.take(rows)
         waits = table.kind.take(rows) < 0
-        start[waits] = table.hit_tokens[rows[waits], kind[waits]]
+        start[waits] = table.cached_prefix_tokens[rows[waits], kind[waits]]
         num_tokens = share_tokens(num_tokens, view.max_num_batched_tokens)
         if not np.isfinite(time_s) or not rows.size:
             return num_tokens

@@ -125,7 +125,7 @@ class FastGenPolicy:
         per_group, size = view.blocks_per_group[kind], view.block_sizes[kind]
         table = view.table
         total = view.remaining(waiting, kind)
-        found, shared = table.hit_tokens[waiting, kind], table.hit_blocks[waiting, kind]
+        found, shared = table.cached_prefix_tokens[waiting, kind], table.shared_prefix_blocks[waiting, kind]
         blocks = start_blocks_for(view, waiting, table.num_tokens[waiting], kind)
         for i in range(waiting.size):
             if budget < 1 or blocks[i] > free:

@@ -190,7 +190,7 @@ class UnifiedPolicy:
                 step.add(row, min(remaining, left), int(table.kind[row]), 0, position)
                 continue
             row = int(waiting[i])
-            length = int(table.num_tokens[row] - table.hit_tokens[row, kind[i]])
+            length = int(table.num_tokens[row] - table.cached_prefix_tokens[row, kind[i]])
             if length > left and not self.chunked and length <= step.limit:
                 num_waiting = i  # admission ends
                 continue

@@ -150,7 +150,7 @@ class HrrnPolicy(VllmV1Policy):
         if self.first_come_above is not None and waiting.size > self.first_come_above:
             return waiting
         work = view.table.num_tokens.take(waiting)
-        hits = view.table.hit_tokens
+        hits = view.table.cached_prefix_tokens
         if hits.any():
             work = work - hits.take(waiting, axis=0).max(axis=1)
         age = self._computed - self._arrived_at.values.take(waiting)

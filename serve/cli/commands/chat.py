@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     return asyncio.run(_talk(args))
 
 
-class Talk(Protocol):
+class ChatSession(Protocol):
     """Questions and answers so far."""
 
     @property
@@ -130,7 +130,9 @@ async def _talk(args: argparse.Namespace) -> int:
             raise InvalidRequestError(
                 "max_tokens", f"{args.max_tokens} leaves no room for a question: the model takes {longest} in all (--max-tokens)"
             )  # fmt: skip
-        talk: Talk = Conversation(args.system) if completer.has_chat else Transcript(args.you, args.name, args.system)
+        talk: ChatSession = (
+            Conversation(args.system) if completer.has_chat else Transcript(args.you, args.name, args.system)
+        )
         stops = [*([talk.stop] if talk.stop is not None else []), *fields.get("stop", [])]
         if stops:
             fields["stop"] = list(dict.fromkeys(stops))
@@ -153,7 +155,7 @@ async def _talk(args: argparse.Namespace) -> int:
 
 async def _answer(
     completer: Completer,
-    talk: Talk,
+    talk: ChatSession,
     question: str,
     fields: dict[str, Any],
     args: argparse.Namespace,
