@@ -49,10 +49,13 @@ def run(
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("policy", ["fcfs", "apt", "sarathi", "random"])
 def test_the_decisions_add_up_to_what_was_computed(policy, overlap):
-    parts = toy_parts(policy=policy, overlap=overlap, num_blocks=60, step_s=0.0005)
     lengths = [5, 40, 17, 63, 9, 30, 22, 51]
-    told, metrics = run(parts, lengths)
-    stats = parts.engine.stats()
+    for _ in range(5):  # where the clock of the machine decides, a run may go without preemptions
+        parts = toy_parts(policy=policy, overlap=overlap, num_blocks=60, step_s=0.0005)
+        told, metrics = run(parts, lengths)
+        stats = parts.engine.stats()
+        if stats.num_preemptions or policy not in ("apt", "random"):
+            break
     assert sum(stats.iterations.values()) == sum(bool(i.scheduled) for i in told)
     assert stats.num_preemptions == sum(len(i.preempted) for i in told)
     assert sum(stats.kind_switches.values()) == sum(len(i.switched) for i in told)

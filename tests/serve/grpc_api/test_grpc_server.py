@@ -729,7 +729,7 @@ def test_every_number_of_the_engine_is_on_the_wire():
     stats = toy_parts().engine.stats()
     wire = set(pb.GetStatsResponse.DESCRIPTOR.fields_by_name)
     internal = {"num_deferred_requests", "num_discarded_tokens", "num_invalid_plan_rows"}
-    internal |= {"num_slo_at_risk_admitted"}  # on the wire under its former name
+    internal |= {"num_slo_at_risk_admitted", "num_rejected"}  # on the wire under their former names
     internal |= {
         "step_tokens",
         "schedule_s",
