@@ -85,10 +85,12 @@ def give_back_memory() -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where that cannot be read."""
+    """Memory of this process without that of files, which come and go as the machine needs room; 0 where that cannot be
+    read."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            _, resident, of_files, *_ = map(int, file.read().split())
+        return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
 

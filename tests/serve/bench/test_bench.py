@@ -304,7 +304,9 @@ def test_concurrency_is_bounded_in_both_loops(tmp_path):
             if count:
                 assert len(rows) == 12
             else:
-                assert all(float(r["sent_s"]) <= 1.0 for r in rows)
+                assert (
+                    sum(float(r["sent_s"]) > 1.0 for r in rows) <= 3
+                )  # each worker looks at the clock before it sends
                 assert len(rows) > 12
             assert values["client"]["lateness_ms"]["p99"] is None
 
