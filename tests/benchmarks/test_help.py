@@ -15,6 +15,7 @@ pytest.importorskip("matplotlib")
         "scheduling.schedulers",
         "scheduling.simulator_fidelity",
         "scheduling.vllm_scheduler",
+        "server.goodput",
         "paper.apt_serve",
         "paper.bros",
         "paper.infermax",
