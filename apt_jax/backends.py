@@ -54,11 +54,14 @@ def _cpu(chip: str | None) -> KernelBackend:
         dense=ops.dense,
         dense_argmax=ops.dense_argmax,
         decode_absorbed=ops.decode_absorbed,
-        prefill=ops.prefill if build.has_tiles() else xla_prefill.prefill,
+        prefill=ops.prefill,
         add_norm=ops.add_norm,
         split_qkv=ops.split_qkv,
-        gated=ops.gated if build.has_tiles() else None,
-        tiles=build.has_tiles(),
+        gated=ops.gated,
+        decode_layer=ops.decode_layer,
+        takes_layer=ops.takes_layer,
+        tiles=True,
+        skips_rows=True,
         rows_per_tile=1,
     )
 

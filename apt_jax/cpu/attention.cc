@@ -75,28 +75,31 @@ struct Flash {
   float m = -INFINITY, l = 0;
 };
 
-// Scores of one query head against `count` keys.
-void score(const float* q, const float* keys, int count, int64_t padded, float* scores) {
-  for (int t = 0; t < count; t += kLanes) {
-    Vec partial[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      const float* key = keys + (t + i) * padded;
-      Vec even = load(q) * load(key), odd{};
-      int64_t k = kLanes;
-      for (; k + kLanes < padded; k += 2 * kLanes) {
-        odd += load(q + k) * load(key + k);
-        even += load(q + k + kLanes) * load(key + k + kLanes);
+// Scores of G query heads, `padded` lanes each, against `count` keys, a multiple of 4 of which can be read: of head g from
+// scores[g * kTile] on. Every score is added up in the same order whatever G is.
+template <int G>
+void score(const float* q, const float* const* keys, int count, int64_t padded, float* scores) {
+  for (int t = 0; t < count; t += 4) {
+    Vec partial[kLanes] = {};
+    for (int64_t k = 0; k < padded; k += kLanes) {
+      Vec key[4];
+      for (int i = 0; i < 4; ++i) key[i] = load(keys[t + i] + k);
+      for (int g = 0; g < G; ++g) {
+        const Vec query = load(q + g * padded + k);
+        for (int i = 0; i < 4; ++i) partial[4 * g + i] += query * key[i];
       }
-      if (k < padded) odd += load(q + k) * load(key + k);
-      partial[i] = even + odd;
     }
-    store(scores + t, sums(partial));
+    float lanes[kLanes];
+    store(lanes, sums(partial));
+    for (int g = 0; g < G; ++g) std::memcpy(scores + g * kTile + t, lanes + 4 * g, 4 * sizeof(float));
   }
 }
 
-// Scores of one query head, by the rules, to weights of the values relative to the running maximum, in place. Returns what the
+// Scores of one query head from number `from` on, by the rules, to weights of the values relative to the running maximum, in place;
+// zeros before those. Returns what the
 // accumulator must be scaled by.
-float weigh(Flash& state, int count, const Rules& rules, float slope, const int32_t* positions, int64_t last, float* weights) {
+float weigh(Flash& state, int count, const Rules& rules, float slope, const int32_t* positions, int64_t last, float* weights,
+            int from = 0) {
   Vec highest = splat(-INFINITY);
   for (int t = 0; t < count; t += kLanes) {
     Vec s = load(weights + t);
@@ -107,6 +110,7 @@ float weigh(Flash& state, int count, const Rules& rules, float slope, const int3
     if (rules.slopes)
       for (int i = 0; i < kLanes && t + i < count; ++i) s[i] += slope * static_cast<float>(positions[t + i] - last);
     for (int i = count - t; i < kLanes; ++i) s[i] = -INFINITY;
+    for (int i = 0; i < std::min(from - t, kLanes); ++i) s[i] = -INFINITY;
     store(weights + t, s);
     highest = max(highest, s);
   }
@@ -115,6 +119,7 @@ float weigh(Flash& state, int count, const Rules& rules, float slope, const int3
   for (int t = 0; t < count; t += kLanes) {
     Vec w = exp(load(weights + t) - m);
     for (int i = count - t; i < kLanes; ++i) w[i] = 0;
+    for (int i = 0; i < std::min(from - t, kLanes); ++i) w[i] = 0;
     store(weights + t, w);
     total += w;
   }
@@ -124,16 +129,16 @@ float weigh(Flash& state, int count, const Rules& rules, float slope, const int3
   return scale;
 }
 
-// acc[g] = acc[g] * scales[g] + sum over t of weights[g][t] * values[t], for L vectors of lanes and G heads.
+// acc[g] = acc[g] * scales[g] + sum over t of weights[g][t] * values[t], for L vectors of lanes from `lane` on and G heads.
 template <int G, int L>
-void add_values(const float* const* weights, const float* scales, const float* values, int count, int64_t padded,
+void add_values(const float* const* weights, const float* scales, const float* const* values, int64_t lane, int count,
                 float* const* acc) {
   Vec sums[G][L];
   for (int g = 0; g < G; ++g)
     for (int i = 0; i < L; ++i) sums[g][i] = load(acc[g] + i * kLanes) * scales[g];
   for (int t = 0; t < count; ++t) {
     Vec value[L];
-    for (int i = 0; i < L; ++i) value[i] = load(values + t * padded + i * kLanes);
+    for (int i = 0; i < L; ++i) value[i] = load(values[t] + lane + i * kLanes);
     for (int g = 0; g < G; ++g)
       for (int i = 0; i < L; ++i) sums[g][i] += value[i] * weights[g][t];
   }
@@ -142,12 +147,12 @@ void add_values(const float* const* weights, const float* scales, const float* v
 }
 
 template <int G>
-void add_values(int vectors, const float* const* weights, const float* scales, const float* values, int count,
-                int64_t padded, float* const* acc) {
-  if (vectors == 4) return add_values<G, 4>(weights, scales, values, count, padded, acc);
-  if (vectors == 3) return add_values<G, 3>(weights, scales, values, count, padded, acc);
-  if (vectors == 2) return add_values<G, 2>(weights, scales, values, count, padded, acc);
-  add_values<G, 1>(weights, scales, values, count, padded, acc);
+void add_values(int vectors, const float* const* weights, const float* scales, const float* const* values, int64_t lane, int count,
+                float* const* acc) {
+  if (vectors == 4) return add_values<G, 4>(weights, scales, values, lane, count, acc);
+  if (vectors == 3) return add_values<G, 3>(weights, scales, values, lane, count, acc);
+  if (vectors == 2) return add_values<G, 2>(weights, scales, values, lane, count, acc);
+  add_values<G, 1>(weights, scales, values, lane, count, acc);
 }
 
 // Where a request's keys and values lie.
@@ -158,15 +163,15 @@ struct Cache {
   int64_t table_len, block_elements, lanes;
   const T *own_keys, *own_values;  // of positions from `seen.length` on, (.., lanes); in no block
 
-  // Keys and values of the next positions that may be seen, at most kTile.
-  int next(Seen& seen, int64_t end, const T** keys, const T** values, int32_t* positions) const {
+  // Keys and values of the next positions that may be seen, at most `most`.
+  int next(Seen& seen, int64_t end, const T** keys, const T** values, int32_t* positions, int most = kTile) const {
     int32_t entries[kTile], slots[kTile];
-    int count = seen.next(kTile, entries, slots, positions);
+    int count = seen.next(most, entries, slots, positions);
     for (int i = 0; i < count; ++i) {
       keys[i] = pool + tables[entries[i]] * block_elements + slots[i] * lanes;
       values[i] = pool + tables[table_len + entries[i]] * block_elements + slots[i] * lanes;
     }
-    for (; count < kTile && seen.own < end; ++seen.own) {
+    for (; count < most && seen.own < end; ++seen.own) {
       if (seen.own < seen.first) continue;
       keys[count] = own_keys + (seen.own - seen.length) * lanes;
       values[count] = own_values + (seen.own - seen.length) * lanes;
@@ -347,21 +352,56 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
   std::vector<Flash> states(heads);
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t i = 0; i < width; ++i) queries[h * padded + i] = to_float(q[h * width + i]) * scale;
-  int32_t positions[kTile];
-  const T *keys[kTile], *values[kTile], *mine[kTile];
-  for (int count; (count = cache.next(seen, end, keys, values, positions));) {
+  struct Taken {
+    const T *keys[kTile], *values[kTile];
+    int32_t positions[kTile];
+    int count;
+  } tiles[2];
+  const auto take = [&cache, end](Taken& to, Seen& at) {
+    to.count = cache.next(at, end, to.keys, to.values, to.positions);
+    for (int i = to.count; to.count && i < kTile; ++i) to.keys[i] = to.keys[i - 1], to.values[i] = to.values[i - 1];
+  };
+  // Rows of a head as float32: where they lie if they can be read there, else copies.
+  const float* rows[kTile];
+  const auto as_float = [&](const T* const* from, int64_t lane, int count) {
+    if constexpr (std::is_same_v<T, float>)
+      if (padded == width) {
+        for (int i = 0; i < kTile; ++i) rows[i] = from[i] + lane;
+        return;
+      }
+    const T* mine[kTile];
+    for (int i = 0; i < count; ++i) mine[i] = from[i] + lane;
+    widen(mine, count, width, padded, wide);
+    for (int i = 0; i < kTile; ++i) rows[i] = wide + i * padded;
+  };
+  const auto fetch = [&](const T* const* from, int64_t lane, int count) {
+    for (int i = 0; i < count; ++i)
+      for (int64_t k = 0; k < width; k += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from[i] + lane + k);
+  };
+  take(tiles[0], seen);
+  for (int turn = 0; tiles[turn].count; turn = 1 - turn) {
+    const Taken& now = tiles[turn];
+    Taken& next = tiles[1 - turn];
+    take(next, seen);
+    const int count = now.count;
     for (int64_t k = 0; k < key_heads; ++k) {
       const int64_t lane = (first_key_head + k) * width;
-      for (int i = 0; i < count; ++i) mine[i] = keys[i] + lane;
-      widen(mine, count, width, padded, wide);
+      fetch(next.keys, lane, next.count);
+      as_float(now.keys, lane, count);
+      for (int64_t g = 0; g < group; g += 4) {
+        const float* first = &queries[(k * group + g) * padded];
+        if (group - g >= 4) score<4>(first, rows, count, padded, &weights[g * kTile]);
+        if (group - g == 3) score<3>(first, rows, count, padded, &weights[g * kTile]);
+        if (group - g == 2) score<2>(first, rows, count, padded, &weights[g * kTile]);
+        if (group - g == 1) score<1>(first, rows, count, padded, &weights[g * kTile]);
+      }
       for (int64_t g = 0; g < group; ++g) {
         const int64_t h = k * group + g;
         const float slope = rules.slopes ? rules.slopes[first_key_head * group + h] : 0;
-        score(&queries[h * padded], wide, count, padded, &weights[g * kTile]);
-        scales[g] = weigh(states[h], count, rules, slope, positions, end - 1, &weights[g * kTile]);
+        scales[g] = weigh(states[h], count, rules, slope, now.positions, end - 1, &weights[g * kTile]);
       }
-      for (int i = 0; i < count; ++i) mine[i] = values[i] + lane;
-      widen(mine, count, width, padded, wide);
+      fetch(next.values, lane, next.count);
+      as_float(now.values, lane, count);
       for (int64_t g = 0; g < group; g += 4)
         for (int64_t i = 0; i < padded; i += 4 * kLanes) {
           const int vectors = static_cast<int>(std::min<int64_t>(4, (padded - i) / kLanes));
@@ -372,17 +412,17 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
             w[j] = &weights[(g + j) * kTile];
             a[j] = &acc[(k * group + g + j) * padded + i];
           }
-          const float* v = wide + i;
-          if (heads_now == 4) add_values<4>(vectors, w, &scales[g], v, count, padded, a);
-          if (heads_now == 3) add_values<3>(vectors, w, &scales[g], v, count, padded, a);
-          if (heads_now == 2) add_values<2>(vectors, w, &scales[g], v, count, padded, a);
-          if (heads_now == 1) add_values<1>(vectors, w, &scales[g], v, count, padded, a);
+          if (heads_now == 4) add_values<4>(vectors, w, &scales[g], rows, i, count, a);
+          if (heads_now == 3) add_values<3>(vectors, w, &scales[g], rows, i, count, a);
+          if (heads_now == 2) add_values<2>(vectors, w, &scales[g], rows, i, count, a);
+          if (heads_now == 1) add_values<1>(vectors, w, &scales[g], rows, i, count, a);
         }
     }
   }
-  for (int64_t h = 0; h < heads; ++h)
-    for (int64_t i = 0; i < width; ++i)
-      from_float(states[h].l > 0 ? acc[h * padded + i] / states[h].l : 0.0f, out[h * width + i]);
+  for (int64_t h = 0; h < heads; ++h) {
+    const float inverse = states[h].l > 0 ? 1.0f / states[h].l : states[h].l;  // NaN stays
+    for (int64_t i = 0; i < width; ++i) from_float(acc[h * padded + i] * inverse, out[h * width + i]);
+  }
 }
 
 template <typename T>

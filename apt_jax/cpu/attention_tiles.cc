@@ -1,6 +1,8 @@
-// Attention on matrix tiles: chunks of prompts over their cached prefix and themselves, and queries over cached layer inputs.
+// Attention of chunks of prompts over their cached prefix and themselves, and of queries over cached layer inputs: on matrix tiles
+// where the CPU has them.
 
-#include "attention.cc"
+#include "attention_panels.cc"
+#include "linear_tiles.cc"
 
 namespace {
 
@@ -27,7 +29,8 @@ inline __m512i pair(__m256i low, __m256i high) {
 inline void transpose(char* tile) {
   auto* words = reinterpret_cast<float*>(tile);
   __m512 turned[16];
-  transpose(words, turned);
+  for (int i = 0; i < 16; ++i) turned[i] = _mm512_load_ps(words + 16 * i);
+  transpose(turned);
   for (int i = 0; i < 16; ++i) _mm512_store_ps(words + 16 * i, turned[i]);
 }
 
@@ -192,9 +195,6 @@ void attend_tiles(const QueryTile* tiles, int64_t count, int64_t width, const Ca
     }
 }
 
-constexpr int kTaskQueries = 64;  // of a prefill task: 4 tiles per head
-constexpr int64_t kFew = 4;       // chunks of at most so many tokens attend as decode rows do
-
 // `count` queries from `q` on, at positions from `first` on, of `group` heads that share a key head.
 void prefill_tiles(const Bf16* q, Bf16* out, int64_t count, int64_t first, int64_t heads, int64_t group, int64_t width,
                    const Cache<Bf16>& cache, const Seen& seen, const Rules& rules, int64_t key_head, float scale) {
@@ -233,37 +233,36 @@ Cache<T> inputs_of(ffi::AnyBuffer& pool, ffi::Buffer<ffi::S32>& tables, int64_t 
 }
 
 // Some query heads of a row, from head `first` on, at the end of what it sees: q and out (count, D).
-void absorb(const float* q, const Cache<float>& cache, const Seen& seen, const Rules& rules, int64_t first, int64_t count,
-            int64_t width, float* out) {
+template <typename T>
+void absorb(const T* q, const Cache<T>& cache, const Seen& seen, const Rules& rules, int64_t first, int64_t count, int64_t width,
+            T* out) {
+#ifdef APT_AMX
+  if constexpr (std::is_same_v<T, Bf16>)
+    if (has_tiles()) {
+      std::vector<QueryTile> tiles;
+      for (int64_t h = 0; h < count; h += 16) {
+        QueryTile tile{};
+        for (int64_t i = 0; i < 16; ++i) {
+          tile.positions[i] = static_cast<int32_t>(seen.length - 1);
+          if (h + i >= count) continue;
+          tile.slopes[i] = rules.slopes ? rules.slopes[first + h + i] : 0;
+          tile.q[i] = q + (h + i) * width;
+          tile.out[i] = out + (h + i) * width;
+        }
+        tile.first = tile.last = static_cast<int32_t>(seen.length - 1);
+        tiles.push_back(tile);
+      }
+      Tiles registers;
+      attend_tiles(tiles.data(), static_cast<int64_t>(tiles.size()), width, cache, seen, seen.length, rules, 0, true, 1.0f);
+      return;
+    }
+#endif
   const Rules mine{rules.softcap, rules.window, rules.slopes ? rules.slopes + first : nullptr};
   attend(q, cache, seen, seen.length, mine, 0, 1, count, width, 1.0f, out);
 }
 
-void absorb(const Bf16* q, const Cache<Bf16>& cache, const Seen& seen, const Rules& rules, int64_t first, int64_t count,
-            int64_t width, Bf16* out) {
-#ifdef APT_AMX
-  std::vector<QueryTile> tiles;
-  for (int64_t h = 0; h < count; h += 16) {
-    QueryTile tile{};
-    for (int64_t i = 0; i < 16; ++i) {
-      tile.positions[i] = static_cast<int32_t>(seen.length - 1);
-      if (h + i >= count) continue;
-      tile.slopes[i] = rules.slopes ? rules.slopes[first + h + i] : 0;
-      tile.q[i] = q + (h + i) * width;
-      tile.out[i] = out + (h + i) * width;
-    }
-    tile.first = tile.last = static_cast<int32_t>(seen.length - 1);
-    tiles.push_back(tile);
-  }
-  Tiles registers;
-  attend_tiles(tiles.data(), static_cast<int64_t>(tiles.size()), width, cache, seen, seen.length, rules, 0, true, 1.0f);
-#else
-  (void)q, (void)cache, (void)seen, (void)rules, (void)first, (void)count, (void)width, (void)out;
-#endif
-}
-
 // One query a row over cached layer inputs, absorbed: q (B, N, D), the scale in it, to sums of layer inputs (B, N, D). All of one
-// type: float32, or bfloat16 on matrix tiles.
+// type, float32 or bfloat16.
 ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
                            ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
                            ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, int64_t block_size, float softcap,
@@ -272,11 +271,10 @@ ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
   if (q.element_type() != pool.element_type() || q.element_type() != out->element_type())
     return ffi::Error::InvalidArgument("decode_absorbed: one type for all");
-  if (q.element_type() == ffi::BF16 && !apt_has_tiles()) return ffi::Error::InvalidArgument("decode_absorbed: needs AMX tiles");
   std::memset(out->untyped_data(), 0, out->size_bytes());
   const int64_t first_row = rows.typed_data()[0], live = std::max<int64_t>(rows.typed_data()[1] - first_row, 0);
   // Heads of a task: all of them, unless rows are fewer than threads; whole tiles of them.
-  const int64_t unit = q.element_type() == ffi::BF16 ? 16 : 1, units = (heads + unit - 1) / unit;
+  const int64_t unit = q.element_type() == ffi::F32 ? 1 : apt_has_tiles() ? 16 : 4, units = (heads + unit - 1) / unit;
   const int64_t parts = live < 2 * threads.num_threads() ? std::min<int64_t>(units, 2 * threads.num_threads()) : 1;
   const int64_t per_part = (units + parts - 1) / parts * unit;
   return of_type(q, [&](auto* queries) {
@@ -293,60 +291,81 @@ ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   });
 }
 
-ffi::Error prefill(ffi::ThreadPool threads, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::BF16> k, ffi::Buffer<ffi::BF16> v,
-                   ffi::Buffer<ffi::BF16> pool, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> rows,
-                   ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::S32> ranges, ffi::Buffer<ffi::F32> slopes,
-                   ffi::ResultBuffer<ffi::BF16> out, int64_t block_size, float softcap, int64_t window) {
-#ifdef APT_AMX
-  const int64_t heads = q.dimensions()[1], width = q.dimensions()[2], key_heads = k.dimensions()[1];
-  const int64_t group = heads / key_heads, lanes = key_heads * width, table_len = tables.dimensions()[2];
-  const int64_t batch = rows.dimensions()[1];
-  if (!has_tiles()) return ffi::Error::InvalidArgument("prefill: needs AMX tiles");
+constexpr int64_t kTaskQueries = 64;   // of a prefill task on matrix tiles: 4 tiles per head
+constexpr int64_t kPanelQueries = 96;  // of one in vector registers, for which keys and values are laid out again
+constexpr int64_t kFew = 4;            // chunks of at most so many tokens attend as decode rows do
+
+template <typename T>
+void prefill_rows(ffi::ThreadPool& threads, const T* q, const T* k, const T* v, const T* elements,
+                  ffi::AnyBuffer::Dimensions shape, int64_t key_heads, int64_t block_elements, ffi::Buffer<ffi::S32>& tables,
+                  ffi::Buffer<ffi::S32>& rows, int64_t num_rows, ffi::Buffer<ffi::S32>& ranges, const Rules& rules,
+                  int64_t block_size, T* out) {
+  const int64_t heads = shape[1], width = shape[2], group = heads / key_heads, lanes = key_heads * width;
+  const int64_t table_len = tables.dimensions()[2], batch = rows.dimensions()[1];
   const int32_t *offsets = rows.typed_data(), *lengths = offsets + batch, *prefixes = lengths + batch;
-  const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
-  auto* queries = static_cast<const Bf16*>(q.untyped_data());
-  auto* own_keys = static_cast<const Bf16*>(k.untyped_data());
-  auto* own_values = static_cast<const Bf16*>(v.untyped_data());
-  auto* result = static_cast<Bf16*>(out->untyped_data());
-  std::memset(result, 0, out->size_bytes());
+  const bool on_tiles = std::is_same_v<T, Bf16> && apt_has_tiles();
+  const int64_t together = on_tiles ? kTaskQueries : kPanelQueries;
+  std::fill_n(out, shape[0] * heads * width, T{});
   struct Task {
-    int32_t row, head, first;
+    int32_t row, head, heads;  // key heads
+    int64_t first;
   };
   std::vector<Task> tasks;
-  for (int32_t r = 0; r < num_rows.typed_data()[0]; ++r)
-    for (int32_t first = 0; first < lengths[r]; first += kTaskQueries)
-      for (int32_t head = 0; head < key_heads; ++head) tasks.push_back({r, head, first});
+  const int64_t short_rows = std::count_if(lengths, lengths + num_rows, [](int32_t n) { return n <= kFew; });
+  const int32_t parts = short_rows < 2 * threads.num_threads() ? static_cast<int32_t>(key_heads) : 1;
+  for (int32_t r = 0; r < num_rows; ++r)
+    for (int64_t first = 0; first < lengths[r]; first += together) {
+      const int32_t each = lengths[r] - first <= kFew && parts == 1 ? static_cast<int32_t>(key_heads) : 1;
+      for (int32_t head = 0; head < key_heads; head += each) tasks.push_back({r, head, each, first});
+    }
   parallel_for(threads, static_cast<int64_t>(tasks.size()), [&](int64_t i) {
-    const auto [row, head, first] = tasks[i];
-    const int64_t prefix = prefixes[row], count = std::min<int64_t>(kTaskQueries, lengths[row] - first);
-    const int64_t offset = offsets[row];
-    const Seen seen = seen_of(ranges, row, block_size, prefix, first_seen(window, prefix + first + 1));
-    const Cache<Bf16> cache{static_cast<const Bf16*>(pool.untyped_data()),
-                            tables.typed_data() + row * 2 * table_len,
-                            table_len,
-                            pool.dimensions()[1],
-                            lanes,
-                            own_keys + offset * lanes,
-                            own_values + offset * lanes};
+    const auto [row, head, key_heads_now, first] = tasks[i];
+    const int64_t prefix = prefixes[row], count = std::min(together, lengths[row] - first), offset = offsets[row];
+    const Seen seen = seen_of(ranges, row, block_size, prefix, first_seen(rules.window, prefix + first + 1));
+    const Cache<T> cache{elements,       tables.typed_data() + row * 2 * table_len, table_len, block_elements, lanes,
+                         k + offset * lanes, v + offset * lanes};
     const int64_t at = ((offset + first) * heads + head * group) * width;
     if (count <= kFew) {
       for (int64_t j = 0; j < count; ++j) {
         Seen of_query = seen;
-        of_query.first = first_seen(window, prefix + first + j + 1);
+        of_query.first = first_seen(rules.window, prefix + first + j + 1);
         const int64_t from = at + j * heads * width;
-        attend(queries + from, cache, of_query, prefix + first + j + 1, rules, head, 1, group, width, scale, result + from);
+        attend(q + from, cache, of_query, prefix + first + j + 1, rules, head, key_heads_now, group, width, scale,
+               out + from);
       }
       return;
     }
-    prefill_tiles(queries + at, result + at, count, prefix + first, heads, group, width, cache, seen, rules, head, scale);
-  });
-  return ffi::Error::Success();
-#else
-  (void)threads, (void)q, (void)k, (void)v, (void)pool, (void)tables, (void)rows, (void)num_rows, (void)ranges;
-  (void)slopes, (void)out, (void)block_size, (void)softcap, (void)window;
-  return ffi::Error::InvalidArgument("prefill: needs AMX tiles");
+#ifdef APT_AMX
+    if constexpr (std::is_same_v<T, Bf16>)
+      if (on_tiles)
+        return prefill_tiles(q + at, out + at, count, prefix + first, heads, group, width, cache, seen, rules, head, scale);
 #endif
+    std::vector<Query<T>> queries;
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t g = 0; g < group; ++g) {
+        const int64_t from = at + (j * heads + g) * width;
+        queries.push_back({q + from, out + from, prefix + first + j, rules.slopes ? rules.slopes[head * group + g] : 0});
+      }
+    attend_panels(queries, cache, seen, prefix + first + count, rules, head * width, width, scale);
+  });
+}
+
+// All of one type, float32 or bfloat16; the width of a head is even.
+ffi::Error prefill(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool,
+                   ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> num_rows,
+                   ffi::Buffer<ffi::S32> ranges, ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out,
+                   int64_t block_size, float softcap, int64_t window) {
+  const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+  for (auto type : {k.element_type(), v.element_type(), pool.element_type(), out->element_type()})
+    if (type != q.element_type()) return ffi::Error::InvalidArgument("prefill: one type for all");
+  return of_type(q, [&](auto* queries) {
+    using T = std::remove_pointer_t<decltype(queries)>;
+    prefill_rows<T>(threads, queries, static_cast<const T*>(k.untyped_data()), static_cast<const T*>(v.untyped_data()),
+                    static_cast<const T*>(pool.untyped_data()), q.dimensions(), k.dimensions()[1], pool.dimensions()[1], tables,
+                    rows, num_rows.typed_data()[0], ranges, rules, block_size, static_cast<T*>(out->untyped_data()));
+    return ffi::Error::Success();
+  });
 }
 
 }  // namespace
@@ -356,16 +375,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_absorbed, decode_absorbed, decode_argum
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_prefill, prefill,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::BF16>>()  // q (T, N, H)
-                                  .Arg<ffi::Buffer<ffi::BF16>>()  // k (T, K, H)
-                                  .Arg<ffi::Buffer<ffi::BF16>>()  // v (T, K, H)
-                                  .Arg<ffi::Buffer<ffi::BF16>>()  // pool (P, C * E)
+                                  .Arg<ffi::AnyBuffer>()         // q (T, N, H)
+                                  .Arg<ffi::AnyBuffer>()         // k (T, K, H)
+                                  .Arg<ffi::AnyBuffer>()         // v (T, K, H)
+                                  .Arg<ffi::AnyBuffer>()         // pool (P, C * E)
                                   .Arg<ffi::Buffer<ffi::S32>>()   // tables (B, 2, J)
                                   .Arg<ffi::Buffer<ffi::S32>>()   // offsets, chunk lengths and prefix lengths (3, B)
                                   .Arg<ffi::Buffer<ffi::S32>>()   // number of rows (1,)
                                   .Arg<ffi::Buffer<ffi::S32>>()   // slot ranges (B, J, 2), or (0, 0, 2)
                                   .Arg<ffi::Buffer<ffi::F32>>()   // slopes (N,), or (0,)
-                                  .Ret<ffi::Buffer<ffi::BF16>>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("block_size")
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window"));

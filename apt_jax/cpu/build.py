@@ -37,9 +37,15 @@ _TARGETS = (
     "apt_decode_kv",
     "apt_decode_absorbed",
     "apt_prefill",
+    "apt_decode_layer",
 )
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
 _LIMIT_S = 300
+
+
+def _flags() -> list[str]:
+    """Flags of the compiler; those of $APT_JAX_KERNEL_FLAGS come last, such as `-march=x86-64-v3` or a sanitizer."""
+    return [*_FLAGS, *shlex.split(os.environ.get("APT_JAX_KERNEL_FLAGS", ""))]
 
 
 class KernelBuildError(Exception):
@@ -71,7 +77,7 @@ def _cpu() -> str:
 def _compile(compiler: list[str], target: Path) -> None:
     """Compile into `target`, which appears whole or not at all."""
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
-    command = [*compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(temporary)]
+    command = [*compiler, *_flags(), "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(temporary)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False)
         if done.returncode != 0:
@@ -92,7 +98,7 @@ def _library() -> ctypes.CDLL:
     if compiler is None:
         raise KernelBuildError("no C++ compiler found (install one, or the Python package ziglang)")
     sources = [path.read_text() for path in sorted(_SOURCE.parent.iterdir()) if path.suffix in (".cc", ".h")]
-    parts = (*sources, metadata.version("jaxlib"), _cpu(), *compiler, *_FLAGS)
+    parts = (*sources, metadata.version("jaxlib"), _cpu(), *compiler, *_flags())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     directory = private_dir("kernels")
     with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
@@ -111,6 +117,12 @@ def _library() -> ctypes.CDLL:
 def has_tiles() -> bool:
     """True if products of bfloat16 use matrix tiles on this machine (AMX); the kernels must be loaded."""
     return bool(_library().apt_has_tiles())
+
+
+@functools.cache
+def has_pairs() -> bool:
+    """True if the CPU has dot products of pairs of bfloat16 (AVX512-BF16); the kernels must be loaded."""
+    return bool(_library().apt_has_pairs())
 
 
 @functools.cache

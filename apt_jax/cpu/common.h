@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -20,6 +22,9 @@
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define APT_PAIRS 1  // dot products of pairs of bfloat16
+#endif
+
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -33,6 +38,9 @@ namespace ffi = xla::ffi;
 
 // Whether products of bfloat16 use matrix tiles here.
 extern "C" int apt_has_tiles();
+
+// Whether those in vector registers have an instruction for pairs of bfloat16.
+extern "C" int apt_has_pairs();
 
 namespace {
 
@@ -79,6 +87,21 @@ inline float to_float(Bf16 x) {
   float f;
   std::memcpy(&f, &bits, sizeof f);
   return f;
+}
+
+// The first `count` lanes, at most all; zeros behind.
+inline Vec load_some(const float* p, int64_t count) {
+  if (count >= kLanes) return load(p);
+  Vec v{};
+  for (int64_t i = 0; i < count; ++i) v[i] = p[i];
+  return v;
+}
+
+inline Vec load_some(const Bf16* p, int64_t count) {
+  if (count >= kLanes) return load(p);
+  Vec v{};
+  for (int64_t i = 0; i < count; ++i) v[i] = to_float(p[i]);
+  return v;
 }
 
 inline void from_float(float x, float& out) { out = x; }
@@ -160,42 +183,85 @@ inline Vec exp(Vec given) {
   return given == given ? p : given;
 }
 
-// Calls f(i) for 0 <= i < n on this thread and those of the pool that are free; returns when all calls have returned.
-template <typename F>
-void parallel_for(ffi::ThreadPool& pool, int64_t n, const F& f) {
-  struct Shared {
-    std::atomic<int64_t> next{0}, done{0};
-    std::mutex mutex;
-    std::condition_variable all_done;
-  };
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
-  if (helpers < 1) {
-    for (int64_t i = 0; i < n; ++i) f(i);
-    return;
+// Work in phases, on this thread and those of the pool that are free: every call of a phase has returned before the next phase
+// begins. A thread takes call after call; it may come at any time, and it may never come.
+class Phases {
+ public:
+  using Call = std::function<void(int64_t, int64_t)>;
+
+  // Adds n calls call(i, next), 0 <= i < n; `next` is what the same thread calls next with, or -1.
+  void add(int64_t n, Call call) { shared_->phases.emplace_back(n, std::move(call)); }
+
+  // What calls refer to must live until this returns.
+  void run(ffi::ThreadPool& pool) {
+    int64_t most = 0;
+    for (const Phase& phase : shared_->phases) most = std::max(most, phase.n);
+    const int64_t helpers = std::min<int64_t>(pool.num_threads(), most) - 1;
+    auto work = [shared = shared_] {
+      for (Phase& phase : shared->phases) shared->work(phase);
+    };
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
+    work();
   }
-  auto shared = std::make_shared<Shared>();
-  const F* call = &f;  // not touched by a helper that comes when all is taken
-  auto work = [shared, call, n] {
-    for (int64_t i; (i = shared->next.fetch_add(1, std::memory_order_relaxed)) < n;) {
-      (*call)(i);
-      if (shared->done.fetch_add(1, std::memory_order_acq_rel) + 1 == n) {
-        std::lock_guard<std::mutex> lock(shared->mutex);
-        shared->all_done.notify_one();
+
+ private:
+  struct Phase {
+    int64_t n;
+    Call call;  // not touched by a thread that comes when all is taken
+    std::atomic<int64_t> next{0}, done{0};
+
+    Phase(int64_t count, Call made) : n(count), call(std::move(made)) {}
+  };
+
+  struct Shared {
+    std::deque<Phase> phases;
+    std::atomic<int> asleep{0};
+    std::mutex mutex;
+    std::condition_variable phase_done;
+
+    void work(Phase& phase) {
+      const auto claim = [&] { return phase.next.fetch_add(1, std::memory_order_relaxed); };
+      for (int64_t i = claim(), after; i < phase.n; i = after) {
+        after = claim();
+        phase.call(i, after < phase.n ? after : -1);
+        if (phase.done.fetch_add(1) + 1 == phase.n && asleep.load()) {
+          std::lock_guard<std::mutex> lock(mutex);
+          phase_done.notify_all();
+        }
       }
+      const auto is_done = [&] { return phase.done.load() >= phase.n; };
+      for (int spins = 0; spins < 2000; ++spins) {
+        if (is_done()) return;
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+      }
+      // A thread that lost its core to another one is moved to this one at once if nothing runs here.
+      std::unique_lock<std::mutex> lock(mutex);
+      asleep.fetch_add(1);
+      phase_done.wait(lock, is_done);
+      asleep.fetch_sub(1);
     }
   };
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
-  work();
-  auto is_done = [&] { return shared->done.load(std::memory_order_acquire) >= n; };
-  for (int spins = 0; spins < 1000; ++spins) {
-    if (is_done()) return;
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
+  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+};
+
+// Calls f(i, next) for 0 <= i < n, as one phase.
+template <typename F>
+void parallel_claim(ffi::ThreadPool& pool, int64_t n, const F& f) {
+  if (n == 1 || pool.num_threads() == 1) {
+    for (int64_t i = 0; i < n; ++i) f(i, i + 1 < n ? i + 1 : -1);
+    return;
   }
-  // A helper that lost its core to another thread is moved to this one at once if nothing runs here.
-  std::unique_lock<std::mutex> lock(shared->mutex);
-  shared->all_done.wait(lock, is_done);
+  Phases phases;
+  phases.add(n, [&f](int64_t i, int64_t next) { f(i, next); });
+  phases.run(pool);
+}
+
+// The same where what comes next does not matter.
+template <typename F>
+void parallel_for(ffi::ThreadPool& pool, int64_t n, const F& f) {
+  parallel_claim(pool, n, [&](int64_t i, int64_t) { f(i); });
 }
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -217,9 +283,18 @@ T* scratch(int64_t n) {
   return static_cast<T*>(memory.get());
 }
 
-enum Slots { kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest, kScales };
+enum Slots { kLayer, kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest, kScales };
 
 constexpr int64_t kMostLanes = 1024;  // of a head
+
+// The number of rows to compute, of `rows`: all, or the first so many as `live` (1,) says; (0,): all. The others of `out` become zeros.
+template <typename Out>
+int64_t live_rows(const ffi::Buffer<ffi::S32>& live, int64_t rows, Out& out) {
+  if (!live.element_count() || rows == 0) return rows;
+  const int64_t count = std::clamp<int64_t>(live.typed_data()[0], 0, rows), row_bytes = out->size_bytes() / rows;
+  std::memset(static_cast<char*>(out->untyped_data()) + count * row_bytes, 0, (rows - count) * row_bytes);
+  return count;
+}
 
 // Calls run(p) with a pointer of the type of a buffer's elements.
 template <typename Buffer, typename Run>
@@ -228,6 +303,36 @@ ffi::Error of_type(Buffer& buffer, const Run& run) {
   if (buffer.element_type() == ffi::BF16) return run(static_cast<Bf16*>(buffer.untyped_data()));
   return ffi::Error::InvalidArgument("float32 or bfloat16 alone");
 }
+
+#if defined(__AVX512F__)
+
+// Rows to columns.
+inline void transpose(__m512 (&m)[16]) {
+  __m512 a[16];
+  for (int i = 0; i < 8; ++i) {
+    a[2 * i] = _mm512_unpacklo_ps(m[2 * i], m[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_ps(m[2 * i], m[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    auto d = [&](int k) { return _mm512_castps_pd(a[4 * i + k]); };
+    m[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(d(0), d(2)));
+    m[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(d(0), d(2)));
+    m[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(d(1), d(3)));
+    m[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(d(1), d(3)));
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_f32x4(m[i], m[i + 4], 0x88);
+    a[i + 4] = _mm512_shuffle_f32x4(m[i], m[i + 4], 0xdd);
+    a[i + 8] = _mm512_shuffle_f32x4(m[i + 8], m[i + 12], 0x88);
+    a[i + 12] = _mm512_shuffle_f32x4(m[i + 8], m[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    m[i] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+    m[i + 8] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+  }
+}
+
+#endif
 
 // ---- AMX
 
@@ -260,32 +365,6 @@ struct Tiles {
 // The first `count` lanes, at most all.
 inline __mmask16 lanes_of(int64_t count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
 
-inline void transpose(const float* in, __m512 (&out)[16]) {
-  __m512 a[16];
-  for (int i = 0; i < 16; ++i) out[i] = _mm512_loadu_ps(in + 16 * i);
-  for (int i = 0; i < 8; ++i) {
-    a[2 * i] = _mm512_unpacklo_ps(out[2 * i], out[2 * i + 1]);
-    a[2 * i + 1] = _mm512_unpackhi_ps(out[2 * i], out[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    auto d = [&](int k) { return _mm512_castps_pd(a[4 * i + k]); };
-    out[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(d(0), d(2)));
-    out[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(d(0), d(2)));
-    out[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(d(1), d(3)));
-    out[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(d(1), d(3)));
-  }
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm512_shuffle_f32x4(out[i], out[i + 4], 0x88);
-    a[i + 4] = _mm512_shuffle_f32x4(out[i], out[i + 4], 0xdd);
-    a[i + 8] = _mm512_shuffle_f32x4(out[i + 8], out[i + 12], 0x88);
-    a[i + 12] = _mm512_shuffle_f32x4(out[i + 8], out[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 8; ++i) {
-    out[i] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
-    out[i + 8] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
-  }
-}
-
 // At most 16 rows of bfloat16 as right-hand tiles: tile k holds of all rows the elements 32 k to 32 k + 31, pairs of elements side
 // by side: 32-bit word (i, j) is the i-th pair of row j. Rows that there are not are zeros.
 void pack_rows(const Bf16* x, int64_t rows, int64_t width, int64_t stride, uint32_t* out) {
@@ -294,7 +373,8 @@ void pack_rows(const Bf16* x, int64_t rows, int64_t width, int64_t stride, uint3
     for (int64_t j = 0; j < rows; ++j) std::memcpy(in + 16 * j, x + j * stride + k, 64);
     std::memset(in + 16 * rows, 0, (16 - rows) * 64);
     __m512 columns[16];
-    transpose(in, columns);
+    for (int i = 0; i < 16; ++i) columns[i] = _mm512_load_ps(in + 16 * i);
+    transpose(columns);
     for (int i = 0; i < 16; ++i) _mm512_storeu_ps(reinterpret_cast<float*>(out) + 16 * i, columns[i]);
   }
 }

@@ -4,16 +4,9 @@
 
 namespace {
 
-// As float32, plus `offset`.
-void widen(ffi::AnyBuffer& from, float offset, float* out) {
-  of_type(from, [&](const auto* p) {
-    for (size_t i = 0; i < from.element_count(); ++i) out[i] = to_float(p[i]) + offset;
-    return ffi::Error::Success();
-  });
-}
-
-template <typename T>
-void norm_row(const float* row, const float* scale, const float* bias, int64_t width, float eps, bool layer, T* out) {
+// The layer or RMS norm of a row by scale (D,), to which `offset` is added, and bias (D,), or nullptr.
+template <typename P, typename T>
+void norm_row(const float* row, const P* scale, const P* bias, int64_t width, float eps, float offset, bool layer, T* out) {
   const int64_t even = width / kLanes * kLanes;
   float mean = 0;
   if (layer) {
@@ -32,25 +25,26 @@ void norm_row(const float* row, const float* scale, const float* bias, int64_t w
   for (int64_t i = even; i < width; ++i) square += (row[i] - mean) * (row[i] - mean);
   const float inverse = 1.0f / std::sqrt(square / static_cast<float>(width) + eps);
   for (int64_t i = 0; i < even; i += kLanes) {
-    Vec v = (load(row + i) - mean) * inverse * load(scale + i);
+    Vec v = (load(row + i) - mean) * inverse * (load(scale + i) + offset);
     if (bias) v += load(bias + i);
     store(out + i, v);
   }
-  for (int64_t i = even; i < width; ++i) from_float((row[i] - mean) * inverse * scale[i] + (bias ? bias[i] : 0), out[i]);
+  for (int64_t i = even; i < width; ++i)
+    from_float((row[i] - mean) * inverse * (to_float(scale[i]) + offset) + (bias ? to_float(bias[i]) : 0), out[i]);
 }
 
 // h (T, D) plus delta (T, D), or (0, 0): the sum, and its layer or RMS norm by scale (D,), to which `offset` is added, and bias
 // (D,), or (0,).
-ffi::Error add_norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h, ffi::Buffer<ffi::F32> delta, ffi::AnyBuffer scale,
+ffi::Error add_norm(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> h, ffi::Buffer<ffi::F32> delta, ffi::AnyBuffer scale,
                     ffi::AnyBuffer bias, ffi::ResultBuffer<ffi::F32> sum, ffi::Result<ffi::AnyBuffer> out, float eps,
                     float offset, int64_t layer) {
-  const int64_t rows = h.dimensions()[0], width = h.dimensions()[1];
-  float* scales = scratch<float, kScales>(2 * width);
-  float* biases = bias.element_count() ? scales + width : nullptr;
-  widen(scale, offset, scales);
-  if (biases) widen(bias, 0, biases);
+  live_rows(live, h.dimensions()[0], sum);
+  const int64_t rows = live_rows(live, h.dimensions()[0], out), width = h.dimensions()[1];
   const float* more = delta.element_count() ? delta.typed_data() : nullptr;
-  return of_type(*out, [&](auto* to) {
+  if (bias.element_count() && bias.element_type() != scale.element_type())
+    return ffi::Error::InvalidArgument("add_norm: one type for scale and bias");
+  const auto of_output = [&](const auto* scales, auto* to) {
+    const auto* biases = bias.element_count() ? static_cast<decltype(scales)>(bias.untyped_data()) : nullptr;
     constexpr int64_t kTogether = 8;
     parallel_for(pool, (rows + kTogether - 1) / kTogether, [&](int64_t task) {
       for (int64_t row = task * kTogether; row < std::min(rows, (task + 1) * kTogether); ++row) {
@@ -60,19 +54,20 @@ ffi::Error add_norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h, ffi::Buffer<f
           for (int64_t i = 0; i < width; ++i) mine[i] = from[i] + more[row * width + i];
         else
           std::copy_n(from, width, mine);
-        norm_row(mine, scales, biases, width, eps, layer != 0, to + row * width);
+        norm_row(mine, scales, biases, width, eps, offset, layer != 0, to + row * width);
       }
     });
     return ffi::Error::Success();
-  });
+  };
+  return of_type(scale, [&](const auto* scales) { return of_type(*out, [&](auto* to) { return of_output(scales, to); }); });
 }
 
 // Of one head's `width` lanes, the first 2 * half turned: a, b to a cos - b sin, b cos + a sin.
-template <typename T>
-void turn_head(const float* from, const float* bias, const float* cosine, const float* sine, int64_t half, int64_t width,
+template <typename B, typename T>
+void turn_head(const float* from, const B* bias, const float* cosine, const float* sine, int64_t half, int64_t width,
                bool finite, T* out) {
   float made[kMostLanes];
-  for (int64_t i = 0; i < width; ++i) made[i] = from[i] + (bias ? bias[i] : 0);
+  for (int64_t i = 0; i < width; ++i) made[i] = from[i] + (bias ? to_float(bias[i]) : 0);
   for (int64_t i = 0; i < half; ++i) {
     const float a = made[i], b = made[i + half];
     made[i] = a * cosine[i] - b * sine[i];
@@ -88,16 +83,16 @@ void turn_head(const float* from, const float* bias, const float* cosine, const 
 
 // Sums (T, (N + 2K) H) of one product for q, k and v, with their bias ((N + 2K) H,), or (0,), to the three; q and k turned by
 // cosine and sine (T, half), or (0, 0). What is not finite in k and v becomes 0.
-ffi::Error split_qkv(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> sums, ffi::AnyBuffer bias, ffi::Buffer<ffi::F32> cosine,
+ffi::Error split_qkv(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> sums, ffi::AnyBuffer bias, ffi::Buffer<ffi::F32> cosine,
                      ffi::Buffer<ffi::F32> sine, ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k,
                      ffi::Result<ffi::AnyBuffer> v, int64_t head_dim) {
-  const int64_t rows = sums.dimensions()[0], width = sums.dimensions()[1];
+  int64_t rows = sums.dimensions()[0];
+  const int64_t width = sums.dimensions()[1];
+  for (auto* result : {&q, &k, &v}) rows = live_rows(live, sums.dimensions()[0], *result);
   const int64_t heads = q->dimensions()[1] / head_dim, key_heads = k->dimensions()[1] / head_dim;
   const int64_t half = cosine.element_count() ? cosine.dimensions()[1] : 0;
   if (head_dim > kMostLanes) return ffi::Error::InvalidArgument("split_qkv: heads of at most 1024 lanes");
-  float* biases = bias.element_count() ? scratch<float, kScales>(width) : nullptr;
-  if (biases) widen(bias, 0, biases);
-  return of_type(*q, [&](auto* queries) {
+  const auto of_bias = [&](const auto* biases, auto* queries) {
     using T = std::remove_pointer_t<decltype(queries)>;
     auto *keys = static_cast<T*>(k->untyped_data()), *values = static_cast<T*>(v->untyped_data());
     constexpr int64_t kTogether = 8;
@@ -106,7 +101,7 @@ ffi::Error split_qkv(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> sums, ffi::AnyB
         const float *cos = cosine.typed_data() + row * half, *sin = sine.typed_data() + row * half;
         for (int64_t i = 0; i < heads + 2 * key_heads; ++i) {
           const float* from = sums.typed_data() + row * width + i * head_dim;
-          const float* more = biases ? biases + i * head_dim : nullptr;
+          const auto* more = biases ? biases + i * head_dim : nullptr;
           if (i < heads)
             turn_head(from, more, cos, sin, half, head_dim, false, queries + (row * heads + i) * head_dim);
           else if (i < heads + key_heads)
@@ -117,6 +112,10 @@ ffi::Error split_qkv(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> sums, ffi::AnyB
       }
     });
     return ffi::Error::Success();
+  };
+  return of_type(*q, [&](auto* queries) {
+    if (!bias.element_count()) return of_bias(static_cast<const float*>(nullptr), queries);
+    return of_type(bias, [&](const auto* biases) { return of_bias(biases, queries); });
   });
 }
 
@@ -125,6 +124,7 @@ ffi::Error split_qkv(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> sums, ffi::AnyB
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_add_norm, add_norm,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // number of rows to compute (1,), or (0,)
                                   .Arg<ffi::Buffer<ffi::F32>>()  // h (T, D)
                                   .Arg<ffi::Buffer<ffi::F32>>()  // delta (T, D), or (0, 0)
                                   .Arg<ffi::AnyBuffer>()         // scale (D,)
@@ -138,6 +138,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_add_norm, add_norm,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_split_qkv, split_qkv,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // number of rows to compute (1,), or (0,)
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sums (T, (N + 2K) H)
                                   .Arg<ffi::AnyBuffer>()         // bias ((N + 2K) H,), or (0,)
                                   .Arg<ffi::Buffer<ffi::F32>>()  // cosine (T, half), or (0, 0)

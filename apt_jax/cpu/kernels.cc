@@ -1,18 +1,27 @@
 // Kernels for CPUs, called by XLA through its foreign function interface; `ops.py` wraps them. One translation unit:
 //
+//   layer.cc            a whole layer of decode rows
 //   linear.cc           rows times a matrix
+//   linear_tiles.cc     on matrix tiles (AMX)
+//   linear_vector.cc    in vector registers
 //   elementwise.cc      what lies between products
 //   attention.cc        attention of one query a row over keys and values
-//   attention_tiles.cc  attention on matrix tiles (AMX): prefill, and one query a row over layer inputs
+//   attention_panels.cc attention of chunks of prompts, in vector registers
+//   attention_tiles.cc  attention on matrix tiles (AMX): chunks of prompts, and one query a row over layer inputs
 //
 // XLA's own code for CPUs repacks weights at every product and copies blocks out of the pool before it attends to them.
 // These read every weight and every cached element once.
 // Sums and softmax are float32. What a row gives depends on that row alone, not on how many others there are.
 
-#include "common.h"
-#include "linear.cc"
-#include "elementwise.cc"
-#include "attention_tiles.cc"
+#include "layer.cc"
+
+int apt_has_pairs() {
+#ifdef APT_PAIRS
+  return 1;
+#else
+  return 0;
+#endif
+}
 
 int apt_has_tiles() {
 #ifdef APT_AMX

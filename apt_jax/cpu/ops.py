@@ -1,14 +1,14 @@
 """The kernels of `kernels.cc` as ops; contracts: `apt_jax.ops.reference`. `build.load` must have been called.
 
-What they do not do (other dtypes, products of many rows) XLA does.
+What they do not do (other dtypes, weights that are not laid out in tiles) XLA does.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax.cpu import build
@@ -16,64 +16,83 @@ from apt_jax.ops import linear, sampling, xla_decode, xla_prefill
 from apt_jax.ops.reference import LogitModifiers
 from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
 
+if TYPE_CHECKING:
+    from apt_jax.models.config import ModelConfig
+    from apt_jax.models.params import LayerParams
+
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
-_MAX_ROWS = 16
-"""Rows of a product in vector registers up to which ours is the faster one, as measured on two cores."""
+_ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu": 3}
 
 
 def dense(
-    x: Float[Array, "T I"], w: Array | TiledMatrix, scale: Float[Array, " O"] | None = None
+    x: Float[Array, "T I"],
+    w: Array | TiledMatrix,
+    scale: Float[Array, " O"] | None = None,
+    *,
+    bias: Float[Array, " O"] | None = None,
+    activation: str | None = None,
+    dtype: Any = jnp.float32,
+    live: Int32[Array, ""] | None = None,
 ) -> Float[Array, "T O"]:
-    """See `linear.dense`. A `TiledMatrix` is multiplied with on matrix tiles, in bfloat16."""
-    x, arguments = _product(x, w, scale)
-    if arguments is None:
-        assert not isinstance(w, TiledMatrix)
-        return linear.dense(x, w, scale)
-    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("apt_dense", out)(x, *arguments)
+    """See `linear.dense`. Ours for a `TiledMatrix`; of `live` rows, where given, and zeros for those behind."""
+    if not isinstance(w, TiledMatrix):
+        return linear.dense(x, w, scale, bias=bias, activation=activation, dtype=dtype)
+    if activation not in _ACTIVATIONS or dtype not in _DTYPES:
+        out = dense(x, w, bias=bias, live=live)
+        return (out if activation is None else linear.activate(out, activation)).astype(dtype)
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype)
+    call = jax.ffi.ffi_call("apt_dense", out)
+    if bias is not None and bias.dtype not in _DTYPES:
+        bias = bias.astype(jnp.float32)
+    return call(_live(live), *_product(x, w), _or_empty(bias), activation=np.int64(_ACTIVATIONS[activation]))
 
 
 def dense_argmax(
-    x: Float[Array, "T I"], w: Array | TiledMatrix, scale: Float[Array, " O"] | None = None
+    x: Float[Array, "T I"],
+    w: Array | TiledMatrix,
+    scale: Float[Array, " O"] | None = None,
+    *,
+    live: Int32[Array, ""] | None = None,
 ) -> tuple[Int32[Array, " T"], Bool[Array, " T"]]:
-    """`sampling.greedy(dense(x, w, scale))`; the products are not written."""
-    x, arguments = _product(x, w, scale)
-    if arguments is None:
-        return sampling.greedy(dense(x, w, scale))
+    """`sampling.greedy(dense(x, w, scale))` of `live` rows, where given; the products are not written."""
+    if not isinstance(w, TiledMatrix):
+        return sampling.greedy(linear.dense(x, w, scale))
     rows = (x.shape[0],)
     out = (jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.bool_))
     call = jax.ffi.ffi_call("apt_dense_argmax", out)
-    tokens, trusted = call(x, *arguments, outputs=np.int64(w.shape[0]))
+    tokens, trusted = call(_live(live), *_product(x, w), outputs=np.int64(w.shape[0]))
     return tokens, trusted
 
 
-def _product(x: Array, w: Array | TiledMatrix, scale: Array | None) -> tuple[Array, tuple[Array, Array] | None]:
-    """Rows in the dtype of the product, and the other arguments of ours; None where XLA's is the faster one."""
-    if isinstance(w, TiledMatrix):
-        return x.astype(jnp.bfloat16), (w.values, _or_empty(w.scale))
-    if scale is None:
-        x = x.astype(w.dtype)
-    if x.dtype not in _DTYPES or x.shape[0] > _MAX_ROWS:
-        return x, None
-    return x, (w, _or_empty(scale))
+def _live(live: Array | None) -> Array:
+    return jnp.zeros((0,), jnp.int32) if live is None else live.reshape(1)
+
+
+def _product(x: Array, w: TiledMatrix) -> tuple[Array, Array, Array]:
+    """Rows in a dtype that the kernels multiply with, values and scales of the weights."""
+    if w.scale is None or x.dtype not in _DTYPES:
+        x = x.astype(jnp.float32 if w.scale is not None else w.values.dtype)
+    return x, w.values, _or_empty(w.scale)
 
 
 def _or_empty(a: Array | None) -> Array:
     return jnp.zeros((0,), jnp.float32) if a is None else a
 
 
-_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
-
-
-def gated(x: Float[Array, "T I"], w: Array | QuantizedMatrix | TiledMatrix, activation: str) -> Float[Array, "T F"]:
+def gated(
+    x: Float[Array, "T I"],
+    w: Array | QuantizedMatrix | TiledMatrix,
+    activation: str,
+    *,
+    live: Int32[Array, ""] | None = None,
+) -> Float[Array, "T F"]:
     """`activate(x @ gate.T) * (x @ up.T)`, gate and up the halves of `w` (2 F, I), in the dtype of `x`."""
     width = w.shape[0] // 2
     if isinstance(w, TiledMatrix) and width % 16 == 0 and activation in _ACTIVATIONS:
-        out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.bfloat16)
-        code = np.int64(_ACTIVATIONS[activation])
-        call = jax.ffi.ffi_call("apt_gated", out)
-        return call(x.astype(jnp.bfloat16), w.values, _or_empty(w.scale), activation=code)
-    both = dense(x, w.values, w.scale) if isinstance(w, QuantizedMatrix) else dense(x, w)
+        x, values, scale = _product(x, w)
+        call = jax.ffi.ffi_call("apt_gated", jax.ShapeDtypeStruct((x.shape[0], width), x.dtype))
+        return call(_live(live), x, values, scale, activation=np.int64(_ACTIVATIONS[activation]))
+    both = dense(x, w.values, w.scale) if isinstance(w, QuantizedMatrix) else dense(x, w, live=live)
     return (linear.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
 
 
@@ -86,10 +105,12 @@ def add_norm(
     eps: float,
     offset: float,
     layer: bool,
+    live: Int32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """`h + delta` in float32, and its norm in `dtype`."""
     out = (jax.ShapeDtypeStruct(h.shape, jnp.float32), jax.ShapeDtypeStruct(h.shape, dtype))
     total, x = jax.ffi.ffi_call("apt_add_norm", out)(
+        _live(live),
         h,
         jnp.zeros((0, 0), jnp.float32) if delta is None else delta,
         norm.scale,
@@ -108,6 +129,8 @@ def split_qkv(
     head_dim: int,
     num_heads: int,
     dtype: Any,
+    *,
+    live: Int32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "T Q"], Float[Array, "T KH"], Float[Array, "T KH"]]:
     """q, k and v, flat, in `dtype` from one product for the three; q and k turned, k and v with zeros for what is not
     finite."""
@@ -116,7 +139,7 @@ def split_qkv(
     out = tuple(jax.ShapeDtypeStruct((rows, width), dtype) for width in (queries, keys, keys))
     no_turns = jnp.zeros((0, 0), jnp.float32)
     q, k, v = jax.ffi.ffi_call("apt_split_qkv", out)(
-        sums, _or_empty(bias), *(turns or (no_turns, no_turns)), head_dim=np.int64(head_dim)
+        _live(live), sums, _or_empty(bias), *(turns or (no_turns, no_turns)), head_dim=np.int64(head_dim)
     )
     return q, k, v
 
@@ -152,8 +175,8 @@ def decode_absorbed(
     slot_ranges: Int32[Array, "B J 2"] | None = None,
     rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_absorbed`. Ours for float32, and for bfloat16 on matrix tiles; XLA's else."""
-    if pool.dtype != jnp.float32 and not (pool.dtype == jnp.bfloat16 and build.has_tiles()):
+    """See `reference.decode_absorbed`."""
+    if pool.dtype not in _DTYPES:
         return xla_decode.decode_absorbed(
             q_absorbed, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
         )  # fmt: skip
@@ -220,20 +243,100 @@ def prefill(
     rules: LogitModifiers | None = None,
     **of_keys: Any,
 ) -> Float[Array, "T N H"]:
-    """See `reference.prefill`. Ours for bfloat16 where no row may have a hidden prefix, on matrix tiles; XLA's else."""
-    if with_hidden or not (q.dtype == k.dtype == pool.dtype == jnp.bfloat16):
+    """See `reference.prefill`. Ours where no row has a hidden prefix; XLA's else."""
+
+    def of_xla() -> Array:
         return xla_prefill.prefill(
             q, k, v, pool, tables, offsets, chunk_lens, prefix_lens, hidden, num_rows, *weights,
             block_size=block_size, with_hidden=with_hidden, slot_ranges=slot_ranges, rules=rules, **of_keys,
         )  # fmt: skip
-    return jax.ffi.ffi_call("apt_prefill", jax.ShapeDtypeStruct(q.shape, q.dtype))(
-        q,
-        k,
-        v,
-        pool,
-        tables,
-        jnp.stack([offsets, chunk_lens, prefix_lens]),
-        num_rows.reshape(1),
-        *_optional(slot_ranges, rules),
-        **_attributes(block_size, rules),
-    )
+
+    def ours() -> Array:
+        return jax.ffi.ffi_call("apt_prefill", jax.ShapeDtypeStruct(q.shape, q.dtype))(
+            q,
+            k,
+            v,
+            pool,
+            tables,
+            jnp.stack([offsets, chunk_lens, prefix_lens]),
+            num_rows.reshape(1),
+            *_optional(slot_ranges, rules),
+            **_attributes(block_size, rules),
+        )
+
+    if not (q.dtype == k.dtype == pool.dtype) or q.dtype not in _DTYPES or q.shape[2] % 2:
+        return of_xla()
+    if not with_hidden:
+        return ours()
+    live = jnp.arange(hidden.shape[0]) < num_rows
+    return lax.cond(jnp.any(hidden & (prefix_lens > 0) & live), of_xla, ours)
+
+
+def takes_layer(p: "LayerParams", config: "ModelConfig", dtype: Any) -> bool:
+    """True if `decode_layer` computes such a layer: norms before its parts, between them nothing but biases, rotation and
+    activation, and weights in tiles of one dtype."""
+    plain = (
+        config.norm_placement == "pre" and not config.parallel and p.attn_norm is not None and p.ffn_norm is not None
+        and p.attn_out_norm is None and p.ffn_out_norm is None and p.q_norm is None and p.k_norm is None
+        and config.scale * config.head_dim**0.5 == 1.0 and config.clip_qkv is None
+        and (config.rope is None or config.rope.attention_factor == 1.0)
+        and config.activation in _ACTIVATIONS and (not config.gated or p.b_gate_up is None)
+    )  # fmt: skip
+    matrices = (p.wqkv, p.wo, p.w_gate_up if config.gated else p.w_up, p.w_down)
+    offered = dtype == jnp.float32 or (dtype == jnp.bfloat16 and build.has_pairs() and not build.has_tiles())
+    if not (plain and offered and all(isinstance(w, TiledMatrix) for w in matrices)):
+        return False
+    sizes = (config.hidden_size, config.num_heads * config.head_dim, config.ffn_size)
+    return len({w.values.dtype for w in matrices}) == 1 and all(n % 16 == 0 for n in sizes)
+
+
+def decode_layer(
+    h: Float[Array, "B D"],
+    pool: Float[Array, "P CE"],
+    p: "LayerParams",
+    config: "ModelConfig",
+    *,
+    tables: Int32[Array, "B 2 J"],
+    lens: Int32[Array, " B"],
+    slots: tuple[Int32[Array, " B"], Int32[Array, " B"]],
+    live: Int32[Array, ""],
+    cos_sin: tuple[Array, Array] | None,
+    rules: LogitModifiers | None,
+    block_size: int,
+) -> tuple[Float[Array, "B D"], Float[Array, "P CE"]]:
+    """A layer of decode rows that cache keys and values, in one call: the residual stream after it, and the pool with
+    the rows' keys and values in it. The layer must be one of `takes_layer`.
+
+    Args:
+        h: after the layers before, float32.
+        slots: of keys and of values in the pool.
+        live: rows to compute; those behind keep their `h`.
+    """
+    dtype = pool.dtype
+    assert p.attn_norm is not None
+    assert p.ffn_norm is not None
+    up = p.w_gate_up if config.gated else p.w_up
+    ffn = up.shape[0] // 2 if config.gated else up.shape[0]
+
+    def given(a: Array | None) -> Array:
+        return jnp.zeros((0,), dtype) if a is None else a.reshape(-1).astype(dtype)
+
+    def norm(n: NormParams) -> tuple[Array, Array]:
+        return given(n.scale), given(n.bias)
+
+    def matrix(w: TiledMatrix) -> tuple[Array, Array]:
+        return w.values, _or_empty(w.scale)
+
+    no_turns = jnp.zeros((0, 0), jnp.float32)
+    rules = rules or LogitModifiers()
+    out = (jax.ShapeDtypeStruct(h.shape, h.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype))
+    h, pool = jax.ffi.ffi_call("apt_decode_layer", out, input_output_aliases={1: 0, 2: 1})(
+        _live(live), h, pool, tables, lens, *slots, *(cos_sin or (no_turns, no_turns)), _or_empty(rules.slopes),
+        *norm(p.attn_norm), *matrix(p.wqkv), given(p.bqkv), *matrix(p.wo), given(p.bo),
+        *norm(p.ffn_norm), *matrix(up), given(None if config.gated else p.b_up), *matrix(p.w_down), given(p.b_down),
+        heads=np.int64(config.num_heads), key_heads=np.int64(config.num_kv_heads), head_dim=np.int64(config.head_dim),
+        ffn=np.int64(ffn), eps=np.float32(config.norm_eps), offset=np.float32(config.norm_offset),
+        layer_norm=np.int64(config.norm == "layer"), gated=np.int64(config.gated),
+        activation=np.int64(_ACTIVATIONS[config.activation]), **_attributes(block_size, rules),
+    )  # fmt: skip
+    return h, pool

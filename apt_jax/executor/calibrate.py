@@ -238,7 +238,7 @@ def calibrate(
 
 def _key(executor: JaxExecutor) -> str:
     facts = {
-        "version": 4,
+        "version": 5,
         "model": dataclasses.asdict(executor.config),
         "dtype": str(executor.params.dtype),
         "quantization": executor.quantization,

@@ -57,6 +57,7 @@ from apt_jax.models.weight_layout import by_layers, fuse_products, tile_params
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.xla_decode import ROWS_PER_TILE
+from apt_jax.utils.allocator import keep_freed_memory
 
 MAX_MODEL_LEN = 1 << 22
 """Longest context: block tables and histories are as long for every slot."""
@@ -139,7 +140,10 @@ class JaxExecutor:
         self.attention_name, self.rows_per_tile = ops.name, ops.rows_per_tile
         self.mixed = not ops.branches if mixed is None else mixed
         if mesh is None:
-            self.params, specs = self._prepared(params, tiles=ops.tiles and params.dtype == jnp.bfloat16), None
+            self.params, specs = (
+                self._prepared(params, tiles=ops.tiles and params.dtype in (jnp.float32, jnp.bfloat16)),
+                None,
+            )
         else:
             ops = with_sharded_hidden(ops)
             self.params, specs = parallel.shard_params(params, loaded, mesh, absorbs=self.hidden_mode == "absorb")
@@ -183,6 +187,8 @@ class JaxExecutor:
         self.runner = ProgramRunner(self.params, self.programs, self._memory)
         self._compiled_at_warm_up = 0
         free = self._memory.free_bytes()
+        if self.platform == "cpu":
+            keep_freed_memory()
         try:
             self.reset()
         except Exception as error:

@@ -174,11 +174,12 @@ class Programs:
     ) -> tuple[Array, Array, tuple[Array, Array, Array] | None]:
         """Sample; gives (tokens, is finite), and log probabilities where the variant has them."""
         parts = self.step_format.sample_layout(rows).split(ints)
+        ops = self.ops.for_rows(jnp.sum(parts["slots"] < self.step_format.max_num_seqs))
         if variant.greedy:
-            tokens, finite = greedy_tokens(params, hidden[:rows], self.config, self.ops, self._tensor)
+            tokens, finite = greedy_tokens(params, hidden[:rows], self.config, ops, self._tensor)
             last_tokens = last_tokens.at[parts["slots"]].set(tokens, mode="drop")
             return last_tokens, jnp.stack([tokens, finite.astype(jnp.int32)]), None
-        raw = logits(params, hidden[:rows], self.config, self.ops.dense, self._tensor)
+        raw = logits(params, hidden[:rows], self.config, ops.dense, self._tensor)
         scores = raw
         if penalties is not None:
             extra = self.step_format.penalty_layout(rows).split(penalties)

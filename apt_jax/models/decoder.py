@@ -16,6 +16,7 @@ Activations are in the parameters' dtype, every product accumulates in float32, 
 are float32. Layers are unrolled with one pool array each: a scan over stacked pools would copy the pool.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -53,9 +54,9 @@ def _feed_forward(
     """In the dtype of x between its two products; the result in float32."""
     dtype, ops = x.dtype, options.ops
     if not config.gated:
-        up = activate(apply_dense(x, p.w_up, p.b_up, ops.dense), config.activation)
+        up = apply_dense(x, p.w_up, p.b_up, ops.dense, config.activation, dtype)
     elif p.w_gate_up is None:
-        gate = activate(apply_dense(x, p.w_gate, p.b_gate, ops.dense), config.activation)
+        gate = apply_dense(x, p.w_gate, p.b_gate, ops.dense, config.activation)
         up = gate * apply_dense(x, p.w_up, p.b_up, ops.dense)
     elif ops.gated is not None and p.b_gate_up is None:
         up = ops.gated(x, p.w_gate_up, config.activation)
@@ -113,6 +114,10 @@ def decoder_step(
         The pools, and hidden states (T, D) in the parameters' dtype, final norm applied where the model has one;
         `logits` turns rows of them into scores over the vocabulary.
     """
+    num_tokens = batch.token_ids.shape[0]
+    if options.num_decode in (0, num_tokens):
+        live = batch.num_decode_rows if options.num_decode else jnp.sum(batch.prefill_lens)
+        options = dataclasses.replace(options, ops=options.ops.for_rows(live))
     dtype, product = params.dtype, options.ops.dense
     with jax.named_scope("embed"):
         h = embed(params, batch.token_ids, batch.positions, config, product, options.tensor)
@@ -142,39 +147,63 @@ def decoder_step(
         return h, normed(h, norm).astype(dtype)
 
     post = config.norm_placement == "post"
-    new_pools: list[Any] = []
-    delta = None  # of the last feed-forward, not in h yet
     whole = config if options.tensor is None else options.tensor.config
-    for i, p in enumerate(params.layers):
-        inputs = AttentionInputs(
-            params=p,
-            config=config,
-            options=options,
-            batch=batch,
-            cos_sin=cos_sin,
-            all_angles=all_angles,
-            rules=logit_modifiers(whole, i, options.tensor),
-            rules_of_all_heads=logit_modifiers(whole, i),
-        )
-        with jax.named_scope(f"layer{i}/attention"):
-            h, x = added(h, delta, None if post else p.attn_norm)
-            out, pool = attend(inputs, x, pools[i])
-            new_pools.append(pool)
-            out = normed(apply_dense_summed(out, flatten_inputs(p.wo, 1), p.bo, options), p.attn_out_norm)
-        with jax.named_scope(f"layer{i}/ffn"):
-            if post:
-                h = normed(h + out, p.attn_norm)
-                x = h.astype(dtype)
-            elif config.parallel:
-                _, x = added(h, None, p.ffn_norm)
-                h = h + out
-            else:
-                h, x = added(h, out, p.ffn_norm)
-            delta = normed(_feed_forward(x, p, config, options), p.ffn_out_norm)
-            if post:
-                h, delta = normed(h + delta, p.ffn_norm), None
-    _, out = added(h, delta, params.final_norm)
-    return tuple(new_pools), out
+    rules = [logit_modifiers(whole, i, options.tensor) for i in range(len(params.layers))]
+
+    def in_parts(h: Array, pools: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+        new_pools: list[Any] = []
+        delta = None  # of the last feed-forward, not in h yet
+        for i, p in enumerate(params.layers):
+            inputs = AttentionInputs(
+                params=p,
+                config=config,
+                options=options,
+                batch=batch,
+                cos_sin=cos_sin,
+                all_angles=all_angles,
+                rules=rules[i],
+                rules_of_all_heads=logit_modifiers(whole, i),
+            )
+            with jax.named_scope(f"layer{i}/attention"):
+                h, x = added(h, delta, None if post else p.attn_norm)
+                out, pool = attend(inputs, x, pools[i])
+                new_pools.append(pool)
+                out = normed(apply_dense_summed(out, flatten_inputs(p.wo, 1), p.bo, options), p.attn_out_norm)
+            with jax.named_scope(f"layer{i}/ffn"):
+                if post:
+                    h = normed(h + out, p.attn_norm)
+                    x = h.astype(dtype)
+                elif config.parallel:
+                    _, x = added(h, None, p.ffn_norm)
+                    h = h + out
+                else:
+                    h, x = added(h, out, p.ffn_norm)
+                delta = normed(_feed_forward(x, p, config, options), p.ffn_out_norm)
+                if post:
+                    h, delta = normed(h + delta, p.ffn_norm), None
+        return tuple(new_pools), added(h, delta, params.final_norm)[1]
+
+    def in_one_call_each(h: Array, pools: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+        new_pools: list[Any] = []
+        assert options.ops.decode_layer is not None
+        for i, p in enumerate(params.layers):
+            with jax.named_scope(f"layer{i}"):
+                h, pool = options.ops.decode_layer(
+                    h, pools[i], p, config, tables=batch.decode_tables, lens=batch.decode_lens,
+                    slots=(batch.first_slots, batch.second_slots), live=batch.num_decode_rows, cos_sin=cos_sin,
+                    rules=rules[i], block_size=options.block_size,
+                )  # fmt: skip
+                new_pools.append(pool)
+        return tuple(new_pools), added(h, None, params.final_norm)[1]
+
+    if options.num_decode != num_tokens or not options.kinds[0]:
+        return in_parts(h, pools)
+    if not all(options.ops.takes_layer(p, config, dtype) for p in params.layers):
+        return in_parts(h, pools)
+    if not options.kinds[1]:
+        return in_one_call_each(h, pools)
+    has_hidden = batch.num_decode_rows > batch.num_kv_rows
+    return lax.cond(has_hidden, in_parts, in_one_call_each, h, pools)
 
 
 def convert_inputs(

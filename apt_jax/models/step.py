@@ -90,10 +90,11 @@ def apply_dense(
     w: Float[Array, "O I"] | QuantizedMatrix | TiledMatrix,
     b: Float[Array, " O"] | None,
     product: Product,
+    activation: str | None = None,
+    dtype: Any = jnp.float32,
 ) -> Float[Array, "T O"]:
-    """`x @ w.T + b` in float32, by the platform's product."""
-    out = product(x, *product_args(w))
-    return out if b is None else out + b.astype(jnp.float32)[None, :]
+    """`activate(x @ w.T + b)` in `dtype`, by the platform's product."""
+    return product(x, *product_args(w), bias=b, activation=activation, dtype=dtype)
 
 
 def apply_dense_summed(

@@ -1,4 +1,4 @@
-"""Layouts of a model's weights that make products faster: fused projections, and matrix tiles for CPUs."""
+"""Layouts of a model's weights that make products faster: fused projections, and tiles for CPUs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -110,7 +110,7 @@ def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams])
 
 
 def tile_params(params: ModelParams, *, keep: bool) -> ModelParams:
-    """Tile all matrices of a bfloat16 model that `map_matrices` visits; with `keep`, wk and wv stay as they are."""
+    """Tile all matrices that `map_matrices` visits; with `keep`, wk and wv stay as they are."""
     return map_matrices(params, tile_matrix, keep=(lambda w: w) if keep else None)
 
 
@@ -125,4 +125,5 @@ def tile_matrix(w: Array | QuantizedMatrix) -> TiledMatrix:
 def _tiled(w: Array) -> Array:
     outputs, inputs = w.shape
     w = jnp.pad(w, ((0, -outputs % 16), (0, -inputs % 32)))
-    return w.reshape(w.shape[0] // 16, 16, w.shape[1] // 32, 16, 2).transpose(0, 2, 3, 1, 4)
+    together = 1 if w.dtype == jnp.float32 else 2
+    return w.reshape(w.shape[0] // 16, 16, w.shape[1] // 32, 32 // together, together).transpose(0, 2, 3, 1, 4)

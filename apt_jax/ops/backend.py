@@ -1,6 +1,7 @@
 """Contract of a kernel backend: the ops of one implementation, and what it can do beside plain attention."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +36,14 @@ class KernelBackend:
     next."""
     split_qkv: Callable[..., tuple[Array, Array, Array]] | None = None
     """Cut one product for q, k and v into the three (`cpu.ops.split_qkv`)."""
+    decode_layer: Callable[..., tuple[Array, Array]] | None = None
+    """A whole layer of decode rows that cache keys and values (`cpu.ops.decode_layer`); None: not provided."""
+    takes_layer: Callable[..., bool] = lambda *_: False
+    """True if `decode_layer` computes the layers of a model (`cpu.ops.takes_layer`)."""
+    skips_rows: bool = False
+    """`dense` and the ops after it take `live`, the number of rows to compute; those behind are padding and give zeros."""
     tiles: bool = False
-    """Products of bfloat16 rows take their weights as `models.weight_layout.tile_params` lays them out."""
+    """Products of float32 and bfloat16 take their weights as `models.weight_layout.tile_params` lays them out."""
     rows_per_tile: int
     """Decode rows that attend together, reading up to the longest of their contexts."""
     extras: frozenset[str]
@@ -44,3 +51,13 @@ class KernelBackend:
     branches: bool
     """The decoder may branch around ops that have no rows. False: ops are called for every step and must cost little
     where they have none, as a branch on the device would break up a CUDA graph."""
+
+    def for_rows(self, live: Array) -> "KernelBackend":
+        """The same where only the first `live` rows of products and what lies between them matter."""
+        if not self.skips_rows:
+            return self
+        bound = {name: functools.partial(getattr(self, name), live=live) for name in _OF_ROWS}
+        return dataclasses.replace(self, skips_rows=False, **bound)
+
+
+_OF_ROWS = ("dense", "dense_argmax", "gated", "add_norm", "split_qkv")

@@ -21,15 +21,27 @@ def dot(
     return lax.dot_general(a, b, (((contract[0],), (contract[1],)), batch), preferred_element_type=dtype or jnp.float32)
 
 
-def dense(x: Float[Array, "T I"], w: Array, scale: Float[Array, " O"] | None = None) -> Float[Array, "T O"]:
-    """`x @ w.T` in float32, w (O, I), int8 with a `scale`. One 16-bit row is padded to two: CPUs have a fast product,
-    but no fast GEMV, for it."""
+def dense(
+    x: Float[Array, "T I"],
+    w: Array,
+    scale: Float[Array, " O"] | None = None,
+    *,
+    bias: Float[Array, " O"] | None = None,
+    activation: str | None = None,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "T O"]:
+    """`activate(x @ w.T * scale + bias)` in float32, returned in `dtype`; w (O, I), int8 with a `scale`. One 16-bit row
+    is padded to two: CPUs have a fast product, but no fast GEMV, for it."""
     rows = x.shape[0]
     w = w.astype(x.dtype) if scale is not None else w
     if rows == 1 and w.dtype.itemsize == 2:
         x = jnp.pad(x, ((0, 1), (0, 0)))
     out = dot(x.astype(w.dtype), w, (1, 1))[:rows]
-    return out if scale is None else out * scale[None, :]
+    if scale is not None:
+        out = out * scale[None, :]
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)[None, :]
+    return (out if activation is None else activate(out, activation)).astype(dtype)
 
 
 def activate(x: Float[Array, "T F"], name: str) -> Float[Array, "T F"]:

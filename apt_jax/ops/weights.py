@@ -1,11 +1,11 @@
-"""Weights as the ops take them: norms, and matrices that are quantized or laid out for matrix tiles."""
+"""Weights as the ops take them: norms, and matrices that are quantized or laid out in tiles."""
 
 import dataclasses
 from typing import Any
 
 import jax
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Int32, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -37,18 +37,18 @@ class QuantizedMatrix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TiledMatrix:
-    """A matrix laid out for matrix tiles of CPUs; see `apt_jax.models.weight_layout`."""
+    """A matrix laid out in tiles for CPUs; see `apt_jax.models.weight_layout`."""
 
     values: Any
-    """(O / 16, I / 32, 16, 16, 2), padded with zeros: of 16 outputs and 32 inputs each pair of inputs of every output;
-    bfloat16, or int8"""
+    """Tiles of 16 outputs and 32 inputs: every input, or pair of inputs, of each output, padded with zeros;
+    (O / 16, I / 32, 32, 16, 1) float32, (O / 16, I / 32, 16, 16, 2) bfloat16 or int8"""
     scale: Any
     """(O,) float32 of int8, else None"""
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     """(O, I)"""
 
 
-def rows_of(w: TiledMatrix, rows: Int32[Array, " T"]) -> Float[Array, "T I"]:
+def rows_of(w: TiledMatrix, rows: Int32[Array, " T"]) -> Shaped[Array, "T I"]:
     """Rows of the matrix, without the scale."""
     values = w.values[rows // 16, :, :, rows % 16]
     return values.reshape(rows.shape[0], -1)[:, : w.shape[1]]

@@ -67,7 +67,7 @@ def run(
     sample = executor.runner.sample_call
 
     def record(hidden: Any, *rest: Any) -> Any:
-        seen.append(np.asarray(logits(executor.params, hidden[:1], config))[0])
+        seen.append(np.asarray(logits(executor.params, hidden[:1], config, executor.programs.ops.dense))[0])
         return sample(hidden, *rest)
 
     executor.runner.sample_call = record  # pyright: ignore[reportAttributeAccessIssue]

@@ -47,31 +47,49 @@ def _arrays(rows: int, width: int, outputs: int, dtype: str) -> tuple[jax.Array,
     return jnp.asarray(x, dtype), jnp.asarray(rng.standard_normal((outputs, width)), dtype)
 
 
-needs_tiles = pytest.mark.skipif("not build.has_tiles()", reason="this CPU has no matrix tiles")
-LAYOUTS = ["float32", "bfloat16", pytest.param("tiles", marks=needs_tiles)]
+DTYPES = ["float32", "bfloat16"]
 
 
-def _laid_out(rows: int, width: int, outputs: int, layout: str) -> tuple[jax.Array, jax.Array, jax.Array | TiledMatrix]:
+def _laid_out(rows: int, width: int, outputs: int, dtype: str) -> tuple[jax.Array, jax.Array, TiledMatrix]:
     """Rows, a matrix, and the matrix as it is given to the kernels."""
-    x, w = _arrays(rows, width, outputs, "float32" if layout == "float32" else "bfloat16")
-    return x, w, tiles.tile_matrix(w) if layout == "tiles" else w
+    x, w = _arrays(rows, width, outputs, dtype)
+    return x, w, tiles.tile_matrix(w)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dense_equals_float64(shape: tuple[int, int, int], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_MAX_ROWS", 1 << 30)
-    x, w, given = _laid_out(*shape, layout)
+def test_dense_equals_float64(shape: tuple[int, int, int], dtype: str) -> None:
+    x, w, given = _laid_out(*shape, dtype)
     actual = jax.jit(ops.dense)(x, given)
     assert actual.dtype == jnp.float32
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     np.testing.assert_allclose(np.asarray(actual), expected, atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("shape", [(3, 37, 50), (9, 64, 130)])
+def test_dense_adds_a_bias_and_activates(
+    shape: tuple[int, int, int], activation: str | None, dtype: str, out: str
+) -> None:
+    x, w, given = _laid_out(*shape, dtype)
+    bias = jnp.asarray(np.random.default_rng(0).standard_normal(shape[2]), dtype)
+    call = jax.jit(ops.dense, static_argnames=("activation", "dtype"))
+    actual = call(x, given, bias=bias, activation=activation, dtype=jnp.dtype(out))
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T + np.asarray(bias, np.float64)
+    if activation is not None:
+        expected = np.asarray(linear.activate(jnp.asarray(expected, jnp.float32), activation), np.float64)
+    assert actual.dtype == jnp.dtype(out)
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float64), expected, atol=1e-5, rtol=2**-8 if out == "bfloat16" else 1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 64, 40_000)])
-def test_argmax_of_products_equals_that_of_written_ones(shape: tuple[int, int, int], layout: str) -> None:
-    x, _, given = _laid_out(*shape, layout)
+def test_argmax_of_products_equals_that_of_written_ones(shape: tuple[int, int, int], dtype: str) -> None:
+    x, _, given = _laid_out(*shape, dtype)
     x = x.at[1:2].multiply(0)  # all equal: the first one
     tokens, trusted = jax.jit(ops.dense_argmax)(x, given)
     scores = np.asarray(jax.jit(ops.dense)(x, given))
@@ -80,9 +98,9 @@ def test_argmax_of_products_equals_that_of_written_ones(shape: tuple[int, int, i
     assert np.asarray(trusted).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_argmax_says_which_rows_have_no_best(layout: str) -> None:
-    x, w, given = _laid_out(6, 64, 70, layout)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax_says_which_rows_have_no_best(dtype: str) -> None:
+    x, w, given = _laid_out(6, 64, 70, dtype)
     x = x.at[1, 3].set(jnp.nan).at[4, 0].set(jnp.inf)
     tokens, trusted = jax.jit(ops.dense_argmax)(x, given)
     np.testing.assert_array_equal(trusted, [True, False, True, True, False, True])
@@ -91,26 +109,20 @@ def test_argmax_says_which_rows_have_no_best(layout: str) -> None:
     assert ((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 70)).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dense_of_int8_equals_its_integers_times_scales(
-    shape: tuple[int, int, int], layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops, "_MAX_ROWS", 1 << 30)
-    x, w = _arrays(*shape, "float32" if layout == "float32" else "bfloat16")
+def test_dense_of_int8_equals_its_integers_times_scales(shape: tuple[int, int, int], dtype: str) -> None:
+    x, w = _arrays(*shape, dtype)
     rng = np.random.default_rng(1)
     values = jnp.asarray(rng.integers(-127, 128, w.shape), jnp.int8)
     scale = jnp.asarray(rng.random(w.shape[0]) / 40, jnp.float32)
     matrix = np.asarray(values, np.float64) * np.asarray(scale, np.float64)[:, None]
     expected = np.asarray(x, np.float64) @ matrix.T
-    given = (values, scale)
-    if layout == "tiles":
-        given = (tiles.tile_matrix(QuantizedMatrix(values=values, scale=scale)),)
-    for actual in (jax.jit(ops.dense)(x, *given), jax.jit(linear.dense)(x, values, scale)):
+    given = tiles.tile_matrix(QuantizedMatrix(values=values, scale=scale))
+    for actual in (jax.jit(ops.dense)(x, given), jax.jit(linear.dense)(x, values, scale)):
         np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-5, rtol=0)
 
 
-@needs_tiles
 def test_gated_of_int8_scales_both_halves() -> None:
     x, w = _arrays(20, 64, 96, "bfloat16")
     values = jnp.asarray(np.random.default_rng(1).integers(-127, 128, w.shape), jnp.int8)
@@ -122,20 +134,20 @@ def test_gated_of_int8_scales_both_halves() -> None:
     np.testing.assert_allclose(actual, expected, rtol=2**-7, atol=1e-4 * np.abs(expected).max())
 
 
-@needs_tiles
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
 @pytest.mark.parametrize("shape", SHAPES[:-1])
-def test_gated_equals_its_parts(shape: tuple[int, int, int], activation: str) -> None:
+def test_gated_equals_its_parts(shape: tuple[int, int, int], activation: str, dtype: str) -> None:
     rows, width, outputs = shape
-    x, w = _arrays(rows, width, 2 * outputs, "bfloat16")
+    x, w = _arrays(rows, width, 2 * outputs, dtype)
     gate, up = np.split(np.asarray(x, np.float64) @ np.asarray(w, np.float64).T, 2, axis=1)
     expected = np.asarray(linear.activate(jnp.asarray(gate, jnp.float32), activation)) * up
     actual = jax.jit(ops.gated, static_argnums=2)(x, tiles.tile_matrix(w), activation)
-    assert actual.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=2**-8, atol=1e-5 * np.abs(expected).max())
+    assert actual.dtype == jnp.dtype(dtype)
+    rtol = 2**-8 if dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=rtol, atol=1e-5 * np.abs(expected).max())
 
 
-@needs_tiles
 def test_gates_of_any_size_saturate() -> None:
     x = jnp.asarray([[-3e38] + [0] * 31, [-200] + [0] * 31, [200] + [0] * 31, [3e30] + [0] * 31], jnp.bfloat16)
     w = jnp.zeros((64, 32), jnp.bfloat16).at[:, 0].set(1)
@@ -144,19 +156,18 @@ def test_gates_of_any_size_saturate() -> None:
     np.testing.assert_allclose(out, np.broadcast_to(expected[:, None], out.shape), rtol=2**-8)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_row_gives_the_same_bits_in_any_company(layout: str) -> None:
-    rows = 40 if layout == "tiles" else 16
-    x, _, given = _laid_out(rows, 96, 200, layout)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_gives_the_same_bits_in_any_company(dtype: str) -> None:
+    rows = 40
+    x, _, given = _laid_out(rows, 96, 200, dtype)
     together = np.asarray(jax.jit(ops.dense)(x, given))
     for row in range(rows):
         alone = np.asarray(jax.jit(ops.dense)(x[row : row + 1], given))
         np.testing.assert_array_equal(alone[0], together[row])
 
 
-@needs_tiles
 def test_nan_and_infinity_stay_in_their_row() -> None:
-    x, _, w = _laid_out(40, 64, 64, "tiles")
+    x, _, w = _laid_out(40, 64, 64, "bfloat16")
     clean = np.asarray(ops.dense(x, w))
     dirty = np.asarray(ops.dense(x.at[7, 3].set(jnp.nan).at[21, 0].set(jnp.inf), w))
     assert np.isnan(dirty[7]).all()
@@ -224,10 +235,10 @@ def test_split_qkv_leaves_no_key_or_value_that_is_not_finite(dtype: str) -> None
         np.testing.assert_array_equal(found[[0, 1, 2, 4, 6, 7]], [0, 0, 0, 1, 2, 3])
 
 
-@needs_tiles
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(40, 50), (16, 32), (7, 33)])
-def test_rows_of_a_tiled_matrix_are_its_rows(shape: tuple[int, int]) -> None:
-    w = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
+def test_rows_of_a_tiled_matrix_are_its_rows(shape: tuple[int, int], dtype: str) -> None:
+    w = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
     rows = jnp.asarray([0, shape[0] - 1, 3, 3], jnp.int32)
     np.testing.assert_array_equal(rows_of(tiles.tile_matrix(w), rows), w[rows])
 

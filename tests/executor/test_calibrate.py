@@ -161,7 +161,7 @@ def test_chunks_are_counted_in_pairs_of_tiles() -> None:
     found = dict(zip(SHAPES.feature_names(), SHAPES.features(*step.arrays()), strict=True))
     assert found["program_0_64"] == found["program_1_0"] == 1  # the row that decodes has its own
     assert (found["decode_kv"], found["decode_hidden"]) == (1, 0)
-    assert found["chunk"] == 2
+    assert (found["row"], found["token"], found["chunk"]) == (1, 60, 2)
     assert found["own_tile"] == 3 + 1  # 40 tokens: one tile over itself, one over both
     assert (found["kv_prefix_tile"], found["hidden_prefix_tile"]) == (0, 2)
     assert found["prefix_tile"] == 2
@@ -434,9 +434,9 @@ def test_the_simulator_times_steps_by_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"coefficients": [1.0]}, "coefficients: 1 given, 19 needed"),
-        ({"coefficients": ["x"] * 19}, "coefficients.0: 'x' must be a number"),
-        ({"coefficients": [-1.0] * 19}, "must be finite and not < 0"),
+        ({"coefficients": [1.0]}, "coefficients: 1 given, 21 needed"),
+        ({"coefficients": ["x"] * 21}, "coefficients.0: 'x' must be a number"),
+        ({"coefficients": [-1.0] * 21}, "must be finite and not < 0"),
         ({"shapes": {}}, "shapes.decode_buckets: missing"),
         ({"other": 1}, "programs.other: unknown field"),
     ],

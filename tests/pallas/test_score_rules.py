@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from apt_jax.backends import attention_ops
 from apt_jax.ops import reference, xla_decode, xla_prefill
 from apt_jax.ops.reference import KeyNorm, LogitModifiers
 from tests.support.attention_cases import expected_decode, expected_prefill, reference_prefill
@@ -203,4 +204,38 @@ def test_prefill_over_prefixes_of_both_kinds(ops: str, name: str | None, norm: s
         got = reference_prefill(args, options)
     else:
         got = jax.jit(lambda *a: xla_prefill.prefill(*a, **options))(*args)
+    np.testing.assert_allclose(got, expected_prefill(args, options), atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", [None, *RULES])
+def test_prefill_of_the_cpu_kernels_over_keys_and_values(name: str | None) -> None:
+    """Chunks longer than what attends as decode rows do, windows that begin within a tile, and soft caps with them."""
+    rng = np.random.default_rng(5)
+    chunks, prefixes = (40, 1, 150, 9, 130), (0, 17, 40, 130, 64)
+    tables = np.zeros((len(chunks), 2, max(-(-n // C) for n in prefixes)), np.int32)
+    pools: list[np.ndarray] = []
+    base = 0
+    for row, prefix in enumerate(prefixes):
+        part, table = _pool(rng, (prefix,), C, E, 2)
+        used = -(-prefix // C)
+        tables[row, : table.shape[1], :used] = np.asarray(table)[0, :, :used] + base
+        pools.append(np.asarray(part))
+        base += len(pools[-1])
+    total = sum(chunks) + 3
+    args = (
+        2.0 * _normal(rng, total, N, H), _normal(rng, total, K, H), _normal(rng, total, K, H),
+        jnp.asarray(np.concatenate(pools)), jnp.asarray(tables), jnp.asarray(np.cumsum(chunks) - chunks, jnp.int32),
+        jnp.asarray(chunks, jnp.int32), jnp.asarray(prefixes, jnp.int32), jnp.zeros(len(chunks), bool),
+        jnp.int32(len(chunks)), *_weights(rng),
+    )  # fmt: skip
+    rules = None if name is None else RULES[name]
+    options = {
+        "block_size": C,
+        "with_hidden": True,
+        "angles": _angles(200, 4),
+        "hidden_block_size": INPUTS,
+        "rules": rules,
+    }
+    prefill = attention_ops("cpu", "cpu").prefill
+    got = jax.jit(lambda *a: prefill(*a, block_size=C, with_hidden=False, rules=rules))(*args)
     np.testing.assert_allclose(got, expected_prefill(args, options), atol=5e-5, rtol=0)

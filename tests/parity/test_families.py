@@ -87,7 +87,7 @@ def test_the_paged_decoder(pair, attention) -> None:
     sample = executor.runner.sample_call
 
     def record(hidden: Any, *args: Any) -> Any:
-        seen.append(np.asarray(logits(executor.params, hidden, ours.config)))
+        seen.append(np.asarray(logits(executor.params, hidden, ours.config, executor.programs.ops.dense)))
         return sample(hidden, *args)
 
     executor.runner.sample_call = record  # pyright: ignore[reportAttributeAccessIssue]

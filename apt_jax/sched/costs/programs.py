@@ -1,9 +1,11 @@
 """Step times of an executor that pads: one compiled program a bucket, attention a tile at a time.
 
 `StepCosts` is linear in tokens, which is what policies can weigh and a solver can optimise. An executor with few
-compiled programs is a staircase instead: a step of 5 requests takes as long as one of 8. This model knows the stairs:
+compiled programs is a staircase instead: a step of 5 requests takes as long as one of 8, or nearly so where its products
+skip padding. This model knows the stairs:
 
-    step = base of its program + attention, where decode rows    have KV (hidden) cache at all, and per tile of it
+    step = base of its program + products per decode row and per token of a chunk
+                               + attention, where decode rows    have KV (hidden) cache at all, and per tile of it
                                             and chunks           per row, per pair of tiles, per tile of cached prefix
 
 Fitted by non-negative least squares like the linear one; used to predict (the simulator), not to decide.
@@ -83,6 +85,7 @@ class ProgramShapes:
         for program in used:
             out[programs.index(program)] = 1.0
         parts = out[len(programs) :]
+        parts[_ROWS], parts[_TOKENS] = num_decode, num_tokens[chunk].sum()
         if padded_rows:
             self._decode_parts(padded_rows, start[decode] + 1, kind[decode], parts)
         if padded_tokens:
@@ -125,12 +128,13 @@ class ProgramShapes:
 
 
 _SHARED = (
+    "row", "token",
     "decode_kv", "decode_kv_row", "decode_kv_tile", "decode_kv_tile_row",
     "decode_hidden", "decode_hidden_row", "decode_hidden_tile", "decode_hidden_tile_row",
     "chunk", "own_tile", "kv_prefix_tile", "hidden_prefix_tile", "prefix_tile",
 )  # fmt: skip
-_DECODE_KV, _DECODE_HIDDEN = 0, 4
-_CHUNKS, _OWN, _KV_PREFIX, _HIDDEN_PREFIX, _PREFIX = range(8, 13)
+_ROWS, _TOKENS, _DECODE_KV, _DECODE_HIDDEN = 0, 1, 2, 6
+_CHUNKS, _OWN, _KV_PREFIX, _HIDDEN_PREFIX, _PREFIX = range(10, 15)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,235 @@
+// A decoder layer of decode rows whose cache is keys and values, as phases of one call.
+
+#include "attention_tiles.cc"
+#include "elementwise.cc"
+#include "linear.cc"
+
+namespace {
+
+// Bias of T, or nullptr.
+template <typename T>
+const T* values_of(const ffi::AnyBuffer& buffer) {
+  return buffer.element_count() ? static_cast<const T*>(buffer.untyped_data()) : nullptr;
+}
+
+// What a layer works on. `T` is the type of its cache, rows and parameters, `Stored` that of its matrices.
+template <typename T, typename Stored>
+struct LayerArguments {
+  int64_t rows, width, heads, key_heads, head_dim, ffn, half;
+  float* h;  // (rows, width), which gets the result
+  T* pool;
+  int64_t block_size, block_elements, table_len;
+  const int32_t *tables, *lens, *first_slots, *second_slots;
+  const float *cosine, *sine;  // (rows, half)
+  const T *attn_scale, *attn_bias, *ffn_scale, *ffn_bias;
+  TiledWeights<Stored> wqkv, wo, w_up, w_down;
+  const T *bqkv, *bo, *b_up, *b_down;
+  float eps, offset;
+  bool layer_norm, gated;
+  Activation activation;
+  Rules rules;
+};
+
+// Adds a product with its bias to the residual stream.
+template <typename T>
+struct AddTo {
+  float* h;
+  int64_t width;
+  const float* scales;
+  const T* biases;
+
+  void operator()(int64_t row, int64_t first, const float* sums) const {
+    const int64_t count = std::min(kPanel, width - first);
+    float* to = h + row * width + first;
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const int64_t mine = std::min<int64_t>(kLanes, count - i);
+      Vec v = load_some(sums + i, mine);
+      if (scales) v *= load_some(scales + first + i, mine);
+      if (biases) v += load_some(biases + first + i, mine);
+      v = load_some(to + i, mine) + v;
+      if (mine == kLanes)
+        store(to + i, v);
+      else
+        for (int64_t j = 0; j < mine; ++j) to[i + j] = v[j];
+    }
+  }
+};
+
+template <typename T, typename Stored>
+void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
+  const int64_t threads = pool.num_threads(), queries = a.heads * a.head_dim, lanes = a.key_heads * a.head_dim;
+  const int64_t all = queries + 2 * lanes, group = a.heads / a.key_heads;
+  char* memory = scratch<char, kLayer>(a.rows * (all * 4 + (a.width + queries + a.ffn) * sizeof(T)) + 4 * 64);
+  const auto take = [&memory](int64_t bytes) { return std::exchange(memory, memory + round_up(bytes, 64)); };
+  auto* sums = reinterpret_cast<float*>(take(a.rows * all * 4));
+  auto* x = reinterpret_cast<T*>(take(a.rows * a.width * sizeof(T)));
+  auto* attended = reinterpret_cast<T*>(take(a.rows * queries * sizeof(T)));
+  auto* up = reinterpret_cast<T*>(take(a.rows * a.ffn * sizeof(T)));
+
+  const auto norm = [&](const T* scale, const T* bias) {
+    return [&a, x, scale, bias](int64_t row, int64_t) {
+      norm_row(a.h + row * a.width, scale, bias, a.width, a.eps, a.offset, a.layer_norm, x + row * a.width);
+    };
+  };
+  const Store<float, T> to_sums{sums, all, a.wqkv.scales, nullptr, kNone};
+  const auto keep_sums = [&](int64_t row, int64_t first, const float* v) { to_sums(row, first, v, kPanel); };
+  const PanelProduct<T, Stored, decltype(keep_sums)> project(threads, x, a.width, a.rows, a.width, a.wqkv, false, keep_sums);
+
+  // Where rows are fewer than threads, their heads are shared out.
+  int64_t parts = 1;
+  while (a.rows * parts < 2 * threads && a.key_heads % (2 * parts) == 0) parts *= 2;
+  if (a.rows * parts < 2 * threads) parts = a.key_heads;
+  const int64_t per_part = a.key_heads / parts;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
+  const auto attend_part = [&](int64_t task, int64_t) {
+    const int64_t row = task / parts, first = task % parts * per_part, length = a.lens[row];
+    T* out = attended + row * queries + first * group * a.head_dim;
+    const float* of_row = sums + row * all;
+    const float *cosine = a.cosine + row * a.half, *sine = a.sine + row * a.half;
+    const auto turn = [&](int64_t head, int64_t half, bool finite, T* to) {
+      const T* bias = a.bqkv ? a.bqkv + head * a.head_dim : nullptr;
+      turn_head(of_row + head * a.head_dim, bias, cosine, sine, half, a.head_dim, finite, to);
+    };
+    T* q = scratch<T, kPacked>(per_part * group * a.head_dim);
+    for (int64_t g = 0; g < per_part * group; ++g) turn(first * group + g, a.half, false, q + g * a.head_dim);
+    for (int64_t k = first; k < first + per_part; ++k) {
+      turn(a.heads + k, a.half, true, a.pool + a.first_slots[row] * lanes + k * a.head_dim);
+      turn(a.heads + a.key_heads + k, 0, true, a.pool + a.second_slots[row] * lanes + k * a.head_dim);
+    }
+    const Cache<T> cache{a.pool, a.tables + row * 2 * a.table_len, a.table_len, a.block_elements, lanes, nullptr, nullptr};
+    const int64_t seen_from = first_seen(a.rules.window, length);
+    Seen seen{nullptr, a.block_size, length, seen_from};
+    seen.entry = std::min(seen_from, length) / a.block_size;
+    seen.own = length;
+    attend(q, cache, seen, length, a.rules, first, per_part, group, a.head_dim, scale, out);
+  };
+
+  const AddTo<T> add_attention{a.h, a.width, a.wo.scales, a.bo}, add_ffn{a.h, a.width, a.w_down.scales, a.b_down};
+  const PanelProduct<T, Stored, AddTo<T>> mix(threads, attended, queries, a.rows, queries, a.wo, false, add_attention);
+  const Store<T, T> to_up{up, a.ffn, a.w_up.scales, a.b_up, a.activation};
+  const Gate<T> gate{up, a.ffn, a.w_up.scales, a.activation};
+  const auto keep_up = [&](int64_t row, int64_t first, const float* v) {
+    if (a.gated)
+      gate(row, first, v);
+    else
+      to_up(row, first, v, kPanel);
+  };
+  const PanelProduct<T, Stored, decltype(keep_up)> widen_rows(threads, x, a.width, a.rows, a.width, a.w_up, a.gated, keep_up);
+  const PanelProduct<T, Stored, AddTo<T>> narrow(threads, up, a.ffn, a.rows, a.ffn, a.w_down, false, add_ffn);
+
+  Phases phases;
+  phases.add(a.rows, norm(a.attn_scale, a.attn_bias));
+  phases.add(project.tasks(), std::ref(project));
+  phases.add(a.rows * parts, attend_part);
+  phases.add(mix.tasks(), std::ref(mix));
+  phases.add(a.rows, norm(a.ffn_scale, a.ffn_bias));
+  phases.add(widen_rows.tasks(), std::ref(widen_rows));
+  phases.add(narrow.tasks(), std::ref(narrow));
+  phases.run(pool);
+}
+
+ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> h, ffi::AnyBuffer cache,
+                        ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> first_slots,
+                        ffi::Buffer<ffi::S32> second_slots, ffi::Buffer<ffi::F32> cosine, ffi::Buffer<ffi::F32> sine,
+                        ffi::Buffer<ffi::F32> slopes, ffi::AnyBuffer attn_scale, ffi::AnyBuffer attn_bias, ffi::AnyBuffer wqkv,
+                        ffi::Buffer<ffi::F32> wqkv_scale, ffi::AnyBuffer bqkv, ffi::AnyBuffer wo, ffi::Buffer<ffi::F32> wo_scale,
+                        ffi::AnyBuffer bo, ffi::AnyBuffer ffn_scale, ffi::AnyBuffer ffn_bias, ffi::AnyBuffer w_up,
+                        ffi::Buffer<ffi::F32> w_up_scale, ffi::AnyBuffer b_up, ffi::AnyBuffer w_down,
+                        ffi::Buffer<ffi::F32> w_down_scale, ffi::AnyBuffer b_down, ffi::ResultBuffer<ffi::F32> h_out,
+                        ffi::Result<ffi::AnyBuffer> cache_out, int64_t heads, int64_t key_heads, int64_t head_dim, int64_t ffn,
+                        int64_t block_size, float softcap, int64_t window, float eps, float offset, int64_t layer_norm,
+                        int64_t gated, int64_t activation) {
+  if (h.untyped_data() != h_out->untyped_data()) std::memcpy(h_out->untyped_data(), h.untyped_data(), h.size_bytes());
+  if (cache.untyped_data() != cache_out->untyped_data())
+    std::memcpy(cache_out->untyped_data(), cache.untyped_data(), cache.size_bytes());
+  const int64_t rows = std::clamp<int64_t>(live.typed_data()[0], 0, h.dimensions()[0]), width = h.dimensions()[1];
+  if (rows == 0) return ffi::Error::Success();
+  if (head_dim > kMostLanes) return ffi::Error::InvalidArgument("decode_layer: heads of at most 1024 lanes");
+  for (const auto* given : {&attn_scale, &attn_bias, &bqkv, &bo, &ffn_scale, &ffn_bias, &b_up, &b_down})
+    if (given->element_count() && given->element_type() != cache.element_type())
+      return ffi::Error::InvalidArgument("decode_layer: one type for the cache and all parameters but matrices");
+  const auto run = [&](auto* elements, auto* stored) {
+    using T = std::remove_pointer_t<decltype(elements)>;
+    using Stored = std::remove_const_t<std::remove_pointer_t<decltype(stored)>>;
+    const auto weights = [](ffi::AnyBuffer& w, ffi::Buffer<ffi::F32>& scales, int64_t outputs, int64_t halves) {
+      return TiledWeights<Stored>{static_cast<const Stored*>(w.untyped_data()), floats(scales), outputs,
+                                  w.dimensions()[0] / halves, w.dimensions()[1]};
+    };
+    LayerArguments<T, Stored> a{};
+    a.rows = rows, a.width = width, a.heads = heads, a.key_heads = key_heads, a.head_dim = head_dim, a.ffn = ffn;
+    a.half = cosine.element_count() ? cosine.dimensions()[1] : 0;
+    a.h = h_out->typed_data();
+    a.pool = static_cast<T*>(cache_out->untyped_data());
+    a.block_size = block_size, a.block_elements = cache.dimensions()[1], a.table_len = tables.dimensions()[2];
+    a.tables = tables.typed_data(), a.lens = lens.typed_data();
+    a.first_slots = first_slots.typed_data(), a.second_slots = second_slots.typed_data();
+    a.cosine = cosine.typed_data(), a.sine = sine.typed_data();
+    a.attn_scale = values_of<T>(attn_scale), a.attn_bias = values_of<T>(attn_bias);
+    a.ffn_scale = values_of<T>(ffn_scale), a.ffn_bias = values_of<T>(ffn_bias);
+    a.wqkv = weights(wqkv, wqkv_scale, (heads + 2 * key_heads) * head_dim, 1), a.bqkv = values_of<T>(bqkv);
+    a.wo = weights(wo, wo_scale, width, 1), a.bo = values_of<T>(bo);
+    a.w_up = weights(w_up, w_up_scale, ffn, gated ? 2 : 1), a.b_up = values_of<T>(b_up);
+    a.w_down = weights(w_down, w_down_scale, width, 1), a.b_down = values_of<T>(b_down);
+    a.eps = eps, a.offset = offset, a.layer_norm = layer_norm != 0, a.gated = gated != 0;
+    a.activation = static_cast<Activation>(activation);
+    a.rules = Rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+    run_layer(pool, a);
+    return ffi::Error::Success();
+  };
+  const bool is_int8 = wqkv.element_type() == ffi::S8;
+  if (cache.element_type() == ffi::F32)
+    return is_int8 ? run(static_cast<float*>(nullptr), static_cast<const int8_t*>(nullptr))
+                   : run(static_cast<float*>(nullptr), static_cast<const float*>(nullptr));
+#ifdef APT_PAIRS
+  if (cache.element_type() == ffi::BF16)
+    return is_int8 ? run(static_cast<Bf16*>(nullptr), static_cast<const int8_t*>(nullptr))
+                   : run(static_cast<Bf16*>(nullptr), static_cast<const Bf16*>(nullptr));
+#endif
+  return ffi::Error::InvalidArgument("decode_layer: float32, or bfloat16 where the CPU has dot products of it");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_layer, decode_layer,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // number of rows to compute (1,)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // h (B, D), the residual stream
+                                  .Arg<ffi::AnyBuffer>()         // pool (P, C * E)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, 2, J)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,), the row's own position included
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // slots of keys (B,)
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // slots of values (B,)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // cosine (B, half), or (0, 0)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sine
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // slopes (N,), or (0,)
+                                  .Arg<ffi::AnyBuffer>()         // attention norm: scale (D,)
+                                  .Arg<ffi::AnyBuffer>()         // its bias (D,), or (0,), as are all biases and scales below
+                                  .Arg<ffi::AnyBuffer>()         // tiles for q, k and v
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // their scales
+                                  .Arg<ffi::AnyBuffer>()         // bias
+                                  .Arg<ffi::AnyBuffer>()         // tiles of the output projection
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()  // feed-forward norm: scale (D,)
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()  // tiles up, or of gate and then of up
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()  // tiles down
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()  // h, in place
+                                  .Ret<ffi::AnyBuffer>()         // pool, in place
+                                  .Attr<int64_t>("heads")
+                                  .Attr<int64_t>("key_heads")
+                                  .Attr<int64_t>("head_dim")
+                                  .Attr<int64_t>("ffn")
+                                  .Attr<int64_t>("block_size")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("eps")
+                                  .Attr<float>("offset")
+                                  .Attr<int64_t>("layer_norm")
+                                  .Attr<int64_t>("gated")
+                                  .Attr<int64_t>("activation"));

@@ -1,0 +1,236 @@
+// Products of rows with a matrix in vector registers, from weights laid out in panels.
+
+#pragma once
+
+#include "linear_common.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kBlocks = 4, kMostRows = 6;  // of 32 registers 24 accumulate, four hold weights and one an input
+#else
+constexpr int kBlocks = 2, kMostRows = 3;  // a vector is two registers of 16 or four of 32
+#endif
+constexpr int64_t kPanel = kBlocks * kLanes;  // outputs that are computed together
+
+// What is multiplied at a time: the inputs of a word of 64 bytes of weights. `X` is the type of rows.
+template <typename W>
+struct Words;
+
+template <>
+struct Words<float> {
+  using X = float;
+  static constexpr int kInputs = 1;
+
+  static Vec load_weights(const float* w) { return load(w); }
+
+  static Vec broadcast(const float* x) { return splat(*x); }
+
+  static Vec add(Vec sum, Vec w, Vec x) { return sum + w * x; }
+};
+
+#ifdef APT_PAIRS
+
+template <>
+struct Words<Bf16> {
+  using X = Bf16;
+  static constexpr int kInputs = 2;
+
+  static __m512i load_weights(const Bf16* w) { return _mm512_loadu_si512(w); }
+
+  static __m512i broadcast(const Bf16* x) {
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
+
+  static Vec add(Vec sum, __m512i w, __m512i x) {
+    __m512bh weights, inputs;
+    __m512 out;
+    std::memcpy(&weights, &w, sizeof w);
+    std::memcpy(&inputs, &x, sizeof x);
+    std::memcpy(&out, &sum, sizeof sum);
+    out = _mm512_dpbf16_ps(out, weights, inputs);
+    std::memcpy(&sum, &out, sizeof out);
+    return sum;
+  }
+};
+
+#else
+
+template <>
+struct Words<Bf16> {
+  using X = float;
+  static constexpr int kInputs = 2;
+  struct Two {
+    Vec first, second;
+  };
+
+  static Two load_weights(const Bf16* w) {
+    UintVec both, first, second;
+    std::memcpy(&both, w, sizeof both);
+    first = both << 16;
+    second = both & 0xffff0000u;
+    Two out;
+    std::memcpy(&out.first, &first, sizeof first);
+    std::memcpy(&out.second, &second, sizeof second);
+    return out;
+  }
+
+  static Two broadcast(const float* x) { return {splat(x[0]), splat(x[1])}; }
+
+  static Vec add(Vec sum, const Two& w, const Two& x) { return sum + w.first * x.first + w.second * x.second; }
+};
+
+#endif
+
+// R rows, `stride` apart, times the blocks of a panel, `words` of them from word `first` on, to out[r * kPanel + i], or added to it
+// where they are not the first. Every sum is added up in the order of the inputs, whatever R is. Meanwhile P lines of memory from
+// `ahead` on are fetched with every word.
+template <int R, int P, typename W>
+__attribute__((noinline)) void multiply(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first,
+                                        int64_t words, const char* ahead, float* out) {
+  using Of = Words<W>;
+  constexpr int64_t kWord = kLanes * Of::kInputs;
+  Vec sums[R][kBlocks] = {};
+  const W* blocks[kBlocks];
+  for (int c = 0; c < kBlocks; ++c) blocks[c] = w[c] + first * kWord;
+  x += first * Of::kInputs;
+  for (int64_t k = 0; k < words; ++k) {
+    decltype(Of::load_weights(nullptr)) weights[kBlocks];
+    for (int c = 0; c < kBlocks; ++c) weights[c] = Of::load_weights(blocks[c] + k * kWord);
+    for (int r = 0; r < R; ++r) {
+      const auto input = Of::broadcast(x + r * stride + k * Of::kInputs);
+      for (int c = 0; c < kBlocks; ++c) sums[r][c] = Of::add(sums[r][c], weights[c], input);
+    }
+    for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + (k * P + p) * 64);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < kBlocks; ++c) {
+      float* to = out + r * kPanel + c * kLanes;
+      store(to, first ? load(to) + sums[r][c] : sums[r][c]);
+    }
+}
+
+template <int P, typename W>
+void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first, int64_t words,
+              const char* ahead, float* out) {
+  if (rows == 1) return multiply<1, P, W>(x, stride, w, first, words, ahead, out);
+  if (rows == 2) return multiply<2, P, W>(x, stride, w, first, words, ahead, out);
+  if (rows == 3) return multiply<3, P, W>(x, stride, w, first, words, ahead, out);
+  if constexpr (kMostRows == 6) {
+    if (rows == 4) return multiply<4, P, W>(x, stride, w, first, words, ahead, out);
+    if (rows == 5) return multiply<5, P, W>(x, stride, w, first, words, ahead, out);
+    return multiply<6, P, W>(x, stride, w, first, words, ahead, out);
+  }
+}
+
+constexpr int64_t kChain = 256;  // words whose products are added up one after the other: rounding errors grow with their number
+
+template <typename W>
+void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t words, const char* ahead,
+              int lines, float* out) {
+  for (int64_t first = 0; first < words; first += kChain, ahead += kChain * lines * 64) {
+    const int64_t mine = std::min(kChain, words - first);
+    if (lines == 0) multiply<0, W>(rows, x, stride, w, first, mine, ahead, out);
+    if (lines == 1) multiply<1, W>(rows, x, stride, w, first, mine, ahead, out);
+    if (lines == 2) multiply<2, W>(rows, x, stride, w, first, mine, ahead, out);
+    if (lines == 4) multiply<4, W>(rows, x, stride, w, first, mine, ahead, out);
+  }
+}
+
+// Rows as the kernels read them: whole words of inputs. They are copied where they are not.
+template <typename X, typename Given>
+struct Inputs {
+  const X* rows;
+  int64_t stride;
+
+  Inputs(ffi::ThreadPool& pool, const Given* x, int64_t count, int64_t width, int inputs) : stride(round_up(width, inputs)) {
+    if constexpr (std::is_same_v<X, Given>) {
+      rows = x;
+      if (stride == width) return;
+    }
+    X* copy = scratch<X, kWide>(count * stride);
+    constexpr int64_t kTogether = 16;
+    parallel_for(pool, (count + kTogether - 1) / kTogether, [&](int64_t task) {
+      for (int64_t r = task * kTogether; r < std::min(count, (task + 1) * kTogether); ++r)
+        for (int64_t i = 0; i < stride; ++i) from_float(i < width ? to_float(x[r * width + i]) : 0.0f, copy[r * stride + i]);
+    });
+    rows = copy;
+  }
+};
+
+constexpr int64_t kPartBytes = 2 << 20;  // of rows that a task goes through for every panel
+
+// `rows` rows, `stride` apart, times a matrix; take(row, first output, sums) is given kPanel sums of a row, some of them maybe past
+// the last output. With `gated` a panel's first half is of the first of two matrices behind one another and its second half of the
+// other.
+template <typename W, typename Stored, typename Take>
+struct PanelProduct {
+  using Of = Words<W>;
+  using X = typename Of::X;
+  const X* x;
+  int64_t stride, rows, words, block_elements, own_blocks, panels, part_rows, parts;
+  TiledWeights<Stored> w;
+  bool gated;
+  Take take;
+
+  PanelProduct(int64_t threads, const X* inputs, int64_t row_stride, int64_t count, int64_t width, const TiledWeights<Stored>& weights,
+               bool is_gated, const Take& taken)
+      : x(inputs), stride(row_stride), rows(count), w(weights), gated(is_gated), take(taken) {
+    words = (width + Of::kInputs - 1) / Of::kInputs;
+    block_elements = w.steps * kTileElements;
+    own_blocks = gated ? kBlocks / 2 : kBlocks;
+    panels = (w.blocks + own_blocks - 1) / own_blocks;
+    const int64_t by_size = (rows * stride * static_cast<int64_t>(sizeof(X)) + kPartBytes - 1) / kPartBytes;
+    const int64_t by_threads = panels < 4 * threads ? (4 * threads + panels - 1) / panels : 1;
+    parts = std::clamp<int64_t>(std::max(by_size, by_threads), 1, std::max<int64_t>(1, (rows + kMostRows - 1) / kMostRows));
+    part_rows = (rows + parts - 1) / parts;
+  }
+
+  int64_t tasks() const { return panels * parts; }
+
+  const Stored* block_of(int64_t panel, int c) const {
+    return w.tiles(std::min(panel * own_blocks + c % own_blocks, w.blocks - 1), static_cast<int>(c / own_blocks));
+  }
+
+  void operator()(int64_t task, int64_t next) const {
+    const int64_t panel = task % panels, first_row = task / panels * part_rows, last_row = std::min(rows, first_row + part_rows);
+    const W* blocks[kBlocks];
+    for (int c = 0; c < kBlocks; ++c) {
+      if constexpr (std::is_same_v<W, Stored>) {
+        blocks[c] = block_of(panel, c);
+      } else {
+        W* wide = scratch<W, kWeights>(kBlocks * block_elements) + c * block_elements;
+        widen(block_of(panel, c), block_elements, wide);
+        blocks[c] = wide;
+      }
+    }
+    alignas(64) float sums[kMostRows * kPanel];
+    const int64_t count = last_row - first_row, groups = (count + kMostRows - 1) / kMostRows;
+    int lines = 0;
+    const char* ahead = nullptr;
+    if (std::is_same_v<W, Stored> && !gated && next >= 0 && next % panels * kBlocks + kBlocks <= w.blocks) {
+      lines = groups == 1 ? kBlocks : groups < kBlocks ? 2 : 1;
+      ahead = reinterpret_cast<const char*>(block_of(next % panels, 0));
+    }
+    for (int64_t g = 0, row = first_row; g < groups; ++g) {
+      const int64_t mine = (last_row - row + groups - g - 1) / (groups - g);
+      const bool fetches = lines && g * lines < kBlocks;
+      multiply<W>(static_cast<int>(mine), x + row * stride, stride, blocks, words, ahead, fetches ? lines : 0, sums);
+      if (fetches) ahead += words * lines * 64;
+      for (int64_t r = 0; r < mine; ++r, ++row) take(row, panel * own_blocks * kLanes, sums + r * kPanel);
+    }
+  }
+};
+
+template <typename W, typename Stored, typename Given, typename Take>
+void dense_panels(ffi::ThreadPool& pool, const Given* given, int64_t rows, int64_t width, const TiledWeights<Stored>& w,
+                  bool gated, const Take& take) {
+  using Of = Words<W>;
+  const Inputs<typename Of::X, Given> x(pool, given, rows, width, Of::kInputs);
+  const PanelProduct<W, Stored, Take> product(pool.num_threads(), x.rows, x.stride, rows, width, w, gated, take);
+  parallel_claim(pool, product.tasks(), product);
+}
+
+}  // namespace

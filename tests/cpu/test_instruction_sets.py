@@ -1,0 +1,79 @@
+"""The tests of the kernels again, with kernels that are compiled for other CPUs, and under sanitizers."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from apt_jax.cpu import build
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ["tests/cpu/test_kernels.py", "tests/pallas/test_attention.py", "tests/pallas/test_score_rules.py"]
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O1"
+
+
+def _passes(flags: str, more: dict[str, str]) -> None:
+    environment = {**os.environ, "APT_JAX_KERNEL_FLAGS": flags, **more}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not compiler and not xla",
+        *TESTS,
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "passed" in done.stdout
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
+@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v4", "sapphirerapids"])
+def test_kernels_compile_for_other_cpus(cpu: str) -> None:
+    """AVX2, AVX-512 without dot products of bfloat16, and matrix tiles: what this machine may lack."""
+    compiler = build.find_compiler()
+    if compiler is None or "zig" in " ".join(compiler):
+        pytest.skip("no compiler, or one with other names of CPUs")
+    include = ["-isystem", jax.ffi.include_dir()]
+    source = str(Path(build.__file__).with_name("kernels.cc"))
+    command = [
+        *compiler,
+        "-std=c++17",
+        f"-march={cpu}",
+        "-fsyntax-only",
+        "-Wall",
+        "-Wextra",
+        "-Wno-psabi",
+        *include,
+        source,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
+def test_kernels_of_cpus_with_less(level: str) -> None:
+    """AVX2, and AVX-512 without dot products of bfloat16."""
+    _passes(f"-march={level}", {})
+
+
+@pytest.mark.slow
+def test_kernels_under_sanitizers() -> None:
+    compiler = build.find_compiler()
+    if compiler is None:
+        pytest.skip("no compiler")
+    found = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
+    if not Path(found.stdout.strip()).is_absolute():
+        pytest.skip("this compiler has no libasan")
+    _passes(SANITIZERS, {"LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"})
