@@ -3,7 +3,7 @@
 What they do not do (other dtypes, weights that are not laid out in tiles) XLA does.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,7 @@ from jaxtyping import Bool, Float, Int32
 from apt_jax.cpu import build
 from apt_jax.ops import linear, sampling, xla_decode, xla_prefill
 from apt_jax.ops.reference import LogitModifiers
-from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
-
-if TYPE_CHECKING:
-    from apt_jax.models.config import ModelConfig
-    from apt_jax.models.params import LayerParams
+from apt_jax.ops.weights import NormParams, PreNormLayer, QuantizedMatrix, TiledMatrix
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu": 3}
@@ -272,29 +268,22 @@ def prefill(
     return lax.cond(jnp.any(hidden & (prefix_lens > 0) & live), of_xla, ours)
 
 
-def takes_layer(p: "LayerParams", config: "ModelConfig", dtype: Any) -> bool:
-    """True if `decode_layer` computes such a layer: norms before its parts, between them nothing but biases, rotation and
-    activation, and weights in tiles of one dtype."""
-    plain = (
-        config.norm_placement == "pre" and not config.parallel and p.attn_norm is not None and p.ffn_norm is not None
-        and p.attn_out_norm is None and p.ffn_out_norm is None and p.q_norm is None and p.k_norm is None
-        and config.scale * config.head_dim**0.5 == 1.0 and config.clip_qkv is None
-        and (config.rope is None or config.rope.attention_factor == 1.0)
-        and config.activation in _ACTIVATIONS and (not config.gated or p.b_gate_up is None)
-    )  # fmt: skip
-    matrices = (p.wqkv, p.wo, p.w_gate_up if config.gated else p.w_up, p.w_down)
+def takes_layer(layer: PreNormLayer, dtype: Any) -> bool:
+    """True if `decode_layer` computes such a layer of rows in `dtype`: its weights are in tiles of one dtype."""
+    matrices = (layer.wqkv, layer.wo, layer.w_up, layer.w_down)
     offered = dtype == jnp.float32 or (dtype == jnp.bfloat16 and build.has_pairs() and not build.has_tiles())
-    if not (plain and offered and all(isinstance(w, TiledMatrix) for w in matrices)):
+    if not (offered and layer.activation in _ACTIVATIONS and all(isinstance(w, TiledMatrix) for w in matrices)):
         return False
-    sizes = (config.hidden_size, config.num_heads * config.head_dim, config.ffn_size)
+    if layer.gated and layer.b_up is not None:
+        return False
+    sizes = (layer.wo.shape[0], layer.num_heads * layer.head_dim, layer.w_down.shape[1])
     return len({w.values.dtype for w in matrices}) == 1 and all(n % 16 == 0 for n in sizes)
 
 
 def decode_layer(
     h: Float[Array, "B D"],
     pool: Float[Array, "P CE"],
-    p: "LayerParams",
-    config: "ModelConfig",
+    layer: PreNormLayer,
     *,
     tables: Int32[Array, "B 2 J"],
     lens: Int32[Array, " B"],
@@ -313,10 +302,6 @@ def decode_layer(
         live: rows to compute; those behind keep their `h`.
     """
     dtype = pool.dtype
-    assert p.attn_norm is not None
-    assert p.ffn_norm is not None
-    up = p.w_gate_up if config.gated else p.w_up
-    ffn = up.shape[0] // 2 if config.gated else up.shape[0]
 
     def given(a: Array | None) -> Array:
         return jnp.zeros((0,), dtype) if a is None else a.reshape(-1).astype(dtype)
@@ -332,11 +317,11 @@ def decode_layer(
     out = (jax.ShapeDtypeStruct(h.shape, h.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype))
     h, pool = jax.ffi.ffi_call("apt_decode_layer", out, input_output_aliases={1: 0, 2: 1})(
         _live(live), h, pool, tables, lens, *slots, *(cos_sin or (no_turns, no_turns)), _or_empty(rules.slopes),
-        *norm(p.attn_norm), *matrix(p.wqkv), given(p.bqkv), *matrix(p.wo), given(p.bo),
-        *norm(p.ffn_norm), *matrix(up), given(None if config.gated else p.b_up), *matrix(p.w_down), given(p.b_down),
-        heads=np.int64(config.num_heads), key_heads=np.int64(config.num_kv_heads), head_dim=np.int64(config.head_dim),
-        ffn=np.int64(ffn), eps=np.float32(config.norm_eps), offset=np.float32(config.norm_offset),
-        layer_norm=np.int64(config.norm == "layer"), gated=np.int64(config.gated),
-        activation=np.int64(_ACTIVATIONS[config.activation]), **_attributes(block_size, rules),
+        *norm(layer.attn_norm), *matrix(layer.wqkv), given(layer.bqkv), *matrix(layer.wo), given(layer.bo),
+        *norm(layer.ffn_norm), *matrix(layer.w_up), given(layer.b_up), *matrix(layer.w_down), given(layer.b_down),
+        heads=np.int64(layer.num_heads), key_heads=np.int64(layer.num_kv_heads), head_dim=np.int64(layer.head_dim),
+        ffn=np.int64(layer.w_down.shape[1]), eps=np.float32(layer.norm_eps), offset=np.float32(layer.norm_offset),
+        layer_norm=np.int64(layer.norm == "layer"), gated=np.int64(layer.gated),
+        activation=np.int64(_ACTIVATIONS[layer.activation]), **_attributes(block_size, rules),
     )  # fmt: skip
     return h, pool

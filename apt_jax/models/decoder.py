@@ -40,11 +40,12 @@ from apt_jax.models.step import (
     product_args,
     zero_non_finite,
 )
+from apt_jax.models.weight_layout import pre_norm_layer
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.linear import activate, dense, project_kv
 from apt_jax.ops.reference import KeyNorm
-from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_of
+from apt_jax.ops.weights import NormParams, PreNormLayer, QuantizedMatrix, TiledMatrix, rows_of
 from apt_jax.ops.xla_common import fetch_blocks
 
 
@@ -183,23 +184,26 @@ def decoder_step(
                     h, delta = normed(h + delta, p.ffn_norm), None
         return tuple(new_pools), added(h, delta, params.final_norm)[1]
 
+    layers: list[PreNormLayer] = []
+    if options.num_decode == num_tokens and options.kinds[0]:
+        plain = (pre_norm_layer(p, config) for p in params.layers)
+        layers = [layer for layer in plain if layer is not None and options.ops.takes_layer(layer, dtype)]
+    if len(layers) < len(params.layers):
+        return in_parts(h, pools)
+
     def in_one_call_each(h: Array, pools: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
         new_pools: list[Any] = []
         assert options.ops.decode_layer is not None
-        for i, p in enumerate(params.layers):
+        for i, layer in enumerate(layers):
             with jax.named_scope(f"layer{i}"):
                 h, pool = options.ops.decode_layer(
-                    h, pools[i], p, config, tables=batch.decode_tables, lens=batch.decode_lens,
+                    h, pools[i], layer, tables=batch.decode_tables, lens=batch.decode_lens,
                     slots=(batch.first_slots, batch.second_slots), live=batch.num_decode_rows, cos_sin=cos_sin,
                     rules=rules[i], block_size=options.block_size,
                 )  # fmt: skip
                 new_pools.append(pool)
         return tuple(new_pools), added(h, None, params.final_norm)[1]
 
-    if options.num_decode != num_tokens or not options.kinds[0]:
-        return in_parts(h, pools)
-    if not all(options.ops.takes_layer(p, config, dtype) for p in params.layers):
-        return in_parts(h, pools)
     if not options.kinds[1]:
         return in_one_call_each(h, pools)
     has_hidden = batch.num_decode_rows > batch.num_kv_rows

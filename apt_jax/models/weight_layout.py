@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams
-from apt_jax.ops.weights import QuantizedMatrix, TiledMatrix
+from apt_jax.ops.weights import PreNormLayer, QuantizedMatrix, TiledMatrix
 
 
 def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
@@ -127,3 +128,25 @@ def _tiled(w: Array) -> Array:
     w = jnp.pad(w, ((0, -outputs % 16), (0, -inputs % 32)))
     together = 1 if w.dtype == jnp.float32 else 2
     return w.reshape(w.shape[0] // 16, 16, w.shape[1] // 32, 32 // together, together).transpose(0, 2, 3, 1, 4)
+
+
+def pre_norm_layer(p: LayerParams, config: ModelConfig) -> PreNormLayer | None:
+    """The layer as ops that compute a whole one take it; None if it has more to compute, or its projections are not
+    fused."""
+    is_plain = (
+        config.norm_placement == "pre" and not config.parallel and config.clip_qkv is None
+        and config.scale * config.head_dim**0.5 == 1.0
+        and (config.rope is None or config.rope.attention_factor == 1.0)
+    )  # fmt: skip
+    others = (p.attn_out_norm, p.ffn_out_norm, p.q_norm, p.k_norm)
+    up, bias = (p.w_gate_up, p.b_gate_up) if config.gated else (p.w_up, p.b_up)
+    if not is_plain or any(n is not None for n in others) or p.wqkv is None or up is None:
+        return None
+    if p.attn_norm is None or p.ffn_norm is None:
+        return None
+    return PreNormLayer(
+        attn_norm=p.attn_norm, wqkv=p.wqkv, bqkv=p.bqkv, wo=p.wo, bo=p.bo,
+        ffn_norm=p.ffn_norm, w_up=up, b_up=bias, w_down=p.w_down, b_down=p.b_down,
+        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, gated=config.gated,
+        activation=config.activation, norm=config.norm, norm_eps=config.norm_eps, norm_offset=config.norm_offset,
+    )  # fmt: skip

@@ -48,6 +48,38 @@ class TiledMatrix:
     """(O, I)"""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreNormLayer:
+    """A decoder layer that norms before attention and before its feed-forward, with nothing between them and their
+    products but biases, rotation and an activation. Matrices may be `QuantizedMatrix` or `TiledMatrix`."""
+
+    attn_norm: NormParams
+    wqkv: Any
+    """((N + 2K) * H, D): q, k and v as one matrix"""
+    bqkv: Any
+    """((N + 2K) * H,) or None"""
+    wo: Any
+    """(D, N * H)"""
+    bo: Any
+    ffn_norm: NormParams
+    w_up: Any
+    """(F, D), or (2F, D) of gate and then of up"""
+    b_up: Any
+    w_down: Any
+    """(D, F)"""
+    b_down: Any
+    num_heads: int = dataclasses.field(metadata={"static": True})
+    num_kv_heads: int = dataclasses.field(metadata={"static": True})
+    head_dim: int = dataclasses.field(metadata={"static": True})
+    gated: bool = dataclasses.field(metadata={"static": True})
+    activation: str = dataclasses.field(metadata={"static": True})
+    norm: str = dataclasses.field(metadata={"static": True})
+    """"layer" or "rms"."""
+    norm_eps: float = dataclasses.field(metadata={"static": True})
+    norm_offset: float = dataclasses.field(metadata={"static": True})
+
+
 def rows_of(w: TiledMatrix, rows: Int32[Array, " T"]) -> Shaped[Array, "T I"]:
     """Rows of the matrix, without the scale."""
     values = w.values[rows // 16, :, :, rows % 16]
