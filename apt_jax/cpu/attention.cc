@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int kTile = 64;  // positions attended to at a time
+constexpr int kStep = 8;   // of these read at a time
 
 // Modifiers of scores before the softmax, see `LogitModifiers`.
 struct Rules {
@@ -48,6 +49,13 @@ struct Seen {
 
 // The first position that a query at position `end` - 1 sees.
 inline int64_t first_seen(int64_t window, int64_t end) { return window ? std::max<int64_t>(0, end - window) : 0; }
+
+// The positions that decode rows [from, to) see, in all.
+double positions_seen(const int32_t* lens, int64_t from, int64_t to, int64_t window) {
+  double seen = 0;
+  for (int64_t row = from; row < to; ++row) seen += static_cast<double>(lens[row] - first_seen(window, lens[row]));
+  return seen;
+}
 
 // Positions [first, length) of a row's blocks; `ranges` (B, J, 2), or (0, 0, 2).
 Seen seen_of(ffi::Buffer<ffi::S32>& ranges, int64_t row, int64_t block_size, int64_t length, int64_t first) {
@@ -188,6 +196,46 @@ struct Following {
   Seen seen{};
 };
 
+// Positions attended to together.
+template <typename T>
+struct Taken {
+  const T *keys[kTile], *values[kTile];
+  int32_t positions[kTile];
+  int count = 0;
+
+  // The next of `seen` before `end`. What lies behind the last is the last again, so that whole vectors of them can be read.
+  void take(const Cache<T>& cache, Seen& seen, int64_t end) {
+    count = cache.next(seen, end, keys, values, positions);
+    for (int i = count; count && i < kTile; ++i) keys[i] = keys[i - 1], values[i] = values[i - 1];
+  }
+
+  // Fetches the lanes [from, to) of `rows`, positions [first, last) of them, into the caches.
+  static void fetch(const T* const* rows, int first, int last, int64_t from, int64_t to) {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+    for (int i = first; i < last; ++i)
+      for (int64_t e = from; e < to; e += kLine) __builtin_prefetch(rows[i] + e, 0, 2);
+  }
+};
+
+// Goes through what a query sees in tiles, calling work(now, ahead): what comes after, in this row or the following one, may be
+// fetched meanwhile.
+template <typename T, typename Work>
+void for_tiles(const Cache<T>& cache, Seen seen, int64_t end, Following<T> following, const Work& work) {
+  Taken<T> tiles[2];
+  tiles[0].take(cache, seen, end);
+  for (int turn = 0; tiles[turn].count; turn = 1 - turn) {
+    Taken<T>& next = tiles[1 - turn];
+    next.take(cache, seen, end);
+    if (next.count || !following.cache) {
+      work(tiles[turn], next);
+      continue;
+    }
+    Taken<T> other;
+    other.take(*following.cache, following.seen, following.seen.length);
+    work(tiles[turn], other);
+  }
+}
+
 #ifdef APT_PAIRS
 
 inline __m512i words(const void* p) { return _mm512_loadu_si512(p); }
@@ -198,10 +246,9 @@ inline __m512bh pairs(__m512i v) {
   return out;
 }
 
-// Scores of G query heads against `count` keys, a multiple of 16 of them, while the keys from `ahead` on are fetched.
+// Scores of G query heads against `count` keys, a multiple of 16 of them.
 template <int G>
-void score_pairs(const Bf16* q, const Bf16* const* keys, const Bf16* const* ahead, int64_t lane, int count, int64_t width,
-                 float* scores) {
+void score_pairs(const Bf16* q, const Bf16* const* keys, int64_t lane, int count, int64_t width, float* scores) {
   for (int t = 0; t < count; t += kLanes) {
     Vec partial[G][kLanes];
     for (int i = 0; i < kLanes; ++i) {
@@ -210,7 +257,6 @@ void score_pairs(const Bf16* q, const Bf16* const* keys, const Bf16* const* ahea
       for (int g = 0; g < G; ++g) products[g] = _mm512_setzero_ps();
       for (int64_t k = 0; k < width; k += 32) {
         const __m512bh of_key = pairs(words(key + k));
-        _mm_prefetch(reinterpret_cast<const char*>(ahead[t + i] + lane + k), _MM_HINT_T0);
         for (int g = 0; g < G; ++g) products[g] = _mm512_dpbf16_ps(products[g], of_key, pairs(words(q + g * width + k)));
       }
       for (int g = 0; g < G; ++g) std::memcpy(&partial[g][i], &products[g], sizeof(Vec));
@@ -222,8 +268,8 @@ void score_pairs(const Bf16* q, const Bf16* const* keys, const Bf16* const* ahea
 // acc[g] = acc[g] * scales[g] + sum over t of weights[g][t] * values[t], for L times 32 lanes of G heads and an even `count`. Of
 // 32 lanes, the accumulator holds those that the instruction for interleaving takes first before the others.
 template <int G, int L>
-void add_pairs(const uint32_t* weights, const float* scales, const Bf16* const* values, const Bf16* const* ahead, int64_t lane,
-               int count, int64_t width, float* acc) {
+void add_pairs(const uint32_t* weights, const float* scales, const Bf16* const* values, int64_t lane, int count, int64_t width,
+               float* acc) {
   __m512 sums[G][2 * L];
   for (int g = 0; g < G; ++g)
     for (int i = 0; i < 2 * L; ++i)
@@ -233,8 +279,6 @@ void add_pairs(const uint32_t* weights, const float* scales, const Bf16* const* 
     for (int i = 0; i < L; ++i) {
       const __m512i a = words(first + 32 * i), b = words(second + 32 * i);
       const __m512bh low = pairs(_mm512_unpacklo_epi16(a, b)), high = pairs(_mm512_unpackhi_epi16(a, b));
-      _mm_prefetch(reinterpret_cast<const char*>(ahead[t] + lane + 32 * i), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(ahead[t + 1] + lane + 32 * i), _MM_HINT_T0);
       for (int g = 0; g < G; ++g) {
         const __m512bh both = pairs(_mm512_set1_epi32(static_cast<int32_t>(weights[g * (kTile / 2) + t / 2])));
         sums[g][2 * i] = _mm512_dpbf16_ps(sums[g][2 * i], low, both);
@@ -249,80 +293,68 @@ void add_pairs(const uint32_t* weights, const float* scales, const Bf16* const* 
 // `attend` in dot products of pairs; `width` is a multiple of 32. Weights are rounded to bfloat16.
 template <typename Out>
 void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
-                  int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, Following<Bf16> following) {
+                  int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, const Following<Bf16>& following) {
   constexpr int kHeads = 4;  // of one key head at a time
   const int64_t heads = key_heads * group;
   float* acc = scratch<float, kWide>(heads * width);
   std::fill_n(acc, heads * width, 0.0f);
   std::vector<Flash> states(heads);
-  struct Taken {
-    const Bf16 *keys[kTile], *values[kTile];
-    int32_t positions[kTile];
-    int count;
-  } tiles[2];
-  const auto take = [](Taken& to, const Cache<Bf16>& from, Seen& at, int64_t before) {
-    to.count = from.next(at, before, to.keys, to.values, to.positions);
-    for (int i = to.count; to.count && i < kTile; ++i) to.keys[i] = to.keys[i - 1], to.values[i] = to.values[i - 1];
-  };
-  alignas(64) float weights[kHeads * kTile];
-  alignas(64) uint32_t narrow[kHeads * kTile / 2];
-  take(tiles[0], cache, seen, end);
-  for (int turn = 0; tiles[turn].count; turn = 1 - turn) {
-    const Taken& now = tiles[turn];
-    Taken& next = tiles[1 - turn];
-    take(next, cache, seen, end);
-    // What comes next, in this row or the following one, is fetched while this is worked on.
-    Taken of_following;
-    of_following.count = 0;
-    if (!next.count && following.cache) take(of_following, *following.cache, following.seen, following.seen.length);
-    const Taken& fetched = next.count ? next : of_following.count ? of_following : now;
-    const Bf16 *const *keys_ahead = fetched.keys, *const *values_ahead = fetched.values;
-    const int count = now.count, padded = static_cast<int>(round_up(count, kLanes));
-    for (int i = padded; i < fetched.count; ++i)
-      for (int64_t e = first_key_head * width; e < (first_key_head + key_heads) * width; e += 32) {
-        _mm_prefetch(reinterpret_cast<const char*>(keys_ahead[i] + e), _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(values_ahead[i] + e), _MM_HINT_T0);
-      }
-    for (int64_t k = 0; k < key_heads; ++k) {
-      const int64_t lane = (first_key_head + k) * width;
-      for (int64_t g = 0; g < group; g += kHeads) {
-        const int64_t head = k * group + g;
-        const int mine = static_cast<int>(std::min<int64_t>(kHeads, group - g));
-        const Bf16* queries = q + head * width;
-        if (mine == 4) score_pairs<4>(queries, now.keys, keys_ahead, lane, padded, width, weights);
-        if (mine == 3) score_pairs<3>(queries, now.keys, keys_ahead, lane, padded, width, weights);
-        if (mine == 2) score_pairs<2>(queries, now.keys, keys_ahead, lane, padded, width, weights);
-        if (mine == 1) score_pairs<1>(queries, now.keys, keys_ahead, lane, padded, width, weights);
-        float scales[kHeads];
-        for (int j = 0; j < mine; ++j) {
-          float* row = weights + j * kTile;
-          for (int t = 0; t < padded; t += kLanes) store(row + t, load(row + t) * scale);
-          const float slope = rules.slopes ? rules.slopes[first_key_head * group + head + j] : 0;
-          scales[j] = weigh(states[head + j], count, rules, slope, now.positions, end - 1, row);
-          for (int t = 0; t < padded; t += kLanes) {
-            const __m256bh half = _mm512_cvtneps_pbh(_mm512_load_ps(row + t));
-            std::memcpy(narrow + (j * kTile + t) / 2, &half, sizeof half);
-          }
+  float* weights = scratch<float, kScores>(heads * kTile * 3 / 2 + heads);
+  auto* narrow = reinterpret_cast<uint32_t*>(weights + heads * kTile);
+  float* scales = weights + heads * kTile * 3 / 2;
+  const int64_t first_lane = first_key_head * width, last_lane = first_lane + key_heads * width;
+  for_tiles(cache, seen, end, following, [&](const Taken<Bf16>& now, const Taken<Bf16>& ahead) {
+    const int count = now.count;
+    // Rows of 16 positions at a time, as memory lies; meanwhile what is needed next comes.
+    for (int t = 0; t < count; t += kLanes) {
+      now.fetch(now.values, t, std::min(t + kLanes, count), first_lane, last_lane);
+      for (int64_t k = 0; k < key_heads; ++k)
+        for (int64_t g = 0; g < group; g += kHeads) {
+          const int64_t head = k * group + g, mine = std::min<int64_t>(kHeads, group - g), lane = first_lane + k * width;
+          const Bf16* queries = q + head * width;
+          float* to = weights + head * kTile + t;
+          if (mine == 4) score_pairs<4>(queries, now.keys + t, lane, kLanes, width, to);
+          if (mine == 3) score_pairs<3>(queries, now.keys + t, lane, kLanes, width, to);
+          if (mine == 2) score_pairs<2>(queries, now.keys + t, lane, kLanes, width, to);
+          if (mine == 1) score_pairs<1>(queries, now.keys + t, lane, kLanes, width, to);
         }
-        const int even = (count + 1) / 2 * 2;
-        for (int64_t i = 0; i < width;) {
-          float* to = acc + head * width + i;
-          const auto add = [&](auto lanes) {
-            constexpr int L = decltype(lanes)::value;
-            if (mine == 4) add_pairs<4, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
-            if (mine == 3) add_pairs<3, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
-            if (mine == 2) add_pairs<2, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
-            if (mine == 1) add_pairs<1, L>(narrow, scales, now.values, values_ahead, lane + i, even, width, to);
-            i += 32 * L;
-          };
-          if (width - i >= 64)
-            add(std::integral_constant<int, 2>{});
-          else
-            add(std::integral_constant<int, 1>{});
-        }
+    }
+    for (int64_t h = 0; h < heads; ++h) {
+      float* row = weights + h * kTile;
+      for (int t = 0; t < count; t += kLanes) store(row + t, load(row + t) * scale);
+      const float slope = rules.slopes ? rules.slopes[first_key_head * group + h] : 0;
+      scales[h] = weigh(states[h], count, rules, slope, now.positions, end - 1, row);
+      for (int t = 0; t < count; t += kLanes) {
+        const __m256bh half = _mm512_cvtneps_pbh(_mm512_loadu_ps(row + t));
+        std::memcpy(narrow + (h * kTile + t) / 2, &half, sizeof half);
       }
     }
-  }
+    for (int t = 0; t < count; t += kLanes) {
+      ahead.fetch(ahead.keys, std::min(t, ahead.count), std::min(t + kLanes, ahead.count), first_lane, last_lane);
+      const int even = std::min(kLanes, (count - t + 1) / 2 * 2);
+      for (int64_t k = 0; k < key_heads; ++k)
+        for (int64_t g = 0; g < group; g += kHeads) {
+          const int64_t head = k * group + g, mine = std::min<int64_t>(kHeads, group - g), lane = first_lane + k * width;
+          for (int64_t i = 0; i < width;) {
+            float* to = acc + head * width + i;
+            const uint32_t* of_heads = narrow + (head * kTile + t) / 2;
+            const auto add = [&](auto lanes) {
+              constexpr int L = decltype(lanes)::value;
+              if (mine == 4) add_pairs<4, L>(of_heads, scales + head, now.values + t, lane + i, even, width, to);
+              if (mine == 3) add_pairs<3, L>(of_heads, scales + head, now.values + t, lane + i, even, width, to);
+              if (mine == 2) add_pairs<2, L>(of_heads, scales + head, now.values + t, lane + i, even, width, to);
+              if (mine == 1) add_pairs<1, L>(of_heads, scales + head, now.values + t, lane + i, even, width, to);
+              i += 32 * L;
+            };
+            if (width - i >= 64)
+              add(std::integral_constant<int, 2>{});
+            else
+              add(std::integral_constant<int, 1>{});
+          }
+        }
+      std::fill_n(scales, heads, 1.0f);
+    }
+  });
   for (int64_t h = 0; h < heads; ++h) {
     const float inverse = states[h].l > 0 ? 1.0f / states[h].l : states[h].l;  // NaN stays
     for (int64_t i = 0; i < width; ++i) {
@@ -338,87 +370,79 @@ void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t en
 // out (heads, H).
 template <typename T, typename Out>
 void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
-            int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, [[maybe_unused]] const Following<T>& following = {}) {
+            int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, const Following<T>& following = {}) {
 #ifdef APT_PAIRS
   if constexpr (std::is_same_v<T, Bf16>)
     if (width % 32 == 0)
       return attend_pairs(q, cache, seen, end, rules, first_key_head, key_heads, group, width, scale, out, following);
 #endif
   const int64_t padded = round_up(width, kLanes), heads = key_heads * group;
-  float* wide = scratch<float, kWide>(kTile * padded);
-  float* queries = scratch<float, kQueries>(heads * 2 * padded + group * (kTile + 1));
-  float *acc = queries + heads * padded, *weights = acc + heads * padded, *scales = weights + group * kTile;
+  float* wide = scratch<float, kWide>(kStep * padded);
+  float* queries = scratch<float, kQueries>(heads * (2 * padded + kTile + 1));
+  float *acc = queries + heads * padded, *weights = acc + heads * padded, *scales = weights + heads * kTile;
   std::fill_n(queries, heads * 2 * padded, 0.0f);
   std::vector<Flash> states(heads);
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t i = 0; i < width; ++i) queries[h * padded + i] = to_float(q[h * width + i]) * scale;
-  struct Taken {
-    const T *keys[kTile], *values[kTile];
-    int32_t positions[kTile];
-    int count;
-  } tiles[2];
-  const auto take = [&cache, end](Taken& to, Seen& at) {
-    to.count = cache.next(at, end, to.keys, to.values, to.positions);
-    for (int i = to.count; to.count && i < kTile; ++i) to.keys[i] = to.keys[i - 1], to.values[i] = to.values[i - 1];
-  };
   // Rows of a head as float32: where they lie if they can be read there, else copies.
-  const float* rows[kTile];
+  const float* rows[kStep];
   const auto as_float = [&](const T* const* from, int64_t lane, int count) {
     if constexpr (std::is_same_v<T, float>)
       if (padded == width) {
-        for (int i = 0; i < kTile; ++i) rows[i] = from[i] + lane;
+        for (int i = 0; i < count; ++i) rows[i] = from[i] + lane;
         return;
       }
-    const T* mine[kTile];
+    const T* mine[kStep];
     for (int i = 0; i < count; ++i) mine[i] = from[i] + lane;
     widen(mine, count, width, padded, wide);
-    for (int i = 0; i < kTile; ++i) rows[i] = wide + i * padded;
+    for (int i = 0; i < count; ++i) rows[i] = wide + i * padded;
   };
-  const auto fetch = [&](const T* const* from, int64_t lane, int count) {
-    for (int i = 0; i < count; ++i)
-      for (int64_t k = 0; k < width; k += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from[i] + lane + k);
-  };
-  take(tiles[0], seen);
-  for (int turn = 0; tiles[turn].count; turn = 1 - turn) {
-    const Taken& now = tiles[turn];
-    Taken& next = tiles[1 - turn];
-    take(next, seen);
+  const int64_t first_lane = first_key_head * width, last_lane = first_lane + key_heads * width;
+  for_tiles(cache, seen, end, following, [&](const Taken<T>& now, const Taken<T>& ahead) {
     const int count = now.count;
-    for (int64_t k = 0; k < key_heads; ++k) {
-      const int64_t lane = (first_key_head + k) * width;
-      fetch(next.keys, lane, next.count);
-      as_float(now.keys, lane, count);
-      for (int64_t g = 0; g < group; g += 4) {
-        const float* first = &queries[(k * group + g) * padded];
-        if (group - g >= 4) score<4>(first, rows, count, padded, &weights[g * kTile]);
-        if (group - g == 3) score<3>(first, rows, count, padded, &weights[g * kTile]);
-        if (group - g == 2) score<2>(first, rows, count, padded, &weights[g * kTile]);
-        if (group - g == 1) score<1>(first, rows, count, padded, &weights[g * kTile]);
-      }
-      for (int64_t g = 0; g < group; ++g) {
-        const int64_t h = k * group + g;
-        const float slope = rules.slopes ? rules.slopes[first_key_head * group + h] : 0;
-        scales[g] = weigh(states[h], count, rules, slope, now.positions, end - 1, &weights[g * kTile]);
-      }
-      fetch(next.values, lane, next.count);
-      as_float(now.values, lane, count);
-      for (int64_t g = 0; g < group; g += 4)
-        for (int64_t i = 0; i < padded; i += 4 * kLanes) {
-          const int vectors = static_cast<int>(std::min<int64_t>(4, (padded - i) / kLanes));
-          const int heads_now = static_cast<int>(std::min<int64_t>(4, group - g));
-          const float* w[4];
-          float* a[4];
-          for (int j = 0; j < heads_now; ++j) {
-            w[j] = &weights[(g + j) * kTile];
-            a[j] = &acc[(k * group + g + j) * padded + i];
-          }
-          if (heads_now == 4) add_values<4>(vectors, w, &scales[g], rows, i, count, a);
-          if (heads_now == 3) add_values<3>(vectors, w, &scales[g], rows, i, count, a);
-          if (heads_now == 2) add_values<2>(vectors, w, &scales[g], rows, i, count, a);
-          if (heads_now == 1) add_values<1>(vectors, w, &scales[g], rows, i, count, a);
+    // Rows of a few positions at a time, as memory lies; meanwhile what is needed next comes.
+    for (int t = 0; t < count; t += kStep) {
+      now.fetch(now.values, t, std::min(t + kStep, count), first_lane, last_lane);
+      for (int64_t k = 0; k < key_heads; ++k) {
+        as_float(now.keys + t, first_lane + k * width, kStep);
+        for (int64_t g = 0; g < group; g += 4) {
+          const float* first = &queries[(k * group + g) * padded];
+          float* to = &weights[(k * group + g) * kTile + t];
+          if (group - g >= 4) score<4>(first, rows, kStep, padded, to);
+          if (group - g == 3) score<3>(first, rows, kStep, padded, to);
+          if (group - g == 2) score<2>(first, rows, kStep, padded, to);
+          if (group - g == 1) score<1>(first, rows, kStep, padded, to);
         }
+      }
     }
-  }
+    for (int64_t h = 0; h < heads; ++h) {
+      const float slope = rules.slopes ? rules.slopes[first_key_head * group + h] : 0;
+      scales[h] = weigh(states[h], count, rules, slope, now.positions, end - 1, &weights[h * kTile]);
+    }
+    for (int t = 0; t < count; t += kStep) {
+      ahead.fetch(ahead.keys, std::min(t, ahead.count), std::min(t + kStep, ahead.count), first_lane, last_lane);
+      for (int64_t k = 0; k < key_heads; ++k) {
+        as_float(now.values + t, first_lane + k * width, kStep);
+        for (int64_t g = 0; g < group; g += 4)
+          for (int64_t i = 0; i < padded; i += 4 * kLanes) {
+            const int vectors = static_cast<int>(std::min<int64_t>(4, (padded - i) / kLanes));
+            const int heads_now = static_cast<int>(std::min<int64_t>(4, group - g)), some = std::min(kStep, count - t);
+            const float* w[4];
+            float* a[4];
+            for (int j = 0; j < heads_now; ++j) {
+              w[j] = &weights[(k * group + g + j) * kTile + t];
+              a[j] = &acc[(k * group + g + j) * padded + i];
+            }
+            const float* scaled = &scales[k * group + g];
+            if (heads_now == 4) add_values<4>(vectors, w, scaled, rows, i, some, a);
+            if (heads_now == 3) add_values<3>(vectors, w, scaled, rows, i, some, a);
+            if (heads_now == 2) add_values<2>(vectors, w, scaled, rows, i, some, a);
+            if (heads_now == 1) add_values<1>(vectors, w, scaled, rows, i, some, a);
+          }
+      }
+      std::fill_n(scales, heads, 1.0f);
+    }
+  });
   for (int64_t h = 0; h < heads; ++h) {
     const float inverse = states[h].l > 0 ? 1.0f / states[h].l : states[h].l;  // NaN stays
     for (int64_t i = 0; i < width; ++i) from_float(acc[h * padded + i] * inverse, out[h * width + i]);
@@ -439,6 +463,8 @@ void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, 
   if (live && live * parts < 2 * threads.num_threads()) parts = key_heads;
   const int64_t per_part = key_heads / parts;
   auto* elements = static_cast<const T*>(pool.untyped_data());
+  const double seen = positions_seen(lens.typed_data(), rows[0], rows[0] + live, rules.window);
+  const Timed timed("attention of decode rows", seen * 2 * lanes * sizeof(T), seen * 4 * heads * width);
   std::fill_n(out, batch * heads * width, 0.0f);
   struct Row {
     Cache<T> cache;

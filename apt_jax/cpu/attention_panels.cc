@@ -104,7 +104,7 @@ void attend_panels(const std::vector<Query<T>>& queries, const Cache<T>& cache, 
     for (int64_t first = 0, mine; first < count; first += mine) {
       mine = std::min<int64_t>(kMostRows, count - first);
       if (queries[first + mine - 1].position < positions[0]) continue;
-      multiply<T>(static_cast<int>(mine), rows + first * width, width, key_blocks, words, nullptr, 0, scores);
+      multiply<T>(static_cast<int>(mine), rows + first * width, width, key_blocks, words, scores);
       float rescale[kMostRows];
       int64_t seen_words = 0;
       for (int64_t r = 0; r < mine; ++r) {
@@ -129,7 +129,7 @@ void attend_panels(const std::vector<Query<T>>& queries, const Cache<T>& cache, 
       for (int64_t b = 0; b < blocks; b += kBlocks) {
         const T* value_blocks[kBlocks];
         for (int c = 0; c < kBlocks; ++c) value_blocks[c] = values + (b + c) * kPanel * kLanes;
-        multiply<T>(static_cast<int>(mine), weights, kPanel, value_blocks, seen_words, nullptr, 0, sums);
+        multiply<T>(static_cast<int>(mine), weights, kPanel, value_blocks, seen_words, sums);
         for (int64_t r = 0; r < mine; ++r)
           for (int i = 0; i < kPanel; i += kLanes) {
             float* to = acc + (first + r) * padded + b * kLanes + i;

@@ -273,6 +273,9 @@ ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
     return ffi::Error::InvalidArgument("decode_absorbed: one type for all");
   std::memset(out->untyped_data(), 0, out->size_bytes());
   const int64_t first_row = rows.typed_data()[0], live = std::max<int64_t>(rows.typed_data()[1] - first_row, 0);
+  const double seen = positions_seen(lens.typed_data(), first_row, first_row + live, window);
+  const int64_t bytes = q.element_type() == ffi::F32 ? 4 : 2;
+  const Timed timed("absorbed attention of decode rows", seen * width * bytes, seen * 4 * heads * width);
   // Heads of a task: all of them, unless rows are fewer than threads; whole tiles of them.
   const int64_t unit = q.element_type() == ffi::F32 ? 1 : apt_has_tiles() ? 16 : 4, units = (heads + unit - 1) / unit;
   const int64_t parts = live < 2 * threads.num_threads() ? std::min<int64_t>(units, 2 * threads.num_threads()) : 1;
@@ -306,6 +309,12 @@ void prefill_rows(ffi::ThreadPool& threads, const T* q, const T* k, const T* v, 
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
   const bool on_tiles = std::is_same_v<T, Bf16> && apt_has_tiles();
   const int64_t together = on_tiles ? kTaskQueries : kPanelQueries;
+  double read = 0, pairs = 0;
+  for (int32_t r = 0; r < num_rows; ++r) {
+    read += prefixes[r] + lengths[r];
+    pairs += (prefixes[r] + 0.5 * (lengths[r] + 1)) * lengths[r];
+  }
+  const Timed timed("attention of prompts", read * 2 * lanes * sizeof(T), pairs * 4 * heads * width);
   std::fill_n(out, shape[0] * heads * width, T{});
   struct Task {
     int32_t row, head, heads;  // key heads

@@ -5,6 +5,7 @@ kept in the cache directory under a hash of everything that it depends on.
 """
 
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -123,6 +124,37 @@ def has_tiles() -> bool:
 def has_pairs() -> bool:
     """True if the CPU has dot products of pairs of bfloat16 (AVX512-BF16); the kernels must be loaded."""
     return bool(_library().apt_has_pairs())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperationTime:
+    """Time and work of all calls of one name."""
+
+    calls: int
+    seconds: float
+    bytes: float
+    """Bytes of weights and cache that were read; 0: not counted."""
+    operations: float
+    """Products and sums; 0: not counted."""
+
+
+def take_times() -> dict[str, OperationTime]:
+    """Times of the kernels' operations since the last call of this, by name.
+
+    Raises:
+        KernelBuildError: the kernels were not compiled to keep them, with ``-DAPT_TIMES`` in $APT_JAX_KERNEL_FLAGS.
+    """
+    try:
+        function = _library().apt_take_times
+    except AttributeError:
+        raise KernelBuildError("set APT_JAX_KERNEL_FLAGS=-DAPT_TIMES to time the kernels' operations") from None
+    function.restype = ctypes.c_char_p
+    found = {}
+    for line in function().decode().splitlines():
+        name, *values = line.split("\t")
+        calls, seconds, read, operations = map(float, values)
+        found[name] = OperationTime(calls=int(calls), seconds=seconds, bytes=read, operations=operations)
+    return found
 
 
 @functools.cache

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -11,9 +12,11 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -183,34 +186,114 @@ inline Vec exp(Vec given) {
   return given == given ? p : given;
 }
 
+// Time that it takes until the end of a scope, under a name, with the bytes of weights and cache that are read and the operations
+// (a product and a sum are two). Kept only where APT_TIMES is defined: see `build.take_times`.
+#ifdef APT_TIMES
+class Timed {
+ public:
+  struct Total {
+    int64_t count = 0;
+    double seconds = 0, bytes = 0, operations = 0;
+  };
+
+  Timed(std::string name, double bytes, double operations)
+      : name_(std::move(name)), bytes_(bytes), operations_(operations), start_(std::chrono::steady_clock::now()) {}
+
+  ~Timed() {
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start_;
+    std::lock_guard<std::mutex> lock(mutex());
+    Total& total = totals()[name_];
+    ++total.count, total.seconds += taken.count(), total.bytes += bytes_, total.operations += operations_;
+  }
+
+  static std::map<std::string, Total>& totals() {
+    static std::map<std::string, Total> all;
+    return all;
+  }
+
+  static std::mutex& mutex() {
+    static std::mutex one;
+    return one;
+  }
+
+ private:
+  std::string name_;
+  double bytes_, operations_;
+  std::chrono::steady_clock::time_point start_;
+};
+#else
+struct Timed {
+  template <typename Name>
+  Timed(Name&&, double, double) {}
+  ~Timed() {}
+};
+#endif
+
 // Work in phases, on this thread and those of the pool that are free: every call of a phase has returned before the next phase
-// begins. A thread takes call after call; it may come at any time, and it may never come.
+// begins. Calls are cut into one range a thread, so that each reads its weights one after another as memory likes it best; a thread
+// that has no more takes from the others. A thread may come at any time, and it may never come.
 class Phases {
  public:
-  using Call = std::function<void(int64_t, int64_t)>;
+  using Call = std::function<void(int64_t)>;
 
-  // Adds n calls call(i, next), 0 <= i < n; `next` is what the same thread calls next with, or -1.
-  void add(int64_t n, Call call) { shared_->phases.emplace_back(n, std::move(call)); }
+  // Adds n calls call(i), 0 <= i < n. `name`, `bytes` and `operations` as for `Timed`; nullptr: not timed.
+  void add(int64_t n, Call call, const char* name = nullptr, double bytes = 0, double operations = 0) {
+    shared_->phases.emplace_back(n, std::move(call));
+    measured_.push_back({name, bytes, operations});
+  }
 
   // What calls refer to must live until this returns.
   void run(ffi::ThreadPool& pool) {
     int64_t most = 0;
     for (const Phase& phase : shared_->phases) most = std::max(most, phase.n);
-    const int64_t helpers = std::min<int64_t>(pool.num_threads(), most) - 1;
-    auto work = [shared = shared_] {
-      for (Phase& phase : shared->phases) shared->work(phase);
-    };
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
-    work();
+    const int64_t threads = std::clamp<int64_t>(most, 1, pool.num_threads());
+    shared_->threads = threads;
+    for (Phase& phase : shared_->phases) phase.taken = std::make_unique<Counter[]>(threads);
+    for (int64_t thread = 1; thread < threads; ++thread)
+      pool.Schedule([shared = shared_, thread] {
+        for (Phase& phase : shared->phases) shared->work(phase, thread);
+      });
+    size_t at = 0;
+    for (Phase& phase : shared_->phases) {
+      const Measured& mine = measured_[at++];
+      if (!mine.name) {
+        shared_->work(phase, 0);
+        continue;
+      }
+      const Timed timed(mine.name, mine.bytes, mine.operations);
+      shared_->work(phase, 0);
+    }
   }
 
  private:
+  struct alignas(64) Counter {
+    std::atomic<int64_t> value{0};
+  };
+
   struct Phase {
     int64_t n;
     Call call;  // not touched by a thread that comes when all is taken
-    std::atomic<int64_t> next{0}, done{0};
+    std::unique_ptr<Counter[]> taken;  // of the range of each thread
+    std::atomic<int64_t> done{0};
+
+    // The next call of a thread, or n: of its own range, then of those after it.
+    int64_t take(int64_t thread, int64_t threads) {
+      for (int64_t k = 0; k < threads; ++k) {
+        const int64_t range = (thread + k) % threads, first = n * range / threads, count = n * (range + 1) / threads - first;
+        std::atomic<int64_t>& at = taken[range].value;
+        if (at.load(std::memory_order_relaxed) >= count) continue;
+        const int64_t i = at.fetch_add(1, std::memory_order_relaxed);
+        if (i < count) return first + i;
+      }
+      return n;
+    }
 
     Phase(int64_t count, Call made) : n(count), call(std::move(made)) {}
+  };
+
+  struct Measured {
+    const char* name;
+    double bytes, operations;
   };
 
   struct Shared {
@@ -218,12 +301,11 @@ class Phases {
     std::atomic<int> asleep{0};
     std::mutex mutex;
     std::condition_variable phase_done;
+    int64_t threads = 1;
 
-    void work(Phase& phase) {
-      const auto claim = [&] { return phase.next.fetch_add(1, std::memory_order_relaxed); };
-      for (int64_t i = claim(), after; i < phase.n; i = after) {
-        after = claim();
-        phase.call(i, after < phase.n ? after : -1);
+    void work(Phase& phase, int64_t thread) {
+      for (int64_t i; (i = phase.take(thread, threads)) < phase.n;) {
+        phase.call(i);
         if (phase.done.fetch_add(1) + 1 == phase.n && asleep.load()) {
           std::lock_guard<std::mutex> lock(mutex);
           phase_done.notify_all();
@@ -244,24 +326,19 @@ class Phases {
     }
   };
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  std::vector<Measured> measured_;
 };
 
-// Calls f(i, next) for 0 <= i < n, as one phase.
+// Calls f(i) for 0 <= i < n, as one phase.
 template <typename F>
-void parallel_claim(ffi::ThreadPool& pool, int64_t n, const F& f) {
+void parallel_for(ffi::ThreadPool& pool, int64_t n, const F& f) {
   if (n == 1 || pool.num_threads() == 1) {
-    for (int64_t i = 0; i < n; ++i) f(i, i + 1 < n ? i + 1 : -1);
+    for (int64_t i = 0; i < n; ++i) f(i);
     return;
   }
   Phases phases;
-  phases.add(n, [&f](int64_t i, int64_t next) { f(i, next); });
+  phases.add(n, std::cref(f));
   phases.run(pool);
-}
-
-// The same where what comes next does not matter.
-template <typename F>
-void parallel_for(ffi::ThreadPool& pool, int64_t n, const F& f) {
-  parallel_claim(pool, n, [&](int64_t i, int64_t) { f(i); });
 }
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

@@ -40,6 +40,7 @@ ffi::Error add_norm(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buffe
                     float offset, int64_t layer) {
   live_rows(live, h.dimensions()[0], sum);
   const int64_t rows = live_rows(live, h.dimensions()[0], out), width = h.dimensions()[1];
+  const Timed timed("sum and norm", 0, 0);
   const float* more = delta.element_count() ? delta.typed_data() : nullptr;
   if (bias.element_count() && bias.element_type() != scale.element_type())
     return ffi::Error::InvalidArgument("add_norm: one type for scale and bias");
@@ -89,6 +90,7 @@ ffi::Error split_qkv(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buff
   int64_t rows = sums.dimensions()[0];
   const int64_t width = sums.dimensions()[1];
   for (auto* result : {&q, &k, &v}) rows = live_rows(live, sums.dimensions()[0], *result);
+  const Timed timed("q, k and v from one product", 0, 0);
   const int64_t heads = q->dimensions()[1] / head_dim, key_heads = k->dimensions()[1] / head_dim;
   const int64_t half = cosine.element_count() ? cosine.dimensions()[1] : 0;
   if (head_dim > kMostLanes) return ffi::Error::InvalidArgument("split_qkv: heads of at most 1024 lanes");

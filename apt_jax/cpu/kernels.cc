@@ -30,3 +30,22 @@ int apt_has_tiles() {
   return 0;
 #endif
 }
+
+#ifdef APT_TIMES
+
+// What took how long since the last call of this: lines of name, count, seconds, bytes and operations, tabs between them.
+extern "C" const char* apt_take_times() {
+  static std::string out;
+  std::lock_guard<std::mutex> lock(Timed::mutex());
+  out.clear();
+  for (const auto& [name, total] : Timed::totals()) {
+    out += name;
+    for (double value : {static_cast<double>(total.count), total.seconds, total.bytes, total.operations})
+      out += "\t" + std::to_string(value);
+    out += "\n";
+  }
+  Timed::totals().clear();
+  return out.c_str();
+}
+
+#endif

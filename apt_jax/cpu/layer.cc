@@ -67,7 +67,7 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
   auto* up = reinterpret_cast<T*>(take(a.rows * a.ffn * sizeof(T)));
 
   const auto norm = [&](const T* scale, const T* bias) {
-    return [&a, x, scale, bias](int64_t row, int64_t) {
+    return [&a, x, scale, bias](int64_t row) {
       norm_row(a.h + row * a.width, scale, bias, a.width, a.eps, a.offset, a.layer_norm, x + row * a.width);
     };
   };
@@ -81,7 +81,7 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
   if (a.rows * parts < 2 * threads) parts = a.key_heads;
   const int64_t per_part = a.key_heads / parts;
   const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
-  const auto attend_part = [&](int64_t task, int64_t) {
+  const auto attend_part = [&](int64_t task) {
     const int64_t row = task / parts, first = task % parts * per_part, length = a.lens[row];
     T* out = attended + row * queries + first * group * a.head_dim;
     const float* of_row = sums + row * all;
@@ -96,12 +96,20 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
       turn(a.heads + k, a.half, true, a.pool + a.first_slots[row] * lanes + k * a.head_dim);
       turn(a.heads + a.key_heads + k, 0, true, a.pool + a.second_slots[row] * lanes + k * a.head_dim);
     }
-    const Cache<T> cache{a.pool, a.tables + row * 2 * a.table_len, a.table_len, a.block_elements, lanes, nullptr, nullptr};
-    const int64_t seen_from = first_seen(a.rules.window, length);
-    Seen seen{nullptr, a.block_size, length, seen_from};
-    seen.entry = std::min(seen_from, length) / a.block_size;
-    seen.own = length;
-    attend(q, cache, seen, length, a.rules, first, per_part, group, a.head_dim, scale, out);
+    const auto cache_of = [&](int64_t of) {
+      return Cache<T>{a.pool, a.tables + of * 2 * a.table_len, a.table_len, a.block_elements, lanes, nullptr, nullptr};
+    };
+    const auto seen_by = [&](int64_t of) {
+      const int64_t seen_from = first_seen(a.rules.window, a.lens[of]);
+      Seen seen{nullptr, a.block_size, a.lens[of], seen_from};
+      seen.entry = std::min<int64_t>(seen_from, a.lens[of]) / a.block_size;
+      seen.own = a.lens[of];
+      return seen;
+    };
+    const bool more = parts == 1 && row + 1 < a.rows;
+    const Cache<T> mine = cache_of(row), after = more ? cache_of(row + 1) : mine;
+    attend(q, mine, seen_by(row), length, a.rules, first, per_part, group, a.head_dim, scale, out,
+           more ? Following<T>{&after, seen_by(row + 1)} : Following<T>{});
   };
 
   const AddTo<T> add_attention{a.h, a.width, a.wo.scales, a.bo}, add_ffn{a.h, a.width, a.w_down.scales, a.b_down};
@@ -118,13 +126,18 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
   const PanelProduct<T, Stored, AddTo<T>> narrow(threads, up, a.ffn, a.rows, a.ffn, a.w_down, false, add_ffn);
 
   Phases phases;
-  phases.add(a.rows, norm(a.attn_scale, a.attn_bias));
-  phases.add(project.tasks(), std::ref(project));
-  phases.add(a.rows * parts, attend_part);
-  phases.add(mix.tasks(), std::ref(mix));
-  phases.add(a.rows, norm(a.ffn_scale, a.ffn_bias));
-  phases.add(widen_rows.tasks(), std::ref(widen_rows));
-  phases.add(narrow.tasks(), std::ref(narrow));
+  const double seen = positions_seen(a.lens, 0, a.rows, a.rules.window);
+  const auto add_product = [&](const char* name, const auto& product, const auto& w) {
+    const double elements = static_cast<double>(w.blocks * w.steps * kTileElements) * (product.gated ? 2 : 1);
+    phases.add(product.tasks(), std::ref(product), name, elements * sizeof(*w.values), 2.0 * a.rows * elements);
+  };
+  phases.add(a.rows, norm(a.attn_scale, a.attn_bias), "norm");
+  add_product("product: q, k, v", project, a.wqkv);
+  phases.add(a.rows * parts, attend_part, "attention of decode rows", seen * 2 * lanes * sizeof(T), seen * 4 * queries);
+  add_product("product: attention output", mix, a.wo);
+  phases.add(a.rows, norm(a.ffn_scale, a.ffn_bias), "norm");
+  add_product("product: feed-forward up", widen_rows, a.w_up);
+  add_product("product: feed-forward down", narrow, a.w_down);
   phases.run(pool);
 }
 

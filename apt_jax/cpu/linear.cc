@@ -57,6 +57,13 @@ ffi::Error with_weights(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const 
   return ffi::Error::InvalidArgument("dense: weights of the type of the rows, or int8");
 }
 
+// Times a call of a product of rows with a matrix.
+Timed timed_product(const char* kind, int64_t rows, int64_t width, int64_t outputs, const ffi::AnyBuffer& w) {
+  const double elements = static_cast<double>(width) * outputs;
+  const double bytes = elements * (w.element_type() == ffi::F32 ? 4 : w.element_type() == ffi::BF16 ? 2 : 1);
+  return Timed(std::string(kind) + ": " + std::to_string(width) + " to " + std::to_string(outputs), bytes, 2.0 * rows * elements);
+}
+
 #ifdef APT_AMX
 template <typename Rows>
 constexpr bool kOnTiles = std::is_same_v<Rows, const Bf16*>;
@@ -97,6 +104,7 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffe
                  ffi::Buffer<ffi::F32> scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out, int64_t activation) {
   const int64_t rows = live_rows(live, x.dimensions()[0], out), width = x.dimensions()[1], outputs = out->dimensions()[1];
   if (rows == 0 || outputs == 0) return ffi::Error::Success();
+  const Timed timed = timed_product("product", rows, width, outputs, w);
   const float* scales = floats(scale);
   const auto run = [&](const auto* biases, auto* to) {
     const Store<std::remove_pointer_t<decltype(to)>, std::remove_const_t<std::remove_pointer_t<decltype(biases)>>> finish{
@@ -132,6 +140,7 @@ ffi::Error dense_argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::A
   live_rows(live, x.dimensions()[0], trusted);
   const int64_t rows = live_rows(live, x.dimensions()[0], tokens), width = x.dimensions()[1];
   if (rows == 0) return ffi::Error::Success();
+  const Timed timed = timed_product("product and best score", rows, width, outputs, w);
   const float* scales = floats(scale);
   return with_weights(x, w, scales, outputs, 1, [&](const auto* in, const auto& weights, auto word) {
     constexpr int64_t kRange = std::min<int64_t>(kPanel, 32);
@@ -171,6 +180,7 @@ ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffe
   const float* scales = floats(scale);
   const auto kind = static_cast<Activation>(activation);
   if (rows == 0) return ffi::Error::Success();
+  const Timed timed = timed_product("gated product", rows, width, 2 * outputs, w);
   if (x.element_type() != out->element_type()) return ffi::Error::InvalidArgument("gated: one type for rows and result");
   return with_weights(x, w, scales, outputs, 2, [&](const auto* in, const auto& weights, auto word) {
     using Given = std::remove_const_t<std::remove_pointer_t<decltype(in)>>;

@@ -85,11 +85,10 @@ struct Words<Bf16> {
 #endif
 
 // R rows, `stride` apart, times the blocks of a panel, `words` of them from word `first` on, to out[r * kPanel + i], or added to it
-// where they are not the first. Every sum is added up in the order of the inputs, whatever R is. Meanwhile P lines of memory from
-// `ahead` on are fetched with every word.
-template <int R, int P, typename W>
+// where they are not the first. Every sum is added up in the order of the inputs, whatever R is.
+template <int R, typename W>
 __attribute__((noinline)) void multiply(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first,
-                                        int64_t words, const char* ahead, float* out) {
+                                        int64_t words, float* out) {
   using Of = Words<W>;
   constexpr int64_t kWord = kLanes * Of::kInputs;
   Vec sums[R][kBlocks] = {};
@@ -103,7 +102,6 @@ __attribute__((noinline)) void multiply(const typename Words<W>::X* x, int64_t s
       const auto input = Of::broadcast(x + r * stride + k * Of::kInputs);
       for (int c = 0; c < kBlocks; ++c) sums[r][c] = Of::add(sums[r][c], weights[c], input);
     }
-    for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + (k * P + p) * 64);
   }
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < kBlocks; ++c) {
@@ -112,30 +110,20 @@ __attribute__((noinline)) void multiply(const typename Words<W>::X* x, int64_t s
     }
 }
 
-template <int P, typename W>
-void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first, int64_t words,
-              const char* ahead, float* out) {
-  if (rows == 1) return multiply<1, P, W>(x, stride, w, first, words, ahead, out);
-  if (rows == 2) return multiply<2, P, W>(x, stride, w, first, words, ahead, out);
-  if (rows == 3) return multiply<3, P, W>(x, stride, w, first, words, ahead, out);
-  if constexpr (kMostRows == 6) {
-    if (rows == 4) return multiply<4, P, W>(x, stride, w, first, words, ahead, out);
-    if (rows == 5) return multiply<5, P, W>(x, stride, w, first, words, ahead, out);
-    return multiply<6, P, W>(x, stride, w, first, words, ahead, out);
-  }
-}
-
 constexpr int64_t kChain = 256;  // words whose products are added up one after the other: rounding errors grow with their number
 
 template <typename W>
-void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t words, const char* ahead,
-              int lines, float* out) {
-  for (int64_t first = 0; first < words; first += kChain, ahead += kChain * lines * 64) {
+void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t words, float* out) {
+  for (int64_t first = 0; first < words; first += kChain) {
     const int64_t mine = std::min(kChain, words - first);
-    if (lines == 0) multiply<0, W>(rows, x, stride, w, first, mine, ahead, out);
-    if (lines == 1) multiply<1, W>(rows, x, stride, w, first, mine, ahead, out);
-    if (lines == 2) multiply<2, W>(rows, x, stride, w, first, mine, ahead, out);
-    if (lines == 4) multiply<4, W>(rows, x, stride, w, first, mine, ahead, out);
+    if (rows == 1) multiply<1, W>(x, stride, w, first, mine, out);
+    if (rows == 2) multiply<2, W>(x, stride, w, first, mine, out);
+    if (rows == 3) multiply<3, W>(x, stride, w, first, mine, out);
+    if constexpr (kMostRows == 6) {
+      if (rows == 4) multiply<4, W>(x, stride, w, first, mine, out);
+      if (rows == 5) multiply<5, W>(x, stride, w, first, mine, out);
+      if (rows == 6) multiply<6, W>(x, stride, w, first, mine, out);
+    }
   }
 }
 
@@ -194,7 +182,7 @@ struct PanelProduct {
     return w.tiles(std::min(panel * own_blocks + c % own_blocks, w.blocks - 1), static_cast<int>(c / own_blocks));
   }
 
-  void operator()(int64_t task, int64_t next) const {
+  void operator()(int64_t task) const {
     const int64_t panel = task % panels, first_row = task / panels * part_rows, last_row = std::min(rows, first_row + part_rows);
     const W* blocks[kBlocks];
     for (int c = 0; c < kBlocks; ++c) {
@@ -208,17 +196,9 @@ struct PanelProduct {
     }
     alignas(64) float sums[kMostRows * kPanel];
     const int64_t count = last_row - first_row, groups = (count + kMostRows - 1) / kMostRows;
-    int lines = 0;
-    const char* ahead = nullptr;
-    if (std::is_same_v<W, Stored> && !gated && next >= 0 && next % panels * kBlocks + kBlocks <= w.blocks) {
-      lines = groups == 1 ? kBlocks : groups < kBlocks ? 2 : 1;
-      ahead = reinterpret_cast<const char*>(block_of(next % panels, 0));
-    }
     for (int64_t g = 0, row = first_row; g < groups; ++g) {
       const int64_t mine = (last_row - row + groups - g - 1) / (groups - g);
-      const bool fetches = lines && g * lines < kBlocks;
-      multiply<W>(static_cast<int>(mine), x + row * stride, stride, blocks, words, ahead, fetches ? lines : 0, sums);
-      if (fetches) ahead += words * lines * 64;
+      multiply<W>(static_cast<int>(mine), x + row * stride, stride, blocks, words, sums);
       for (int64_t r = 0; r < mine; ++r, ++row) take(row, panel * own_blocks * kLanes, sums + r * kPanel);
     }
   }
@@ -230,7 +210,7 @@ void dense_panels(ffi::ThreadPool& pool, const Given* given, int64_t rows, int64
   using Of = Words<W>;
   const Inputs<typename Of::X, Given> x(pool, given, rows, width, Of::kInputs);
   const PanelProduct<W, Stored, Take> product(pool.num_threads(), x.rows, x.stride, rows, width, w, gated, take);
-  parallel_claim(pool, product.tasks(), product);
+  parallel_for(pool, product.tasks(), product);
 }
 
 }  // namespace

@@ -40,8 +40,8 @@ _DECODE_RUN = 5
 """Decode steps whose median counts, after as many that are ignored."""
 
 
-def _batch(executor: JaxExecutor, kinds: list[int], starts: list[int], lens: list[int]) -> StepBatch:
-    """A legal batch over arbitrary cache contents. Rows share blocks where the pool is too small to keep them apart."""
+def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], lens: list[int]) -> StepBatch:
+    """A legal batch over arbitrary cache contents, of rows by kind, cached tokens and tokens to compute. Rows share blocks where the pool is too small to keep them apart."""
     n, sizes = len(kinds), (executor.block_size, executor.hidden_block_size)
     need = [-(-(s + t) // sizes[k]) for s, t, k in zip(starts, lens, kinds, strict=True)]
     tables = np.zeros((n, 2, max(need)), np.int32)
@@ -65,7 +65,7 @@ def _batch(executor: JaxExecutor, kinds: list[int], starts: list[int], lens: lis
     )
 
 
-def _time_s(executor: JaxExecutor, batch: StepBatch) -> float:
+def step_time_s(executor: JaxExecutor, batch: StepBatch) -> float:
     start = time.perf_counter()
     executor.execute(batch).result()
     return time.perf_counter() - start
@@ -181,11 +181,11 @@ def _conversion_s(executor: JaxExecutor, rng: np.random.Generator) -> float:
     tokens, extra_s = np.zeros(_CONVERSIONS), np.zeros(_CONVERSIONS)
     for i in range(_CONVERSIONS):
         length = int(np.exp(rng.uniform(np.log(min(16, most)), np.log(most))))
-        plain = _batch(executor, [KV], [length], [1])
+        plain = synthetic_batch(executor, [KV], [length], [1])
         blocks = 1 + (int(plain.block_tables.max()) + np.arange(-(-length // per_block)))
         inputs = (1 + (blocks - 1) % executor.num_blocks).astype(np.int32)[None]
         converting = dataclasses.replace(plain, conversions=Conversions(rows=np.zeros(1, np.int64), inputs=inputs))
-        times = [[_time_s(executor, batch) for batch in (plain, converting)] for _ in range(_REPEATS + 1)]
+        times = [[step_time_s(executor, batch) for batch in (plain, converting)] for _ in range(_REPEATS + 1)]
         tokens[i], extra_s[i] = length, np.median(np.diff(times[1:], axis=1))
     return max(0.0, float(tokens @ extra_s / (tokens @ tokens)))
 
@@ -209,14 +209,14 @@ def calibrate(
     min_rounds = max(_MIN_ROUNDS, -(-_MIN_POINTS // len(episodes)))
     while rounds < min_rounds or time.monotonic() - started < budget_s:
         for episode in episodes:
-            prefill, decode = (_batch(executor, *step) for step in (episode.prefill, episode.decode))
+            prefill, decode = (synthetic_batch(executor, *step) for step in (episode.prefill, episode.decode))
             if not rounds:  # the first run of a program is not counted
-                _time_s(executor, prefill)
+                step_time_s(executor, prefill)
             times: tuple[list[float], list[float]] = ([], [])
             for _ in range(_REPEATS):
-                _time_s(executor, decode)
-                times[0].append(_time_s(executor, prefill))
-            times[1].extend(_time_s(executor, decode) for _ in range(2 * _DECODE_RUN))
+                step_time_s(executor, decode)
+                times[0].append(step_time_s(executor, prefill))
+            times[1].extend(step_time_s(executor, decode) for _ in range(2 * _DECODE_RUN))
             del times[1][:_DECODE_RUN]
             for (kinds, starts, lens), measured in zip((episode.prefill, episode.decode), times, strict=True):
                 points.append(StepPoint(num_tokens=lens, start=starts, kind=kinds, time_s=float(np.median(measured))))

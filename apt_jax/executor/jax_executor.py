@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -57,7 +58,7 @@ from apt_jax.models.weight_layout import by_layers, fuse_products, tile_params
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.xla_decode import ROWS_PER_TILE
-from apt_jax.utils.allocator import keep_freed_memory
+from apt_jax.utils.allocator import keep_freed_memory, use_huge_pages
 
 MAX_MODEL_LEN = 1 << 22
 """Longest context: block tables and histories are as long for every slot."""
@@ -258,6 +259,9 @@ class JaxExecutor:
     def clear(self) -> None:
         """Allocate the pool and the last-token memory again, on all hosts; all cache is lost."""
         self.runner.clear()
+        if self.platform == "cpu":
+            arrays = [*jax.tree.leaves(self.params), *self.runner.pools]
+            use_huge_pages((a.unsafe_buffer_pointer(), a.nbytes) for a in arrays if len(a.devices()) == 1)
 
     def run_plan(self, plan: Plan) -> Any:
         """Make a call that rank 0 announced; its results can be waited for."""

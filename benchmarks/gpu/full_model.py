@@ -166,7 +166,7 @@ def warm(executor: JaxExecutor, program: Program) -> None:
     if kv and hidden and len(lens) > 1:
         kinds[-1] = HIDDEN
     starts = [1] * beside + [0] * chunks
-    executor.execute(calibrate._batch(executor, kinds, starts, lens)).result()
+    executor.execute(calibrate.synthetic_batch(executor, kinds, starts, lens)).result()
 
 
 # --- step --------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def step(stage: Stage) -> list[str]:
         assert executor is not None
         if isinstance(program, Exception):
             raise program
-        batch = calibrate._batch(executor, kinds, starts, lens)
+        batch = calibrate.synthetic_batch(executor, kinds, starts, lens)
         executor.execute(batch).result()
         build_s = time.perf_counter() - started
         alone = []
@@ -404,7 +404,7 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
         warm(executor, program)
     for rows in executor.buckets.decode:  # sampling after a prefill of so many rows
         tokens = [max(2, min(8, size.prefill_buckets[-1] // rows))] * rows
-        executor.execute(calibrate._batch(executor, [KV] * rows, [0] * rows, tokens)).result()
+        executor.execute(calibrate.synthetic_batch(executor, [KV] * rows, [0] * rows, tokens)).result()
     executor._compiled_at_warm_up = executor.programs.num_compiled()
     print(f"  compiled and warm after {time.perf_counter() - begin:.0f} s", flush=True)
 

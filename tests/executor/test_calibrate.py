@@ -14,7 +14,6 @@ from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
 from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.calibrate import (
-    _batch,
     _episodes,
     calibrate,
     calibration_path,
@@ -22,6 +21,7 @@ from apt_jax.executor.calibrate import (
     load_calibration,
     load_or_calibrate,
     program_shapes,
+    synthetic_batch,
 )
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
@@ -266,7 +266,7 @@ def test_measured_steps_are_ones_that_serving_can_have(mode: CacheMode, mixed: b
                 assert min(starts) >= 0, case
                 assert max(ends) <= length, case
                 assert sum(n for n in lens if n > 1 or not mixed) <= tokens, case
-                tables = _batch(executor, kinds, starts, lens).block_tables
+                tables = synthetic_batch(executor, kinds, starts, lens).block_tables
                 assert tables.shape[2] <= -(-length // block_size), case
                 assert tables.max() <= 2, case
             assert (max(episode.prefill[2]) > 1) == (tokens > 1)
@@ -392,7 +392,7 @@ def test_a_calibration_of_narrow_layer_inputs_fills_their_blocks(tmp_path: Path)
     config = dataclasses.replace(CONFIG, head_dim=12)  # 48 values a key, 32 a layer input
     executor = make_executor(params=dummy_params(config, "float32", 0), config=config)
     assert (executor.block_size, executor.hidden_block_size) == (4, 6)
-    batch = _batch(executor, [KV, HIDDEN, HIDDEN], [0, 11, 12], [12, 1, 1])
+    batch = synthetic_batch(executor, [KV, HIDDEN, HIDDEN], [0, 11, 12], [12, 1, 1])
     assert (batch.block_tables > 0).sum(axis=2).tolist() == [[3, 3], [2, 0], [3, 0]]
     path = str(tmp_path / "here.json")
     save_hardware(describe(MODEL, executor, "tiny"), path)
