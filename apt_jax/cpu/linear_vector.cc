@@ -85,10 +85,11 @@ struct Words<Bf16> {
 #endif
 
 // R rows, `stride` apart, times the blocks of a panel, `words` of them from word `first` on, to out[r * kPanel + i], or added to it
-// where they are not the first. Every sum is added up in the order of the inputs, whatever R is.
-template <int R, typename W>
+// where they are not the first. Every sum is added up in the order of the inputs, whatever R is. Meanwhile P lines of memory from
+// `ahead` on are fetched into the second-level cache with every word.
+template <int R, int P, typename W>
 __attribute__((noinline)) void multiply(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first,
-                                        int64_t words, float* out) {
+                                        int64_t words, const char* ahead, float* out) {
   using Of = Words<W>;
   constexpr int64_t kWord = kLanes * Of::kInputs;
   Vec sums[R][kBlocks] = {};
@@ -102,6 +103,7 @@ __attribute__((noinline)) void multiply(const typename Words<W>::X* x, int64_t s
       const auto input = Of::broadcast(x + r * stride + k * Of::kInputs);
       for (int c = 0; c < kBlocks; ++c) sums[r][c] = Of::add(sums[r][c], weights[c], input);
     }
+    for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + (k * P + p) * 64, 0, 2);
   }
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < kBlocks; ++c) {
@@ -110,20 +112,30 @@ __attribute__((noinline)) void multiply(const typename Words<W>::X* x, int64_t s
     }
 }
 
+template <int P, typename W>
+void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first, int64_t words,
+              const char* ahead, float* out) {
+  if (rows == 1) return multiply<1, P, W>(x, stride, w, first, words, ahead, out);
+  if (rows == 2) return multiply<2, P, W>(x, stride, w, first, words, ahead, out);
+  if (rows == 3) return multiply<3, P, W>(x, stride, w, first, words, ahead, out);
+  if constexpr (kMostRows == 6) {
+    if (rows == 4) return multiply<4, P, W>(x, stride, w, first, words, ahead, out);
+    if (rows == 5) return multiply<5, P, W>(x, stride, w, first, words, ahead, out);
+    return multiply<6, P, W>(x, stride, w, first, words, ahead, out);
+  }
+}
+
 constexpr int64_t kChain = 256;  // words whose products are added up one after the other: rounding errors grow with their number
 
 template <typename W>
-void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t words, float* out) {
-  for (int64_t first = 0; first < words; first += kChain) {
+void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t words, float* out,
+              const char* ahead = nullptr, int lines = 0) {
+  for (int64_t first = 0; first < words; first += kChain, ahead += kChain * lines * 64) {
     const int64_t mine = std::min(kChain, words - first);
-    if (rows == 1) multiply<1, W>(x, stride, w, first, mine, out);
-    if (rows == 2) multiply<2, W>(x, stride, w, first, mine, out);
-    if (rows == 3) multiply<3, W>(x, stride, w, first, mine, out);
-    if constexpr (kMostRows == 6) {
-      if (rows == 4) multiply<4, W>(x, stride, w, first, mine, out);
-      if (rows == 5) multiply<5, W>(x, stride, w, first, mine, out);
-      if (rows == 6) multiply<6, W>(x, stride, w, first, mine, out);
-    }
+    if (lines == 0) multiply<0, W>(rows, x, stride, w, first, mine, ahead, out);
+    if (lines == 1) multiply<1, W>(rows, x, stride, w, first, mine, ahead, out);
+    if (lines == 2) multiply<2, W>(rows, x, stride, w, first, mine, ahead, out);
+    if (lines == 4) multiply<4, W>(rows, x, stride, w, first, mine, ahead, out);
   }
 }
 
@@ -148,7 +160,8 @@ struct Inputs {
   }
 };
 
-constexpr int64_t kPartBytes = 2 << 20;  // of rows that a task goes through for every panel
+constexpr int64_t kPartBytes = 2 << 20;     // of rows that a task goes through for every panel
+constexpr int64_t kCacheBytes = 900 << 10;  // of rows, a panel and what is fetched of the next: second-level caches have 1 MiB or more
 
 // `rows` rows, `stride` apart, times a matrix; take(row, first output, sums) is given kPanel sums of a row, some of them maybe past
 // the last output. With `gated` a panel's first half is of the first of two matrices behind one another and its second half of the
@@ -196,9 +209,18 @@ struct PanelProduct {
     }
     alignas(64) float sums[kMostRows * kPanel];
     const int64_t count = last_row - first_row, groups = (count + kMostRows - 1) / kMostRows;
+    // The first rows read the weights from memory, the others from the cache, while the next panel comes to its place.
+    const int64_t panel_bytes = kBlocks * block_elements * static_cast<int64_t>(sizeof(W));
+    const int64_t room = kCacheBytes - panel_bytes - count * stride * static_cast<int64_t>(sizeof(X));
+    const bool knows_next = std::is_same_v<W, Stored> && !gated && (panel + 2) * kBlocks <= w.blocks;
+    const char* ahead = knows_next ? reinterpret_cast<const char*>(block_of(panel + 1, 0)) : nullptr;
+    int64_t left = knows_next ? std::min(panel_bytes, room) : 0;
     for (int64_t g = 0, row = first_row; g < groups; ++g) {
       const int64_t mine = (last_row - row + groups - g - 1) / (groups - g);
-      multiply<W>(static_cast<int>(mine), x + row * stride, stride, blocks, words, sums);
+      const int lines = groups == 2 ? 4 : groups > 5 ? 1 : 2;
+      const bool fetches = g > 0 && left >= words * lines * 64;
+      multiply<W>(static_cast<int>(mine), x + row * stride, stride, blocks, words, sums, ahead, fetches ? lines : 0);
+      if (fetches) ahead += words * lines * 64, left -= words * lines * 64;
       for (int64_t r = 0; r < mine; ++r, ++row) take(row, panel * own_blocks * kLanes, sums + r * kPanel);
     }
   }

@@ -157,8 +157,8 @@ class Programs:
         for name in ("token_hidden", "prefill_hidden"):
             parts[name] = parts[name] > 0
         batch = DecoderBatch(**parts, num_kv_rows=counts[0], num_decode_rows=counts[1], num_prefill_rows=counts[2])
-        pools, hidden = decoder_step(params, pools, batch, self.config, self._options(num_decode, kinds))
-        return pools, hidden.at[sample_rows].get(mode="fill", fill_value=0)
+        options = self._options(num_decode, kinds)
+        return decoder_step(params, pools, batch, self.config, options, sample_rows)
 
     def sample(
         self,

@@ -105,20 +105,33 @@ def decoder_step(
     batch: DecoderBatch,
     config: ModelConfig,
     options: StepOptions,
-) -> tuple[tuple[Array, ...], Float[Array, "T D"]]:
+    sample_rows: Int32[Array, " S"] | None = None,
+) -> tuple[tuple[Array, ...], Float[Array, "S D"]]:
     """Compute all tokens of a step; returns the pools with their cache written and the last layer's output.
 
     Args:
         pools: one array a layer, (P, C * E). Meant to be donated: the caller rebinds them to the result.
+        sample_rows: the tokens whose output is wanted, before places out of range; the others of a prompt need no more
+            than their cache of the last layer. None: all tokens.
 
     Returns:
-        The pools, and hidden states (T, D) in the parameters' dtype, final norm applied where the model has one;
-        `logits` turns rows of them into scores over the vocabulary.
+        The pools, and hidden states (S, D) in the parameters' dtype, final norm applied where the model has one, of
+        no meaning for places out of range; `logits` turns rows of them into scores over the vocabulary.
     """
     num_tokens = batch.token_ids.shape[0]
+    every = options.ops
     if options.num_decode in (0, num_tokens):
         live = batch.num_decode_rows if options.num_decode else jnp.sum(batch.prefill_lens)
         options = dataclasses.replace(options, ops=options.ops.for_rows(live))
+    has_prompts = options.num_decode < num_tokens
+    if sample_rows is None:
+        of_samples = options
+    else:
+        of_samples = dataclasses.replace(options, ops=every.for_rows(jnp.sum(sample_rows < num_tokens)))
+
+    def sampled(rows: Array) -> Array:
+        return rows if sample_rows is None else rows.at[sample_rows].get(mode="fill", fill_value=0)
+
     dtype, product = params.dtype, options.ops.dense
     with jax.named_scope("embed"):
         h = embed(params, batch.token_ids, batch.positions, config, product, options.tensor)
@@ -136,10 +149,11 @@ def decoder_step(
     def normed(h: Array, norm: NormParams | None) -> Array:
         return h if norm is None else apply_norm(h, norm, config)
 
-    add_norm = options.ops.add_norm if dtype in (jnp.float32, jnp.bfloat16) else None
-
-    def added(h: Array, delta: Array | None, norm: NormParams | None) -> tuple[Array, Array]:
+    def added(
+        h: Array, delta: Array | None, norm: NormParams | None, options: StepOptions = options
+    ) -> tuple[Array, Array]:
         """The residual stream with `delta` in it, and its norm as an input of products."""
+        add_norm = options.ops.add_norm if dtype in (jnp.float32, jnp.bfloat16) else None
         if add_norm is not None and norm is not None:
             return add_norm(
                 h, delta, norm, dtype, eps=config.norm_eps, offset=config.norm_offset, layer=config.norm == "layer"
@@ -169,20 +183,25 @@ def decoder_step(
                 h, x = added(h, delta, None if post else p.attn_norm)
                 out, pool = attend(inputs, x, pools[i])
                 new_pools.append(pool)
-                out = normed(apply_dense_summed(out, flatten_inputs(p.wo, 1), p.bo, options), p.attn_out_norm)
+                rest = options
+                if i == len(params.layers) - 1 and has_prompts:
+                    h, out, rest = sampled(h), sampled(out), of_samples
+                out = normed(apply_dense_summed(out, flatten_inputs(p.wo, 1), p.bo, rest), p.attn_out_norm)
             with jax.named_scope(f"layer{i}/ffn"):
                 if post:
                     h = normed(h + out, p.attn_norm)
                     x = h.astype(dtype)
                 elif config.parallel:
-                    _, x = added(h, None, p.ffn_norm)
+                    _, x = added(h, None, p.ffn_norm, rest)
                     h = h + out
                 else:
-                    h, x = added(h, out, p.ffn_norm)
-                delta = normed(_feed_forward(x, p, config, options), p.ffn_out_norm)
+                    h, x = added(h, out, p.ffn_norm, rest)
+                delta = normed(_feed_forward(x, p, config, rest), p.ffn_out_norm)
                 if post:
                     h, delta = normed(h + delta, p.ffn_norm), None
-        return tuple(new_pools), added(h, delta, params.final_norm)[1]
+        if not has_prompts:
+            h, delta = sampled(h), None if delta is None else sampled(delta)
+        return tuple(new_pools), added(h, delta, params.final_norm, of_samples)[1]
 
     layers: list[PreNormLayer] = []
     if options.num_decode == num_tokens and options.kinds[0]:
@@ -202,7 +221,7 @@ def decoder_step(
                     rules=rules[i], block_size=options.block_size,
                 )  # fmt: skip
                 new_pools.append(pool)
-        return tuple(new_pools), added(h, None, params.final_norm)[1]
+        return tuple(new_pools), added(sampled(h), None, params.final_norm, of_samples)[1]
 
     if not options.kinds[1]:
         return in_one_call_each(h, pools)
