@@ -4,6 +4,7 @@ Every packed vector is fresh memory: the device may read it after the call that 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,7 +31,7 @@ class PackedInts:
         self._parts: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         self.size = 0
         for name, shape in shapes.items():
-            begin, self.size = self.size, self.size + int(np.prod(shape, dtype=np.int64))
+            begin, self.size = self.size, self.size + math.prod(shape)
             self._parts[name] = (begin, self.size, shape)
 
     def split(self, vector: _Vector) -> dict[str, _Vector]:

@@ -21,6 +21,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import make_policy
 from apt_jax.sched.costs.fit import CostModel
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.view import CacheKindSpec
 from apt_jax.utils.clock import WallClock
 
 
@@ -119,7 +122,7 @@ def work(
 
 def run_batch(
     executor: JaxExecutor,
-    costs: CostModel,
+    costs: CostModel | None,
     mode: str,
     concurrency: int,
     args: argparse.Namespace,
@@ -131,9 +134,16 @@ def run_batch(
         max_num_batched_tokens=args.max_num_batched_tokens,
     )
     offered = (mode != "hidden", mode != "kv")
+    kinds: Sequence[CacheKindSpec] = (
+        CacheKindSpec(name="kv", blocks_per_group=2, offered=offered[0]),
+        CacheKindSpec(name="hidden", blocks_per_group=1, offered=offered[1], reprojected=not executor.absorbs),
+    )
+    step_costs = StepCosts()
+    if costs is not None:
+        kinds, step_costs = costs.kinds(offered, absorbs=executor.absorbs), costs.step_costs()
     engine = Engine(
-        executor, make_policy(config=scheduler), WallClock(), costs.kinds(offered, absorbs=executor.absorbs), scheduler, executor.cache_config,
-        costs=costs.step_costs(), vocab_size=executor.config.vocab_size,
+        executor, make_policy(config=scheduler), WallClock(), kinds, scheduler, executor.cache_config,
+        costs=step_costs, vocab_size=executor.config.vocab_size,
     )  # fmt: skip
     rng = np.random.default_rng(seed)
     params = SamplingParams(max_tokens=args.output_len, temperature=0.0, ignore_eos=True, seed=0)
@@ -187,7 +197,9 @@ def main() -> int:
         default=3,
         help="batches of each kind; medians are reported (default: 3)",
     )
-    parser.add_argument("--calibration-s", type=float, default=8.0)
+    parser.add_argument(
+        "--calibration-s", type=float, default=8.0, help="0: none, for policies that ask for no step times (default: 8)"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
@@ -211,7 +223,8 @@ def main() -> int:
         bars = ProgressBars()
         executor.warm_up(functools.partial(bars, f"compiling {dtype}"))
         compile_s = time.perf_counter() - start
-        costs = calibrate(executor, args.calibration_s, functools.partial(bars, f"calibrating {dtype}"))
+        show = functools.partial(bars, f"calibrating {dtype}")
+        costs = calibrate(executor, args.calibration_s, show) if args.calibration_s > 0 else None
         bars.close()
         machine[dtype] = {**machine_rates(dtype), "compile_s": compile_s}
         itemsize = jnp.dtype(dtype).itemsize
