@@ -19,11 +19,15 @@ class DeviceStepHandle:
     rows: NDArray[np.int64]
     tokens: Array | None
     logprobs: tuple[Array, Array, Array] | None
+    states: Array | None = None
+    """What a step without a row that samples ends with: it has ended when these are there."""
 
     def result(self) -> StepResult:
         token_ids = np.full(self.num_rows, NO_TOKEN, np.int32)
         finite = np.ones(self.num_rows, bool)
         if self.tokens is None:
+            if self.states is not None:
+                self.states.block_until_ready()
             return StepResult(token_ids=token_ids, finite=finite)
         host = np.asarray(self.tokens)
         n = len(self.rows)

@@ -303,7 +303,8 @@ class JaxExecutor:
             return done(tokens=tokens, logprobs=None)
         states = runner.forward_call(step.ints, step.num_decode, step.num_prefill, kinds).run()
         if not len(rows):
-            return done(tokens=None, logprobs=None)
+            # Its end is waited for: else the steps behind it pile up on the device, and gaps between tokens with them.
+            return done(tokens=None, logprobs=None, states=states)
         bucket = bucket_for(self.buckets.decode if masked is None else self.buckets.masked, len(rows))
         ints = pack_sampling(batch, rows, params, bucket, variant, step_format)
         eos = self.config.eos_token_id

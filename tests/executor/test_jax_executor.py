@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Generator
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
 from apt_jax.executor import NO_TOKEN
 from apt_jax.executor.buckets import power_of_two_buckets
+from apt_jax.executor.calibrate import synthetic_batch
+from apt_jax.executor.handles import DeviceStepHandle
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, dummy_params
@@ -399,6 +402,18 @@ def test_a_step_that_waits_for_masks_has_no_result_before(
     driver.add(1, [5, 6, 7], HIDDEN)
     driver.step({0: 3, 1: 3}, masks={0: only(9)})
     assert driver.tokens[0][-1] == 9
+
+
+def test_a_step_without_a_row_that_samples_ends_when_it_is_computed(four_slots: JaxExecutor) -> None:
+    """Else a step beside it would end early, and the next late by as much."""
+    whole = synthetic_batch(four_slots, [KV], [0], [6])
+    handle = four_slots.execute(dataclasses.replace(whole, samples=np.zeros(1, np.bool_)))
+    assert isinstance(handle, DeviceStepHandle)
+    assert handle.states is not None
+    waited = []
+    handle.states = SimpleNamespace(block_until_ready=lambda: waited.append(True))  # pyright: ignore[reportAttributeAccessIssue]
+    assert handle.result().token_ids.tolist() == [NO_TOKEN]
+    assert waited == [True]
 
 
 def test_copies_are_read_before_any_is_written_and_compile_nothing() -> None:
