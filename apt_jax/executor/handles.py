@@ -20,7 +20,7 @@ class DeviceStepHandle:
     tokens: Array | None
     logprobs: tuple[Array, Array, Array] | None
     states: Array | None = None
-    """What a step without a row that samples ends with: it has ended when these are there."""
+    """Result of a step without a row that samples, which has ended when these are there."""
 
     def result(self) -> StepResult:
         token_ids = np.full(self.num_rows, NO_TOKEN, np.int32)
