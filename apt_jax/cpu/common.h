@@ -360,7 +360,7 @@ T* scratch(int64_t n) {
   return static_cast<T*>(memory.get());
 }
 
-enum Slots { kLayer, kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest, kScales };
+enum Slots { kLayer, kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest, kScales, kRounded };
 
 constexpr int64_t kMostLanes = 1024;  // of a head
 

@@ -3,6 +3,7 @@
 #include "attention_tiles.cc"
 #include "elementwise.cc"
 #include "linear.cc"
+#include "linear_integer.cc"
 
 namespace {
 
@@ -11,6 +12,15 @@ template <typename T>
 const T* values_of(const ffi::AnyBuffer& buffer) {
   return buffer.element_count() ? static_cast<const T*>(buffer.untyped_data()) : nullptr;
 }
+
+// The type of matrices whose elements are bytes of `IntegerWeights`.
+using Integers = uint8_t;
+
+template <typename Stored>
+constexpr bool kIntegers = std::is_same_v<Stored, Integers>;
+
+template <typename Stored>
+using WeightsOf = std::conditional_t<kIntegers<Stored>, IntegerWeights, TiledWeights<Stored>>;
 
 // What a layer works on. `T` is the type of its cache, rows and parameters, `Stored` that of its matrices.
 template <typename T, typename Stored>
@@ -22,7 +32,7 @@ struct LayerArguments {
   const int32_t *tables, *lens, *first_slots, *second_slots;
   const float *cosine, *sine;  // (rows, half)
   const T *attn_scale, *attn_bias, *ffn_scale, *ffn_bias;
-  TiledWeights<Stored> wqkv, wo, w_up, w_down;
+  WeightsOf<Stored> wqkv, wo, w_up, w_down;
   const T *bqkv, *bo, *b_up, *b_down;
   float eps, offset;
   bool layer_norm, gated;
@@ -31,7 +41,7 @@ struct LayerArguments {
 };
 
 // Adds a product with its bias to the residual stream.
-template <typename T>
+template <typename T, int64_t kSums>
 struct AddTo {
   float* h;
   int64_t width;
@@ -39,7 +49,7 @@ struct AddTo {
   const T* biases;
 
   void operator()(int64_t row, int64_t first, const float* sums) const {
-    const int64_t count = std::min(kPanel, width - first);
+    const int64_t count = std::min(kSums, width - first);
     float* to = h + row * width + first;
     for (int64_t i = 0; i < count; i += kLanes) {
       const int64_t mine = std::min<int64_t>(kLanes, count - i);
@@ -55,35 +65,80 @@ struct AddTo {
   }
 };
 
+// A row of a layer as its products take it: of T, or in groups of integers too.
+template <typename T, bool integers>
+struct LayerRows {
+  T* values;
+  Group* groups;
+  int64_t width, steps;
+  int zero;
+
+  static int64_t bytes(int64_t rows, int64_t width) {
+    const int64_t of_groups = integers ? (width + kGroupInputs - 1) / kGroupInputs * sizeof(Group) : 0;
+    return rows * (round_up(width * sizeof(T), 64) + of_groups) + 128;
+  }
+
+  // Rounds `count` values of a row, from a multiple of a group on.
+  void round(int64_t row, int64_t first, int64_t count) const {
+    if constexpr (integers)
+      round_row(values + row * width + first, count, zero, groups + row * steps + first / kGroupInputs);
+    else
+      (void)row, (void)first, (void)count;
+  }
+};
+
+template <typename T, typename Stored, typename Take>
+auto layer_product(int64_t threads, const LayerRows<T, kIntegers<Stored>>& x, int64_t rows, const WeightsOf<Stored>& w, bool gated,
+                   const Take& take) {
+  if constexpr (kIntegers<Stored>)
+    return IntegerProduct<Take>(threads, x.groups, rows, w, gated, take);
+  else
+    return PanelProduct<T, Stored, Take>(threads, x.values, x.width, rows, x.width, w, gated, take);
+}
+
 template <typename T, typename Stored>
 void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
+  constexpr bool integers = kIntegers<Stored>;
+  constexpr int64_t kSums = integers ? kIntegerPanel : kPanel;
   const int64_t threads = pool.num_threads(), queries = a.heads * a.head_dim, lanes = a.key_heads * a.head_dim;
   const int64_t all = queries + 2 * lanes, group = a.heads / a.key_heads;
-  char* memory = scratch<char, kLayer>(a.rows * (all * 4 + (a.width + queries + a.ffn) * sizeof(T)) + 4 * 64);
+  using Rows = LayerRows<T, integers>;
+  char* memory = scratch<char, kLayer>(round_up(a.rows * all * 4, 64) + Rows::bytes(a.rows, a.width) * 2 +
+                                       Rows::bytes(a.rows, queries) + Rows::bytes(a.rows, a.ffn));
   const auto take = [&memory](int64_t bytes) { return std::exchange(memory, memory + round_up(bytes, 64)); };
   auto* sums = reinterpret_cast<float*>(take(a.rows * all * 4));
-  auto* x = reinterpret_cast<T*>(take(a.rows * a.width * sizeof(T)));
-  auto* attended = reinterpret_cast<T*>(take(a.rows * queries * sizeof(T)));
-  auto* up = reinterpret_cast<T*>(take(a.rows * a.ffn * sizeof(T)));
+  const auto rows_for = [&](int64_t width, const WeightsOf<Stored>& w) {
+    Rows rows{reinterpret_cast<T*>(take(a.rows * width * sizeof(T))), nullptr, width, w.steps, 0};
+    if constexpr (integers) {
+      rows.groups = reinterpret_cast<Group*>(take(a.rows * w.steps * sizeof(Group)));
+      rows.zero = w.zero();
+    }
+    return rows;
+  };
+  const Rows x = rows_for(a.width, a.wqkv), x_ffn = rows_for(a.width, a.w_up), attended = rows_for(queries, a.wo),
+             up = rows_for(a.ffn, a.w_down);
 
-  const auto norm = [&](const T* scale, const T* bias) {
-    return [&a, x, scale, bias](int64_t row) {
-      norm_row(a.h + row * a.width, scale, bias, a.width, a.eps, a.offset, a.layer_norm, x + row * a.width);
+  const auto norm = [&](const T* scale, const T* bias, const Rows& out) {
+    return [&a, out, scale, bias](int64_t row) {
+      norm_row(a.h + row * a.width, scale, bias, a.width, a.eps, a.offset, a.layer_norm, out.values + row * a.width);
+      out.round(row, 0, a.width);
     };
   };
   const Store<float, T> to_sums{sums, all, a.wqkv.scales, nullptr, kNone};
-  const auto keep_sums = [&](int64_t row, int64_t first, const float* v) { to_sums(row, first, v, kPanel); };
-  const PanelProduct<T, Stored, decltype(keep_sums)> project(threads, x, a.width, a.rows, a.width, a.wqkv, false, keep_sums);
+  const auto keep_sums = [&](int64_t row, int64_t first, const float* v) { to_sums(row, first, v, kSums); };
+  const auto project = layer_product<T, Stored>(threads, x, a.rows, a.wqkv, false, keep_sums);
 
   // Where rows are fewer than threads, their heads are shared out.
   int64_t parts = 1;
   while (a.rows * parts < 2 * threads && a.key_heads % (2 * parts) == 0) parts *= 2;
   if (a.rows * parts < 2 * threads) parts = a.key_heads;
   const int64_t per_part = a.key_heads / parts;
+  const int64_t part_lanes = per_part * group * a.head_dim;
+  const bool rounds_parts = parts == 1 || part_lanes % kGroupInputs == 0;  // else a row has more than one hand in a group
   const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
   const auto attend_part = [&](int64_t task) {
     const int64_t row = task / parts, first = task % parts * per_part, length = a.lens[row];
-    T* out = attended + row * queries + first * group * a.head_dim;
+    T* out = attended.values + row * queries + first * group * a.head_dim;
     const float* of_row = sums + row * all;
     const float *cosine = a.cosine + row * a.half, *sine = a.sine + row * a.half;
     const auto turn = [&](int64_t head, int64_t half, bool finite, T* to) {
@@ -110,32 +165,38 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
     const Cache<T> mine = cache_of(row), after = more ? cache_of(row + 1) : mine;
     attend(q, mine, seen_by(row), length, a.rules, first, per_part, group, a.head_dim, scale, out,
            more ? Following<T>{&after, seen_by(row + 1)} : Following<T>{});
+    if (rounds_parts) attended.round(row, first * group * a.head_dim, part_lanes);
   };
 
-  const AddTo<T> add_attention{a.h, a.width, a.wo.scales, a.bo}, add_ffn{a.h, a.width, a.w_down.scales, a.b_down};
-  const PanelProduct<T, Stored, AddTo<T>> mix(threads, attended, queries, a.rows, queries, a.wo, false, add_attention);
-  const Store<T, T> to_up{up, a.ffn, a.w_up.scales, a.b_up, a.activation};
-  const Gate<T> gate{up, a.ffn, a.w_up.scales, a.activation};
+  const AddTo<T, kSums> add_attention{a.h, a.width, a.wo.scales, a.bo}, add_ffn{a.h, a.width, a.w_down.scales, a.b_down};
+  const auto mix = layer_product<T, Stored>(threads, attended, a.rows, a.wo, false, add_attention);
+  const Store<T, T> to_up{up.values, a.ffn, a.w_up.scales, a.b_up, a.activation};
+  const Gate<T, integers ? kIntegerPanel : kPanel / 2> gate{up.values, a.ffn, a.w_up.scales, a.activation};
   const auto keep_up = [&](int64_t row, int64_t first, const float* v) {
     if (a.gated)
       gate(row, first, v);
     else
-      to_up(row, first, v, kPanel);
+      to_up(row, first, v, kSums);
+    up.round(row, first, std::min(kIntegerPanel, a.ffn - first));
   };
-  const PanelProduct<T, Stored, decltype(keep_up)> widen_rows(threads, x, a.width, a.rows, a.width, a.w_up, a.gated, keep_up);
-  const PanelProduct<T, Stored, AddTo<T>> narrow(threads, up, a.ffn, a.rows, a.ffn, a.w_down, false, add_ffn);
+  const auto widen_rows = layer_product<T, Stored>(threads, x_ffn, a.rows, a.w_up, a.gated, keep_up);
+  const auto narrow = layer_product<T, Stored>(threads, up, a.rows, a.w_down, false, add_ffn);
 
   Phases phases;
   const double seen = positions_seen(a.lens, 0, a.rows, a.rules.window);
   const auto add_product = [&](const char* name, const auto& product, const auto& w) {
     const double elements = static_cast<double>(w.blocks * w.steps * kTileElements) * (product.gated ? 2 : 1);
-    phases.add(product.tasks(), std::ref(product), name, elements * sizeof(*w.values), 2.0 * a.rows * elements);
+    double bytes = elements * sizeof(*w.values);
+    if constexpr (integers) bytes = elements / kTileElements * static_cast<double>(w.tile_bytes());
+    phases.add(product.tasks(), std::ref(product), name, bytes, 2.0 * a.rows * elements);
   };
-  phases.add(a.rows, norm(a.attn_scale, a.attn_bias), "norm");
+  phases.add(a.rows, norm(a.attn_scale, a.attn_bias, x), "norm");
   add_product("product: q, k, v", project, a.wqkv);
   phases.add(a.rows * parts, attend_part, "attention of decode rows", seen * 2 * lanes * sizeof(T), seen * 4 * queries);
+  const auto round_attended = [&](int64_t row) { attended.round(row, 0, queries); };
+  if (integers && !rounds_parts) phases.add(a.rows, round_attended, "rounding of rows");
   add_product("product: attention output", mix, a.wo);
-  phases.add(a.rows, norm(a.ffn_scale, a.ffn_bias), "norm");
+  phases.add(a.rows, norm(a.ffn_scale, a.ffn_bias, x_ffn), "norm");
   add_product("product: feed-forward up", widen_rows, a.w_up);
   add_product("product: feed-forward down", narrow, a.w_down);
   phases.run(pool);
@@ -164,9 +225,19 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
   const auto run = [&](auto* elements, auto* stored) {
     using T = std::remove_pointer_t<decltype(elements)>;
     using Stored = std::remove_const_t<std::remove_pointer_t<decltype(stored)>>;
-    const auto weights = [](ffi::AnyBuffer& w, ffi::Buffer<ffi::F32>& scales, int64_t outputs, int64_t halves) {
-      return TiledWeights<Stored>{static_cast<const Stored*>(w.untyped_data()), floats(scales), outputs,
-                                  w.dimensions()[0] / halves, w.dimensions()[1]};
+    ffi::Error error = ffi::Error::Success();
+    const auto weights = [&](ffi::AnyBuffer& w, ffi::Buffer<ffi::F32>& scales, int64_t inputs, int64_t outputs, int64_t halves) {
+      WeightsOf<Stored> out{};
+      if constexpr (kIntegers<Stored>) {
+        const auto found = with_integers(w, floats(scales), inputs, outputs, halves, [&](const IntegerWeights& given) {
+          out = given;
+          return ffi::Error::Success();
+        });
+        if (found.failure()) error = found;
+      } else {
+        out = {static_cast<const Stored*>(w.untyped_data()), floats(scales), outputs, w.dimensions()[0] / halves, w.dimensions()[1]};
+      }
+      return out;
     };
     LayerArguments<T, Stored> a{};
     a.rows = rows, a.width = width, a.heads = heads, a.key_heads = key_heads, a.head_dim = head_dim, a.ffn = ffn;
@@ -179,24 +250,26 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
     a.cosine = cosine.typed_data(), a.sine = sine.typed_data();
     a.attn_scale = values_of<T>(attn_scale), a.attn_bias = values_of<T>(attn_bias);
     a.ffn_scale = values_of<T>(ffn_scale), a.ffn_bias = values_of<T>(ffn_bias);
-    a.wqkv = weights(wqkv, wqkv_scale, (heads + 2 * key_heads) * head_dim, 1), a.bqkv = values_of<T>(bqkv);
-    a.wo = weights(wo, wo_scale, width, 1), a.bo = values_of<T>(bo);
-    a.w_up = weights(w_up, w_up_scale, ffn, gated ? 2 : 1), a.b_up = values_of<T>(b_up);
-    a.w_down = weights(w_down, w_down_scale, width, 1), a.b_down = values_of<T>(b_down);
+    a.wqkv = weights(wqkv, wqkv_scale, width, (heads + 2 * key_heads) * head_dim, 1), a.bqkv = values_of<T>(bqkv);
+    a.wo = weights(wo, wo_scale, heads * head_dim, width, 1), a.bo = values_of<T>(bo);
+    a.w_up = weights(w_up, w_up_scale, width, ffn, gated ? 2 : 1), a.b_up = values_of<T>(b_up);
+    a.w_down = weights(w_down, w_down_scale, ffn, width, 1), a.b_down = values_of<T>(b_down);
     a.eps = eps, a.offset = offset, a.layer_norm = layer_norm != 0, a.gated = gated != 0;
     a.activation = static_cast<Activation>(activation);
     a.rules = Rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+    if (error.failure()) return error;
     run_layer(pool, a);
     return ffi::Error::Success();
   };
-  const bool is_int8 = wqkv.element_type() == ffi::S8;
-  if (cache.element_type() == ffi::F32)
-    return is_int8 ? run(static_cast<float*>(nullptr), static_cast<const int8_t*>(nullptr))
-                   : run(static_cast<float*>(nullptr), static_cast<const float*>(nullptr));
+  const auto run_stored = [&](auto* elements) {
+    using T = std::remove_pointer_t<decltype(elements)>;
+    if (wqkv.element_type() == ffi::U8) return run(elements, static_cast<const Integers*>(nullptr));
+    if (wqkv.element_type() == ffi::S8) return run(elements, static_cast<const int8_t*>(nullptr));
+    return run(elements, static_cast<const T*>(nullptr));
+  };
+  if (cache.element_type() == ffi::F32) return run_stored(static_cast<float*>(nullptr));
 #ifdef APT_PAIRS
-  if (cache.element_type() == ffi::BF16)
-    return is_int8 ? run(static_cast<Bf16*>(nullptr), static_cast<const int8_t*>(nullptr))
-                   : run(static_cast<Bf16*>(nullptr), static_cast<const Bf16*>(nullptr));
+  if (cache.element_type() == ffi::BF16) return run_stored(static_cast<Bf16*>(nullptr));
 #endif
   return ffi::Error::InvalidArgument("decode_layer: float32, or bfloat16 where the CPU has dot products of it");
 }

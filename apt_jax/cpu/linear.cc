@@ -72,7 +72,7 @@ constexpr bool kOnTiles = std::is_same_v<Rows, const Bf16*>;
 const float* floats(const ffi::Buffer<ffi::F32>& values) { return values.element_count() ? values.typed_data() : nullptr; }
 
 // What becomes of the sums of a panel of two matrices: activate(gate) * up.
-template <typename Out>
+template <typename Out, int64_t kHalf = kPanel / 2>
 struct Gate {
   Out* out;
   int64_t outputs;
@@ -80,7 +80,6 @@ struct Gate {
   Activation activation;
 
   void operator()(int64_t row, int64_t first, const float* sums) const {
-    constexpr int64_t kHalf = kPanel / 2;
     const int64_t count = std::min(kHalf, outputs - first);
     for (int64_t i = 0; i < count; i += kLanes) {
       const int64_t mine = std::min<int64_t>(kLanes, count - i);

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int32
 from apt_jax.cpu import build
 from apt_jax.ops import linear, sampling, xla_decode, xla_prefill
 from apt_jax.ops.reference import LogitModifiers
-from apt_jax.ops.weights import NormParams, PreNormLayer, QuantizedMatrix, TiledMatrix
+from apt_jax.ops.weights import IntegerTiles, NormParams, PreNormLayer, QuantizedMatrix, TiledMatrix
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu": 3}
@@ -22,7 +22,7 @@ _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu": 3}
 
 def dense(
     x: Float[Array, "T I"],
-    w: Array | TiledMatrix,
+    w: Array | TiledMatrix | IntegerTiles,
     scale: Float[Array, " O"] | None = None,
     *,
     bias: Float[Array, " O"] | None = None,
@@ -30,14 +30,14 @@ def dense(
     dtype: Any = jnp.float32,
     live: Int32[Array, ""] | None = None,
 ) -> Float[Array, "T O"]:
-    """See `linear.dense`. Ours for a `TiledMatrix`; of `live` rows, where given, and zeros for those behind."""
-    if not isinstance(w, TiledMatrix):
+    """See `linear.dense`. Ours for matrices in tiles; of `live` rows, where given, and zeros for those behind."""
+    if not isinstance(w, TiledMatrix | IntegerTiles):
         return linear.dense(x, w, scale, bias=bias, activation=activation, dtype=dtype)
     if activation not in _ACTIVATIONS or dtype not in _DTYPES:
         out = dense(x, w, bias=bias, live=live)
         return (out if activation is None else linear.activate(out, activation)).astype(dtype)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype)
-    call = jax.ffi.ffi_call("apt_dense", out)
+    call = jax.ffi.ffi_call("apt_dense" + _suffix(w), out)
     if bias is not None and bias.dtype not in _DTYPES:
         bias = bias.astype(jnp.float32)
     return call(_live(live), *_product(x, w), _or_empty(bias), activation=np.int64(_ACTIVATIONS[activation]))
@@ -45,17 +45,17 @@ def dense(
 
 def dense_argmax(
     x: Float[Array, "T I"],
-    w: Array | TiledMatrix,
+    w: Array | TiledMatrix | IntegerTiles,
     scale: Float[Array, " O"] | None = None,
     *,
     live: Int32[Array, ""] | None = None,
 ) -> tuple[Int32[Array, " T"], Bool[Array, " T"]]:
     """`sampling.greedy(dense(x, w, scale))` of `live` rows, where given; the products are not written."""
-    if not isinstance(w, TiledMatrix):
+    if not isinstance(w, TiledMatrix | IntegerTiles):
         return sampling.greedy(linear.dense(x, w, scale))
     rows = (x.shape[0],)
     out = (jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.bool_))
-    call = jax.ffi.ffi_call("apt_dense_argmax", out)
+    call = jax.ffi.ffi_call("apt_dense_argmax" + _suffix(w), out)
     tokens, trusted = call(_live(live), *_product(x, w), outputs=np.int64(w.shape[0]))
     return tokens, trusted
 
@@ -64,10 +64,16 @@ def _live(live: Array | None) -> Array:
     return jnp.zeros((0,), jnp.int32) if live is None else live.reshape(1)
 
 
-def _product(x: Array, w: TiledMatrix) -> tuple[Array, Array, Array]:
+def _suffix(w: TiledMatrix | IntegerTiles) -> str:
+    return "_integer" if isinstance(w, IntegerTiles) else ""
+
+
+def _product(x: Array, w: TiledMatrix | IntegerTiles) -> tuple[Array, Array, Array]:
     """Rows in a dtype that the kernels multiply with, values and scales of the weights."""
-    if w.scale is None or x.dtype not in _DTYPES:
-        x = x.astype(jnp.float32 if w.scale is not None else w.values.dtype)
+    if isinstance(w, TiledMatrix) and w.scale is None:
+        x = x.astype(w.values.dtype)
+    elif x.dtype not in _DTYPES:
+        x = x.astype(jnp.float32)
     return x, w.values, _or_empty(w.scale)
 
 
@@ -77,16 +83,16 @@ def _or_empty(a: Array | None) -> Array:
 
 def gated(
     x: Float[Array, "T I"],
-    w: Array | QuantizedMatrix | TiledMatrix,
+    w: Array | QuantizedMatrix | TiledMatrix | IntegerTiles,
     activation: str,
     *,
     live: Int32[Array, ""] | None = None,
 ) -> Float[Array, "T F"]:
     """`activate(x @ gate.T) * (x @ up.T)`, gate and up the halves of `w` (2 F, I), in the dtype of `x`."""
     width = w.shape[0] // 2
-    if isinstance(w, TiledMatrix) and width % 16 == 0 and activation in _ACTIVATIONS:
+    if isinstance(w, TiledMatrix | IntegerTiles) and width % 16 == 0 and activation in _ACTIVATIONS:
         x, values, scale = _product(x, w)
-        call = jax.ffi.ffi_call("apt_gated", jax.ShapeDtypeStruct((x.shape[0], width), x.dtype))
+        call = jax.ffi.ffi_call("apt_gated" + _suffix(w), jax.ShapeDtypeStruct((x.shape[0], width), x.dtype))
         return call(_live(live), x, values, scale, activation=np.int64(_ACTIVATIONS[activation]))
     both = dense(x, w.values, w.scale) if isinstance(w, QuantizedMatrix) else dense(x, w, live=live)
     return (linear.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
@@ -268,16 +274,23 @@ def prefill(
     return lax.cond(jnp.any(hidden & (prefix_lens > 0) & live), of_xla, ours)
 
 
+def _are_tiles(matrices: tuple[Any, ...]) -> bool:
+    """True if all are in tiles of one kind."""
+    tiled = any(all(isinstance(w, kind) for w in matrices) for kind in (TiledMatrix, IntegerTiles))
+    return tiled and len({w.values.dtype for w in matrices}) == 1
+
+
 def takes_layer(layer: PreNormLayer, dtype: Any) -> bool:
-    """True if `decode_layer` computes such a layer of rows in `dtype`: its weights are in tiles of one dtype."""
+    """True if `decode_layer` computes such a layer of rows in `dtype`: its weights are in tiles, of one dtype
+    or of integers."""
     matrices = (layer.wqkv, layer.wo, layer.w_up, layer.w_down)
     offered = dtype == jnp.float32 or (dtype == jnp.bfloat16 and build.has_pairs() and not build.has_tiles())
-    if not (offered and layer.activation in _ACTIVATIONS and all(isinstance(w, TiledMatrix) for w in matrices)):
+    if not (offered and layer.activation in _ACTIVATIONS and _are_tiles(matrices)):
         return False
     if layer.gated and layer.b_up is not None:
         return False
     sizes = (layer.wo.shape[0], layer.num_heads * layer.head_dim, layer.w_down.shape[1])
-    return len({w.values.dtype for w in matrices}) == 1 and all(n % 16 == 0 for n in sizes)
+    return all(n % 16 == 0 for n in sizes)
 
 
 def decode_layer(
@@ -309,7 +322,7 @@ def decode_layer(
     def norm(n: NormParams) -> tuple[Array, Array]:
         return given(n.scale), given(n.bias)
 
-    def matrix(w: TiledMatrix) -> tuple[Array, Array]:
+    def matrix(w: TiledMatrix | IntegerTiles) -> tuple[Array, Array]:
         return w.values, _or_empty(w.scale)
 
     no_turns = jnp.zeros((0, 0), jnp.float32)

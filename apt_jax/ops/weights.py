@@ -1,11 +1,13 @@
 """Weights as the ops take them: norms, and matrices that are quantized or laid out in tiles."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
-from jax import Array
-from jaxtyping import Int32, Shaped
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int32, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -48,11 +50,131 @@ class TiledMatrix:
     """(O, I)"""
 
 
+GROUP = 32
+"""Inputs that share a scale in a `GroupedMatrix`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedMatrix:
+    """A matrix of integers with a scale for every 32 inputs of an output, as GGUF files have them: `values * scale`,
+    with eight subtracted from values of four bits, or `minimum` added to the product."""
+
+    values: Any
+    """(O, I / 32, 32) int8, or (O, I / 32, 16) uint8 of two inputs of four bits: inputs 0 to 15 of a group in the low
+    halves and 16 to 31 in the high ones"""
+    scale: Any
+    """(O, I / 32) float16"""
+    minimum: Any
+    """(O, I / 32) float16 or None"""
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    """(O, I), or of more axes whose product O is"""
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Bits of a value, and whether there are minima: matrices of one kind can be joined."""
+        return 8 if self.values.shape[-1] == GROUP else 4, self.minimum is not None
+
+    def dequantized(self, dtype: Any) -> Float[Array, "O I"]:
+        """The weights that the integers stand for."""
+        return _grouped_rows(self.values, self.scale, self.minimum).astype(dtype)
+
+    def rows(self, rows: Int32[Array, " T"]) -> Float[Array, "T I"]:
+        """Rows of `dequantized`, float32."""
+        return _grouped_rows(self.values[rows], self.scale[rows], None if self.minimum is None else self.minimum[rows])
+
+
+def _grouped_rows(values: Array, scale: Array, minimum: Array | None) -> Array:
+    """Groups (T, I / 32, 16 or 32) as rows (T, I) of float32."""
+    if values.shape[-1] != GROUP:
+        values = jnp.concatenate([values & 15, values >> 4], axis=-1)
+    numbers = values.astype(jnp.float32)
+    if values.dtype == jnp.uint8 and minimum is None:
+        numbers = numbers - 8
+    out = numbers * scale.astype(jnp.float32)[..., None]
+    if minimum is not None:
+        out = out + minimum.astype(jnp.float32)[..., None]
+    return out.reshape(values.shape[0], -1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntegerTiles:
+    """A `GroupedMatrix` or `QuantizedMatrix` laid out in tiles for products of integers on CPUs."""
+
+    values: Any
+    """(O / 16, I / 32, B) uint8: tiles of 16 outputs and 32 inputs in `B` bytes. Of grouped matrices scales of the
+    outputs come first, then their minima, float16. Words of 64 bytes follow: four inputs of each output, unsigned; in
+    four bits inputs 4 i to 4 i + 3 are the low halves of word i, those 16 further the high halves. int8 has 128 added."""
+    scale: Any
+    """(O,) float32 of a `QuantizedMatrix`, else None"""
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    """(O, I)"""
+
+    def rows(self, rows: Int32[Array, " T"]) -> Float[Array, "T I"]:
+        """Rows of the matrix, float32."""
+        count = rows.shape[0]
+        _, steps, size = self.values.shape
+        head = 64 if size == _BYTES_WITH_MINIMA else size % 64
+        words = (size - head) // 64
+
+        def bytes_at(places: Array) -> Array:
+            """Bytes (T, steps, n) at places (T, n) of the tiles of every row."""
+            return self.values[(rows // 16)[:, None, None], jnp.arange(steps)[None, :, None], places[:, None, :]]
+
+        def halves(start: int) -> Array:
+            two = bytes_at(start + (rows % 16)[:, None] * 2 + jnp.arange(2))
+            return lax.bitcast_convert_type(two, jnp.float16)
+
+        byte = jnp.arange(words * 4)
+        values = bytes_at(head + (rows % 16)[:, None] * 4 + byte // 4 * 64 + byte % 4)
+        if words == 8:
+            values = lax.bitcast_convert_type(values ^ 128, jnp.int8)
+        if self.scale is None:
+            minimum = halves(32) if head == 64 else None
+            return _grouped_rows(values, halves(0), minimum)[:count, : self.shape[1]]
+        out = values.astype(jnp.float32) * self.scale[rows].astype(jnp.float32)[:, None, None]
+        return out.reshape(count, -1)[:, : self.shape[1]]
+
+
+_BYTES_WITH_MINIMA = 64 + 256
+
+
+def tile_integers(w: GroupedMatrix | QuantizedMatrix) -> IntegerTiles:
+    """The tiled layout of a matrix of integers."""
+    if isinstance(w, QuantizedMatrix):
+        groups = jnp.pad(w.values, ((0, 0), (0, -w.values.shape[1] % GROUP)))
+        tiles = _tiles(groups.reshape(groups.shape[0], -1, GROUP), None, None)
+        return IntegerTiles(values=tiles, scale=w.scale, shape=(w.shape[0], w.shape[1]))
+    shape = (math.prod(w.shape[:-1]), w.shape[-1])
+    return IntegerTiles(values=_tiles(w.values, w.scale, w.minimum), scale=None, shape=shape)
+
+
+@jax.jit
+def _tiles(values: Array, scale: Array | None, minimum: Array | None) -> Array:
+    outputs, steps, size = values.shape
+    blocks = -(-outputs // 16)
+
+    def padded(a: Array) -> Array:
+        a = jnp.pad(a, ((0, blocks * 16 - outputs), *([(0, 0)] * (a.ndim - 1))))
+        return a.reshape(blocks, 16, *a.shape[1:])
+
+    if values.dtype == jnp.int8:
+        values = lax.bitcast_convert_type(values, jnp.uint8) ^ 128
+    words = padded(values).reshape(blocks, 16, steps, size // 4, 4).transpose(0, 2, 3, 1, 4)
+    parts = [words.reshape(blocks, steps, -1)]
+    for halves in (minimum, scale):
+        if halves is not None:
+            two = lax.bitcast_convert_type(padded(halves).transpose(0, 2, 1), jnp.uint8)
+            parts.insert(0, two.reshape(blocks, steps, 32))
+    return jnp.concatenate(parts, axis=-1)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreNormLayer:
     """A decoder layer that norms before attention and before its feed-forward, with nothing between them and their
-    products but biases, rotation and an activation. Matrices may be `QuantizedMatrix` or `TiledMatrix`."""
+    products but biases, rotation and an activation. Matrices may be `QuantizedMatrix`, `TiledMatrix` or such of integers."""
 
     attn_norm: NormParams
     wqkv: Any
