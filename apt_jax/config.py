@@ -49,7 +49,7 @@ class SLO:
         _require_seconds("slo tbt_s", self.tbt_s)
 
 
-Quantization = Literal["int8"] | None
+Quantization = Literal["int8", "gguf"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,9 +162,11 @@ class EngineConfig:
     """Maximum length of prompt plus output in tokens (default: the model's limit)."""
     served_model_name: str | None = option(None, metavar="NAME")
     """Model name that requests use (default: MODEL)."""
-    quantization: Quantization = option(None, metavar="int8", rule="be int8, or None for weights as they are")
-    """Weight quantization, half the memory of bfloat16; products and cache keep their dtype (default: none;
-    docs/models.md)."""
+    quantization: Quantization = option(
+        None, metavar="{int8,gguf}", rule="be int8, gguf, or None for weights as they are"
+    )
+    """Weights as integers: int8, half the memory of bfloat16, or gguf, as a GGUF file has them; the cache keeps its
+    dtype (default: none; docs/models.md)."""
     attention_backend: str | None = option(None, metavar="NAME")
     """Implementation of the attention kernels, see docs/kernels.md (default: the platform's)."""
     seed: int = option(0, metavar="SEED", low=0, high=2**32 - 1, rule="lie in [0, 2**32)")

@@ -53,7 +53,7 @@ from apt_jax.executor.warm_up import warm_up
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.params import ModelParams
-from apt_jax.models.quantize import quantize_params
+from apt_jax.models.quantize import quantize_params, widen_keys
 from apt_jax.models.weight_layout import by_layers, fuse_products, tile_params
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
@@ -75,7 +75,8 @@ class JaxExecutor:
             step with both is two programs, one after another (one that computes all rows as chunks where some sample
             under a mask). None: where decode attention is a kernel of its own.
         attention: implementation, or its name for `apt_jax.backends.attention_ops`; None: the platform's default.
-        quantization: "int8": see `models.quantize`; None: weights as they are.
+        quantization: "int8": see `models.quantize`; "gguf": matrices that are a `GroupedMatrix` stay integers; None:
+            weights as they are.
         mesh: of the devices that share the model, from `models.sharding.tensor_mesh`; None: one.
         conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`),
             where both kinds are offered. Without it `can_convert` is False.
@@ -128,7 +129,7 @@ class JaxExecutor:
         absorbs = hidden and cache.hidden_attention != "reproject"
         self.hidden_mode: HiddenMode | None = config.hidden_mode if absorbs else None
         # One that this process can ask.
-        self.device = mesh.local_devices[0] if mesh else next(iter(params.embed.devices()))
+        self.device = mesh.local_devices[0] if mesh else next(iter(jax.tree.leaves(params.embed)[0].devices()))
         self.platform: str = self.device.platform
         if mesh is not None and self.platform == "cpu":
             # Devices that a CPU plays are for tests; kernels there own all of its threads.
@@ -142,7 +143,7 @@ class JaxExecutor:
         self.mixed = not ops.branches if mixed is None else mixed
         if mesh is None:
             self.params, specs = (
-                self._prepared(params, tiles=ops.tiles and params.dtype in (jnp.float32, jnp.bfloat16)),
+                self._prepared(params, ops),
                 None,
             )
         else:
@@ -197,16 +198,20 @@ class JaxExecutor:
                 raise self._memory.shortage(self.num_blocks, free) from error
             raise
 
-    def _prepared(self, params: ModelParams, *, tiles: bool) -> ModelParams:
+    def _prepared(self, params: ModelParams, ops: KernelBackend) -> ModelParams:
         """The weights as one device computes with them."""
-        hidden = self.kinds_offered.hidden
+        hidden, dtype = self.kinds_offered.hidden, params.dtype
+        tiles = ops.tiles and dtype in (jnp.float32, jnp.bfloat16)
+        integers = ops.integer_products or dtype == jnp.float32
 
         def prepared(params: ModelParams) -> ModelParams:
             if self.platform == "cpu":
                 params = fuse_products(params, keep=hidden)
-            if self.quantization is not None:
+            if self.quantization == "int8":
                 params = quantize_params(params, keep=hidden)
-            return tile_params(params, keep=hidden) if tiles else params
+            if self.quantization == "gguf" and hidden:
+                params = widen_keys(params, dtype)
+            return tile_params(params, keep=hidden, integers=integers) if tiles else params
 
         return by_layers(params, prepared)
 

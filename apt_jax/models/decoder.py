@@ -45,7 +45,15 @@ from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.linear import activate, dense, project_kv
 from apt_jax.ops.reference import KeyNorm
-from apt_jax.ops.weights import NormParams, PreNormLayer, QuantizedMatrix, TiledMatrix, rows_of
+from apt_jax.ops.weights import (
+    GroupedMatrix,
+    IntegerTiles,
+    NormParams,
+    PreNormLayer,
+    QuantizedMatrix,
+    TiledMatrix,
+    rows_of,
+)
 from apt_jax.ops.xla_common import fetch_blocks
 
 
@@ -82,6 +90,8 @@ def embed(
         mine = (index >= 0) & (index < h.shape[0])
         rows = jnp.where(mine[:, None], h[jnp.where(mine, index, 0)], jnp.zeros((), h.dtype))
         h = tensor.sum(rows)
+    elif isinstance(h, GroupedMatrix | IntegerTiles):
+        h = h.rows(token_ids).astype(params.dtype)
     elif isinstance(h, QuantizedMatrix | TiledMatrix):
         rows = h.values[token_ids] if isinstance(h, QuantizedMatrix) else rows_of(h, token_ids)
         if h.scale is not None:

@@ -72,7 +72,7 @@ class LayerParams:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelParams:
     """A whole model. `D'` is the width of the token embeddings (D unless the model projects them). Matrices may be
-    `QuantizedMatrix` or `TiledMatrix`, flattened to (outputs, inputs)."""
+    one of `ops.weights.FLAT_MATRICES`, flattened to (outputs, inputs)."""
 
     embed: Any
     """(V, D')"""
@@ -206,6 +206,12 @@ def dummy_params(
         return jax.make_array_from_callback(shape, where, values.__getitem__).block_until_ready()
 
     return _build(config, leaf)
+
+
+def is_matrix(name: str) -> bool:
+    """True for leaves of `param_names` that rows are multiplied with, and for the token embeddings."""
+    field = name.rsplit(".", 1)[-1]
+    return field in ("embed", "head", "project_in", "project_out", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
 
 def is_norm_scale(name: str) -> bool:

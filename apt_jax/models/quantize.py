@@ -1,10 +1,11 @@
-"""Weights as int8 with a scale for each output ("weight-only"): half the bytes of bfloat16, read whole at every decode
-step.
+"""Weights as int8 with a scale for each output, half the bytes of bfloat16, which are read whole at every decode step;
+and what matrices of integers must be widened for.
 
 Activations, norms, biases, position tables and the cache stay as they are. Scales and rounding are qwix's (symmetric,
 the largest weight of an output is 127.5 steps). Products take the integers as they are and scale the results.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Float
 from apt_jax.errors import ConfigError
 from apt_jax.models.params import ModelParams
 from apt_jax.models.weight_layout import map_matrices
-from apt_jax.ops.weights import QuantizedMatrix
+from apt_jax.ops.weights import GroupedMatrix, QuantizedMatrix
 
 
 @jax.jit
@@ -51,3 +52,14 @@ def quantize_params(params: ModelParams, *, keep: bool) -> ModelParams:
         return dequantize(_quantize(w.reshape(-1, w.shape[-1])), w.dtype).reshape(w.shape)
 
     return map_matrices(params, _quantize, keep=effective if keep else None)
+
+
+def widen_keys(params: ModelParams, dtype: Any) -> ModelParams:
+    """wk and wv of a `GroupedMatrix` as what its integers stand for, in `dtype`: attention over layer inputs absorbs or
+    reprojects with them by themselves."""
+
+    def widened(w: Any) -> Any:
+        return w.dequantized(dtype).reshape(w.shape) if isinstance(w, GroupedMatrix) else w
+
+    layers = [dataclasses.replace(layer, wk=widened(layer.wk), wv=widened(layer.wv)) for layer in params.layers]
+    return dataclasses.replace(params, layers=tuple(layers))

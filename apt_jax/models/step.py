@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int32
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.sharding import TensorParallel
 from apt_jax.ops.backend import KernelBackend
-from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix
+from apt_jax.ops.weights import FLAT_MATRICES, NormParams, QuantizedMatrix
 
 
 @jax.tree_util.register_dataclass
@@ -87,13 +87,13 @@ Product = Callable[..., Array]
 
 def apply_dense(
     x: Float[Array, "T I"],
-    w: Float[Array, "O I"] | QuantizedMatrix | TiledMatrix,
+    w: Any,
     b: Float[Array, " O"] | None,
     product: Product,
     activation: str | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T O"]:
-    """`activate(x @ w.T + b)` in `dtype`, by the platform's product."""
+    """`activate(x @ w.T + b)` in `dtype`, by the platform's product; w (O, I), an array or one of `FLAT_MATRICES`."""
     return product(x, *product_args(w), bias=b, activation=activation, dtype=dtype)
 
 
@@ -110,15 +110,15 @@ def apply_dense_summed(
     return out if b is None else out + b.astype(jnp.float32)[None, :]
 
 
-def product_args(w: Array | QuantizedMatrix | TiledMatrix) -> tuple[Any, ...]:
-    """The weight arguments of a product: a matrix, or integers and their scales."""
+def product_args(w: Any) -> tuple[Any, ...]:
+    """The weight arguments of a product: a matrix, or integers and their scales, one an output."""
     return (w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)
 
 
 def flatten_inputs(w: Any, inputs_from: int) -> Any:
     """A matrix as (outputs, inputs); axes from `inputs_from` on are inputs. Quantized and tiled ones are flat
     already."""
-    if isinstance(w, QuantizedMatrix | TiledMatrix):
+    if isinstance(w, FLAT_MATRICES):
         return w
     return w.reshape(math.prod(w.shape[:inputs_from]), -1)
 

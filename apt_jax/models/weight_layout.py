@@ -1,7 +1,7 @@
 """Layouts of a model's weights that make products faster: fused projections, and tiles for CPUs."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,14 @@ from jax import Array
 
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams
-from apt_jax.ops.weights import PreNormLayer, QuantizedMatrix, TiledMatrix
+from apt_jax.ops.weights import (
+    GroupedMatrix,
+    IntegerTiles,
+    PreNormLayer,
+    QuantizedMatrix,
+    TiledMatrix,
+    tile_integers,
+)
 
 
 def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
@@ -20,32 +27,52 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
     Args:
         keep: leave wq, wk and wv as well: hidden rows need only q, and absorption needs wk and wv by themselves. The
             copies add a quarter to the layers' memory (less with grouped queries).
+
+    Matrices of integers stay apart where they are not of one kind.
     """
+
+    def joins(*leaves: Any) -> bool:
+        kinds = {w.kind if isinstance(w, GroupedMatrix) else None for w in leaves}
+        return len(kinds) == 1
 
     def join(*leaves: Any) -> Any:
         if leaves[0] is None:
             return None
+        if isinstance(leaves[0], GroupedMatrix):
+            return join_groups(leaves)
         return jnp.concatenate([w.reshape(-1, *w.shape[2:]) if w.ndim == 3 else w.reshape(-1) for w in leaves])
 
     def fused(layer: LayerParams) -> LayerParams:
-        layer = dataclasses.replace(
-            layer,
-            wqkv=join(layer.wq, layer.wk, layer.wv),
-            bqkv=join(layer.bq, layer.bk, layer.bv),
-        )
-        if not keep:
-            layer = dataclasses.replace(layer, wq=None, wk=None, wv=None, bq=None, bk=None, bv=None)
-        if layer.w_gate is None:
+        if joins(layer.wq, layer.wk, layer.wv):
+            layer = dataclasses.replace(
+                layer,
+                wqkv=join(layer.wq, layer.wk, layer.wv),
+                bqkv=join(layer.bq, layer.bk, layer.bv),
+            )
+            if not keep:
+                layer = dataclasses.replace(layer, wq=None, wk=None, wv=None, bq=None, bk=None, bv=None)
+        if layer.w_gate is None or not joins(layer.w_gate, layer.w_up):
             return layer
         biases = None if layer.b_gate is None else jnp.concatenate([layer.b_gate, layer.b_up])
         return dataclasses.replace(
             layer,
-            w_gate_up=jnp.concatenate([layer.w_gate, layer.w_up]),
+            w_gate_up=join(layer.w_gate, layer.w_up),
             b_gate_up=biases,
             w_gate=None, w_up=None, b_gate=None, b_up=None,
         )  # fmt: skip
 
     return dataclasses.replace(params, layers=tuple(fused(layer) for layer in params.layers))
+
+
+def join_groups(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
+    """One matrix of the outputs of several of one kind."""
+    outputs = sum(w.values.shape[0] for w in matrices)
+
+    def join(*parts: Any) -> Array:
+        return jnp.concatenate(parts)
+
+    parts = [dataclasses.replace(w, shape=(outputs, w.shape[-1])) for w in matrices]
+    return jax.tree.map(join, *parts)
 
 
 def map_matrices(
@@ -110,13 +137,23 @@ def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams])
     return dataclasses.replace(rest, layers=tuple(layers))
 
 
-def tile_params(params: ModelParams, *, keep: bool) -> ModelParams:
-    """Tile all matrices that `map_matrices` visits; with `keep`, wk and wv stay as they are."""
-    return map_matrices(params, tile_matrix, keep=(lambda w: w) if keep else None)
+def tile_params(params: ModelParams, *, keep: bool, integers: bool = False) -> ModelParams:
+    """Tile all matrices that `map_matrices` visits; with `keep`, wk and wv stay as they are.
+
+    Args:
+        integers: int8 as products of integers take it; those with scales of groups always are.
+    """
+
+    def tiled(w: Any) -> TiledMatrix | IntegerTiles:
+        if isinstance(w, GroupedMatrix) or (integers and isinstance(w, QuantizedMatrix)):
+            return tile_integers(w)
+        return tile_matrix(w)
+
+    return map_matrices(params, tiled, keep=(lambda w: w) if keep else None)
 
 
 def tile_matrix(w: Array | QuantizedMatrix) -> TiledMatrix:
-    """The tiled layout of a matrix (outputs, inputs)."""
+    """The tiled layout of a matrix (outputs, inputs) of which products multiply numbers; see `tile_integers`."""
     if isinstance(w, QuantizedMatrix):
         return TiledMatrix(values=_tiled(w.values), scale=w.scale, shape=(w.shape[0], w.shape[1]))
     return TiledMatrix(values=_tiled(w), scale=None, shape=(w.shape[0], w.shape[1]))

@@ -44,6 +44,9 @@ class KernelBackend:
     """`dense` and the ops after it take `live`, the number of rows to compute; those behind are padding and give zeros."""
     tiles: bool = False
     """Products of float32 and bfloat16 take their weights as `models.weight_layout.tile_params` lays them out."""
+    integer_products: bool = False
+    """With `tiles`: products of matrices of integers round rows to 8 bits and multiply integers, faster than widened
+    weights would be."""
     rows_per_tile: int
     """Decode rows that attend together, reading up to the longest of their contexts."""
     extras: frozenset[str]

@@ -8,6 +8,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from apt_jax.ops.reference import KeyNorm, rms_norm_heads, rotate
+from apt_jax.ops.weights import GroupedMatrix
 
 
 def dot(
@@ -23,7 +24,7 @@ def dot(
 
 def dense(
     x: Float[Array, "T I"],
-    w: Array,
+    w: Array | GroupedMatrix,
     scale: Float[Array, " O"] | None = None,
     *,
     bias: Float[Array, " O"] | None = None,
@@ -33,6 +34,8 @@ def dense(
     """`activate(x @ w.T * scale + bias)` in float32, returned in `dtype`; w (O, I), int8 with a `scale`. One 16-bit row
     is padded to two: CPUs have a fast product, but no fast GEMV, for it."""
     rows = x.shape[0]
+    if isinstance(w, GroupedMatrix):
+        w = w.dequantized(x.dtype)
     w = w.astype(x.dtype) if scale is not None else w
     if rows == 1 and w.dtype.itemsize == 2:
         x = jnp.pad(x, ((0, 1), (0, 0)))

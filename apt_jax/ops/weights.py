@@ -202,6 +202,10 @@ class PreNormLayer:
     norm_offset: float = dataclasses.field(metadata={"static": True})
 
 
+FLAT_MATRICES = (QuantizedMatrix, GroupedMatrix, TiledMatrix, IntegerTiles)
+"""Matrices that are no arrays: (outputs, inputs), whatever axes the outputs had."""
+
+
 def rows_of(w: TiledMatrix, rows: Int32[Array, " T"]) -> Shaped[Array, "T I"]:
     """Rows of the matrix, without the scale."""
     values = w.values[rows // 16, :, :, rows % 16]

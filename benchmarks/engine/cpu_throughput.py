@@ -183,7 +183,11 @@ def run_batch(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="opt-125m", help="a known size, random weights (default: opt-125m)")
+    parser.add_argument(
+        "--model", default="opt-125m", help="a known size, or files with --load-format (default: opt-125m)"
+    )
+    parser.add_argument("--load-format", default="dummy", help="of the model (default: dummy, random weights)")
+    parser.add_argument("--quantization", choices=["int8", "gguf"], help="of the weights (default: none)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--cache", nargs="+", default=["kv", "hybrid"], choices=["kv", "hidden", "hybrid"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
@@ -208,7 +212,9 @@ def main() -> int:
     machine: dict[str, Any] = {}
     top = max(args.concurrency)
     for dtype in args.dtype:
-        loaded = load_model(EngineConfig(model=args.model, dtype=dtype, load_format="dummy"))
+        loaded = load_model(
+            EngineConfig(model=args.model, dtype=dtype, load_format=args.load_format, quantization=args.quantization)
+        )
         length = args.prompt_len + args.output_len
         cache = CacheConfig(num_blocks_override=2 * top * (-(-length // 16) + 1))
         start = time.perf_counter()
@@ -219,6 +225,7 @@ def main() -> int:
             max_num_seqs=top,
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_model_len=max(256, length),
+            quantization=args.quantization,
         )
         bars = ProgressBars()
         executor.warm_up(functools.partial(bars, f"compiling {dtype}"))

@@ -74,7 +74,11 @@ def table(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="opt-125m", help="a known size, random weights (default: opt-125m)")
+    parser.add_argument(
+        "--model", default="opt-125m", help="a known size, or files with --load-format (default: opt-125m)"
+    )
+    parser.add_argument("--load-format", default="dummy", help="of the model (default: dummy, random weights)")
+    parser.add_argument("--quantization", choices=["int8", "gguf"], help="of the weights (default: none)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--cache", default="kv", choices=["kv", "hidden"])
     parser.add_argument("--step", action="append", help="ROWSxTOKENS@CACHED, parts joined by +; may be repeated")
@@ -84,10 +88,12 @@ def main() -> int:
     steps = args.step or ["1x1@160", "8x1@160", "32x1@160", "64x1@160", "1x1024@0", "24x1@160+1x400@0"]
     found = []
     for dtype in args.dtype:
-        loaded = load_model(EngineConfig(model=args.model, dtype=dtype, load_format="dummy"))
+        loaded = load_model(
+            EngineConfig(model=args.model, dtype=dtype, load_format=args.load_format, quantization=args.quantization)
+        )
         executor = JaxExecutor(
             loaded.params, loaded.config, cache=CacheConfig(num_blocks_override=2000), max_num_seqs=64,
-            max_num_batched_tokens=2048, max_model_len=2048,
+            max_num_batched_tokens=2048, max_model_len=2048, quantization=args.quantization,
         )  # fmt: skip
         rates = machine_rates(dtype)
         print(

@@ -38,7 +38,7 @@ from apt_jax.models.loading.checkpoint import (
     open_checkpoint,
     read_json,
 )
-from apt_jax.models.loading.gguf.model import open_gguf
+from apt_jax.models.loading.gguf.model import GgufCheckpoint, open_gguf
 from apt_jax.models.loading.orbax_format import DTYPES, OrbaxCheckpoint
 from apt_jax.models.loading.resolve import (
     ModelFormat,
@@ -46,7 +46,8 @@ from apt_jax.models.loading.resolve import (
     read_model_config,
     resolve_model,
 )
-from apt_jax.models.params import ModelParams, abstract_params, dummy_params, param_names
+from apt_jax.models.params import ModelParams, abstract_params, dummy_params, is_matrix, param_names
+from apt_jax.ops.weights import GroupedMatrix
 
 LeafSharding = Callable[[ModelConfig, str], jax.sharding.Sharding | None]
 """Target sharding of a leaf of a model's parameters (``layers.3.wq``); None: on the default device."""
@@ -130,9 +131,12 @@ def free_memory_bytes(device: Any = None) -> int | None:
         return None
 
 
-def _check_memory(config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None = None) -> None:
-    """Raises ModelLoadError where the weights of a device, or of all that the host plays, take more than is free."""
-    needed, free, share = config.num_params * dtype.itemsize, free_memory_bytes(), ""
+def _check_memory(
+    config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None = None, saved: int = 0
+) -> None:
+    """Raises ModelLoadError where the weights of a device, or of all that the host plays, take more than is free: `saved`
+    bytes fewer than in `dtype`."""
+    needed, free, share = config.num_params * dtype.itemsize - saved, free_memory_bytes(), ""
     if sharding is not None and jax.local_devices()[0].platform != "cpu":
         needed, share = 0, " of each device"
         leaves = jax.tree.leaves(abstract_params(config, dtype))
@@ -308,6 +312,29 @@ def _restored(
     return array
 
 
+def _is_grouped(checkpoint: Checkpoint, leaf: _Leaf) -> bool:
+    """True if a leaf is a matrix that can stay as integers."""
+    if leaf.stored is None or not is_matrix(leaf.leaf) or not isinstance(checkpoint, GgufCheckpoint):
+        return False
+    return checkpoint.is_grouped(leaf.stored)
+
+
+def _grouped(checkpoint: Checkpoint, leaf: _Leaf) -> GroupedMatrix:
+    """A leaf of `_is_grouped`, its integers as they are stored."""
+    assert leaf.stored is not None
+    assert leaf.source is not None
+    assert isinstance(checkpoint, GgufCheckpoint)
+    values, scale, minimum = checkpoint.groups(leaf.stored)
+    if leaf.source.take is not None:  # some of the rows: take says which
+        numbers = np.broadcast_to(np.arange(values.shape[0])[:, None], leaf.source.shape)
+        rows = leaf.source.take(numbers)[..., 0].reshape(-1)
+        values, scale, minimum = values[rows], scale[rows], None if minimum is None else minimum[rows]
+    outputs = values.shape[0]
+    shape = leaf.shape if leaf.shape[-1] == leaf.source.shape[-1] else (outputs, leaf.source.shape[-1])
+    minima = None if minimum is None else _put(minimum, None)
+    return GroupedMatrix(values=_put(values, None), scale=_put(scale, None), minimum=minima, shape=shape)
+
+
 def _load_params(
     checkpoint: Checkpoint,
     family: ModelFamily,
@@ -316,9 +343,16 @@ def _load_params(
     dtype: np.dtype[Any],
     path: Path,
     sharding: LeafSharding | None = None,
+    *,
+    keep_integers: bool = False,
 ) -> ModelParams:
     leaves, tied_head = _match(checkpoint, family, config, fields, path)
-    _check_memory(config, dtype, sharding)
+    grouped = {leaf.leaf for leaf in leaves if keep_integers and _is_grouped(checkpoint, leaf)}
+    sizes = [(math.prod(leaf.shape), checkpoint.tensors[leaf.stored or ""]) for leaf in leaves if leaf.leaf in grouped]
+    saved = sum(n * dtype.itemsize - n * info.num_bytes // math.prod(info.shape) for n, info in sizes)
+    _check_memory(config, dtype, sharding, saved)
+    if keep_integers and not grouped:
+        _logger.warning("%s: has no matrix in Q4_0, Q4_1 or Q8_0; all weights become %s", path, dtype.name)
     if tied_head is not None:
         embed = next(leaf.stored for leaf in leaves if leaf.leaf == "embed")
         assert embed is not None
@@ -326,7 +360,7 @@ def _load_params(
             raise ModelLoadError(
                 f"{path}: {tied_head!r} differs from {embed!r}, but config.json says that they are tied (tie_word_embeddings)"
             )
-    arrays: dict[str, jax.Array] = {}
+    arrays: dict[str, Any] = {}
     stored = {leaf.stored for leaf in leaves if leaf.stored is not None}
     total = sum(checkpoint.tensors[name].num_bytes for name in stored)
     # disable=None: shown on a terminal only.
@@ -350,6 +384,12 @@ def _load_params(
             where = None if sharding is None else sharding(config, leaf.leaf)
             if leaf.stored is None:
                 arrays[leaf.leaf] = _put(np.full(leaf.shape, leaf.constant, dtype), where)
+                continue
+            if leaf.leaf in grouped:
+                arrays[leaf.leaf] = _grouped(checkpoint, leaf)
+                if leaf.stored != last_name:
+                    last, last_name = None, leaf.stored
+                    bar.update(checkpoint.tensors[leaf.stored].num_bytes)
                 continue
             array = _restored(checkpoint, leaf, dtype, path, where)
             if array is None:
@@ -376,15 +416,21 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
         sharding: where each leaf goes; each is moved there directly, in its shards. None: to the default device.
 
     Returns:
-        The parameters, every leaf in `config.dtype`.
+        The parameters, every leaf in `config.dtype`; with `quantization="gguf"` matrices of Q4_0, Q4_1 and Q8_0 are a
+        `GroupedMatrix`.
 
     Raises:
         ModelLoadError: one line that says which file or field is wrong and why.
     """
     dummy = config.load_format == "dummy"
+    keep_integers = config.quantization == "gguf"
     resolved = resolve_model(config.model, allow_preset=dummy)
     fields, path = resolved.fields, resolved.path
     where = config.model if path is None else os.fspath(path)
+    if keep_integers and (dummy or resolved.format != "gguf"):
+        raise ModelLoadError(
+            f"{where}: quantization='gguf' keeps the integers of a GGUF file, and these weights come from none (--quantization)"
+        )
     try:
         family, model_config = read_model_config(fields, config.max_model_len)
         eos_token_ids = _eos_token_ids(path, model_config, fields)
@@ -408,7 +454,9 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
         assert path is not None
         with open_weights(resolved, config.load_format) as checkpoint:
             weights = storage(checkpoint)
-            params = _load_params(checkpoint, family, model_config, fields, dtype, path, sharding)
+            params = _load_params(
+                checkpoint, family, model_config, fields, dtype, path, sharding, keep_integers=keep_integers
+            )
     return LoadedModel(
         config=model_config,
         params=params,

@@ -248,6 +248,23 @@ class GgufFile:
                 f"{self.path}: tensor {name!r:.80} is quantised as {info.dtype}, which is not supported"
             ) from None
 
+    def blocks(self, name: str) -> np.ndarray:
+        """A quantised matrix as it is stored: bytes (rows, blocks of a row, bytes of a block).
+
+        Raises:
+            ModelLoadError: the file cannot be read or has become shorter.
+        """
+        stored = self._stored[name]
+        info = stored.info
+        try:
+            assert self._file is not None
+            data = read_bytes(self._file, info.start, info.num_bytes)
+        except OSError as error:
+            raise ModelLoadError(f"{self.path}: cannot be read ({error.strerror or error})") from error
+        if data is None:
+            raise ModelLoadError(f"{self.path}: became shorter while it was read, within {name!r:.80}")
+        return data.reshape(info.shape[0], -1, stored.block_bytes)
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()

@@ -34,6 +34,21 @@ _LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 
 
 @dataclasses.dataclass(frozen=True)
+class _Grouped:
+    """A type of blocks of 32 values: scale, minimum where there is one, values."""
+
+    has_minimum: bool
+    dtype: type[np.generic]
+
+
+_GROUPED = {
+    "Q4_0": _Grouped(has_minimum=False, dtype=np.uint8),
+    "Q4_1": _Grouped(has_minimum=True, dtype=np.uint8),
+    "Q8_0": _Grouped(has_minimum=False, dtype=np.int8),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class _Names:
     """Hugging Face's names of one architecture, without ``.weight`` and ``.bias``."""
 
@@ -561,9 +576,38 @@ class GgufCheckpoint:
         for chunk in self._file.chunks(inner):
             yield chunk - np.asarray(1, chunk.dtype) if add_one else chunk
 
+    def is_grouped(self, name: str) -> bool:
+        """True if `groups` gives the tensor."""
+        info = self.tensors[name]
+        return info.dtype in _GROUPED and len(info.shape) == 2 and not self._transposed(self._inner[name])
+
+    def groups(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Values, scales and minima of a matrix as `ops.weights.GroupedMatrix` has them, outputs in Hugging Face's order.
+
+        Raises:
+            ModelLoadError: the file cannot be read, has become shorter, or holds scales that are not finite.
+        """
+        inner = self._inner[name]
+        blocks = self._file.blocks(inner)
+        blocks = blocks[self._in_order(name, np.arange(blocks.shape[0]))]
+        kind = _GROUPED[self.tensors[name].dtype]
+        head = 4 if kind.has_minimum else 2
+        halves = np.ascontiguousarray(blocks[..., :head]).view(np.dtype("<f2")).astype(np.float16)
+        if not np.isfinite(halves).all():
+            raise ModelLoadError(
+                f"{self._file.path}: tensor {name!r} holds NaN or infinite values; the file is damaged"
+            )
+        values = np.ascontiguousarray(blocks[..., head:]).view(kind.dtype)
+        return values, halves[..., 0], halves[..., 1] if kind.has_minimum else None
+
     def arrange(self, name: str, values: np.ndarray) -> np.ndarray:
         inner = self._inner[name]
-        values = values.reshape(self._file.tensors[inner].shape)
+        values = self._in_order(name, values.reshape(self._file.tensors[inner].shape))
+        return values.T if self._transposed(inner) else values
+
+    def _in_order(self, name: str, values: np.ndarray) -> np.ndarray:
+        """The rows of a tensor in Hugging Face's order."""
+        inner = self._inner[name]
         heads = 0
         if self._arch == "llama" and ".attn_q." in inner:
             heads = self._heads
@@ -575,7 +619,7 @@ class GgufCheckpoint:
         if self._arch in ("gptneox", "bloom") and ".attn_qkv." in inner:
             self._divisible(name, values, 3 * self._heads)
             return _by_head(values, self._heads)
-        return values.T if self._transposed(inner) else values
+        return values
 
     def _divisible(self, name: str, values: np.ndarray, parts: int) -> None:
         if values.shape[0] % parts:
