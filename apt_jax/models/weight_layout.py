@@ -40,20 +40,25 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
             return None
         if isinstance(leaves[0], GroupedMatrix):
             return join_groups(leaves)
-        return jnp.concatenate([w.reshape(-1, *w.shape[2:]) if w.ndim == 3 else w.reshape(-1) for w in leaves])
+        return jnp.concatenate(leaves)
+
+    def join_heads(*leaves: Any) -> Any:
+        if leaves[0] is None or isinstance(leaves[0], GroupedMatrix):
+            return join(*leaves)
+        return jnp.concatenate([w.reshape(-1, *w.shape[2:]) for w in leaves])
 
     def fused(layer: LayerParams) -> LayerParams:
         if joins(layer.wq, layer.wk, layer.wv):
             layer = dataclasses.replace(
                 layer,
-                wqkv=join(layer.wq, layer.wk, layer.wv),
-                bqkv=join(layer.bq, layer.bk, layer.bv),
+                wqkv=join_heads(layer.wq, layer.wk, layer.wv),
+                bqkv=join_heads(layer.bq, layer.bk, layer.bv),
             )
             if not keep:
                 layer = dataclasses.replace(layer, wq=None, wk=None, wv=None, bq=None, bk=None, bv=None)
         if layer.w_gate is None or not joins(layer.w_gate, layer.w_up):
             return layer
-        biases = None if layer.b_gate is None else jnp.concatenate([layer.b_gate, layer.b_up])
+        biases = join(layer.b_gate, layer.b_up)
         return dataclasses.replace(
             layer,
             w_gate_up=join(layer.w_gate, layer.w_up),

@@ -123,10 +123,10 @@ class IntegerTiles:
             return self.values[(rows // 16)[:, None, None], jnp.arange(steps)[None, :, None], places[:, None, :]]
 
         def halves(start: int) -> Array:
-            two = bytes_at(start + (rows % 16)[:, None] * 2 + jnp.arange(2))
+            two = bytes_at(start + (rows % 16)[:, None] * 2 + jnp.arange(2)[None])
             return lax.bitcast_convert_type(two, jnp.float16)
 
-        byte = jnp.arange(words * 4)
+        byte = jnp.arange(words * 4)[None]
         values = bytes_at(head + (rows % 16)[:, None] * 4 + byte // 4 * 64 + byte % 4)
         if words == 8:
             values = lax.bitcast_convert_type(values ^ 128, jnp.int8)

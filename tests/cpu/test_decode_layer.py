@@ -1,6 +1,7 @@
 """A decoder layer in one call does, to the bit, what its parts do one after another."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from apt_jax.models.decoder import decoder_step
 from apt_jax.models.params import ModelParams, dummy_params
 from apt_jax.models.quantize import quantize_params
 from apt_jax.models.step import DecoderBatch, StepOptions
-from apt_jax.models.weight_layout import fuse_products, tile_params
+from apt_jax.models.weight_layout import fuse_products, map_matrices, tile_params
+from tests.support.grouped import in_groups
 from tests.support.paged_driver import CONFIG
 
 build.load()
@@ -34,6 +36,7 @@ VARIANTS: dict[str, ModelConfig] = {
     "soft cap, window": dataclasses.replace(LLAMA, attention_softcap=2.0, layer_windows=(7, None)),
     "alibi": dataclasses.replace(OPT, position="alibi", alibi_slopes=(0.5, 0.25, 0.1, 0.05)),
 }
+_WHOLE_GROUPS = {"heads of 80 lanes": {"num_heads": 2}}
 LENS = (1, 33, 9, 70, 16)
 BLOCK, TABLE = 8, 9
 OPS = attention_ops("cpu", "cpu")
@@ -89,17 +92,22 @@ def _step(
 
 
 @needs_one_call
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("weights", [None, "int8 widened", "int8", "Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_layer_in_one_call_equals_its_parts(variant: str, dtype: str, quantized: bool) -> None:
+def test_a_layer_in_one_call_equals_its_parts(variant: str, dtype: str, weights: str | None) -> None:
     if dtype == "bfloat16" and not build.has_pairs():
         pytest.skip("not in one call on this CPU")
     config = VARIANTS[variant]
-    params = fuse_products(dummy_params(config, dtype, 3), keep=False)
-    if quantized:
+    if weights in ("Q4_0", "Q4_1", "Q8_0"):
+        config = dataclasses.replace(config, hidden_size=64, **_WHOLE_GROUPS.get(variant, {}))
+    params = dummy_params(config, dtype, 3)
+    if weights in ("Q4_0", "Q4_1", "Q8_0"):
+        params = map_matrices(params, functools.partial(in_groups, kind=weights))
+    params = fuse_products(params, keep=False)
+    if weights is not None and weights.startswith("int8"):
         params = quantize_params(params, keep=False)
-    params = tile_params(params, keep=False)
+    params = tile_params(params, keep=False, integers=weights != "int8 widened")
     one_pools, one, calls = _step(config, params, in_one=True)
     pools, parts, none = _step(config, params, in_one=False)
     assert (calls, none) == (config.num_layers, 0)

@@ -12,7 +12,12 @@ import pytest
 from apt_jax.cpu import build
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ["tests/cpu/test_kernels.py", "tests/pallas/test_attention.py", "tests/pallas/test_score_rules.py"]
+TESTS = [
+    "tests/cpu/test_kernels.py",
+    "tests/cpu/test_integer_products.py",
+    "tests/pallas/test_attention.py",
+    "tests/pallas/test_score_rules.py",
+]
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O1"
 
 
