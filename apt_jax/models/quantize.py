@@ -1,8 +1,9 @@
 """Weights as int8 with a scale for each output, half the bytes of bfloat16, which are read whole at every decode step;
 and what matrices of integers must be widened for.
 
-Activations, norms, biases, position tables and the cache stay as they are. Scales and rounding are qwix's (symmetric,
-the largest weight of an output is 127.5 steps). Products take the integers as they are and scale the results.
+Norms, biases, position tables and the cache stay as they are. Scales and rounding are qwix's (symmetric, the largest
+weight of an output is 127.5 steps). Products take the integers as they are and scale the results; on CPUs they round
+activations too (`ops.weights.IntegerTiles`).
 """
 
 import dataclasses

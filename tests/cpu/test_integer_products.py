@@ -61,7 +61,7 @@ def _x(rows: int, width: int, dtype: str) -> jax.Array:
 
 
 def _weights(w: Matrix) -> np.ndarray:
-    """What the integers stand for, from their definition: (O, I) float64."""
+    """Weights (O, I) from the definition of the integers, float64."""
     if isinstance(w, QuantizedMatrix):
         return np.asarray(w.values, np.float64) * np.asarray(w.scale, np.float64)[:, None]
     values = np.asarray(w.values)
