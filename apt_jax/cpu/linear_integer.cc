@@ -112,7 +112,7 @@ inline IntVec add_products(IntVec sum, UintVec weights, const int8_t* inputs) {
 #else
 
 inline IntVec add_products(IntVec sum, UintVec weights, const int8_t* inputs) {
-  for (int i = 0; i < 4; ++i) sum += static_cast<IntVec>(weights >> (8 * i) & 0xffu) * static_cast<int32_t>(inputs[i]);
+  for (int i = 0; i < 4; ++i) sum += __builtin_convertvector(weights >> (8 * i) & 0xffu, IntVec) * static_cast<int32_t>(inputs[i]);
   return sum;
 }
 
@@ -130,7 +130,7 @@ inline Vec load_halves(const uint8_t* p) {
   std::memcpy(&h, p, sizeof h);
   const UintVec bits = __builtin_convertvector(h, UintVec), magnitude = bits & 0x7fffu;
   const UintVec normal = (magnitude << 13) + (112u << 23);
-  const Vec small = __builtin_convertvector(static_cast<IntVec>(magnitude), Vec) * 0x1p-24f;
+  const Vec small = __builtin_convertvector(__builtin_convertvector(magnitude, IntVec), Vec) * 0x1p-24f;
   Vec v;
   std::memcpy(&v, &normal, sizeof v);
   v = magnitude < 0x400u ? small : v;

@@ -150,7 +150,7 @@ def test_a_row_gives_the_same_bits_in_any_company(kind: str, dtype: str) -> None
 def test_bias_and_activation_follow(kind: str, activation: str | None) -> None:
     _, tiles = _matrix(kind, 50, 96)
     x, bias = _x(3, 96, "float32"), jnp.linspace(-1, 1, 50)
-    expected = ops.dense(x, tiles) + bias
+    expected = ops.dense(x, tiles) + bias[None]
     if activation is not None:
         expected = linear.activate(expected, activation)
     for out in DTYPES:
