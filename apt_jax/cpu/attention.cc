@@ -131,7 +131,7 @@ float weigh(Flash& state, int count, const Rules& rules, float slope, const int3
     store(weights + t, w);
     total += w;
   }
-  const float scale = std::exp(state.m - m);
+  const float scale = m == state.m ? 1.0f : std::exp(state.m - m);
   state.l = state.l * scale + sum(total);
   state.m = m;
   return scale;
@@ -209,6 +209,16 @@ struct Taken {
     for (int i = count; count && i < kTile; ++i) keys[i] = keys[i - 1], values[i] = values[i - 1];
   }
 
+  // Fetches part `piece` of `pieces`: many lines asked for at once keep everything else waiting.
+  void fetch_keys(int64_t piece, int64_t pieces, int64_t from, int64_t to) const {
+    fetch(keys, static_cast<int>(count * piece / pieces), static_cast<int>(count * (piece + 1) / pieces), from, to);
+  }
+
+  void fetch_values(int64_t piece, int64_t pieces, int64_t from, int64_t to) const {
+    if (values[0] == keys[0]) return;  // these are there already
+    fetch(values, static_cast<int>(count * piece / pieces), static_cast<int>(count * (piece + 1) / pieces), from, to);
+  }
+
   // Fetches the lanes [from, to) of `rows`, positions [first, last) of them, into the caches.
   static void fetch(const T* const* rows, int first, int last, int64_t from, int64_t to) {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
@@ -246,23 +256,26 @@ inline __m512bh pairs(__m512i v) {
   return out;
 }
 
-// Scores of G query heads against `count` keys, a multiple of 16 of them.
+// Scores of G query heads, `width` lanes each, against 16 keys: of head g from scores[g * kTile] on.
 template <int G>
-void score_pairs(const Bf16* q, const Bf16* const* keys, int64_t lane, int count, int64_t width, float* scores) {
-  for (int t = 0; t < count; t += kLanes) {
-    Vec partial[G][kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      const Bf16* key = keys[t + i] + lane;
-      __m512 products[G];
-      for (int g = 0; g < G; ++g) products[g] = _mm512_setzero_ps();
-      for (int64_t k = 0; k < width; k += 32) {
-        const __m512bh of_key = pairs(words(key + k));
-        for (int g = 0; g < G; ++g) products[g] = _mm512_dpbf16_ps(products[g], of_key, pairs(words(q + g * width + k)));
+void score_pairs(const Bf16* q, const Bf16* const* keys, int64_t lane, int64_t width, float* scores) {
+  constexpr int kTogether = 4;  // keys: with six heads, of 32 registers 24 accumulate, four hold keys and one a query
+  Vec partial[G][kLanes];
+  for (int i = 0; i < kLanes; i += kTogether) {
+    __m512 products[G][kTogether];
+    for (auto& of_head : products)
+      for (auto& product : of_head) product = _mm512_setzero_ps();
+    for (int64_t k = 0; k < width; k += 32) {
+      __m512bh of_keys[kTogether];
+      for (int j = 0; j < kTogether; ++j) of_keys[j] = pairs(words(keys[i + j] + lane + k));
+      for (int g = 0; g < G; ++g) {
+        const __m512bh query = pairs(words(q + g * width + k));
+        for (int j = 0; j < kTogether; ++j) products[g][j] = _mm512_dpbf16_ps(products[g][j], of_keys[j], query);
       }
-      for (int g = 0; g < G; ++g) std::memcpy(&partial[g][i], &products[g], sizeof(Vec));
     }
-    for (int g = 0; g < G; ++g) store(scores + g * kTile + t, sums(partial[g]));
+    for (int g = 0; g < G; ++g) std::memcpy(&partial[g][i], products[g], sizeof products[g]);
   }
+  for (int g = 0; g < G; ++g) store(scores + g * kTile, sums(partial[g]));
 }
 
 // acc[g] = acc[g] * scales[g] + sum over t of weights[g][t] * values[t], for L times 32 lanes of G heads and an even `count`. Of
@@ -294,7 +307,8 @@ void add_pairs(const uint32_t* weights, const float* scales, const Bf16* const* 
 template <typename Out>
 void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
                   int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, const Following<Bf16>& following) {
-  constexpr int kHeads = 4;  // of one key head at a time
+  constexpr int kScored = 6, kHeads = 4;  // heads of one key head at a time: for scores, for values
+  const int step = key_heads == 1 ? kTile : kLanes;  // values of several heads lie side by side: they are read as memory lies
   const int64_t heads = key_heads * group;
   float* acc = scratch<float, kWide>(heads * width);
   std::fill_n(acc, heads * width, 0.0f);
@@ -305,18 +319,21 @@ void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t en
   const int64_t first_lane = first_key_head * width, last_lane = first_lane + key_heads * width;
   for_tiles(cache, seen, end, following, [&](const Taken<Bf16>& now, const Taken<Bf16>& ahead) {
     const int count = now.count;
-    // Rows of 16 positions at a time, as memory lies; meanwhile what is needed next comes.
-    for (int t = 0; t < count; t += kLanes) {
-      now.fetch(now.values, t, std::min(t + kLanes, count), first_lane, last_lane);
+    // Rows of 16 positions at a time, as memory lies; meanwhile what is needed next comes, piece by piece.
+    const int64_t scored = (count + kLanes - 1) / kLanes * key_heads * ((group + kScored - 1) / kScored);
+    for (int t = 0, piece = 0; t < count; t += kLanes) {
       for (int64_t k = 0; k < key_heads; ++k)
-        for (int64_t g = 0; g < group; g += kHeads) {
-          const int64_t head = k * group + g, mine = std::min<int64_t>(kHeads, group - g), lane = first_lane + k * width;
+        for (int64_t g = 0; g < group; g += kScored) {
+          const int64_t head = k * group + g, mine = std::min<int64_t>(kScored, group - g), lane = first_lane + k * width;
           const Bf16* queries = q + head * width;
           float* to = weights + head * kTile + t;
-          if (mine == 4) score_pairs<4>(queries, now.keys + t, lane, kLanes, width, to);
-          if (mine == 3) score_pairs<3>(queries, now.keys + t, lane, kLanes, width, to);
-          if (mine == 2) score_pairs<2>(queries, now.keys + t, lane, kLanes, width, to);
-          if (mine == 1) score_pairs<1>(queries, now.keys + t, lane, kLanes, width, to);
+          now.fetch_values(piece++, scored, first_lane, last_lane);
+          if (mine == 6) score_pairs<6>(queries, now.keys + t, lane, width, to);
+          if (mine == 5) score_pairs<5>(queries, now.keys + t, lane, width, to);
+          if (mine == 4) score_pairs<4>(queries, now.keys + t, lane, width, to);
+          if (mine == 3) score_pairs<3>(queries, now.keys + t, lane, width, to);
+          if (mine == 2) score_pairs<2>(queries, now.keys + t, lane, width, to);
+          if (mine == 1) score_pairs<1>(queries, now.keys + t, lane, width, to);
         }
     }
     for (int64_t h = 0; h < heads; ++h) {
@@ -329,15 +346,16 @@ void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t en
         std::memcpy(narrow + (h * kTile + t) / 2, &half, sizeof half);
       }
     }
-    for (int t = 0; t < count; t += kLanes) {
-      ahead.fetch(ahead.keys, std::min(t, ahead.count), std::min(t + kLanes, ahead.count), first_lane, last_lane);
-      const int even = std::min(kLanes, (count - t + 1) / 2 * 2);
+    const int64_t added = (count + step - 1) / step * key_heads * ((group + kHeads - 1) / kHeads) * ((width + 63) / 64);
+    for (int t = 0, piece = 0; t < count; t += step) {
+      const int even = std::min(step, (count - t + 1) / 2 * 2);
       for (int64_t k = 0; k < key_heads; ++k)
         for (int64_t g = 0; g < group; g += kHeads) {
           const int64_t head = k * group + g, mine = std::min<int64_t>(kHeads, group - g), lane = first_lane + k * width;
           for (int64_t i = 0; i < width;) {
             float* to = acc + head * width + i;
             const uint32_t* of_heads = narrow + (head * kTile + t) / 2;
+            ahead.fetch_keys(piece++, added, first_lane, last_lane);
             const auto add = [&](auto lanes) {
               constexpr int L = decltype(lanes)::value;
               if (mine == 4) add_pairs<4, L>(of_heads, scales + head, now.values + t, lane + i, even, width, to);
@@ -377,7 +395,8 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
       return attend_pairs(q, cache, seen, end, rules, first_key_head, key_heads, group, width, scale, out, following);
 #endif
   const int64_t padded = round_up(width, kLanes), heads = key_heads * group;
-  float* wide = scratch<float, kWide>(kStep * padded);
+  const int step = key_heads == 1 ? kTile : kStep;  // rows of several heads lie side by side: they are read as memory lies
+  float* wide = scratch<float, kWide>(step * padded);
   float* queries = scratch<float, kQueries>(heads * (2 * padded + kTile + 1));
   float *acc = queries + heads * padded, *weights = acc + heads * padded, *scales = weights + heads * kTile;
   std::fill_n(queries, heads * 2 * padded, 0.0f);
@@ -385,14 +404,14 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t i = 0; i < width; ++i) queries[h * padded + i] = to_float(q[h * width + i]) * scale;
   // Rows of a head as float32: where they lie if they can be read there, else copies.
-  const float* rows[kStep];
+  const float* rows[kTile];
   const auto as_float = [&](const T* const* from, int64_t lane, int count) {
     if constexpr (std::is_same_v<T, float>)
       if (padded == width) {
         for (int i = 0; i < count; ++i) rows[i] = from[i] + lane;
         return;
       }
-    const T* mine[kStep];
+    const T* mine[kTile];
     for (int i = 0; i < count; ++i) mine[i] = from[i] + lane;
     widen(mine, count, width, padded, wide);
     for (int i = 0; i < count; ++i) rows[i] = wide + i * padded;
@@ -401,17 +420,19 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
   for_tiles(cache, seen, end, following, [&](const Taken<T>& now, const Taken<T>& ahead) {
     const int count = now.count;
     // Rows of a few positions at a time, as memory lies; meanwhile what is needed next comes.
-    for (int t = 0; t < count; t += kStep) {
-      now.fetch(now.values, t, std::min(t + kStep, count), first_lane, last_lane);
+    const int64_t scored = (count + step - 1) / step * key_heads * ((group + 3) / 4);
+    for (int t = 0, piece = 0; t < count; t += step) {
+      const int some = std::min<int>(step, static_cast<int>(round_up(count - t, 4)));
       for (int64_t k = 0; k < key_heads; ++k) {
-        as_float(now.keys + t, first_lane + k * width, kStep);
+        as_float(now.keys + t, first_lane + k * width, some);
         for (int64_t g = 0; g < group; g += 4) {
+          now.fetch_values(piece++, scored, first_lane, last_lane);
           const float* first = &queries[(k * group + g) * padded];
           float* to = &weights[(k * group + g) * kTile + t];
-          if (group - g >= 4) score<4>(first, rows, kStep, padded, to);
-          if (group - g == 3) score<3>(first, rows, kStep, padded, to);
-          if (group - g == 2) score<2>(first, rows, kStep, padded, to);
-          if (group - g == 1) score<1>(first, rows, kStep, padded, to);
+          if (group - g >= 4) score<4>(first, rows, some, padded, to);
+          if (group - g == 3) score<3>(first, rows, some, padded, to);
+          if (group - g == 2) score<2>(first, rows, some, padded, to);
+          if (group - g == 1) score<1>(first, rows, some, padded, to);
         }
       }
     }
@@ -419,14 +440,16 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
       const float slope = rules.slopes ? rules.slopes[first_key_head * group + h] : 0;
       scales[h] = weigh(states[h], count, rules, slope, now.positions, end - 1, &weights[h * kTile]);
     }
-    for (int t = 0; t < count; t += kStep) {
-      ahead.fetch(ahead.keys, std::min(t, ahead.count), std::min(t + kStep, ahead.count), first_lane, last_lane);
+    const int64_t added = (count + step - 1) / step * key_heads * ((group + 3) / 4) * ((padded + 4 * kLanes - 1) / (4 * kLanes));
+    for (int t = 0, piece = 0; t < count; t += step) {
+      const int some = std::min(step, count - t);
       for (int64_t k = 0; k < key_heads; ++k) {
-        as_float(now.values + t, first_lane + k * width, kStep);
+        as_float(now.values + t, first_lane + k * width, some);
         for (int64_t g = 0; g < group; g += 4)
           for (int64_t i = 0; i < padded; i += 4 * kLanes) {
             const int vectors = static_cast<int>(std::min<int64_t>(4, (padded - i) / kLanes));
-            const int heads_now = static_cast<int>(std::min<int64_t>(4, group - g)), some = std::min(kStep, count - t);
+            const int heads_now = static_cast<int>(std::min<int64_t>(4, group - g));
+            ahead.fetch_keys(piece++, added, first_lane, last_lane);
             const float* w[4];
             float* a[4];
             for (int j = 0; j < heads_now; ++j) {

@@ -34,12 +34,6 @@ inline void transpose(char* tile) {
   for (int i = 0; i < 16; ++i) _mm512_store_ps(words + 16 * i, turned[i]);
 }
 
-inline Vec vec(__m512 v) {
-  Vec out;
-  std::memcpy(&out, &v, sizeof out);
-  return out;
-}
-
 // Scores of 16 queries against keys [0, visible), already times the scale, to weights by the rules, as bfloat16 words
 // (query, pair of keys), tiles of 32 keys. Scores lie transposed, a vector for every key, so that nothing is summed across lanes.
 // Returns what the outputs so far must be scaled by.

@@ -126,6 +126,28 @@ inline void store(Bf16* p, Vec v) {
 
 inline Vec splat(float x) { return Vec{} + x; }
 
+#if defined(__AVX512F__)
+
+inline __m512 native(Vec v) {
+  __m512 out;
+  std::memcpy(&out, &v, sizeof out);
+  return out;
+}
+
+inline Vec vec(__m512 v) {
+  Vec out;
+  std::memcpy(&out, &v, sizeof out);
+  return out;
+}
+
+inline float sum(Vec v) { return _mm512_reduce_add_ps(native(v)); }
+
+inline float max(Vec v) { return _mm512_reduce_max_ps(native(v)); }
+
+inline Vec max(Vec a, Vec b) { return vec(_mm512_max_ps(native(a), native(b))); }  // b where either is NaN
+
+#else
+
 inline float sum(Vec v) {
   float lanes[kLanes];
   store(lanes, v);
@@ -141,6 +163,8 @@ inline float max(Vec v) {
 }
 
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+#endif
 
 // Lane i of the result is the sum of v[i]. Each step halves the number of vectors: they are cut in groups, one a sum, and
 // halves of groups are added.
@@ -159,8 +183,21 @@ inline Vec sums(const Vec* v) {
          __builtin_shufflevector(c[0], c[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-// e^x to about one unit in the last place: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2. From 88 on it is infinite, up
+// e^x to about one unit in the last place: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2. Above 88 it may be infinite, up
 // to -87 it is e^-87; NaN stays NaN.
+#if defined(__AVX512F__)
+inline Vec exp(Vec given) {
+  const __m512 x = _mm512_max_ps(_mm512_set1_ps(-87.0f), native(given));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+  return vec(_mm512_scalef_ps(p, n));
+}
+#else
 inline Vec exp(Vec given) {
   Vec x = max(given, splat(-87.0f));
   x = x < 88.0f ? x : splat(88.0f);
@@ -185,6 +222,7 @@ inline Vec exp(Vec given) {
   p = given < 88.0f ? p : splat(INFINITY);
   return given == given ? p : given;
 }
+#endif
 
 // Time that it takes until the end of a scope, under a name, with the bytes of weights and cache that are read and the operations
 // (a product and a sum are two). Kept only where APT_TIMES is defined: see `build.take_times`.
