@@ -219,7 +219,7 @@ def fuzzed_requests(draw: st.DrawFn) -> Request:
 @pytest.mark.seeds
 def test_P2_the_endpoints_agree_about_any_request():
     pytest.importorskip("llguidance")
-    total = cases(num_cases(40, 100), 1200)
+    total = cases(num_cases(80, 100), 1200)
 
     async def scenario(endpoints: Endpoints) -> None:
         loop = asyncio.get_running_loop()
