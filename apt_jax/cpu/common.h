@@ -225,7 +225,7 @@ inline Vec exp(Vec given) {
 #endif
 
 // Time that it takes until the end of a scope, under a name, with the bytes of weights and cache that are read and the operations
-// (a product and a sum are two). Kept only where APT_TIMES is defined: see `build.take_times`.
+// (a product and a sum are two); the name of a product has its inputs and outputs. Kept only where APT_TIMES is defined: see `build.take_times`.
 #ifdef APT_TIMES
 class Timed {
  public:
@@ -234,8 +234,10 @@ class Timed {
     double seconds = 0, bytes = 0, operations = 0;
   };
 
-  Timed(std::string name, double bytes, double operations)
-      : name_(std::move(name)), bytes_(bytes), operations_(operations), start_(std::chrono::steady_clock::now()) {}
+  Timed(const char* name, double bytes, double operations, int64_t inputs = 0, int64_t outputs = 0)
+      : name_(name), bytes_(bytes), operations_(operations), start_(std::chrono::steady_clock::now()) {
+    if (outputs) name_ += ": " + std::to_string(inputs) + " to " + std::to_string(outputs);
+  }
 
   ~Timed() {
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start_;
@@ -261,8 +263,7 @@ class Timed {
 };
 #else
 struct Timed {
-  template <typename Name>
-  Timed(Name&&, double, double) {}
+  Timed(const char*, double, double, int64_t = 0, int64_t = 0) {}
   ~Timed() {}
 };
 #endif

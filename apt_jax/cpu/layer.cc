@@ -3,7 +3,6 @@
 #include "attention_tiles.cc"
 #include "elementwise.cc"
 #include "linear.cc"
-#include "linear_integer.cc"
 
 namespace {
 

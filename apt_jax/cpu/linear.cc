@@ -1,5 +1,6 @@
-// Products of rows with a matrix: of bfloat16 on matrix tiles where the CPU has them, else in vector registers.
+// Products of rows with a matrix: of integers, of bfloat16 on matrix tiles where the CPU has them, else in vector registers.
 
+#include "linear_integer.cc"
 #include "linear_tiles.cc"
 #include "linear_vector.cc"
 
@@ -59,9 +60,7 @@ ffi::Error with_weights(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const 
 
 // Times a call of a product of rows with a matrix.
 Timed timed_product(const char* kind, int64_t rows, int64_t width, int64_t outputs, const ffi::AnyBuffer& w) {
-  const double elements = static_cast<double>(width) * outputs;
-  const double bytes = elements * (w.element_type() == ffi::F32 ? 4 : w.element_type() == ffi::BF16 ? 2 : 1);
-  return Timed(std::string(kind) + ": " + std::to_string(width) + " to " + std::to_string(outputs), bytes, 2.0 * rows * elements);
+  return Timed(kind, static_cast<double>(w.size_bytes()), 2.0 * rows * width * outputs, width, outputs);
 }
 
 #ifdef APT_AMX
@@ -108,6 +107,12 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffe
   const auto run = [&](const auto* biases, auto* to) {
     const Store<std::remove_pointer_t<decltype(to)>, std::remove_const_t<std::remove_pointer_t<decltype(biases)>>> finish{
         to, outputs, scales, biases, static_cast<Activation>(activation)};
+    if (w.element_type() == ffi::U8)
+      return with_integers(w, scales, width, outputs, 1, [&](const IntegerWeights& weights) {
+        return multiply_rows(pool, x, rows, weights, false, [&](int64_t row, int64_t first, const float* sums) {
+          finish(row, first, sums, kIntegerPanel);
+        });
+      });
     auto finish_scaled = finish;
     finish_scaled.scales = nullptr;
     return with_weights(x, w, scales, outputs, 1, [&](const auto* in, const auto& weights, auto word) {
@@ -141,35 +146,50 @@ ffi::Error dense_argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::A
   if (rows == 0) return ffi::Error::Success();
   const Timed timed = timed_product("product and best score", rows, width, outputs, w);
   const float* scales = floats(scale);
-  return with_weights(x, w, scales, outputs, 1, [&](const auto* in, const auto& weights, auto word) {
-    constexpr int64_t kRange = std::min<int64_t>(kPanel, 32);
-    const int64_t ranges = (outputs + kRange - 1) / kRange;
-    Best* found = scratch<Best, kBest>(rows * ranges);
-    std::fill_n(found, rows * ranges, Best{});
-    const auto keep = [&](int64_t row, int64_t first, const float* scores, int64_t count) {
-      found[row * ranges + first / kRange] = best_of(scores, std::min(count, outputs - first), first);
-    };
-    const auto run = [&] {
+  constexpr int64_t kRange = 32;
+  static_assert(kPanel % kRange == 0 && kIntegerPanel % kRange == 0);
+  const int64_t ranges = (outputs + kRange - 1) / kRange;
+  Best* found = scratch<Best, kBest>(rows * ranges);
+  std::fill_n(found, rows * ranges, Best{});
+  const auto keep = [&](int64_t row, int64_t first, const float* scores, int64_t count) {
+    found[row * ranges + first / kRange] = best_of(scores, std::min(count, outputs - first), first);
+  };
+  const auto keep_scaled = [&](int64_t row, int64_t first, float* sums, int64_t count) {
+    count = std::min(count, outputs - first);
+    if (count <= 0) return;  // of tiles behind the last output
+    if (scales)
+      for (int64_t i = 0; i < count; ++i) sums[i] *= scales[first + i];
+    keep(row, first, sums, count);
+  };
+  const auto error =
+      w.element_type() == ffi::U8
+          ? with_integers(w, scales, width, outputs, 1,
+                          [&](const IntegerWeights& weights) {
+                            return multiply_rows(pool, x, rows, weights, false, [&](int64_t row, int64_t first, float* sums) {
+                              keep_scaled(row, first, sums, kIntegerPanel);
+                            });
+                          })
+          : with_weights(x, w, scales, outputs, 1, [&](const auto* in, const auto& weights, auto word) {
 #ifdef APT_AMX
-      if constexpr (kOnTiles<decltype(in)>)
-        if (has_tiles()) return dense_tiled<float, false>(pool, in, rows, width, weights, kNone, keep);
+              if constexpr (kOnTiles<decltype(in)>)
+                if (has_tiles()) {
+                  dense_tiled<float, false>(pool, in, rows, width, weights, kNone, keep);
+                  return ffi::Error::Success();
+                }
 #endif
-      dense_panels<decltype(word)>(pool, in, rows, width, weights, false, [&](int64_t row, int64_t first, float* sums) {
-        const int64_t count = std::min(kPanel, outputs - first);
-        if (scales)
-          for (int64_t i = 0; i < count; ++i) sums[i] *= scales[first + i];
-        keep(row, first, sums, count);
-      });
-    };
-    run();
-    for (int64_t row = 0; row < rows; ++row) {
-      Best best = found[row * ranges];
-      for (int64_t i = 1; i < ranges; ++i) best.add(found[row * ranges + i]);
-      tokens->typed_data()[row] = best.index;
-      trusted->typed_data()[row] = !best.has_nan && std::isfinite(best.score);
-    }
-    return ffi::Error::Success();
-  });
+              dense_panels<decltype(word)>(pool, in, rows, width, weights, false, [&](int64_t row, int64_t first, float* sums) {
+                keep_scaled(row, first, sums, kPanel);
+              });
+              return ffi::Error::Success();
+            });
+  if (error.failure()) return error;
+  for (int64_t row = 0; row < rows; ++row) {
+    Best best = found[row * ranges];
+    for (int64_t i = 1; i < ranges; ++i) best.add(found[row * ranges + i]);
+    tokens->typed_data()[row] = best.index;
+    trusted->typed_data()[row] = !best.has_nan && std::isfinite(best.score);
+  }
+  return error;
 }
 
 // x (T, I), gate and up as tiles behind one another, scales (2 F,) or (0,), to activate(gate) * up (T, F), of the type of x.
@@ -181,6 +201,13 @@ ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffe
   if (rows == 0) return ffi::Error::Success();
   const Timed timed = timed_product("gated product", rows, width, 2 * outputs, w);
   if (x.element_type() != out->element_type()) return ffi::Error::InvalidArgument("gated: one type for rows and result");
+  if (w.element_type() == ffi::U8)
+    return with_integers(w, scales, width, outputs, 2, [&](const IntegerWeights& weights) {
+      return of_type(*out, [&](auto* to) {
+        using Out = std::remove_pointer_t<decltype(to)>;
+        return multiply_rows(pool, x, rows, weights, true, Gate<Out, kIntegerPanel>{to, outputs, scales, kind});
+      });
+    });
   return with_weights(x, w, scales, outputs, 2, [&](const auto* in, const auto& weights, auto word) {
     using Given = std::remove_const_t<std::remove_pointer_t<decltype(in)>>;
     auto* to = static_cast<Given*>(out->untyped_data());
@@ -204,7 +231,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_dense, dense,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::S32>>()  // number of rows to compute (1,), or (0,)
                                   .Arg<ffi::AnyBuffer>()         // x (T, I)
-                                  .Arg<ffi::AnyBuffer>()         // w in tiles
+                                  .Arg<ffi::AnyBuffer>()         // w in tiles, of numbers or integers
                                   .Arg<ffi::Buffer<ffi::F32>>()  // scales (O,), or (0,)
                                   .Arg<ffi::AnyBuffer>()         // bias (O,), or (0,)
                                   .Ret<ffi::AnyBuffer>()
@@ -215,7 +242,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_dense_argmax, dense_argmax,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::S32>>()  // number of rows to compute (1,), or (0,)
                                   .Arg<ffi::AnyBuffer>()         // x (T, I)
-                                  .Arg<ffi::AnyBuffer>()         // w in tiles
+                                  .Arg<ffi::AnyBuffer>()         // w in tiles, of numbers or integers
                                   .Arg<ffi::Buffer<ffi::F32>>()  // scales (O,), or (0,)
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::PRED>>()

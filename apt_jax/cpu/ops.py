@@ -37,7 +37,7 @@ def dense(
         out = dense(x, w, bias=bias, live=live)
         return (out if activation is None else linear.activate(out, activation)).astype(dtype)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype)
-    call = jax.ffi.ffi_call("apt_dense" + _suffix(w), out)
+    call = jax.ffi.ffi_call("apt_dense", out)
     if bias is not None and bias.dtype not in _DTYPES:
         bias = bias.astype(jnp.float32)
     return call(_live(live), *_product(x, w), _or_empty(bias), activation=np.int64(_ACTIVATIONS[activation]))
@@ -55,17 +55,13 @@ def dense_argmax(
         return sampling.greedy(linear.dense(x, w, scale))
     rows = (x.shape[0],)
     out = (jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.bool_))
-    call = jax.ffi.ffi_call("apt_dense_argmax" + _suffix(w), out)
+    call = jax.ffi.ffi_call("apt_dense_argmax", out)
     tokens, trusted = call(_live(live), *_product(x, w), outputs=np.int64(w.shape[0]))
     return tokens, trusted
 
 
 def _live(live: Array | None) -> Array:
     return jnp.zeros((0,), jnp.int32) if live is None else live.reshape(1)
-
-
-def _suffix(w: TiledMatrix | IntegerTiles) -> str:
-    return "_integer" if isinstance(w, IntegerTiles) else ""
 
 
 def _product(x: Array, w: TiledMatrix | IntegerTiles) -> tuple[Array, Array, Array]:
@@ -92,7 +88,7 @@ def gated(
     width = w.shape[0] // 2
     if isinstance(w, TiledMatrix | IntegerTiles) and width % 16 == 0 and activation in _ACTIVATIONS:
         x, values, scale = _product(x, w)
-        call = jax.ffi.ffi_call("apt_gated" + _suffix(w), jax.ShapeDtypeStruct((x.shape[0], width), x.dtype))
+        call = jax.ffi.ffi_call("apt_gated", jax.ShapeDtypeStruct((x.shape[0], width), x.dtype))
         return call(_live(live), x, values, scale, activation=np.int64(_ACTIVATIONS[activation]))
     both = dense(x, w.values, w.scale) if isinstance(w, QuantizedMatrix) else dense(x, w, live=live)
     return (linear.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
