@@ -34,7 +34,7 @@ from apt_jax.executor.packing import StepFormat
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.decoder import convert_inputs, decoder_step, greedy_tokens, logits
-from apt_jax.models.params import ModelParams, output_params
+from apt_jax.models.params import ModelParams, output_head
 from apt_jax.models.step import ConvertBatch, DecoderBatch, StepOptions
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
@@ -92,7 +92,7 @@ class Programs:
         static = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
         if self._mesh is None:
             return jax.jit(function, static_argnames=static, donate_argnames=donate)
-        cut = {"params": self._specs, "output_params": output_params(self._specs), "pools": P(None, parallel.AXIS)}
+        cut = {"params": self._specs, "head": output_head(self._specs), "pools": P(None, parallel.AXIS)}
         in_specs = tuple(cut.get(name, P()) for name in names)
 
         def on_all(*args: Any, **fixed: Any) -> Any:
@@ -162,7 +162,7 @@ class Programs:
 
     def sample(
         self,
-        output_params: ModelParams,
+        head: ModelParams,
         hidden: Array,
         last_tokens: Array,
         ints: Array,
@@ -176,10 +176,10 @@ class Programs:
         parts = self.step_format.sample_layout(rows).split(ints)
         ops = self.ops.for_rows(jnp.sum(parts["slots"] < self.step_format.max_num_seqs))
         if variant.greedy:
-            tokens, finite = greedy_tokens(output_params, hidden[:rows], self.config, ops, self._tensor)
+            tokens, finite = greedy_tokens(head, hidden[:rows], self.config, ops, self._tensor)
             last_tokens = last_tokens.at[parts["slots"]].set(tokens, mode="drop")
             return last_tokens, jnp.stack([tokens, finite.astype(jnp.int32)]), None
-        raw = logits(output_params, hidden[:rows], self.config, ops.dense, self._tensor)
+        raw = logits(head, hidden[:rows], self.config, ops.dense, self._tensor)
         scores = raw
         if penalties is not None:
             extra = self.step_format.penalty_layout(rows).split(penalties)

@@ -19,7 +19,7 @@ from apt_jax.executor.buckets import KindSet, SamplerVariant
 from apt_jax.executor.packing import Ints, pack_copies
 from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.programs import Pools, Programs
-from apt_jax.models.params import ModelParams, output_params
+from apt_jax.models.params import ModelParams, output_head
 
 
 def _to_plan(static: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class ProgramRunner:
 
     def __init__(self, params: ModelParams, programs: Programs, memory: PoolMemory) -> None:
         self.params, self.programs, self.step_format, self._memory = params, programs, programs.step_format, memory
-        self._output_params = output_params(params)
+        self._head = output_head(params)
         self.pools: Pools = ()
         self.last_tokens: Array  # made by `clear`
         self.leader: Leader | None = None
@@ -112,7 +112,7 @@ class ProgramRunner:
         variant: SamplerVariant,
     ) -> ProgramCall:
         """Gives tokens and log probabilities, if the variant has them."""
-        args = (self._output_params, hidden, self.last_tokens, ints, penalties, masks)
+        args = (self._head, hidden, self.last_tokens, ints, penalties, masks)
         return ProgramCall(self, "sample", args, {"rows": rows, "variant": variant}, replaces_last_tokens=True)
 
     def copy_call(self, copies: Ints, size: int) -> ProgramCall:

@@ -100,7 +100,7 @@ class ModelParams:
         return norm.scale.dtype
 
 
-def output_params(params: ModelParams) -> ModelParams:
+def output_head(params: ModelParams) -> ModelParams:
     """The part of a model, or of a tree like it, that turns hidden states into scores: a call takes a microsecond or
     two for every array that it is given."""
     return dataclasses.replace(params, layers=(), position=None, embed_norm=None, project_in=None, final_norm=None)
