@@ -151,6 +151,23 @@ inline Vec swapped(Vec v, int distance) {
   }
 }
 
+// a * b + c, rounded once where the CPU can: else compilers choose, and rounding to integers with them.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return vec(_mm512_fmadd_ps(native(a), native(b), native(c)));
+#elif defined(__FMA__)
+  __m256 x[2], y[2], z[2];
+  std::memcpy(x, &a, sizeof a);
+  std::memcpy(y, &b, sizeof b);
+  std::memcpy(z, &c, sizeof c);
+  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+  std::memcpy(&c, z, sizeof c);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
 // Rounds `count` inputs of a row, the last group filled up with zeros; those of a group that holds what is not finite become NaN.
 template <typename T>
 void round_row(const T* x, int64_t count, int zero, Group* out) {
@@ -167,7 +184,9 @@ void round_row(const T* x, int64_t count, int zero, Group* out) {
     const float top = most[0];
     const bool finite = not_finite[0] == 0.0f, counts = finite && top > 1e-30f;
     const Vec inverse = splat(counts ? 127.0f / top : 0.0f);
-    const Vec a = counts ? low * inverse + kMagic - kMagic : Vec{}, b = counts ? high * inverse + kMagic - kMagic : Vec{};
+    const Vec magic = splat(kMagic);
+    const Vec a = counts ? multiply_add(low, inverse, magic) - magic : Vec{};
+    const Vec b = counts ? multiply_add(high, inverse, magic) - magic : Vec{};
     Vec total = a + b;
     for (int distance = 8; distance; distance /= 2) total += swapped(total, distance);
     const int32_t sum = static_cast<int32_t>(total[0]);
