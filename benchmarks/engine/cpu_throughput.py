@@ -181,14 +181,23 @@ def run_batch(
     }, stats
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of the model that is measured, and of the dtypes that it is measured in."""
     parser.add_argument(
         "--model", default="opt-125m", help="a known size, or files with --load-format (default: opt-125m)"
     )
-    parser.add_argument("--load-format", default="dummy", help="of the model (default: dummy, random weights)")
+    parser.add_argument(
+        "--load-format", default="dummy", help="of the model, as in apt-jax serve (default: dummy, random weights)"
+    )
     parser.add_argument("--quantization", choices=["int8", "gguf"], help="of the weights (default: none)")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtype", nargs="+", default=["float32", "bfloat16"], help="one or more (default: float32 bfloat16)"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_model_flags(parser)
     parser.add_argument("--cache", nargs="+", default=["kv", "hybrid"], choices=["kv", "hidden", "hybrid"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--prompt-len", type=int, default=128, help="tokens (default: 128)")

@@ -24,7 +24,7 @@ from apt_jax.executor.calibrate import step_time_s, synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models import load_model
 from apt_jax.sched.request_table import HIDDEN, KV
-from benchmarks.engine.cpu_throughput import machine_rates
+from benchmarks.engine.cpu_throughput import add_model_flags, machine_rates
 
 
 def rows_of(step: str) -> tuple[list[int], list[int]]:
@@ -40,6 +40,14 @@ def rows_of(step: str) -> tuple[list[int], list[int]]:
         starts += [int(cached)] * int(rows)
         lens += [int(tokens)] * int(rows)
     return starts, lens
+
+
+def _step(text: str) -> str:
+    try:
+        rows_of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be ROWSxTOKENS@CACHED, parts joined by +") from None
+    return text
 
 
 def measure(executor: JaxExecutor, step: str, kind: int, repeats: int) -> tuple[float, dict[str, build.OperationTime]]:
@@ -74,16 +82,18 @@ def table(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_model_flags(parser)
+    parser.add_argument("--cache", default="kv", choices=["kv", "hidden"], help="kind of all rows (default: kv)")
     parser.add_argument(
-        "--model", default="opt-125m", help="a known size, or files with --load-format (default: opt-125m)"
+        "--step",
+        type=_step,
+        action="append",
+        metavar="ROWSxTOKENS@CACHED",
+        help="rows, tokens that each computes and tokens that it has cached, parts joined by +; again for each step "
+        "(default: decode steps of 1 to 64 rows, a prompt of 1,024 and a mixed step)",
     )
-    parser.add_argument("--load-format", default="dummy", help="of the model (default: dummy, random weights)")
-    parser.add_argument("--quantization", choices=["int8", "gguf"], help="of the weights (default: none)")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--cache", default="kv", choices=["kv", "hidden"])
-    parser.add_argument("--step", action="append", help="ROWSxTOKENS@CACHED, parts joined by +; may be repeated")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="steps of each kind (default: 15)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     steps = args.step or ["1x1@160", "8x1@160", "32x1@160", "64x1@160", "1x1024@0", "24x1@160+1x400@0"]
     found = []
