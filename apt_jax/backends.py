@@ -175,5 +175,6 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
             raise ValueError(f"attention implementation 'cpu' is not available: {error}") from None
         logger.warning("attention kernels: xla, several times slower than cpu, as %s", error)
         return attention_ops(platform, "xla", chip)
-    logger.info("attention kernels: %s on %s (%s)", chosen, platform, chip or "any chip")
+    on = build.instructions() if chosen == "cpu" else chip or "any chip"
+    logger.info("attention kernels: %s on %s (%s)", chosen, platform, on)
     return ops

@@ -106,6 +106,7 @@ def _library() -> ctypes.CDLL:
         path = (directory or Path(own)) / f"kernels-{key}.so"
         if not path.is_file():
             start = time.perf_counter()
+            logger.info("compiling kernels for this CPU, once: about half a minute")
             _compile(compiler, path)
             logger.info("kernels for this CPU compiled in %.1f s", time.perf_counter() - start)
         try:
@@ -124,6 +125,14 @@ def has_tiles() -> bool:
 def has_pairs() -> bool:
     """True if the CPU has dot products of pairs of bfloat16 (AVX512-BF16); the kernels must be loaded."""
     return bool(_library().apt_has_pairs())
+
+
+@functools.cache
+def instructions() -> str:
+    """The instruction sets that the kernels use here, such as "AVX-512, BF16, VNNI"; the kernels must be loaded."""
+    function = _library().apt_instructions
+    function.restype = ctypes.c_char_p
+    return function().decode() + (", AMX" if has_tiles() else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,26 @@ int apt_has_pairs() {
 #endif
 }
 
+// What the kernels are compiled for.
+extern "C" const char* apt_instructions() {
+#if defined(__AVX512F__)
+  return "AVX-512"
+#if defined(APT_PAIRS)
+         ", BF16"
+#endif
+#if defined(__AVX512VNNI__)
+         ", VNNI"
+#endif
+      ;
+#elif defined(__AVX2__)
+  return "AVX2";
+#elif defined(__ARM_NEON)
+  return "NEON";
+#else
+  return "plain vectors";
+#endif
+}
+
 int apt_has_tiles() {
 #ifdef APT_AMX
   return has_tiles();

@@ -47,7 +47,7 @@ def quantize_params(params: ModelParams, *, keep: bool) -> ModelParams:
     try:
         import qwix  # noqa: F401
     except ImportError:
-        raise ConfigError("quantization='int8' needs qwix: pip install apt-jax[int8] (--quantization)") from None
+        raise ConfigError("quantization='int8' needs qwix: pip install 'apt-jax[int8]' (--quantization)") from None
 
     def effective(w: Any) -> Any:
         return dequantize(_quantize(w.reshape(-1, w.shape[-1])), w.dtype).reshape(w.shape)

@@ -32,11 +32,12 @@ from tqdm import tqdm
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.engine import Engine
+from apt_jax.errors import ConfigError, ModelLoadError
 from apt_jax.executor.calibrate import calibrate
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import use_compile_cache
 from apt_jax.frontend.progress import ProgressBars
-from apt_jax.models import load_model
+from apt_jax.models import LoadedModel, load_model
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import make_policy
@@ -195,6 +196,21 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def load(parser: argparse.ArgumentParser, **fields: Any) -> LoadedModel:
+    """`load_model` of `EngineConfig(**fields)`; what is wrong with the flags or the files ends the program with one line."""
+    try:
+        return load_model(EngineConfig(**fields))
+    except (ConfigError, ModelLoadError) as error:
+        parser.error(str(error))
+
+
+def new_file(text: str) -> Path:
+    """A file that can be written: asked before anything is measured."""
+    if not Path(text).resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r:.200}: there is no such directory")
+    return Path(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_model_flags(parser)
@@ -213,16 +229,16 @@ def main() -> int:
     parser.add_argument(
         "--calibration-s", type=float, default=8.0, help="0: none, for policies that ask for no step times (default: 8)"
     )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--json", type=new_file, metavar="FILE")
+    parser.add_argument("--csv", type=new_file, metavar="FILE")
     args = parser.parse_args()
     use_compile_cache()
     runs: list[Run] = []
     machine: dict[str, Any] = {}
     top = max(args.concurrency)
     for dtype in args.dtype:
-        loaded = load_model(
-            EngineConfig(model=args.model, dtype=dtype, load_format=args.load_format, quantization=args.quantization)
+        loaded = load(
+            parser, model=args.model, dtype=dtype, load_format=args.load_format, quantization=args.quantization
         )
         length = args.prompt_len + args.output_len
         cache = CacheConfig(num_blocks_override=2 * top * (-(-length // 16) + 1))

@@ -19,15 +19,15 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm
 
-from apt_jax.config import CacheConfig, EngineConfig
+from apt_jax.config import CacheConfig
 from apt_jax.executor.calibrate import synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.packing import pack_forward
 from apt_jax.frontend.builder import use_compile_cache
-from apt_jax.models import load_model
 from apt_jax.models.decoder import logits
 from apt_jax.sched.request_table import KV
 from apt_jax.text.tokenizer import load_tokenizer
+from benchmarks.engine.cpu_throughput import load, new_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,20 +61,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="tiny-opt", help="as for apt-jax (default: tiny-opt)")
     parser.add_argument("--text", type=Path, nargs="+", help="text files (default: docs/*.md)")
-    parser.add_argument("--quantization", nargs="+", default=["none", "int8"], choices=["none", "int8", "gguf"])
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--quantization", nargs="+", default=["none", "int8"], choices=["none", "int8", "gguf"],
+        help="of the weights, one or more; differences are to the first (default: none int8)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", default="bfloat16", help="of activations and other weights (default: bfloat16)")
     parser.add_argument("--attention-backend", help="as for apt-jax (default: the platform's)")
     parser.add_argument("--window", type=int, default=512, help="tokens of a window (default: 512)")
     parser.add_argument("--windows", type=int, default=40, help="at most so many windows (default: 40)")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=new_file, metavar="FILE")
     args = parser.parse_args()
+    if args.window < 16 or args.windows < 1:
+        parser.error("--window must be at least 16, --windows at least 1")
+    for path in args.text or ():
+        if not path.is_file():
+            parser.error(f"--text {path}: there is no such file")
     use_compile_cache()
     files = args.text or sorted((ROOT / "docs").glob("*.md"))
     text = "\n\n".join(path.read_text() for path in files)
     windows, rows, reference = np.zeros((0, 0), np.int64), [], None
     for name in args.quantization:
         quantization = None if name == "none" else name
-        loaded = load_model(EngineConfig(model=args.model, dtype=args.dtype, quantization=quantization))
+        loaded = load(parser, model=args.model, dtype=args.dtype, quantization=quantization)
         if not windows.size:
             assert loaded.path is not None
             ids = np.asarray(load_tokenizer(loaded.path).encode(text), np.int64)

@@ -11,20 +11,20 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 
 os.environ["APT_JAX_KERNEL_FLAGS"] = f"{os.environ.get('APT_JAX_KERNEL_FLAGS', '')} -DAPT_TIMES".strip()
 
 import numpy as np
 from tqdm import tqdm
 
-from apt_jax.config import CacheConfig, EngineConfig
+from apt_jax.config import CacheConfig
 from apt_jax.cpu import build
 from apt_jax.executor.calibrate import step_time_s, synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.models import load_model
 from apt_jax.sched.request_table import HIDDEN, KV
-from benchmarks.engine.cpu_throughput import add_model_flags, machine_rates
+from benchmarks.engine.cpu_throughput import add_model_flags, load, machine_rates, new_file
+
+_MAX_ROWS, _MAX_MODEL_LEN = 64, 2048
 
 
 def rows_of(step: str) -> tuple[list[int], list[int]]:
@@ -44,9 +44,15 @@ def rows_of(step: str) -> tuple[list[int], list[int]]:
 
 def _step(text: str) -> str:
     try:
-        rows_of(text)
+        starts, lens = rows_of(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} must be ROWSxTOKENS@CACHED, parts joined by +") from None
+        starts, lens = [], []
+    if not lens or min(starts) < 0 or min(lens) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be ROWSxTOKENS@CACHED, parts joined by +")
+    if max(map(sum, zip(starts, lens, strict=True))) > _MAX_MODEL_LEN:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} has a row of more than {_MAX_MODEL_LEN} tokens")
+    if len(lens) > _MAX_ROWS or sum(lens) > _MAX_MODEL_LEN:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is more than {_MAX_ROWS} rows or {_MAX_MODEL_LEN} tokens")
     return text
 
 
@@ -93,21 +99,23 @@ def main() -> int:
         "(default: decode steps of 1 to 64 rows, a prompt of 1,024 and a mixed step)",
     )
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="steps of each kind (default: 15)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=new_file, metavar="FILE")
     args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats} must be at least 1")
     steps = args.step or ["1x1@160", "8x1@160", "32x1@160", "64x1@160", "1x1024@0", "24x1@160+1x400@0"]
     found = []
     for dtype in args.dtype:
-        loaded = load_model(
-            EngineConfig(model=args.model, dtype=dtype, load_format=args.load_format, quantization=args.quantization)
+        loaded = load(
+            parser, model=args.model, dtype=dtype, load_format=args.load_format, quantization=args.quantization
         )
         executor = JaxExecutor(
-            loaded.params, loaded.config, cache=CacheConfig(num_blocks_override=2000), max_num_seqs=64,
-            max_num_batched_tokens=2048, max_model_len=2048, quantization=args.quantization,
+            loaded.params, loaded.config, cache=CacheConfig(num_blocks_override=2000), max_num_seqs=_MAX_ROWS,
+            max_num_batched_tokens=_MAX_MODEL_LEN, max_model_len=_MAX_MODEL_LEN, quantization=args.quantization,
         )  # fmt: skip
         rates = machine_rates(dtype)
         print(
-            f"{dtype}: matmul {rates['matmul_flop_s'] / 1e9:.0f} GFLOP/s, read {rates['read_bytes_s'] / 1e9:.1f} GB/s"
+            f"{dtype} (read, product: shares of what this machine does alone, above 100 % where it was slower then): matmul {rates['matmul_flop_s'] / 1e9:.0f} GFLOP/s, read {rates['read_bytes_s'] / 1e9:.1f} GB/s"
         )
         for step in tqdm(steps, desc=dtype, file=sys.stderr):
             seconds, times = measure(executor, step, KV if args.cache == "kv" else HIDDEN, args.repeats)

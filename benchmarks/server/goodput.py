@@ -271,6 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--png", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
     slo_ms = (args.slo_ttft_ms, args.slo_tbt_ms)
+    for path in args.kept or ():
+        if not path.is_file():
+            parser.error(f"--from {path}: there is no such file")
     if args.kept:
         kept = [json.loads(path.read_text()) for path in args.kept]
         rows = [one for file in kept for one in file["runs"]]

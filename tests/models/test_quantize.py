@@ -87,7 +87,7 @@ def test_engine_equals_a_plain_pass_over_the_rounded_weights(model: str, cache: 
 
 
 def test_a_quantization_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="quantization='int4' must be int8, gguf"):
+    with pytest.raises(ConfigError, match="quantization='int4' must be int8 or gguf"):
         EngineConfig(model="tiny-opt", quantization="int4")  # type: ignore[arg-type]
 
 

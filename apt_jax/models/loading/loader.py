@@ -429,7 +429,7 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
     where = config.model if path is None else os.fspath(path)
     if keep_integers and (dummy or resolved.format != "gguf"):
         raise ModelLoadError(
-            f"{where}: quantization='gguf' keeps the integers of a GGUF file, and these weights come from none (--quantization)"
+            f"{where}: is not a GGUF file, whose integers quantization='gguf' would keep; use int8, or leave it out (--quantization)"
         )
     try:
         family, model_config = read_model_config(fields, config.max_model_len)

@@ -7,6 +7,7 @@ import platform
 from typing import Any
 
 from apt_jax.config import EngineConfig
+from apt_jax.cpu import build
 from apt_jax.errors import ConfigError
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
@@ -126,6 +127,7 @@ def model_facts(config: EngineConfig, parts: EngineComponents) -> dict[str, Any]
         "files": parts.stored[0],
         "weights in the files": parts.stored[1],
         "dtype": config.dtype,
+        "quantization": config.quantization or "none: weights as they are",
         "layers": model.num_layers,
         "width": model.hidden_size,
         "heads": f"{model.num_heads} query, {model.num_kv_heads} key/value, {model.head_dim} wide",
@@ -197,6 +199,8 @@ def cache_facts(parts: EngineComponents) -> dict[str, Any]:
         facts[f"{kind.name}: pool (tokens)"] = pool_tokens
     if isinstance(executor, JaxExecutor):
         facts["attention"] = executor.attention_name
+        if executor.attention_name == "cpu":
+            facts["CPU kernels"] = build.instructions()
         if engine.kinds[1].offered:
             facts["hidden attention"] = executor.hidden_mode or "reproject"
     facts["scheduling policy"] = parts.policy.name
