@@ -33,6 +33,7 @@ _TARGETS = (
     "apt_dense",
     "apt_dense_argmax",
     "apt_gated",
+    "apt_head_products",
     "apt_add_norm",
     "apt_split_qkv",
     "apt_decode_kv",

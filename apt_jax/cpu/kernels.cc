@@ -4,6 +4,7 @@
 //   linear.cc           rows times a matrix
 //   linear_tiles.cc     on matrix tiles (AMX)
 //   linear_vector.cc    in vector registers
+//   linear_heads.cc     of every head with a matrix of its own
 //   linear_integer.cc   with weights of 4 or 8 bits, as integers
 //   elementwise.cc      what lies between products
 //   attention.cc        attention of one query a row over keys and values

@@ -1,5 +1,6 @@
 // Products of rows with a matrix: of integers, of bfloat16 on matrix tiles where the CPU has them, else in vector registers.
 
+#include "linear_heads.cc"
 #include "linear_integer.cc"
 #include "linear_tiles.cc"
 #include "linear_vector.cc"

@@ -94,6 +94,24 @@ def gated(
     return (linear.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
 
 
+def head_products(
+    x: Float[Array, "B N R"],
+    w: Float[Array, "K H D"],
+    *,
+    onto_inputs: bool,
+    rows: tuple[Array, Array] | None = None,
+    dtype: Any = jnp.float32,
+) -> Array:
+    """See `linear.head_products`; other rows give zeros without work."""
+    # Matrix tiles multiply pairs of bfloat16 faster, and XLA uses them.
+    if w.dtype not in _DTYPES or (w.dtype == jnp.bfloat16 and build.has_tiles()):
+        return linear.head_products(x, w, onto_inputs=onto_inputs, rows=rows, dtype=dtype)
+    width, result = (w.shape[2], w.dtype) if onto_inputs else (w.shape[1], jnp.float32)
+    call = jax.ffi.ffi_call("apt_head_products", jax.ShapeDtypeStruct((*x.shape[:2], width), result))
+    first, last = rows or (jnp.int32(0), jnp.int32(x.shape[0]))
+    return call(x.astype(w.dtype), w, jnp.stack([first, last]), onto=np.int64(onto_inputs)).astype(dtype)
+
+
 def add_norm(
     h: Float[Array, "T D"],
     delta: Float[Array, "T D"] | None,

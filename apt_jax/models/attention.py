@@ -23,7 +23,6 @@ from apt_jax.models.step import (
     flatten_inputs,
     zero_non_finite,
 )
-from apt_jax.ops.linear import dot
 from apt_jax.ops.reference import KeyNorm, LogitModifiers, apply_rope, rms_norm_heads
 
 _CosSin = tuple[Array, Array]
@@ -285,7 +284,7 @@ def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
             **common,
             **_given(key_norm=a.key_norm),
         )
-    return _add_value_bias(a, _of_kv_heads(z, p.wv, (2, 2)).transpose(1, 0, 2).reshape(q.shape))
+    return _add_value_bias(a, _head_products(a, z, p.wv, onto_inputs=False))
 
 
 def _attend_absorbed_shards(
@@ -305,8 +304,7 @@ def _attend_absorbed_shards(
         rules=a.rules_of_all_heads,
         tensor=tensor,
     )
-    out = _of_kv_heads(z, p.wv_inputs, (2, 2)).transpose(1, 0, 2)
-    return _add_value_bias(a, tensor.scatter_sum(out.reshape(every.shape), 1))
+    return _add_value_bias(a, tensor.scatter_sum(_head_products(a, z, p.wv_inputs, onto_inputs=False), 1))
 
 
 def _attend_prefill(
@@ -355,9 +353,14 @@ def _attend_prefill(
 def _absorb_keys(a: AttentionInputs, q: Float[Array, "B N R"], wk: Float[Array, "K R D"]) -> Float[Array, "B N D"]:
     """W_k^T q of every head."""
     # N times as wide as q: on GPUs its traffic counts, so it is not written in float32 first.
-    product = None if a.options.ops.branches else q.dtype
-    out = _of_kv_heads(q, wk, (2, 1), product)
-    return out.transpose(1, 0, 2).reshape(q.shape[0], q.shape[1], -1).astype(q.dtype)
+    product = jnp.float32 if a.options.ops.branches else q.dtype
+    return _head_products(a, q, wk, onto_inputs=True, dtype=product).astype(q.dtype)
+
+
+def _head_products(a: AttentionInputs, x: Array, w: Array, *, onto_inputs: bool, dtype: Any = jnp.float32) -> Array:
+    """`linear.head_products` of hidden rows."""
+    rows = (a.batch.num_kv_rows, a.batch.num_decode_rows)
+    return a.options.ops.head_products(x, w, onto_inputs=onto_inputs, rows=rows, dtype=dtype)
 
 
 def _add_value_bias(a: AttentionInputs, out: Float[Array, "B N H"]) -> Array:
@@ -369,20 +372,3 @@ def _add_value_bias(a: AttentionInputs, out: Float[Array, "B N H"]) -> Array:
     is_hidden = (index >= a.batch.num_kv_rows)[:, None, None]
     bias = jnp.repeat(bv.astype(jnp.float32), out.shape[1] // bv.shape[0], axis=0)
     return out + jnp.where(is_hidden, bias[None], 0.0)
-
-
-def _of_kv_heads(
-    a: Float[Array, "B N R"], w: Float[Array, "K H D"], contract: tuple[int, int], dtype: Any = None
-) -> Array:
-    """Products of every query head with its key head's matrix: (N, B, ...) where K = N, else (B * G, ...) a key head
-    laid out so that `transpose(1, 0, 2)` and a reshape give (B, N, ...)."""
-    batch, num_heads, width = a.shape
-    num_kv_heads = w.shape[0]
-    if num_heads == num_kv_heads:
-        return dot(a.astype(w.dtype), w, contract, ((1,), (0,)), dtype)
-    group = num_heads // num_kv_heads
-    grouped = a.reshape(batch, num_kv_heads, group, width).transpose(0, 2, 1, 3)
-    rows = grouped.reshape(batch * group, num_kv_heads, width).astype(w.dtype)
-    out = dot(rows, w, contract, ((1,), (0,)), dtype)
-    out = out.reshape(num_kv_heads, batch, group, -1).transpose(0, 2, 1, 3)
-    return out.reshape(num_heads, batch, -1)

@@ -26,6 +26,8 @@ class KernelBackend:
     prefill: Callable[..., Any]
     dense: Callable[..., Array] = linear.dense
     """Products of rows with weights, `linear.dense`."""
+    head_products: Callable[..., Array] = linear.head_products
+    """Products of heads with matrices of their own, `linear.head_products`."""
     dense_argmax: Callable[..., tuple[Array, Array]] | None = None
     """`sampling.greedy` of the products of `dense`, from the same arguments; None: not provided."""
     gated: Callable[[Array, Any, str], Array] | None = None

@@ -22,6 +22,26 @@ def dot(
     return lax.dot_general(a, b, (((contract[0],), (contract[1],)), batch), preferred_element_type=dtype or jnp.float32)
 
 
+def head_products(
+    x: Float[Array, "B N R"],
+    w: Float[Array, "K H D"],
+    *,
+    onto_inputs: bool,
+    rows: tuple[Array, Array] | None = None,
+    dtype: Any = jnp.float32,
+) -> Array:
+    """Products of every query head with its key head's matrix: of queries (B, N, H), (B, N, D) with `onto_inputs`; else
+    of sums of layer inputs (B, N, D), (B, N, H). Returned in `dtype`; nothing is asked of rows outside the half-open
+    range `rows`."""
+    batch, num_heads, width = x.shape
+    num_kv_heads = w.shape[0]
+    group = num_heads // num_kv_heads
+    grouped = x.reshape(batch, num_kv_heads, group, width).transpose(0, 2, 1, 3)
+    flat = grouped.reshape(batch * group, num_kv_heads, width).astype(w.dtype)
+    out = dot(flat, w, (2, 1 if onto_inputs else 2), ((1,), (0,)), dtype)
+    return out.reshape(num_kv_heads, batch, group, -1).transpose(1, 0, 2, 3).reshape(batch, num_heads, -1)
+
+
 def dense(
     x: Float[Array, "T I"],
     w: Array | GroupedMatrix,

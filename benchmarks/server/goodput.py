@@ -14,10 +14,17 @@ them a cache of the same size. The client shares the machine with the server.
 Attainment is the share of requests within both objectives, goodput the number of them a second. "rate at 90 %" is where
 the mean attainment over the seeds falls through 90 %, between the two rates around it. `--from FILE` shows kept results
 again instead of measuring; several files are put together.
+
+`--simulate` gives the same requests to the simulator, beside the server of that name:
+
+    apt-jax calibrate MODEL --describe here.json
+    python -m benchmarks.server.goodput --from goodput.json --png goodput.png \\
+      --simulate 'apt-plus=--hardware here.json --model MODEL --scheduling-policy apt-plus'
 """
 
 import argparse
 import contextlib
+import csv
 import datetime
 import itertools
 import json
@@ -42,10 +49,13 @@ from tqdm import tqdm
 
 from apt_jax.version import __version__
 from benchmarks.paper.common import half_width, mean
+from serve.bench import load
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_S = 900.0
 _TAIL_CHARS = 3000
+_SAME = ("slo_ttft_ms", "slo_tbt_ms", "duration_s", "max_len", "bench_flags")
+"""Settings that must be the same in results that are put together."""
 
 
 def _server(text: str) -> tuple[str, str]:
@@ -53,6 +63,13 @@ def _server(text: str) -> tuple[str, str]:
     if not equals or "{port}" not in command:
         raise argparse.ArgumentTypeError(f"{text!r:.80} must be NAME=COMMAND with {{port}} in it")
     return name, command
+
+
+def _simulated(text: str) -> tuple[str, list[str]]:
+    name, equals, flags = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be NAME=FLAGS")
+    return name, shlex.split(flags)
 
 
 def _free_port() -> int:
@@ -105,24 +122,62 @@ def measure(address: str, rate: float, seed: int, args: argparse.Namespace) -> d
     Raises:
         RuntimeError: it failed; the message has the end of its output.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "run.json"
         command = [
             sys.executable, "-m", "serve.cli", "bench", "--target", address, "--request-rate", str(rate),
-            "--duration", str(args.duration), "--seed", str(seed), "--burstiness", "1",
+            "--duration", str(args.duration_s), "--seed", str(seed), "--burstiness", "1",
             "--slo-ttft-ms", str(args.slo_ttft_ms), "--slo-tbt-ms", str(args.slo_tbt_ms), "--json", str(result),
-            *args.bench_flags,
+            "--max-len", str(args.max_len), *args.bench_flags,
         ]  # fmt: skip
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False
-        )
-        if done.returncode != 0 or not result.is_file():
-            raise RuntimeError(f"apt-jax bench failed: {done.stderr[-_TAIL_CHARS:]}")
-        return json.loads(result.read_text())
+        return _run(command, result)
 
 
-def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
+def simulate(flags: Sequence[str], rate: float, seed: int, setting: dict[str, Any]) -> dict[str, Any]:
+    """The summary of `apt-jax simulate` for the requests of one run, measured as `setting` says.
+
+    Raises:
+        RuntimeError: it failed; the message has the end of its output.
+    """
+    source = load.trace_source("sharegpt", max_len=setting["max_len"])
+    arrivals = load.Arrivals(rate=rate, burstiness=1.0, duration_s=setting["duration_s"])
+    with tempfile.TemporaryDirectory() as directory:
+        trace, result = Path(directory) / "requests.csv", Path(directory) / "run.json"
+        with trace.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["prompt_tokens", "output_tokens", "arrival_s"])
+            writer.writerows((r.prompt_tokens, r.max_tokens, r.at_s) for r in load.requests(source, arrivals, seed))
+        command = [
+            sys.executable, "-m", "serve.cli", "simulate", "--trace", str(trace), "--num-requests", "1000000",
+            "--slo-ttft-ms", str(setting["slo_ttft_ms"]), "--slo-tbt-ms", str(setting["slo_tbt_ms"]),
+            "--json", str(result), *flags,
+        ]  # fmt: skip
+        return _run(command, result)
+
+
+def _run(command: Sequence[str], result: Path) -> dict[str, Any]:
+    """Run a command of apt-jax; returns what it wrote to `result`."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+    if done.returncode != 0 or not result.is_file():
+        raise RuntimeError(f"apt-jax {command[3]} failed: {done.stderr[-_TAIL_CHARS:]}")
+    return json.loads(result.read_text())
+
+
+def simulate_all(
+    args: argparse.Namespace, rows: Sequence[dict[str, Any]], setting: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Attainment that the simulator gives for every run of the servers that `args.simulate` names."""
+    flags = dict(args.simulate)
+    runs = [one for one in rows if one["server"] in flags]
+    found = []
+    for one in tqdm(runs, unit="run", desc="simulating", disable=None):
+        values = simulate(flags[one["server"]], one["rate"], one["seed"], setting)
+        found.append({key: one[key] for key in ("server", "rate", "seed")} | {"attainment": values["slo_attainment"]})
+    return found
+
+
+def measure_all(args: argparse.Namespace, setting: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs of all servers, rates and seeds, as `row` gives them; written to `args.json` after each."""
     rows: list[dict[str, Any]] = []
     bar = tqdm(total=args.seeds * len(args.server) * len(args.rates), unit="run", disable=None)
@@ -134,7 +189,7 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
                     bar.set_description(f"{name}, seed {seed}, {rate:g} requests/s")
                     rows.append(row(name, rate, seed, measure(address, rate, seed, args)))
                     bar.update(1)
-                    keep(args, rows)
+                    keep(args.json, setting, rows)
     bar.close()
     return rows
 
@@ -154,16 +209,21 @@ def row(name: str, rate: float, seed: int, values: dict[str, Any]) -> dict[str, 
     }  # fmt: skip
 
 
-def keep(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
-    if args.json is None:
-        return
-    head = {
+def setting_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what all runs of a measurement share."""
+    return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu(), "cores": os.cpu_count(), "apt_jax": __version__, "command": shlex.join(sys.argv[1:]),
-        "slo_ttft_ms": args.slo_ttft_ms, "slo_tbt_ms": args.slo_tbt_ms, "duration_s": args.duration,
-        "servers": dict(args.server or ()),
+        **{key: getattr(args, key) for key in _SAME}, "servers": dict(args.server or ()),
     }  # fmt: skip
-    args.json.write_text(json.dumps({**head, "runs": list(rows)}, indent=1) + "\n")
+
+
+def keep(
+    path: Path | None, setting: dict[str, Any], rows: Sequence[dict[str, Any]], simulated: Sequence[dict[str, Any]] = ()
+) -> None:
+    if path is not None:
+        whole = {**setting, "runs": list(rows), **({"simulated": list(simulated)} if simulated else {})}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def _cpu() -> str:
@@ -190,11 +250,13 @@ def by_server(rows: Sequence[dict[str, Any]]) -> dict[str, dict[float, list[dict
     return found
 
 
-def show(rows: Sequence[dict[str, Any]], target: float) -> None:
+def show(rows: Sequence[dict[str, Any]], target: float, simulated: Sequence[dict[str, Any]] = ()) -> None:
     table = Table(
-        "server", "requests/s", "attainment %", "goodput/s", "output tokens/s", "TTFT p50 ms", "P99 TBT p50 ms", "seeds"
-    )
-    console = Console(width=max(100, Console().width))
+        "server", "requests/s", "attainment %", *(["simulated %"] if simulated else []), "goodput/s", "output tokens/s",
+        "TTFT p50 ms", "P99 TBT p50 ms", "seeds",
+    )  # fmt: skip
+    predicted = by_server(simulated)
+    console = Console(width=max(120, Console().width))
     for name, rates in by_server(rows).items():
         for rate, runs in rates.items():
             of = [100 * r["attainment"] for r in runs]
@@ -202,35 +264,47 @@ def show(rows: Sequence[dict[str, Any]], target: float) -> None:
                 key: np.median([r[key] for r in runs if r[key] is not None] or [np.nan])
                 for key in ("goodput_per_s", "output_tokens_per_s", "ttft_p50_ms", "tbt_p50_ms")
             }
+            there = [100 * r["attainment"] for r in predicted.get(name, {}).get(rate, ())]
             table.add_row(
-                name, f"{rate:g}", f"{mean(of):.1f} ± {half_width(of):.1f}", f"{median['goodput_per_s']:.2f}",
+                name, f"{rate:g}", f"{mean(of):.1f} ± {half_width(of):.1f}",
+                *([f"{mean(there):.1f}" if there else "-"] if simulated else []), f"{median['goodput_per_s']:.2f}",
                 *(f"{median[key]:.0f}" for key in ("output_tokens_per_s", "ttft_p50_ms", "tbt_p50_ms")), str(len(runs)),
             )  # fmt: skip
     console.print(table)
     for name, rates in by_server(rows).items():
-        found = rate_at(list(rates), [mean([r["attainment"] for r in runs]) for runs in rates.values()], target)
-        console.print(
-            f"{name}: {100 * target:g} % attained up to {'-' if found is None else f'{found:.2f}'} requests/s"
-        )
+        attained = [mean([r["attainment"] for r in runs]) for runs in rates.values()]
+        found = rate_at(list(rates), attained, target)
+        if found is not None:
+            text = f"{found:.2f}"
+        else:
+            text = f"more than {max(rates):g}" if attained[-1] >= target else f"less than {min(rates):g}"
+        console.print(f"{name}: {100 * target:g} % attained up to {text} requests/s")
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path, slo_ms: tuple[float, float]) -> None:
-    """Attainment and throughput over the rate, with the spread over the seeds."""
+def plot(
+    rows: Sequence[dict[str, Any]], path: Path, slo_ms: tuple[float, float], simulated: Sequence[dict[str, Any]] = ()
+) -> None:
+    """Attainment and throughput over the rate, with the spread over the seeds; dashed what was simulated."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    predicted = by_server(simulated)
     for name, rates in by_server(rows).items():
         x = list(rates)
         for axis, key, factor in ((left, "attainment", 100), (right, "output_tokens_per_s", 1)):
             values = [[factor * r[key] for r in runs] for runs in rates.values()]
             (line,) = axis.plot(x, [mean(v) for v in values], marker="o", label=name)
             axis.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=line.get_color(), alpha=0.15)
+            if axis is left and name in predicted:
+                there = [100 * mean([r["attainment"] for r in runs]) for runs in predicted[name].values()]
+                axis.plot(list(predicted[name]), there, "--", color=line.get_color(), linewidth=1)
     left.axhline(90, color="grey", linewidth=0.8, linestyle=":")
     left.set(xlabel="requests/s", ylabel="requests within the SLO (%)", ylim=(0, 102))
-    left.set_title(f"TTFT {slo_ms[0]:g} ms, P99 TBT {slo_ms[1]:g} ms", fontsize=10)
+    dashed = "; dashed: simulated" if simulated else ""
+    left.set_title(f"TTFT {slo_ms[0]:g} ms, P99 TBT {slo_ms[1]:g} ms{dashed}", fontsize=10)
     right.set(xlabel="requests/s", ylabel="output tokens/s")
     right.set_ylim(bottom=0)
     left.legend(fontsize=8)
@@ -252,8 +326,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="rounds (default: 3)")
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED")
     parser.add_argument(
-        "--duration", type=float, default=60.0, metavar="S", help="seconds of arrivals in a run (default: 60)"
-    )
+        "--duration", dest="duration_s", type=float, default=60.0, metavar="S",
+        help="seconds of arrivals in a run (default: 60)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-len", type=int, default=2048, metavar="TOKENS",
+        help="requests that are longer in all are left out, as no server may take less (default: 2,048)",
+    )  # fmt: skip
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS")
     parser.add_argument("--slo-tbt-ms", type=float, default=500.0, metavar="MS")
     parser.add_argument(
@@ -267,24 +346,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="more flags of apt-jax bench, as one argument",
     )
     parser.add_argument("--from", dest="kept", type=Path, nargs="+", metavar="FILE", help="show these results instead")
+    parser.add_argument(
+        "--simulate", type=_simulated, action="append", default=[], metavar="NAME=FLAGS",
+        help="apt-jax simulate with these flags beside the server of that name; again for each",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
-    slo_ms = (args.slo_ttft_ms, args.slo_tbt_ms)
     for path in args.kept or ():
         if not path.is_file():
             parser.error(f"--from {path}: there is no such file")
+    simulated: list[dict[str, Any]] = []
     if args.kept:
         kept = [json.loads(path.read_text()) for path in args.kept]
+        setting = {key: value for key, value in kept[0].items() if key not in ("runs", "simulated")}
+        for path, file in zip(args.kept, kept, strict=True):
+            other = [key for key in _SAME if file.get(key) != setting.get(key)]
+            if other:
+                parser.error(f"--from {path}: {other[0]} is another one than in {args.kept[0]}")
         rows = [one for file in kept for one in file["runs"]]
-        slo_ms = (kept[0]["slo_ttft_ms"], kept[0]["slo_tbt_ms"])
+        simulated = [one for file in kept for one in file.get("simulated", ())]
     elif args.server:
-        rows = measure_all(args)
+        setting = setting_of(args)
+        rows = measure_all(args, setting)
     else:
         parser.error("give --server, or --from")
-    show(rows, args.target)
+    if args.simulate:
+        if setting.get("bench_flags"):
+            parser.error("--simulate knows nothing of --bench-flags, and these runs were measured with some")
+        simulated = simulate_all(args, rows, setting)
+    keep(args.json, setting, rows, simulated)
+    show(rows, args.target, simulated)
     if args.png is not None:
-        plot(rows, args.png, slo_ms)
+        plot(rows, args.png, (setting["slo_ttft_ms"], setting["slo_tbt_ms"]), simulated)
     return 0
 
 

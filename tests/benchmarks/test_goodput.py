@@ -5,9 +5,15 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from apt_jax.config import SLO
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.simulator import simulate
+from apt_jax.sim.workload import Workload
 from benchmarks.server import goodput
+from serve.bench import load
 from tests.support.small_models import SMALL_ENGINE, write_small_model
 
 RUN = {
@@ -44,6 +50,38 @@ def test_kept_results_are_shown_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert "ours: 90 % attained up to 2.11 requests/s" in shown
     assert "theirs: 90 % attained up to 1.11 requests/s" in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_simulator_gets_the_requests_of_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setting = {"slo_ttft_ms": 1000.0, "slo_tbt_ms": 1000.0, "duration_s": 20.0, "max_len": 2048}
+    kept, whole = tmp_path / "kept.json", tmp_path / "whole.json"
+    runs = [RUN | {"server": name, "rate": 4.0, "seed": 3, "attainment": 0.5} for name in ("ours", "theirs")]
+    kept.write_text(json.dumps({**setting, "runs": runs}))
+    flags = "--model opt-13b --scheduling-policy fcfs"
+    assert goodput.main(["--from", str(kept), "--simulate", f"ours={flags}", "--json", str(whole)]) == 0
+    (found,) = json.loads(whole.read_text())["simulated"]
+    assert (found["server"], found["rate"], found["seed"]) == ("ours", 4.0, 3)
+    # The same requests as `apt-jax bench` sends, given to the simulator by hand.
+    requests = load.requests(
+        load.trace_source("sharegpt", max_len=2048), load.Arrivals(rate=4.0, burstiness=1.0, duration_s=20.0), 3
+    )
+    workload = Workload(
+        prompt_tokens=np.array([r.prompt_tokens for r in requests], np.int32),
+        output_tokens=np.array([r.max_tokens for r in requests], np.int32),
+        arrival_s=np.array([r.at_s for r in requests]),
+        best_effort=np.zeros(len(requests), np.bool_),
+    )
+    config = SimulationConfig(model="opt-13b", policy="fcfs", slo=SLO(1.0, 1.0), num_requests=len(requests))
+    assert found["attainment"] == simulate(config, workload=workload).summary.slo_attainment
+    assert "simulated" in capsys.readouterr().out
+
+
+def test_results_of_other_objectives_are_not_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, ms in (("a", 1000.0), ("b", 2000.0)):
+        (tmp_path / name).write_text(json.dumps({"slo_ttft_ms": ms, "slo_tbt_ms": 500.0, "runs": []}))
+    with pytest.raises(SystemExit):
+        goodput.main(["--from", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert "b: slo_ttft_ms is another one than in" in capsys.readouterr().err
 
 
 def test_two_servers_get_the_same_arrivals(tmp_path: Path) -> None:

@@ -156,6 +156,56 @@ def test_gates_of_any_size_saturate() -> None:
     np.testing.assert_allclose(out, np.broadcast_to(expected[:, None], out.shape), rtol=2**-8)
 
 
+# Rows, heads, key heads, lanes, width of layer inputs: OPT's; one row; grouped; all that is odd, less and more than a panel.
+HEADS = [
+    (9, 12, 12, 64, 768),
+    (1, 4, 4, 16, 64),
+    (7, 6, 2, 32, 96),
+    (14, 3, 3, 7, 21),
+    (5, 4, 1, 33, 135),
+    (3, 2, 2, 2, 5),
+]
+
+
+def _heads(shape: tuple[int, ...], onto_inputs: bool, dtype: str) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Rows of every head, matrices of key heads, and their products in float64."""
+    batch, heads, key_heads, lanes, width = shape
+    rng = np.random.default_rng(batch + width)
+    x = jnp.asarray(rng.standard_normal((batch, heads, lanes if onto_inputs else width)), dtype)
+    w = jnp.asarray(rng.standard_normal((key_heads, lanes, width)) / np.sqrt(width), dtype)
+    each = np.repeat(np.asarray(w, np.float64), heads // key_heads, axis=0)
+    expected = np.einsum("bnh,nhd->bnd" if onto_inputs else "bnd,nhd->bnh", np.asarray(x, np.float64), each)
+    return x, w, expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("onto_inputs", [True, False])
+@pytest.mark.parametrize("shape", HEADS)
+def test_products_of_heads_equal_float64(shape: tuple[int, ...], onto_inputs: bool, dtype: str) -> None:
+    x, w, expected = _heads(shape, onto_inputs, dtype)
+    rounded = dtype == "bfloat16" and onto_inputs
+    for product in (ops.head_products, linear.head_products):
+        actual = jax.jit(product, static_argnames="onto_inputs")(x, w, onto_inputs=onto_inputs)
+        assert actual.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(actual), expected, atol=2e-5, rtol=2**-8 if rounded else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("onto_inputs", [True, False])
+@pytest.mark.parametrize("shape", HEADS)
+def test_products_of_heads_are_made_for_the_rows_asked_for(
+    shape: tuple[int, ...], onto_inputs: bool, dtype: str
+) -> None:
+    x, w, _ = _heads(shape, onto_inputs, dtype)
+    product = jax.jit(ops.head_products, static_argnames="onto_inputs")
+    whole = np.asarray(product(x, w, onto_inputs=onto_inputs))
+    for first, last in ((0, 1), (1, 4), (2, 2), (0, len(x)), (len(x) - 1, len(x))):
+        some = np.asarray(product(x, w, onto_inputs=onto_inputs, rows=(jnp.int32(first), jnp.int32(last))))
+        np.testing.assert_array_equal(some[first:last], whole[first:last])  # the same bits in any company
+        assert not some[:first].any()
+        assert not some[last:].any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_gives_the_same_bits_in_any_company(dtype: str) -> None:
     rows = 40
