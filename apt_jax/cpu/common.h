@@ -116,12 +116,26 @@ inline void from_float(float x, Bf16& out) {  // to the nearest, ties to even
 }
 
 inline void store(Bf16* p, Vec v) {
+#ifdef APT_PAIRS
+  __m512 given;
+  std::memcpy(&given, &v, sizeof given);
+  const __m256bh rounded = _mm512_cvtneps_pbh(given);  // denormal numbers become 0, as in products of pairs
+  std::memcpy(p, &rounded, sizeof rounded);
+#else
   UintVec bits;
   std::memcpy(&bits, &v, sizeof bits);
   bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   bits = v == v ? bits : UintVec{} + 0x7fc0;
   HalfVec h = __builtin_convertvector(bits, HalfVec);
   std::memcpy(p, &h, sizeof h);
+#endif
+}
+
+// The first `count` lanes, at most all.
+template <typename T>
+void store_some(T* to, Vec v, int64_t count) {
+  if (count >= kLanes) return store(to, v);
+  for (int64_t i = 0; i < count; ++i) from_float(v[i], to[i]);
 }
 
 inline Vec splat(float x) { return Vec{} + x; }
@@ -225,7 +239,8 @@ inline Vec exp(Vec given) {
 #endif
 
 // Time that it takes until the end of a scope, under a name, with the bytes of weights and cache that are read and the operations
-// (a product and a sum are two); the name of a product has its inputs and outputs. Kept only where APT_TIMES is defined: see `build.take_times`.
+// (a product and a sum are two); the name of a product has its inputs and outputs. Kept only where APT_TIMES is defined: see
+// `build.take_times`.
 #ifdef APT_TIMES
 class Timed {
  public:

@@ -55,11 +55,7 @@ struct AddTo {
       Vec v = load_some(sums + i, mine);
       if (scales) v *= load_some(scales + first + i, mine);
       if (biases) v += load_some(biases + first + i, mine);
-      v = load_some(to + i, mine) + v;
-      if (mine == kLanes)
-        store(to + i, v);
-      else
-        for (int64_t j = 0; j < mine; ++j) to[i + j] = v[j];
+      store_some(to + i, load_some(to + i, mine) + v, mine);
     }
   }
 };

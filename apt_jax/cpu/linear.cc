@@ -26,12 +26,8 @@ struct Store {
   void operator()(int64_t row, int64_t first, const float* sums, int64_t count) const {
     count = std::min(count, outputs - first);
     Out* to = out + row * outputs + first;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) store(to + i, finished(load(sums + i), first + i, kLanes));
-    if (i < count) {
-      const Vec last = finished(load_some(sums + i, count - i), first + i, count - i);
-      for (int64_t j = 0; i + j < count; ++j) from_float(last[j], to[i + j]);
-    }
+    for (int64_t i = 0; i < count; i += kLanes)
+      store_some(to + i, finished(load_some(sums + i, count - i), first + i, count - i), count - i);
   }
 };
 
@@ -88,12 +84,7 @@ struct Gate {
         gate *= load_some(scales + first + i, mine);
         up *= load_some(scales + outputs + first + i, mine);
       }
-      const Vec v = activate(gate, activation) * up;
-      Out* to = out + row * outputs + first + i;
-      if (mine == kLanes)
-        store(to, v);
-      else
-        for (int64_t j = 0; j < mine; ++j) from_float(v[j], to[j]);
+      store_some(out + row * outputs + first + i, activate(gate, activation) * up, mine);
     }
   }
 };

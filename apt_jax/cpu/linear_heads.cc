@@ -7,23 +7,6 @@
 
 namespace {
 
-inline void round_to(float* to, Vec v) { store(to, v); }
-
-inline void round_to(Bf16* to, Vec v) {
-#ifdef APT_PAIRS
-  const __m256bh rounded = _mm512_cvtneps_pbh(native(v));  // denormal numbers become 0, as in products of pairs
-  std::memcpy(to, &rounded, sizeof rounded);
-#else
-  store(to, v);
-#endif
-}
-
-template <typename T>
-void store_some(T* to, Vec v, int64_t count) {
-  if (count >= kLanes) return round_to(to, v);
-  for (int64_t i = 0; i < count; ++i) from_float(v[i], to[i]);
-}
-
 // Whether T is multiplied in pairs.
 template <typename T>
 constexpr bool kInPairs =
