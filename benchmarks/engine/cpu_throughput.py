@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,6 +44,7 @@ from apt_jax.sched.costs.fit import CostModel
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.view import CacheKindSpec
 from apt_jax.utils.clock import WallClock
+from benchmarks.paper.common import new_file
 
 
 def _best_s(run: Any, repeats: int = 7) -> float:
@@ -202,13 +202,6 @@ def load(parser: argparse.ArgumentParser, **fields: Any) -> LoadedModel:
         return load_model(EngineConfig(**fields))
     except (ConfigError, ModelLoadError) as error:
         parser.error(str(error))
-
-
-def new_file(text: str) -> Path:
-    """A file that can be written: asked before anything is measured."""
-    if not Path(text).resolve().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r:.200}: there is no such directory")
-    return Path(text)
 
 
 def main() -> int:

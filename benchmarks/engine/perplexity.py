@@ -27,7 +27,8 @@ from apt_jax.frontend.builder import use_compile_cache
 from apt_jax.models.decoder import logits
 from apt_jax.sched.request_table import KV
 from apt_jax.text.tokenizer import load_tokenizer
-from benchmarks.engine.cpu_throughput import load, new_file
+from benchmarks.engine.cpu_throughput import load
+from benchmarks.paper.common import new_file
 
 ROOT = Path(__file__).resolve().parents[2]
 

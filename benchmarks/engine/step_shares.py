@@ -22,7 +22,8 @@ from apt_jax.cpu import build
 from apt_jax.executor.calibrate import step_time_s, synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.sched.request_table import HIDDEN, KV
-from benchmarks.engine.cpu_throughput import add_model_flags, load, machine_rates, new_file
+from benchmarks.engine.cpu_throughput import add_model_flags, load, machine_rates
+from benchmarks.paper.common import new_file
 
 _MAX_ROWS, _MAX_MODEL_LEN = 64, 2048
 
@@ -115,7 +116,8 @@ def main() -> int:
         )  # fmt: skip
         rates = machine_rates(dtype)
         print(
-            f"{dtype} (read, product: shares of what this machine does alone, above 100 % where it was slower then): matmul {rates['matmul_flop_s'] / 1e9:.0f} GFLOP/s, read {rates['read_bytes_s'] / 1e9:.1f} GB/s"
+            f"{dtype}: matmul {rates['matmul_flop_s'] / 1e9:.0f} GFLOP/s, read {rates['read_bytes_s'] / 1e9:.1f} GB/s; "
+            "shares are of these, and above 100 % where the machine was slower then"
         )
         for step in tqdm(steps, desc=dtype, file=sys.stderr):
             seconds, times = measure(executor, step, KV if args.cache == "kv" else HIDDEN, args.repeats)

@@ -249,6 +249,13 @@ _COLUMNS = [
 ]
 
 
+def new_file(text: str) -> Path:
+    """A command line's file that can be written, asked before anything is measured."""
+    if not Path(text).resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r:.200}: there is no such directory")
+    return Path(text)
+
+
 def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
 

@@ -12,7 +12,8 @@ so that servers alternate over the sitting. Every run is `apt-jax bench` with it
 them a cache of the same size. The client shares the machine with the server.
 
 Attainment is the share of requests within both objectives, goodput the number of them a second. "rate at 90 %" is where
-the mean attainment over the seeds falls through 90 %, between the two rates around it. `--from FILE` shows kept results
+the mean attainment over the seeds falls through 90 %, between the two rates around it. The first server's attainment is
+compared with every other's on the same seeds, with 95 % intervals. `--from FILE` shows kept results
 again instead of measuring; several files are put together.
 
 `--simulate` gives the same requests to the simulator, beside the server of that name:
@@ -48,7 +49,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from apt_jax.version import __version__
-from benchmarks.paper.common import half_width, mean
+from benchmarks.paper.common import half_width, mean, new_file, paired
 from serve.bench import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -244,9 +245,9 @@ def rate_at(rates: Sequence[float], attainment: Sequence[float], target: float) 
 
 
 def by_server(rows: Sequence[dict[str, Any]]) -> dict[str, dict[float, list[dict[str, Any]]]]:
-    found: dict[str, dict[float, list[dict[str, Any]]]] = {}
+    found: dict[str, dict[float, list[dict[str, Any]]]] = {one["server"]: {} for one in rows}
     for one in sorted(rows, key=lambda r: (r["rate"], r["seed"])):
-        found.setdefault(one["server"], {}).setdefault(one["rate"], []).append(one)
+        found[one["server"]].setdefault(one["rate"], []).append(one)
     return found
 
 
@@ -279,6 +280,16 @@ def show(rows: Sequence[dict[str, Any]], target: float, simulated: Sequence[dict
         else:
             text = f"more than {max(rates):g}" if attained[-1] >= target else f"less than {min(rates):g}"
         console.print(f"{name}: {100 * target:g} % attained up to {text} requests/s")
+    first, *others = by_server(rows).items()
+    for name, rates in others:
+        for rate in sorted(rates.keys() & first[1].keys()):
+            ours, theirs = ({r["seed"]: 100 * r["attainment"] for r in side[rate]} for side in (first[1], rates))
+            seeds = sorted(ours.keys() & theirs.keys())
+            if seeds:
+                by, within = paired([ours[s] for s in seeds], [theirs[s] for s in seeds])
+                console.print(
+                    f"{first[0]} less {name} at {rate:g}/s: {by:+.1f} ± {within:.1f} points, {len(seeds)} seeds"
+                )
 
 
 def plot(
@@ -321,22 +332,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--server", type=_server, action="append", metavar="NAME=COMMAND", help="a server; again for each"
     )
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=[1.5, 2.5, 3.5, 4.5], metavar="R", help="requests per second"
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[1.5, 2.5, 3.5, 4.5],
+        metavar="R",
+        help="requests per second (default: 1.5 2.5 3.5 4.5)",
     )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="rounds (default: 3)")
-    parser.add_argument("--first-seed", type=int, default=0, metavar="SEED")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="SEED", help="of the first round (default: 0)")
     parser.add_argument(
         "--duration", dest="duration_s", type=float, default=60.0, metavar="S",
         help="seconds of arrivals in a run (default: 60)",
     )  # fmt: skip
     parser.add_argument(
         "--max-len", type=int, default=2048, metavar="TOKENS",
-        help="requests that are longer in all are left out, as no server may take less (default: 2,048)",
+        help="leave out requests of more tokens, prompt and output together: all servers must take this many "
+        "(default: 2,048)",
     )  # fmt: skip
-    parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, metavar="MS")
-    parser.add_argument("--slo-tbt-ms", type=float, default=500.0, metavar="MS")
     parser.add_argument(
-        "--target", type=float, default=0.9, metavar="SHARE", help="attainment whose rate is shown (default: 0.9)"
+        "--slo-ttft-ms", type=float, default=2000.0, metavar="MS", help="TTFT SLO, milliseconds (default: 2,000)"
+    )
+    parser.add_argument(
+        "--slo-tbt-ms", type=float, default=500.0, metavar="MS", help="P99 TBT SLO, milliseconds (default: 500)"
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="attainment, of 1, whose rate is shown (default: 0.9)",
     )
     parser.add_argument(
         "--bench-flags",
@@ -350,8 +375,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--simulate", type=_simulated, action="append", default=[], metavar="NAME=FLAGS",
         help="apt-jax simulate with these flags beside the server of that name; again for each",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write all runs, after each of them")
+    parser.add_argument("--png", type=new_file, metavar="FILE", help="plot attainment and throughput over the rate")
     args = parser.parse_args(arguments)
     for path in args.kept or ():
         if not path.is_file():
@@ -360,20 +385,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.kept:
         kept = [json.loads(path.read_text()) for path in args.kept]
         setting = {key: value for key, value in kept[0].items() if key not in ("runs", "simulated")}
+        setting["dates"] = [date for file in kept for date in file.get("dates", [file.get("date")])]
         for path, file in zip(args.kept, kept, strict=True):
             other = [key for key in _SAME if file.get(key) != setting.get(key)]
             if other:
                 parser.error(f"--from {path}: {other[0]} is another one than in {args.kept[0]}")
         rows = [one for file in kept for one in file["runs"]]
         simulated = [one for file in kept for one in file.get("simulated", ())]
+        names = {one["server"] for one in rows}
     elif args.server:
-        setting = setting_of(args)
-        rows = measure_all(args, setting)
+        setting, rows = setting_of(args), []
+        names = {name for name, _ in args.server}
     else:
         parser.error("give --server, or --from")
+    for name, _ in args.simulate:
+        if name not in names:
+            parser.error(f"--simulate {name}: none of the servers, {', '.join(sorted(names))}")
+    if args.simulate and setting.get("bench_flags"):
+        parser.error("--simulate knows nothing of --bench-flags, which these runs are measured with")
+    if not args.kept:
+        rows = measure_all(args, setting)
     if args.simulate:
-        if setting.get("bench_flags"):
-            parser.error("--simulate knows nothing of --bench-flags, and these runs were measured with some")
         simulated = simulate_all(args, rows, setting)
     keep(args.json, setting, rows, simulated)
     show(rows, args.target, simulated)
