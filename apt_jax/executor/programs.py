@@ -77,7 +77,7 @@ class Programs:
             "forward": self._jit(self.forward, donate=("pools",), results=(pools, alike)),
             "decode": self._jit(self.decode, donate=("pools", "last_tokens"), results=(pools, alike, alike)),
             "sample": self._jit(self.sample, donate=("last_tokens",), results=alike),
-            "copy": self._jit(copy_blocks, donate=("pools",), results=(pools,)),
+            "copy": self._jit(self.copy, donate=("pools",), results=(pools,)),
             "convert": self._jit(self.convert, donate=("pools",), results=(pools,)),
         }
 
@@ -243,11 +243,11 @@ class Programs:
         batch = ConvertBatch(**self.step_format.convert_layout(num_blocks).split(ints))
         return (convert_inputs(params, pools, batch, self.config, self._options(0, self.kinds_offered)),)
 
-
-def copy_blocks(pools: Pools, pairs: Array) -> tuple[Pools]:
-    """`pool[pairs[:, 1]] = pool[pairs[:, 0]]` for each pool, all reads before all writes. The pools are donated."""
-    source, destination = pairs[:, 0], pairs[:, 1]
-    return (tuple(pool.at[destination].set(pool[source], mode="drop") for pool in pools),)
+    # A method as the others: `jax.jit` keeps what it compiles by function, and programs are counted by executor.
+    def copy(self, pools: Pools, pairs: Array) -> tuple[Pools]:
+        """`pool[pairs[:, 1]] = pool[pairs[:, 0]]` for each pool, all reads before all writes. The pools are donated."""
+        source, destination = pairs[:, 0], pairs[:, 1]
+        return (tuple(pool.at[destination].set(pool[source], mode="drop") for pool in pools),)
 
 
 def _as_float(bits: Array) -> Array:

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.seeds  # draws
 
 
 @functools.cache
-def built(max_tokens: int) -> EngineComponents:
+def built(max_tokens: int, num_blocks: int = 400) -> EngineComponents:
     """An executor of steps of up to `max_tokens` tokens."""
     config = EngineConfig(
         model="tiny-opt",
-        cache=CacheConfig(num_blocks_override=400),
+        cache=CacheConfig(num_blocks_override=num_blocks),
         scheduler=SchedulerConfig(policy="fcfs", max_num_seqs=4, max_num_batched_tokens=max_tokens),
     )
     parts = build_engine(config, warm_up=False, calibrate=False)
@@ -98,6 +98,14 @@ class Served:
 
 def prompt(num: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(300, 4000, num)
+
+
+def test_what_another_executor_compiles_is_not_counted() -> None:
+    executor = built(256).executor
+    assert isinstance(executor, JaxExecutor)
+    before = executor.compilations
+    built(64, num_blocks=40)  # a pool of another size: none of its programs are these
+    assert executor.compilations == before == 0
 
 
 @pytest.mark.parametrize("num", [248, pytest.param(1000, marks=pytest.mark.slow)])
