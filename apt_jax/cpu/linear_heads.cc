@@ -16,8 +16,8 @@ constexpr bool kInPairs =
     false;
 #endif
 
-// out[r * kPanel + i] = sum over h of x[r][h] w[h * stride + i], i < kPanel; lanes are even where they are multiplied in pairs. Every
-// sum is added up in the order of h. Sums are this loop's alone: the compiler keeps them in registers.
+// out[r * kPanel + i] = sum over h of x[r][h] w[h * stride + i], i < kPanel; lanes are even. Every sum is added up in the order of
+// h. Sums are this loop's alone: the compiler keeps them in registers.
 template <int R, typename T>
 __attribute__((noinline)) void onto_panel(const T* const* x, const T* w, int64_t lanes, int64_t stride, float* out) {
   Vec sums[R][kBlocks] = {};
@@ -139,18 +139,17 @@ struct HeadProducts {
   }
 
   void keys(ffi::ThreadPool& pool, T* out) const {
-    const int64_t panels = (width + kPanel - 1) / kPanel, even = kInPairs<T> ? round_up(lanes, 2) : lanes;
+    const int64_t panels = (width + kPanel - 1) / kPanel;
     parallel_for(pool, key_heads * panels, [&](int64_t task) {
       const int64_t key_head = task / panels, at = task % panels * kPanel, count = std::min(kPanel, width - at);
       const T* matrix = w + key_head * lanes * width + at;
       int64_t stride = width;
-      if (count < kPanel || even > lanes) {  // with zeros to a whole panel of even lanes
-        T* whole = scratch<T, kWeights>(even * kPanel);
-        std::fill_n(whole, even * kPanel, T{});
+      if (count < kPanel) {  // zeros to a whole panel
+        T* whole = scratch<T, kWeights>(lanes * kPanel);
+        std::fill_n(whole, lanes * kPanel, T{});
         for (int64_t h = 0; h < lanes; ++h) std::copy_n(matrix + h * width, count, whole + h * kPanel);
         matrix = whole, stride = kPanel;
       }
-      T* copies = even > lanes ? scratch<T, kPacked>(kMostRows * even) : nullptr;
       alignas(64) float sums[kMostRows * kPanel];
       for (int64_t i = 0; i < rows(); i += kMostRows) {
         const T* from[kMostRows];
@@ -159,12 +158,8 @@ struct HeadProducts {
         for (int64_t r = 0; r < mine; ++r) {
           row[r] = place(key_head, i + r);
           from[r] = x + row[r] * lanes;
-          if (!copies) continue;
-          std::copy_n(from[r], lanes, copies + r * even);
-          copies[r * even + lanes] = T{};
-          from[r] = copies + r * even;
         }
-        onto_panel(mine, from, matrix, even, stride, sums);
+        onto_panel(mine, from, matrix, lanes, stride, sums);
         for (int64_t r = 0; r < mine; ++r) {
           T* to = out + row[r] * width + at;
           for (int64_t c = 0; c < kPanel; c += kLanes) store_some(to + c, load(sums + r * kPanel + c), count - c);
@@ -208,7 +203,8 @@ ffi::Error head_products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   const int64_t last = std::clamp<int64_t>(range.typed_data()[1], first, batch);
   if (x.element_type() != w.element_type() || out->element_type() != (onto ? x.element_type() : ffi::F32))
     return ffi::Error::InvalidArgument("head_products: one type for rows and weights");
-  if (key_heads == 0 || heads % key_heads) return ffi::Error::InvalidArgument("head_products: key heads must divide heads");
+  if (key_heads == 0 || heads % key_heads || lanes % 2)
+    return ffi::Error::InvalidArgument("head_products: key heads must divide heads, and lanes be even");
   const Timed timed("products of absorption", static_cast<double>(w.size_bytes()), 2.0 * (last - first) * heads * lanes * width);
   char* bytes = static_cast<char*>(out->untyped_data());
   const int64_t row_bytes = heads * out_width * (onto && x.element_type() == ffi::BF16 ? 2 : 4);

@@ -31,8 +31,8 @@ def head_products(
     dtype: Any = jnp.float32,
 ) -> Array:
     """Products of every query head with its key head's matrix: of queries (B, N, H), (B, N, D) with `onto_inputs`; else
-    of sums of layer inputs (B, N, D), (B, N, H). Returned in `dtype`; nothing is asked of rows outside the half-open
-    range `rows`."""
+    of sums of layer inputs (B, N, D), (B, N, H). Returned in `dtype`. Rows outside the half-open range `rows` hold
+    zeros or are not asked for."""
     batch, num_heads, width = x.shape
     num_kv_heads = w.shape[0]
     group = num_heads // num_kv_heads
