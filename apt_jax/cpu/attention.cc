@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kTile = 64;  // positions attended to at a time
 constexpr int kStep = 8;   // of these read at a time
+constexpr int kGroup = kRegisterLanes == kLanes ? 4 : 1;  // heads that share what is read, as many as the registers hold
 
 // Modifiers of scores before the softmax, see `LogitModifiers`.
 struct Rules {
@@ -103,31 +104,48 @@ void score(const float* q, const float* const* keys, int count, int64_t padded, 
   }
 }
 
+template <int G = kGroup>
+void score(int64_t heads, const float* q, const float* const* keys, int count, int64_t padded, float* scores) {
+  if constexpr (G > 1)
+    if (heads < G) return score<G - 1>(heads, q, keys, count, padded, scores);
+  score<G>(q, keys, count, padded, scores);
+}
+
+// Lanes [from, to) of a vector, and `other` in those before and behind.
+inline Vec lanes_between(const Vec& v, int from, int to, float other) {
+  if (from <= 0 && to >= kLanes) return v;
+  static constexpr int32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const IntVec lane = load_as<IntVec>(kNumbers);
+  return select((lane >= from) & (lane < to), v, splat(other));
+}
+
 // Scores of one query head from number `from` on, by the rules, to weights of the values relative to the running maximum, in place;
-// zeros before those. Returns what the
-// accumulator must be scaled by.
+// zeros before those, and behind number `count`. Returns what the accumulator must be scaled by.
 float weigh(Flash& state, int count, const Rules& rules, float slope, const int32_t* positions, int64_t last, float* weights,
             int from = 0) {
   Vec highest = splat(-INFINITY);
   for (int t = 0; t < count; t += kLanes) {
     Vec s = load(weights + t);
     if (rules.softcap != 0) {
-      const float cap = rules.softcap;
-      for (int i = 0; i < kLanes; ++i) s[i] = cap * std::tanh(s[i] / cap);
+      float lanes[kLanes];
+      store(lanes, s);
+      for (float& lane : lanes) lane = rules.softcap * std::tanh(lane / rules.softcap);
+      s = load(lanes);
     }
-    if (rules.slopes)
-      for (int i = 0; i < kLanes && t + i < count; ++i) s[i] += slope * static_cast<float>(positions[t + i] - last);
-    for (int i = count - t; i < kLanes; ++i) s[i] = -INFINITY;
-    for (int i = 0; i < std::min(from - t, kLanes); ++i) s[i] = -INFINITY;
+    if (rules.slopes) {
+      float lanes[kLanes];
+      store(lanes, s);
+      for (int i = 0; i < std::min(kLanes, count - t); ++i) lanes[i] += slope * static_cast<float>(positions[t + i] - last);
+      s = load(lanes);
+    }
+    s = lanes_between(s, from - t, count - t, -INFINITY);
     store(weights + t, s);
     highest = max(highest, s);
   }
   const float m = std::max(state.m, max(highest));
   Vec total{};
   for (int t = 0; t < count; t += kLanes) {
-    Vec w = exp(load(weights + t) - m);
-    for (int i = count - t; i < kLanes; ++i) w[i] = 0;
-    for (int i = 0; i < std::min(from - t, kLanes); ++i) w[i] = 0;
+    const Vec w = lanes_between(exp(load(weights + t) - m), from - t, count - t, 0);
     store(weights + t, w);
     total += w;
   }
@@ -154,13 +172,14 @@ void add_values(const float* const* weights, const float* scales, const float* c
     for (int i = 0; i < L; ++i) store(acc[g] + i * kLanes, sums[g][i]);
 }
 
-template <int G>
-void add_values(int vectors, const float* const* weights, const float* scales, const float* const* values, int64_t lane, int count,
-                float* const* acc) {
-  if (vectors == 4) return add_values<G, 4>(weights, scales, values, lane, count, acc);
-  if (vectors == 3) return add_values<G, 3>(weights, scales, values, lane, count, acc);
-  if (vectors == 2) return add_values<G, 2>(weights, scales, values, lane, count, acc);
-  add_values<G, 1>(weights, scales, values, lane, count, acc);
+template <int G = kGroup, int L = 4>
+void add_values(int64_t heads, int64_t vectors, const float* const* weights, const float* scales, const float* const* values,
+                int64_t lane, int count, float* const* acc) {
+  if constexpr (G > 1)
+    if (heads < G) return add_values<G - 1, L>(heads, vectors, weights, scales, values, lane, count, acc);
+  if constexpr (L > 1)
+    if (vectors < L) return add_values<G, L - 1>(heads, vectors, weights, scales, values, lane, count, acc);
+  add_values<G, L>(weights, scales, values, lane, count, acc);
 }
 
 // Where a request's keys and values lie.
@@ -420,19 +439,15 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
   for_tiles(cache, seen, end, following, [&](const Taken<T>& now, const Taken<T>& ahead) {
     const int count = now.count;
     // Rows of a few positions at a time, as memory lies; meanwhile what is needed next comes.
-    const int64_t scored = (count + step - 1) / step * key_heads * ((group + 3) / 4);
+    const int64_t scored = (count + step - 1) / step * key_heads * ((group + kGroup - 1) / kGroup);
     for (int t = 0, piece = 0; t < count; t += step) {
       const int some = std::min<int>(step, static_cast<int>(round_up(count - t, 4)));
       for (int64_t k = 0; k < key_heads; ++k) {
         as_float(now.keys + t, first_lane + k * width, some);
-        for (int64_t g = 0; g < group; g += 4) {
+        for (int64_t g = 0; g < group; g += kGroup) {
           now.fetch_values(piece++, scored, first_lane, last_lane);
-          const float* first = &queries[(k * group + g) * padded];
-          float* to = &weights[(k * group + g) * kTile + t];
-          if (group - g >= 4) score<4>(first, rows, some, padded, to);
-          if (group - g == 3) score<3>(first, rows, some, padded, to);
-          if (group - g == 2) score<2>(first, rows, some, padded, to);
-          if (group - g == 1) score<1>(first, rows, some, padded, to);
+          score(std::min<int64_t>(kGroup, group - g), &queries[(k * group + g) * padded], rows, some, padded,
+                &weights[(k * group + g) * kTile + t]);
         }
       }
     }
@@ -440,27 +455,23 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
       const float slope = rules.slopes ? rules.slopes[first_key_head * group + h] : 0;
       scales[h] = weigh(states[h], count, rules, slope, now.positions, end - 1, &weights[h * kTile]);
     }
-    const int64_t added = (count + step - 1) / step * key_heads * ((group + 3) / 4) * ((padded + 4 * kLanes - 1) / (4 * kLanes));
+    const int64_t added =
+        (count + step - 1) / step * key_heads * ((group + kGroup - 1) / kGroup) * ((padded + 4 * kLanes - 1) / (4 * kLanes));
     for (int t = 0, piece = 0; t < count; t += step) {
       const int some = std::min(step, count - t);
       for (int64_t k = 0; k < key_heads; ++k) {
         as_float(now.values + t, first_lane + k * width, some);
-        for (int64_t g = 0; g < group; g += 4)
+        for (int64_t g = 0; g < group; g += kGroup)
           for (int64_t i = 0; i < padded; i += 4 * kLanes) {
-            const int vectors = static_cast<int>(std::min<int64_t>(4, (padded - i) / kLanes));
-            const int heads_now = static_cast<int>(std::min<int64_t>(4, group - g));
+            const int64_t vectors = std::min<int64_t>(4, (padded - i) / kLanes), together = std::min<int64_t>(kGroup, group - g);
             ahead.fetch_keys(piece++, added, first_lane, last_lane);
-            const float* w[4];
-            float* a[4];
-            for (int j = 0; j < heads_now; ++j) {
+            const float* w[kGroup];
+            float* a[kGroup];
+            for (int64_t j = 0; j < together; ++j) {
               w[j] = &weights[(k * group + g + j) * kTile + t];
               a[j] = &acc[(k * group + g + j) * padded + i];
             }
-            const float* scaled = &scales[k * group + g];
-            if (heads_now == 4) add_values<4>(vectors, w, scaled, rows, i, some, a);
-            if (heads_now == 3) add_values<3>(vectors, w, scaled, rows, i, some, a);
-            if (heads_now == 2) add_values<2>(vectors, w, scaled, rows, i, some, a);
-            if (heads_now == 1) add_values<1>(vectors, w, scaled, rows, i, some, a);
+            add_values(together, vectors, w, &scales[k * group + g], rows, i, some, a);
           }
       }
       std::fill_n(scales, heads, 1.0f);

@@ -55,11 +55,11 @@ void blocks_of_values(const Bf16* const* values, int64_t lane, int64_t count, in
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t lanes = std::clamp<int64_t>(width - b * kLanes, 0, kLanes);
     for (int64_t t = 0; t < count; t += 2) {
-      HalfVec first{}, second{};
-      std::memcpy(&first, values[t] + lane + b * kLanes, lanes * sizeof(Bf16));
-      if (t + 1 < count) std::memcpy(&second, values[t + 1] + lane + b * kLanes, lanes * sizeof(Bf16));
-      const UintVec both = __builtin_convertvector(first, UintVec) | __builtin_convertvector(second, UintVec) << 16;
-      std::memcpy(out + (b * kPanel + t) * kLanes, &both, sizeof both);
+      Bf16 first[kLanes] = {}, second[kLanes] = {};
+      std::memcpy(first, values[t] + lane + b * kLanes, lanes * sizeof(Bf16));
+      if (t + 1 < count) std::memcpy(second, values[t + 1] + lane + b * kLanes, lanes * sizeof(Bf16));
+      const auto wide = [](const Bf16* p) { return convert<UintVec>(load_as<HalfVec>(p)); };
+      store_as(out + (b * kPanel + t) * kLanes, wide(first) | wide(second) << 16);
     }
   }
 }

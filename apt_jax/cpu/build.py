@@ -123,12 +123,6 @@ def has_tiles() -> bool:
 
 
 @functools.cache
-def has_pairs() -> bool:
-    """True if the CPU has dot products of pairs of bfloat16 (AVX512-BF16); the kernels must be loaded."""
-    return bool(_library().apt_has_pairs())
-
-
-@functools.cache
 def instructions() -> str:
     """The instruction sets that the kernels use here, such as "AVX-512, BF16, VNNI"; the kernels must be loaded."""
     function = _library().apt_instructions

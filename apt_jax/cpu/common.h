@@ -21,15 +21,8 @@
 #include <utility>
 #include <vector>
 
+#include "vectors.h"
 #include "xla/ffi/api/ffi.h"
-
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define APT_PAIRS 1  // dot products of pairs of bfloat16
-#endif
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 #if defined(APT_PAIRS) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
 #define APT_AMX 1
@@ -42,44 +35,19 @@ namespace ffi = xla::ffi;
 // Whether products of bfloat16 use matrix tiles here.
 extern "C" int apt_has_tiles();
 
-// Whether those in vector registers have an instruction for pairs of bfloat16.
-extern "C" int apt_has_pairs();
-
 namespace {
-
-constexpr int kLanes = 16;
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t IntVec __attribute__((vector_size(64)));
-typedef uint32_t UintVec __attribute__((vector_size(64)));
-typedef uint16_t HalfVec __attribute__((vector_size(32)));
 
 struct Bf16 {
   uint16_t bits;
 };
 
-inline Vec load(const float* p) {
-  Vec v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
+inline Vec load(const float* p) { return load_as<Vec>(p); }
 
-inline Vec load(const Bf16* p) {
-  HalfVec h;
-  std::memcpy(&h, p, sizeof h);
-  UintVec wide = __builtin_convertvector(h, UintVec) << 16;
-  Vec v;
-  std::memcpy(&v, &wide, sizeof v);
-  return v;
-}
+inline Vec load(const Bf16* p) { return bits_as<Vec>(convert<UintVec>(load_as<HalfVec>(p)) << 16); }
 
-inline Vec load(const int8_t* p) {
-  typedef int8_t ByteVec __attribute__((vector_size(16)));
-  ByteVec bytes;
-  std::memcpy(&bytes, p, sizeof bytes);
-  return __builtin_convertvector(bytes, Vec);
-}
+inline Vec load(const int8_t* p) { return convert<Vec>(load_as<ByteVec>(p)); }
 
-inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+inline void store(float* p, const Vec& v) { store_as(p, v); }
 
 inline float to_float(float x) { return x; }
 
@@ -95,16 +63,16 @@ inline float to_float(Bf16 x) {
 // The first `count` lanes, at most all; zeros behind.
 inline Vec load_some(const float* p, int64_t count) {
   if (count >= kLanes) return load(p);
-  Vec v{};
-  for (int64_t i = 0; i < count; ++i) v[i] = p[i];
-  return v;
+  float lanes[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = p[i];
+  return load(lanes);
 }
 
 inline Vec load_some(const Bf16* p, int64_t count) {
   if (count >= kLanes) return load(p);
-  Vec v{};
-  for (int64_t i = 0; i < count; ++i) v[i] = to_float(p[i]);
-  return v;
+  float lanes[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = to_float(p[i]);
+  return load(lanes);
 }
 
 inline void from_float(float x, float& out) { out = x; }
@@ -115,86 +83,50 @@ inline void from_float(float x, Bf16& out) {  // to the nearest, ties to even
   out.bits = x == x ? static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0;
 }
 
-inline void store(Bf16* p, Vec v) {
+inline void store(Bf16* p, const Vec& v) {
 #ifdef APT_PAIRS
-  __m512 given;
-  std::memcpy(&given, &v, sizeof given);
-  const __m256bh rounded = _mm512_cvtneps_pbh(given);  // denormal numbers become 0, as in products of pairs
+  const __m256bh rounded = _mm512_cvtneps_pbh(native(v));  // denormal numbers become 0, as in products of pairs
   std::memcpy(p, &rounded, sizeof rounded);
 #else
-  UintVec bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  bits = v == v ? bits : UintVec{} + 0x7fc0;
-  HalfVec h = __builtin_convertvector(bits, HalfVec);
-  std::memcpy(p, &h, sizeof h);
+  const UintVec bits = bits_as<UintVec>(v), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  store_as(p, convert<HalfVec>(select(v == v, rounded, (bits & 0) + 0x7fc0)));
 #endif
 }
+
+#ifndef APT_PAIRS
+
+// A number of bfloat16 as float32, as it is multiplied with.
+struct WideBf16 {
+  float value;
+};
+
+inline float to_float(WideBf16 x) { return x.value; }
+
+inline void from_float(float x, WideBf16& out) {
+  Bf16 rounded;
+  from_float(x, rounded);
+  out.value = to_float(rounded);
+}
+
+inline Vec load(const WideBf16* p) { return load_as<Vec>(p); }
+
+inline Vec load_some(const WideBf16* p, int64_t count) { return load_some(&p->value, count); }
+
+inline void store(WideBf16* p, const Vec& v) {
+  Bf16 rounded[kLanes];
+  store(rounded, v);
+  store_as(p, load(rounded));
+}
+
+#endif
 
 // The first `count` lanes, at most all.
 template <typename T>
-void store_some(T* to, Vec v, int64_t count) {
+void store_some(T* to, const Vec& v, int64_t count) {
   if (count >= kLanes) return store(to, v);
-  for (int64_t i = 0; i < count; ++i) from_float(v[i], to[i]);
-}
-
-inline Vec splat(float x) { return Vec{} + x; }
-
-#if defined(__AVX512F__)
-
-inline __m512 native(Vec v) {
-  __m512 out;
-  std::memcpy(&out, &v, sizeof out);
-  return out;
-}
-
-inline Vec vec(__m512 v) {
-  Vec out;
-  std::memcpy(&out, &v, sizeof out);
-  return out;
-}
-
-inline float sum(Vec v) { return _mm512_reduce_add_ps(native(v)); }
-
-inline float max(Vec v) { return _mm512_reduce_max_ps(native(v)); }
-
-inline Vec max(Vec a, Vec b) { return vec(_mm512_max_ps(native(a), native(b))); }  // b where either is NaN
-
-#else
-
-inline float sum(Vec v) {
   float lanes[kLanes];
   store(lanes, v);
-  for (int h = kLanes / 2; h; h /= 2)
-    for (int i = 0; i < h; ++i) lanes[i] += lanes[i + h];
-  return lanes[0];
-}
-
-inline float max(Vec v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  return *std::max_element(lanes, lanes + kLanes);
-}
-
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
-
-#endif
-
-// Lane i of the result is the sum of v[i]. Each step halves the number of vectors: they are cut in groups, one a sum, and
-// halves of groups are added.
-inline Vec sums(const Vec* v) {
-  Vec a[8], b[4], c[2];
-  for (int i = 0; i < 8; ++i)
-    a[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  for (int i = 0; i < 4; ++i)
-    b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           __builtin_shufflevector(a[2 * i], a[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  for (int i = 0; i < 2; ++i)
-    c[i] = __builtin_shufflevector(b[2 * i], b[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-           __builtin_shufflevector(b[2 * i], b[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-  return __builtin_shufflevector(c[0], c[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(c[0], c[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  for (int64_t i = 0; i < count; ++i) from_float(lanes[i], to[i]);
 }
 
 // e^x to about one unit in the last place: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2. Above 88 it may be infinite, up
@@ -212,29 +144,17 @@ inline Vec exp(Vec given) {
   return vec(_mm512_scalef_ps(p, n));
 }
 #else
-inline Vec exp(Vec given) {
-  Vec x = max(given, splat(-87.0f));
-  x = x < 88.0f ? x : splat(88.0f);
+inline Vec exp(const Vec& given) {
+  const Vec x = select(given < 88.0f, max(given, splat(-87.0f)), splat(88.0f));
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  Vec n = x * 1.44269504088896341f + magic;
-  IntVec exponent;
-  std::memcpy(&exponent, &n, sizeof n);
-  n -= magic;
-  Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  const Vec shifted = multiply_add(x, splat(1.44269504088896341f), splat(magic)), n = shifted - magic;
+  const Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
   Vec p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
   p = p * r * r + r + 1.0f;
-  exponent <<= 23;  // the bits of `magic` above the exponent are shifted out
-  IntVec bits;
-  std::memcpy(&bits, &p, sizeof p);
-  bits += exponent;
-  std::memcpy(&p, &bits, sizeof p);
-  p = given < 88.0f ? p : splat(INFINITY);
-  return given == given ? p : given;
+  // The bits of `magic` above the exponent are shifted out.
+  p = bits_as<Vec>(bits_as<IntVec>(p) + (bits_as<IntVec>(shifted) << 23));
+  return select(given == given, select(given < 88.0f, p, splat(INFINITY)), given);
 }
 #endif
 

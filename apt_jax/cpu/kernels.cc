@@ -17,14 +17,6 @@
 
 #include "layer.cc"
 
-int apt_has_pairs() {
-#ifdef APT_PAIRS
-  return 1;
-#else
-  return 0;
-#endif
-}
-
 // What the kernels are compiled for.
 extern "C" const char* apt_instructions() {
 #if defined(__AVX512F__)

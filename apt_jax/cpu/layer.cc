@@ -60,17 +60,35 @@ struct AddTo {
   }
 };
 
-// A row of a layer as its products take it: of T, or in groups of integers too.
-template <typename T, bool integers>
+// What rows of T are between the operations of a layer, with the same numbers.
+#ifdef APT_PAIRS
+template <typename T>
+using RowOf = T;
+
+template <typename T>
+const T* inputs_of(const T* rows) {
+  return rows;
+}
+#else
+template <typename T>
+using RowOf = std::conditional_t<std::is_same_v<T, Bf16>, WideBf16, T>;
+
+inline const float* inputs_of(const float* rows) { return rows; }
+
+inline const float* inputs_of(const WideBf16* rows) { return &rows->value; }
+#endif
+
+// A row of a layer as its products take it: of X, or in groups of integers too.
+template <typename X, bool integers>
 struct LayerRows {
-  T* values;
+  X* values;
   Group* groups;
   int64_t width, steps;
   int zero;
 
   static int64_t bytes(int64_t rows, int64_t width) {
     const int64_t of_groups = integers ? (width + kGroupInputs - 1) / kGroupInputs * sizeof(Group) : 0;
-    return rows * (round_up(width * sizeof(T), 64) + of_groups) + 128;
+    return rows * (round_up(width * sizeof(X), 64) + of_groups) + 128;
   }
 
   // Rounds `count` values of a row, from a multiple of a group on.
@@ -83,12 +101,12 @@ struct LayerRows {
 };
 
 template <typename T, typename Stored, typename Take>
-auto layer_product(int64_t threads, const LayerRows<T, kIntegers<Stored>>& x, int64_t rows, const WeightsOf<Stored>& w, bool gated,
+auto layer_product(int64_t threads, const LayerRows<RowOf<T>, kIntegers<Stored>>& x, int64_t rows, const WeightsOf<Stored>& w, bool gated,
                    const Take& take) {
   if constexpr (kIntegers<Stored>)
     return IntegerProduct<Take>(threads, x.groups, rows, w, gated, take);
   else
-    return PanelProduct<T, Stored, Take>(threads, x.values, x.width, rows, x.width, w, gated, take);
+    return PanelProduct<T, Stored, Take>(threads, inputs_of(x.values), x.width, rows, x.width, w, gated, take);
 }
 
 template <typename T, typename Stored>
@@ -97,13 +115,14 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
   constexpr int64_t kSums = integers ? kIntegerPanel : kPanel;
   const int64_t threads = pool.num_threads(), queries = a.heads * a.head_dim, lanes = a.key_heads * a.head_dim;
   const int64_t all = queries + 2 * lanes, group = a.heads / a.key_heads;
-  using Rows = LayerRows<T, integers>;
+  using X = RowOf<T>;
+  using Rows = LayerRows<X, integers>;
   char* memory = scratch<char, kLayer>(round_up(a.rows * all * 4, 64) + Rows::bytes(a.rows, a.width) * 2 +
                                        Rows::bytes(a.rows, queries) + Rows::bytes(a.rows, a.ffn));
   const auto take = [&memory](int64_t bytes) { return std::exchange(memory, memory + round_up(bytes, 64)); };
   auto* sums = reinterpret_cast<float*>(take(a.rows * all * 4));
   const auto rows_for = [&](int64_t width, const WeightsOf<Stored>& w) {
-    Rows rows{reinterpret_cast<T*>(take(a.rows * width * sizeof(T))), nullptr, width, w.steps, 0};
+    Rows rows{reinterpret_cast<X*>(take(a.rows * width * sizeof(X))), nullptr, width, w.steps, 0};
     if constexpr (integers) {
       rows.groups = reinterpret_cast<Group*>(take(a.rows * w.steps * sizeof(Group)));
       rows.zero = w.zero();
@@ -133,7 +152,7 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
   const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
   const auto attend_part = [&](int64_t task) {
     const int64_t row = task / parts, first = task % parts * per_part, length = a.lens[row];
-    T* out = attended.values + row * queries + first * group * a.head_dim;
+    X* out = attended.values + row * queries + first * group * a.head_dim;
     const float* of_row = sums + row * all;
     const float *cosine = a.cosine + row * a.half, *sine = a.sine + row * a.half;
     const auto turn = [&](int64_t head, int64_t half, bool finite, T* to) {
@@ -165,8 +184,8 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
 
   const AddTo<T, kSums> add_attention{a.h, a.width, a.wo.scales, a.bo}, add_ffn{a.h, a.width, a.w_down.scales, a.b_down};
   const auto mix = layer_product<T, Stored>(threads, attended, a.rows, a.wo, false, add_attention);
-  const Store<T, T> to_up{up.values, a.ffn, a.w_up.scales, a.b_up, a.activation};
-  const Gate<T, integers ? kIntegerPanel : kPanel / 2> gate{up.values, a.ffn, a.w_up.scales, a.activation};
+  const Store<X, T> to_up{up.values, a.ffn, a.w_up.scales, a.b_up, a.activation};
+  const Gate<X, integers ? kIntegerPanel : kPanel / 2> gate{up.values, a.ffn, a.w_up.scales, a.activation};
   const auto keep_up = [&](int64_t row, int64_t first, const float* v) {
     if (a.gated)
       gate(row, first, v);
@@ -263,10 +282,8 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
     return run(elements, static_cast<const T*>(nullptr));
   };
   if (cache.element_type() == ffi::F32) return run_stored(static_cast<float*>(nullptr));
-#ifdef APT_PAIRS
   if (cache.element_type() == ffi::BF16) return run_stored(static_cast<Bf16*>(nullptr));
-#endif
-  return ffi::Error::InvalidArgument("decode_layer: float32, or bfloat16 where the CPU has dot products of it");
+  return ffi::Error::InvalidArgument("decode_layer: float32 or bfloat16");
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ enum Activation : int64_t { kNone, kSilu, kGeluTanh, kRelu };
 
 inline Vec activate(Vec v, Activation activation) {
   if (activation == kNone) return v;
-  if (activation == kRelu) return v < 0.0f ? splat(0.0f) : v;  // NaN stays
+  if (activation == kRelu) return select(v < 0.0f, splat(0.0f), v);  // NaN stays
   const Vec z = activation == kSilu ? v : 1.5957691216f * (v + 0.044715f * v * v * v);  // gelu: tanh(z / 2) by sigmoid(z)
   return v / (1.0f + exp(-z));
 }
@@ -75,8 +75,8 @@ Best best_of(const float* scores, int64_t count, int64_t first) {
     for (int64_t i = 0; i < even; i += kLanes) {
       const Vec v = load(scores + i);
       const IntVec more = v > top;
-      top = more ? v : top;
-      place = more ? IntVec{} + static_cast<int32_t>(i) : place;
+      top = select(more, v, top);
+      place = select(more, splat(static_cast<int32_t>(i)), place);
       nan |= v != v;
     }
     for (int i = 0; i < kLanes; ++i) {

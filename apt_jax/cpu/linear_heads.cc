@@ -20,9 +20,9 @@ constexpr bool kInPairs =
 // h. Sums are this loop's alone: the compiler keeps them in registers.
 template <int R, typename T>
 __attribute__((noinline)) void onto_panel(const T* const* x, const T* w, int64_t lanes, int64_t stride, float* out) {
-  Vec sums[R][kBlocks] = {};
 #ifdef APT_PAIRS
   if constexpr (kInPairs<T>) {
+    Vec sums[R][kBlocks] = {};
     for (int64_t h = 0; h < lanes; h += 2) {
       __m512i weights[kBlocks];
       for (int c = 0; c < kBlocks; c += 2) {
@@ -32,7 +32,7 @@ __attribute__((noinline)) void onto_panel(const T* const* x, const T* w, int64_t
         weights[c + 1] = _mm512_unpackhi_epi16(one, next);
       }
       for (int r = 0; r < R; ++r) {
-        const __m512i input = Words<Bf16>::broadcast(x[r] + h);
+        const __m512i input = Words<Bf16>::broadcast(x[r] + h, 0);
         for (int c = 0; c < kBlocks; ++c) sums[r][c] = Words<Bf16>::add(sums[r][c], weights[c], input);
       }
     }
@@ -47,16 +47,20 @@ __attribute__((noinline)) void onto_panel(const T* const* x, const T* w, int64_t
     return;
   }
 #endif
-  for (int64_t h = 0; h < lanes; ++h) {
-    Vec weights[kBlocks];
-    for (int c = 0; c < kBlocks; ++c) weights[c] = load(w + h * stride + c * kLanes);
-    for (int r = 0; r < R; ++r) {
-      const Vec input = splat(to_float(x[r][h]));
-      for (int c = 0; c < kBlocks; ++c) sums[r][c] += weights[c] * input;
+  constexpr int C = kBlocksOf<R>;
+  for (int from = 0; from < kBlocks; from += C) {
+    Vec sums[R][C] = {};
+    for (int64_t h = 0; h < lanes; ++h) {
+      Vec weights[C];
+      for (int c = 0; c < C; ++c) weights[c] = load(w + h * stride + (from + c) * kLanes);
+      for (int r = 0; r < R; ++r) {
+        const Vec input = splat(to_float(x[r][h]));
+        for (int c = 0; c < C; ++c) sums[r][c] += weights[c] * input;
+      }
     }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) store(out + r * kPanel + (from + c) * kLanes, sums[r][c]);
   }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < kBlocks; ++c) store(out + r * kPanel + c * kLanes, sums[r][c]);
 }
 
 template <int R = kMostRows, typename T>
@@ -77,9 +81,9 @@ __attribute__((noinline)) void add_dots(const T* const* x, const T* const* w, in
   if constexpr (kInPairs<T>) {
     for (int64_t i = 0; i < width; i += 2 * kLanes) {
       __m512i weights[kDots];
-      for (int c = 0; c < kDots; ++c) weights[c] = Words<Bf16>::load_weights(w[c] + i);
+      for (int c = 0; c < kDots; ++c) weights[c] = Words<Bf16>::load_weights(w[c] + i, 0);
       for (int r = 0; r < R; ++r) {
-        const __m512i input = Words<Bf16>::load_weights(x[r] + i);
+        const __m512i input = Words<Bf16>::load_weights(x[r] + i, 0);
         for (int c = 0; c < kDots; ++c) sums[r][c] = Words<Bf16>::add(sums[r][c], weights[c], input);
       }
     }
@@ -101,9 +105,10 @@ __attribute__((noinline)) void add_dots(const T* const* x, const T* const* w, in
 template <int R, typename T>
 Vec dots(const T* const* x, const T* const* w, int64_t width) {
   constexpr int64_t kWhole = kInPairs<T> ? 2 * kLanes : kLanes;
+  constexpr int kRows = kRegisterLanes == kLanes ? R : 1;  // as many as the registers hold sums of
   Vec found[kDots * kDots] = {};
   const int64_t whole = width / kWhole * kWhole;
-  add_dots<R>(x, w, whole, found);
+  for (int r = 0; r < R; r += kRows) add_dots<kRows>(x + r, w, whole, found + r * kDots);
   if (whole < width) {
     T copies[R + kDots][kWhole] = {};
     const T* rest[R + kDots];
@@ -111,7 +116,7 @@ Vec dots(const T* const* x, const T* const* w, int64_t width) {
       std::copy_n((i < R ? x[i] : w[i - R]) + whole, width - whole, copies[i]);
       rest[i] = copies[i];
     }
-    add_dots<R>(rest, rest + R, kWhole, found);
+    for (int r = 0; r < R; r += kRows) add_dots<kRows>(rest + r, rest + R, kWhole, found + r * kDots);
   }
   return sums(found);
 }

@@ -6,10 +6,6 @@
 
 #include "linear_common.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 namespace {
 
 constexpr int64_t kGroupInputs = 32;
@@ -90,29 +86,10 @@ inline IntVec add_products(IntVec sum, UintVec weights, const int8_t* inputs) {
   return sum;
 }
 
-#elif defined(__AVX2__)
-
-inline IntVec add_products(IntVec sum, UintVec weights, const int8_t* inputs) {
-  int32_t four;
-  std::memcpy(&four, inputs, sizeof four);
-  const __m256i x = _mm256_set1_epi32(four), low = _mm256_set1_epi16(0xff);
-  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
-  __m256i w[2], out[2];
-  std::memcpy(w, &weights, sizeof w);
-  std::memcpy(out, &sum, sizeof out);
-  for (int i = 0; i < 2; ++i) {
-    const __m256i evens = _mm256_madd_epi16(_mm256_and_si256(w[i], low), even);
-    const __m256i odds = _mm256_madd_epi16(_mm256_srli_epi16(w[i], 8), odd);
-    out[i] = _mm256_add_epi32(out[i], _mm256_add_epi32(evens, odds));
-  }
-  std::memcpy(&sum, out, sizeof sum);
-  return sum;
-}
-
 #else
 
-inline IntVec add_products(IntVec sum, UintVec weights, const int8_t* inputs) {
-  for (int i = 0; i < 4; ++i) sum += __builtin_convertvector(weights >> (8 * i) & 0xffu, IntVec) * static_cast<int32_t>(inputs[i]);
+inline IntVec add_products(IntVec sum, const UintVec& weights, const int8_t* inputs) {
+  for (int i = 0; i < 4; ++i) sum += bits_as<IntVec>(weights >> (8 * i) & 0xffu) * static_cast<int32_t>(inputs[i]);
   return sum;
 }
 
@@ -121,83 +98,134 @@ inline IntVec add_products(IntVec sum, UintVec weights, const int8_t* inputs) {
 // 16 float16, all finite.
 inline Vec load_halves(const uint8_t* p) {
 #if defined(__AVX512F__)
-  const __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return vec(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__)
   Vec v;
-  std::memcpy(&v, &wide, sizeof v);
+  for (int i = 0; i < kRegisters; ++i)
+    v.parts[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 2 * kRegisterLanes * i)));
   return v;
 #else
-  HalfVec h;
-  std::memcpy(&h, p, sizeof h);
-  const UintVec bits = __builtin_convertvector(h, UintVec), magnitude = bits & 0x7fffu;
-  const UintVec normal = (magnitude << 13) + (112u << 23);
-  const Vec small = __builtin_convertvector(__builtin_convertvector(magnitude, IntVec), Vec) * 0x1p-24f;
-  Vec v;
-  std::memcpy(&v, &normal, sizeof v);
-  v = magnitude < 0x400u ? small : v;
-  UintVec out;
-  std::memcpy(&out, &v, sizeof out);
-  out |= (bits & 0x8000u) << 16;
-  std::memcpy(&v, &out, sizeof v);
-  return v;
-#endif
-}
-
-inline Vec swapped(Vec v, int distance) {
-  switch (distance) {
-    case 8: return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    case 4: return __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    case 2: return __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    default: return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  }
-}
-
-// a * b + c, rounded once where the CPU can: else compilers choose, and rounding to integers with them.
-inline Vec multiply_add(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
-  return vec(_mm512_fmadd_ps(native(a), native(b), native(c)));
-#elif defined(__FMA__)
-  __m256 x[2], y[2], z[2];
-  std::memcpy(x, &a, sizeof a);
-  std::memcpy(y, &b, sizeof b);
-  std::memcpy(z, &c, sizeof c);
-  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-  std::memcpy(&c, z, sizeof c);
-  return c;
-#else
-  return a * b + c;
+  const UintVec bits = convert<UintVec>(load_as<HalfVec>(p)), magnitude = bits & 0x7fffu;
+  const Vec normal = bits_as<Vec>((magnitude << 13) + (112u << 23)), small = convert<Vec>(bits_as<IntVec>(magnitude)) * 0x1p-24f;
+  const Vec v = select(magnitude < 0x400u, small, normal);
+  return bits_as<Vec>(bits_as<UintVec>(v) | (bits & 0x8000u) << 16);
 #endif
 }
 
 // Rounds `count` inputs of a row, the last group filled up with zeros; those of a group that holds what is not finite become NaN.
 template <typename T>
 void round_row(const T* x, int64_t count, int zero, Group* out) {
-  typedef int8_t ByteVec __attribute__((vector_size(16)));
-  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   for (int64_t first = 0; first < count; first += kGroupInputs, ++out) {
     const Vec low = load_some(x + first, count - first);
     const Vec high = count - first > kLanes ? load_some(x + first + kLanes, count - first - kLanes) : Vec{};
-    Vec most = max(max(low, -low), max(high, -high)), not_finite = low * 0.0f + high * 0.0f;
-    for (int distance = 8; distance; distance /= 2) {
-      most = max(most, swapped(most, distance));
-      not_finite += swapped(not_finite, distance);
-    }
-    const float top = most[0];
-    const bool finite = not_finite[0] == 0.0f, counts = finite && top > 1e-30f;
+    const float top = max(max(max(low, -low), max(high, -high))), not_finite = sum(low * 0.0f + high * 0.0f);
+    const bool counts = not_finite == 0.0f && top > 1e-30f;
     const Vec inverse = splat(counts ? 127.0f / top : 0.0f);
-    const Vec magic = splat(kMagic);
     const Vec a = counts ? multiply_add(low, inverse, magic) - magic : Vec{};
     const Vec b = counts ? multiply_add(high, inverse, magic) - magic : Vec{};
-    Vec total = a + b;
-    for (int distance = 8; distance; distance /= 2) total += swapped(total, distance);
-    const int32_t sum = static_cast<int32_t>(total[0]);
-    const ByteVec bytes[2] = {__builtin_convertvector(__builtin_convertvector(a, IntVec), ByteVec),
-                              __builtin_convertvector(__builtin_convertvector(b, IntVec), ByteVec)};
-    std::memcpy(out->values, bytes, sizeof bytes);
-    out->scale = (counts ? top / 127.0f : 0.0f) + not_finite[0];
-    out->sum = out->scale * static_cast<float>(sum);
-    out->offset = -zero * sum;
+    const auto total = static_cast<int32_t>(sum(a + b));
+    store_as(out->values, convert<ByteVec>(convert<IntVec>(a)));
+    store_as(out->values + kLanes, convert<ByteVec>(convert<IntVec>(b)));
+    out->scale = (counts ? top / 127.0f : 0.0f) + not_finite;
+    out->sum = out->scale * static_cast<float>(total);
+    out->offset = -zero * total;
   }
 }
+
+// What the sums of a group's products are multiplied with, and what is added to its weights.
+template <IntegerKind kKind>
+struct GroupScales {
+  static constexpr IntegerLayout kLayout = layout_of(kKind);
+  Vec scale{}, shift{};
+
+  explicit GroupScales(const uint8_t* tile) {
+    if constexpr (kLayout.scaled) scale = load_halves(tile);
+    if constexpr (kLayout.shifted) shift = load_halves(tile + 2 * kLanes);
+  }
+
+  void add(Vec& sum, const IntVec& total, const Group& group) const {
+    const Vec product = convert<Vec>(total);
+    if constexpr (kLayout.scaled)
+      sum = sum + product * (scale * group.scale);
+    else
+      sum = sum + product * group.scale;
+    if constexpr (kLayout.shifted) sum = sum + shift * group.sum;
+  }
+};
+
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+
+// Adds to sums of pairs: four products of bytes a lane, where no pair exceeds 16 bits.
+inline void add_pairs_of_bytes(IntVec& sum, const UintVec& weights, __m256i inputs) {
+  for (int i = 0; i < kRegisters; ++i)
+    sum.parts[i] = (IntVec::Part)_mm256_add_epi16((__m256i)sum.parts[i], _mm256_maddubs_epi16((__m256i)weights.parts[i], inputs));
+}
+
+// The sums of products of the group of each of R rows, `stride` apart, with a tile. Pairs of products are summed in 16 bits: with
+// four bits all of a lane fit; with eight bits weights lose their zero point, 128, and their sign goes to the inputs.
+template <int kBits, int R>
+inline __attribute__((always_inline)) void sum_groups(const Group* x, int64_t stride, const uint8_t* words, IntVec* totals) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  const auto inputs = [&](int r, int64_t first) {
+    int32_t four;
+    std::memcpy(&four, x[r * stride].values + first, sizeof four);
+    return _mm256_set1_epi32(four);
+  };
+  if constexpr (kBits == 4) {
+    IntVec pairs[R] = {};
+    for (int64_t i = 0; i < kGroupWords / 2; ++i) {
+      const UintVec both = load_as<UintVec>(words + i * 64), low = both & 0x0f0f0f0fu, high = both >> 4 & 0x0f0f0f0fu;
+      for (int r = 0; r < R; ++r) {
+        add_pairs_of_bytes(pairs[r], low, inputs(r, 4 * i));
+        add_pairs_of_bytes(pairs[r], high, inputs(r, 4 * i + kGroupInputs / 2));
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < kRegisters; ++i)
+        totals[r].parts[i] = (IntVec::Part)_mm256_madd_epi16((__m256i)pairs[r].parts[i], ones) + x[r * stride].offset;
+  } else {
+    for (int r = 0; r < R; ++r) totals[r] = IntVec{};
+    for (int64_t i = 0; i < kGroupWords; ++i) {
+      const UintVec weights = load_as<UintVec>(words + i * 64) ^ 0x80808080u;
+      for (int r = 0; r < R; ++r) {
+        const __m256i four = inputs(r, 4 * i);
+        for (int j = 0; j < kRegisters; ++j) {
+          const auto w = (__m256i)weights.parts[j];
+          const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four, w));
+          totals[r].parts[j] += (IntVec::Part)_mm256_madd_epi16(pairs, ones);
+        }
+      }
+    }
+  }
+}
+
+#else
+
+template <int kBits, int R>
+inline __attribute__((always_inline)) void sum_groups(const Group* x, int64_t stride, const uint8_t* from, IntVec* totals) {
+  UintVec words[kGroupWords];
+  if constexpr (kBits == 8) {
+    for (int64_t i = 0; i < kGroupWords; ++i) words[i] = load_as<UintVec>(from + i * 64);
+  } else {
+    for (int64_t i = 0; i < kGroupWords / 2; ++i) {
+      const UintVec both = load_as<UintVec>(from + i * 64);
+      words[i] = both & 0x0f0f0f0fu;
+      words[i + kGroupWords / 2] = both & 0xf0f0f0f0u;  // times 16
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const Group& group = x[r * stride];
+    IntVec low = splat(group.offset), high{};
+    for (int64_t i = 0; i < kGroupWords / 2; ++i) {
+      low = add_products(low, words[i], group.values + 4 * i);
+      high = add_products(high, words[i + kGroupWords / 2], group.values + 4 * i + kGroupInputs / 2);
+    }
+    totals[r] = low + (kBits == 8 ? high : high >> 4);
+  }
+}
+
+#endif
 
 // R rows, `stride` groups apart, times a block of 16 outputs, to out[r * out_stride + i].
 template <IntegerKind kKind, int R>
@@ -210,35 +238,10 @@ __attribute__((noinline)) void multiply_groups(const Group* x, int64_t stride, c
     if constexpr (R == 1)
       for (int64_t b = 0; b < kLayout.bytes(); b += 64) __builtin_prefetch(tile + 4096 + b);
 #endif
-    UintVec words[kGroupWords];
-    const uint8_t* from = tile + kLayout.head_bytes();
-    if constexpr (kLayout.bits == 8) {
-      std::memcpy(words, from, sizeof words);
-    } else {
-      for (int64_t i = 0; i < kGroupWords / 2; ++i) {
-        UintVec both;
-        std::memcpy(&both, from + i * 64, sizeof both);
-        words[i] = both & 0x0f0f0f0fu;
-        words[i + kGroupWords / 2] = both & 0xf0f0f0f0u;  // times 16
-      }
-    }
-    const Vec scale = kLayout.scaled ? load_halves(tile) : Vec{};
-    const Vec shift = kLayout.shifted ? load_halves(tile + 2 * kLanes) : Vec{};
-    for (int r = 0; r < R; ++r) {
-      const Group& group = x[r * stride + k];
-      IntVec low = IntVec{} + group.offset, high{};
-      for (int64_t i = 0; i < kGroupWords / 2; ++i) {
-        low = add_products(low, words[i], group.values + 4 * i);
-        high = add_products(high, words[i + kGroupWords / 2], group.values + 4 * i + kGroupInputs / 2);
-      }
-      const IntVec total = low + (kLayout.bits == 8 ? high : high >> 4);
-      const Vec product = __builtin_convertvector(total, Vec);
-      if constexpr (kLayout.scaled)
-        sums[r] = sums[r] + product * (scale * group.scale);
-      else
-        sums[r] = sums[r] + product * group.scale;
-      if constexpr (kLayout.shifted) sums[r] = sums[r] + shift * group.sum;
-    }
+    const GroupScales<kKind> scales(tile);
+    IntVec totals[R];
+    sum_groups<kLayout.bits, R>(x + k, stride, tile + kLayout.head_bytes(), totals);
+    for (int r = 0; r < R; ++r) scales.add(sums[r], totals[r], x[r * stride + k]);
   }
   for (int r = 0; r < R; ++r) store(out + r * out_stride, sums[r]);
 }

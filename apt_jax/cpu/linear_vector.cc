@@ -6,27 +6,33 @@
 
 namespace {
 
+constexpr int kMostRows = 6;  // that share what is read of the weights
 #if defined(__AVX512F__)
-constexpr int kBlocks = 4, kMostRows = 6;  // of 32 registers 24 accumulate, four hold weights and one an input
+constexpr int kBlocks = 4;  // with six rows, of 32 registers 24 accumulate, four hold weights and one an input
 #else
-constexpr int kBlocks = 2, kMostRows = 3;  // a vector is two registers of 16 or four of 32
+constexpr int kBlocks = 2;
 #endif
-constexpr int64_t kPanel = kBlocks * kLanes;  // outputs that are computed together
+constexpr int64_t kPanel = kBlocks * kLanes;  // outputs of a task
 
-// What is multiplied at a time: the inputs of a word of 64 bytes of weights. `X` is the type of rows.
+// The blocks of a panel that so many rows are multiplied by at once: a vector of smaller registers takes two of 16, or four of 32, and
+// twelve or 24 of them accumulate.
+template <int R>
+constexpr int kBlocksOf = kRegisterLanes == kLanes || R <= kMostRows / 2 ? kBlocks : kBlocks / 2;
+
+// A word of 64 bytes of weights and its inputs, which are multiplied in kParts parts. `X` is the type of rows.
 template <typename W>
 struct Words;
 
 template <>
 struct Words<float> {
   using X = float;
-  static constexpr int kInputs = 1;
+  static constexpr int kInputs = 1, kParts = 1;
 
-  static Vec load_weights(const float* w) { return load(w); }
+  static Vec load_weights(const float* w, int) { return load(w); }
 
-  static Vec broadcast(const float* x) { return splat(*x); }
+  static Vec broadcast(const float* x, int) { return splat(*x); }
 
-  static Vec add(Vec sum, Vec w, Vec x) { return sum + w * x; }
+  static Vec add(const Vec& sum, const Vec& w, const Vec& x) { return sum + w * x; }
 };
 
 #ifdef APT_PAIRS
@@ -34,11 +40,11 @@ struct Words<float> {
 template <>
 struct Words<Bf16> {
   using X = Bf16;
-  static constexpr int kInputs = 2;
+  static constexpr int kInputs = 2, kParts = 1;
 
-  static __m512i load_weights(const Bf16* w) { return _mm512_loadu_si512(w); }
+  static __m512i load_weights(const Bf16* w, int) { return _mm512_loadu_si512(w); }
 
-  static __m512i broadcast(const Bf16* x) {
+  static __m512i broadcast(const Bf16* x, int) {
     int32_t pair;
     std::memcpy(&pair, x, sizeof pair);
     return _mm512_set1_epi32(pair);
@@ -61,55 +67,58 @@ struct Words<Bf16> {
 template <>
 struct Words<Bf16> {
   using X = float;
-  static constexpr int kInputs = 2;
-  struct Two {
-    Vec first, second;
-  };
+  static constexpr int kInputs = 2, kParts = 2;  // the first inputs of pairs, then the second
 
-  static Two load_weights(const Bf16* w) {
-    UintVec both, first, second;
-    std::memcpy(&both, w, sizeof both);
-    first = both << 16;
-    second = both & 0xffff0000u;
-    Two out;
-    std::memcpy(&out.first, &first, sizeof first);
-    std::memcpy(&out.second, &second, sizeof second);
-    return out;
+  static Vec load_weights(const Bf16* w, int part) {
+    const UintVec both = load_as<UintVec>(w);
+    return bits_as<Vec>(part ? both & 0xffff0000u : both << 16);
   }
 
-  static Two broadcast(const float* x) { return {splat(x[0]), splat(x[1])}; }
+  static Vec broadcast(const float* x, int part) { return splat(x[part]); }
 
-  static Vec add(Vec sum, const Two& w, const Two& x) { return sum + w.first * x.first + w.second * x.second; }
+  static Vec add(const Vec& sum, const Vec& w, const Vec& x) { return sum + w * x; }
 };
 
 #endif
 
-// R rows, `stride` apart, times the blocks of a panel, `words` of them from word `first` on, to out[r * kPanel + i], or added to it
-// where they are not the first. Every sum is added up in the order of the inputs, whatever R is. Meanwhile P lines of memory from
-// `ahead` on are fetched into the second-level cache with every word.
-template <int R, int P, typename W>
-__attribute__((noinline)) void multiply(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first,
-                                        int64_t words, const char* ahead, float* out) {
+// R rows, `stride` apart, times C blocks, `words` of them from word `first` on, to out[r * kPanel + i], or added to it where they are
+// not the first. Every sum is added up in the order of the inputs, whatever R is. Meanwhile P lines of memory from `ahead` on are
+// fetched into the second-level cache with every word.
+template <int R, int C, int P, typename W>
+__attribute__((noinline)) void multiply_blocks(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first,
+                                               int64_t words, const char* ahead, float* out) {
   using Of = Words<W>;
   constexpr int64_t kWord = kLanes * Of::kInputs;
-  Vec sums[R][kBlocks] = {};
-  const W* blocks[kBlocks];
-  for (int c = 0; c < kBlocks; ++c) blocks[c] = w[c] + first * kWord;
+  Vec sums[R][C] = {};
+  const W* blocks[C];
+  for (int c = 0; c < C; ++c) blocks[c] = w[c] + first * kWord;
   x += first * Of::kInputs;
   for (int64_t k = 0; k < words; ++k) {
-    decltype(Of::load_weights(nullptr)) weights[kBlocks];
-    for (int c = 0; c < kBlocks; ++c) weights[c] = Of::load_weights(blocks[c] + k * kWord);
-    for (int r = 0; r < R; ++r) {
-      const auto input = Of::broadcast(x + r * stride + k * Of::kInputs);
-      for (int c = 0; c < kBlocks; ++c) sums[r][c] = Of::add(sums[r][c], weights[c], input);
+    for (int part = 0; part < Of::kParts; ++part) {
+      decltype(Of::load_weights(nullptr, 0)) weights[C];
+      for (int c = 0; c < C; ++c) weights[c] = Of::load_weights(blocks[c] + k * kWord, part);
+      for (int r = 0; r < R; ++r) {
+        const auto input = Of::broadcast(x + r * stride + k * Of::kInputs, part);
+        for (int c = 0; c < C; ++c) sums[r][c] = Of::add(sums[r][c], weights[c], input);
+      }
     }
     for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + (k * P + p) * 64, 0, 2);
   }
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < kBlocks; ++c) {
+    for (int c = 0; c < C; ++c) {
       float* to = out + r * kPanel + c * kLanes;
       store(to, first ? load(to) + sums[r][c] : sums[r][c]);
     }
+}
+
+// The same times all blocks of a panel.
+template <int R, int P, typename W>
+void multiply(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first, int64_t words, const char* ahead,
+              float* out) {
+  constexpr int C = kBlocksOf<R>, kLines = P * C / kBlocks;  // as many with each of the blocks, or all with the first
+  multiply_blocks<R, C, kLines ? kLines : P, W>(x, stride, w, first, words, ahead, out);
+  for (int c = C; c < kBlocks; c += C)
+    multiply_blocks<R, C, kLines, W>(x, stride, w + c, first, words, ahead + c / C * words * kLines * 64, out + c * kLanes);
 }
 
 template <int P, typename W>
@@ -118,11 +127,9 @@ void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* 
   if (rows == 1) return multiply<1, P, W>(x, stride, w, first, words, ahead, out);
   if (rows == 2) return multiply<2, P, W>(x, stride, w, first, words, ahead, out);
   if (rows == 3) return multiply<3, P, W>(x, stride, w, first, words, ahead, out);
-  if constexpr (kMostRows == 6) {
-    if (rows == 4) return multiply<4, P, W>(x, stride, w, first, words, ahead, out);
-    if (rows == 5) return multiply<5, P, W>(x, stride, w, first, words, ahead, out);
-    return multiply<6, P, W>(x, stride, w, first, words, ahead, out);
-  }
+  if (rows == 4) return multiply<4, P, W>(x, stride, w, first, words, ahead, out);
+  if (rows == 5) return multiply<5, P, W>(x, stride, w, first, words, ahead, out);
+  multiply<6, P, W>(x, stride, w, first, words, ahead, out);
 }
 
 constexpr int64_t kChain = 256;  // words whose products are added up one after the other: rounding errors grow with their number
@@ -217,7 +224,7 @@ struct PanelProduct {
     int64_t left = knows_next ? std::min(panel_bytes, room) : 0;
     for (int64_t g = 0, row = first_row; g < groups; ++g) {
       const int64_t mine = (last_row - row + groups - g - 1) / (groups - g);
-      const int lines = groups == 2 ? 4 : groups > 5 ? 1 : 2;
+      const int lines = groups == 2 ? kBlocks : groups > 5 ? 1 : kBlocks / 2;
       const bool fetches = g > 0 && left >= words * lines * 64;
       multiply<W>(static_cast<int>(mine), x + row * stride, stride, blocks, words, sums, ahead, fetches ? lines : 0);
       if (fetches) ahead += words * lines * 64, left -= words * lines * 64;

@@ -298,7 +298,7 @@ def takes_layer(layer: PreNormLayer, dtype: Any) -> bool:
     """True if `decode_layer` computes such a layer of rows in `dtype`: its weights are in tiles, of one dtype
     or of integers."""
     matrices = (layer.wqkv, layer.wo, layer.w_up, layer.w_down)
-    offered = dtype == jnp.float32 or (dtype == jnp.bfloat16 and build.has_pairs() and not build.has_tiles())
+    offered = dtype == jnp.float32 or (dtype == jnp.bfloat16 and not build.has_tiles())
     if not (offered and layer.activation in _ACTIVATIONS and _are_tiles(matrices)):
         return False
     if layer.gated and layer.b_up is not None:

@@ -96,8 +96,6 @@ def _step(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_layer_in_one_call_equals_its_parts(variant: str, dtype: str, weights: str | None) -> None:
-    if dtype == "bfloat16" and not build.has_pairs():
-        pytest.skip("not in one call on this CPU")
     config = VARIANTS[variant]
     if weights in ("Q4_0", "Q4_1", "Q8_0"):
         config = dataclasses.replace(config, hidden_size=64, **_WHOLE_GROUPS.get(variant, {}))
