@@ -84,23 +84,27 @@ struct Flash {
   float m = -INFINITY, l = 0;
 };
 
-// Scores of G query heads, `padded` lanes each, against `count` keys, a multiple of 4 of which can be read: of head g from
-// scores[g * kTile] on. Every score is added up in the same order whatever G is.
+constexpr int kScored = kRegisterLanes == kLanes ? 4 : kRegisterLanes;  // keys that are scored at a time
+
+// Scores of `heads` query heads, at most kGroup, `padded` lanes each, against `count` keys, a multiple of kScored of which can be
+// read: of head g from scores[g * kTile] on. Every score is added up in the same order whatever the number of heads.
+#if defined(__AVX512F__)
+
 template <int G>
 void score(const float* q, const float* const* keys, int count, int64_t padded, float* scores) {
-  for (int t = 0; t < count; t += 4) {
+  for (int t = 0; t < count; t += kScored) {
     Vec partial[kLanes] = {};
     for (int64_t k = 0; k < padded; k += kLanes) {
-      Vec key[4];
-      for (int i = 0; i < 4; ++i) key[i] = load(keys[t + i] + k);
-      for (int g = 0; g < G; ++g) {
+      Vec key[kScored];
+      APT_UNROLL for (int i = 0; i < kScored; ++i) key[i] = load(keys[t + i] + k);
+      APT_UNROLL for (int g = 0; g < G; ++g) {
         const Vec query = load(q + g * padded + k);
-        for (int i = 0; i < 4; ++i) partial[4 * g + i] += query * key[i];
+        APT_UNROLL for (int i = 0; i < kScored; ++i) partial[kScored * g + i] += query * key[i];
       }
     }
     float lanes[kLanes];
     store(lanes, sums(partial));
-    for (int g = 0; g < G; ++g) std::memcpy(scores + g * kTile + t, lanes + 4 * g, 4 * sizeof(float));
+    APT_UNROLL for (int g = 0; g < G; ++g) std::memcpy(scores + g * kTile + t, lanes + kScored * g, kScored * sizeof(float));
   }
 }
 
@@ -110,6 +114,28 @@ void score(int64_t heads, const float* q, const float* const* keys, int count, i
     if (heads < G) return score<G - 1>(heads, q, keys, count, padded, scores);
   score<G>(q, keys, count, padded, scores);
 }
+
+#else
+
+void score(int64_t, const float* q, const float* const* keys, int count, int64_t padded, float* scores) {
+  using Part = Vec::Part;
+  const auto part_of = [](const float* p) {
+    Part part;
+    std::memcpy(&part, p, sizeof part);
+    return part;
+  };
+  for (int t = 0; t < count; t += kScored) {
+    Part products[kScored] = {};
+    for (int64_t k = 0; k < padded; k += kRegisterLanes) {
+      const Part query = part_of(q + k);
+      APT_UNROLL for (int i = 0; i < kScored; ++i) products[i] += query * part_of(keys[t + i] + k);
+    }
+    fold_all<kRegisterLanes / 2>(products);
+    std::memcpy(scores + t, products, sizeof products[0]);
+  }
+}
+
+#endif
 
 // Lanes [from, to) of a vector, and `other` in those before and behind.
 inline Vec lanes_between(const Vec& v, int from, int to, float other) {
@@ -160,16 +186,16 @@ template <int G, int L>
 void add_values(const float* const* weights, const float* scales, const float* const* values, int64_t lane, int count,
                 float* const* acc) {
   Vec sums[G][L];
-  for (int g = 0; g < G; ++g)
-    for (int i = 0; i < L; ++i) sums[g][i] = load(acc[g] + i * kLanes) * scales[g];
+  APT_UNROLL for (int g = 0; g < G; ++g)
+    APT_UNROLL for (int i = 0; i < L; ++i) sums[g][i] = load(acc[g] + i * kLanes) * scales[g];
   for (int t = 0; t < count; ++t) {
     Vec value[L];
-    for (int i = 0; i < L; ++i) value[i] = load(values[t] + lane + i * kLanes);
-    for (int g = 0; g < G; ++g)
-      for (int i = 0; i < L; ++i) sums[g][i] += value[i] * weights[g][t];
+    APT_UNROLL for (int i = 0; i < L; ++i) value[i] = load(values[t] + lane + i * kLanes);
+    APT_UNROLL for (int g = 0; g < G; ++g)
+      APT_UNROLL for (int i = 0; i < L; ++i) sums[g][i] += value[i] * weights[g][t];
   }
-  for (int g = 0; g < G; ++g)
-    for (int i = 0; i < L; ++i) store(acc[g] + i * kLanes, sums[g][i]);
+  APT_UNROLL for (int g = 0; g < G; ++g)
+    APT_UNROLL for (int i = 0; i < L; ++i) store(acc[g] + i * kLanes, sums[g][i]);
 }
 
 template <int G = kGroup, int L = 4>
@@ -326,7 +352,7 @@ void add_pairs(const uint32_t* weights, const float* scales, const Bf16* const* 
 template <typename Out>
 void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
                   int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, const Following<Bf16>& following) {
-  constexpr int kScored = 6, kHeads = 4;  // heads of one key head at a time: for scores, for values
+  constexpr int kScoredHeads = 6, kHeads = 4;  // heads of one key head at a time: for scores, for values
   const int step = key_heads == 1 ? kTile : kLanes;  // values of several heads lie side by side: they are read as memory lies
   const int64_t heads = key_heads * group;
   float* acc = scratch<float, kWide>(heads * width);
@@ -339,11 +365,11 @@ void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t en
   for_tiles(cache, seen, end, following, [&](const Taken<Bf16>& now, const Taken<Bf16>& ahead) {
     const int count = now.count;
     // Rows of 16 positions at a time, as memory lies; meanwhile what is needed next comes, piece by piece.
-    const int64_t scored = (count + kLanes - 1) / kLanes * key_heads * ((group + kScored - 1) / kScored);
+    const int64_t scored = (count + kLanes - 1) / kLanes * key_heads * ((group + kScoredHeads - 1) / kScoredHeads);
     for (int t = 0, piece = 0; t < count; t += kLanes) {
       for (int64_t k = 0; k < key_heads; ++k)
-        for (int64_t g = 0; g < group; g += kScored) {
-          const int64_t head = k * group + g, mine = std::min<int64_t>(kScored, group - g), lane = first_lane + k * width;
+        for (int64_t g = 0; g < group; g += kScoredHeads) {
+          const int64_t head = k * group + g, mine = std::min<int64_t>(kScoredHeads, group - g), lane = first_lane + k * width;
           const Bf16* queries = q + head * width;
           float* to = weights + head * kTile + t;
           now.fetch_values(piece++, scored, first_lane, last_lane);
@@ -441,7 +467,7 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
     // Rows of a few positions at a time, as memory lies; meanwhile what is needed next comes.
     const int64_t scored = (count + step - 1) / step * key_heads * ((group + kGroup - 1) / kGroup);
     for (int t = 0, piece = 0; t < count; t += step) {
-      const int some = std::min<int>(step, static_cast<int>(round_up(count - t, 4)));
+      const int some = std::min<int>(step, static_cast<int>(round_up(count - t, kScored)));
       for (int64_t k = 0; k < key_heads; ++k) {
         as_float(now.keys + t, first_lane + k * width, some);
         for (int64_t g = 0; g < group; g += kGroup) {

@@ -25,20 +25,20 @@ __attribute__((noinline)) void onto_panel(const T* const* x, const T* w, int64_t
     Vec sums[R][kBlocks] = {};
     for (int64_t h = 0; h < lanes; h += 2) {
       __m512i weights[kBlocks];
-      for (int c = 0; c < kBlocks; c += 2) {
+      APT_UNROLL for (int c = 0; c < kBlocks; c += 2) {
         const __m512i one = _mm512_loadu_si512(w + h * stride + c * kLanes);
         const __m512i next = _mm512_loadu_si512(w + (h + 1) * stride + c * kLanes);
         weights[c] = _mm512_unpacklo_epi16(one, next);
         weights[c + 1] = _mm512_unpackhi_epi16(one, next);
       }
-      for (int r = 0; r < R; ++r) {
+      APT_UNROLL for (int r = 0; r < R; ++r) {
         const __m512i input = Words<Bf16>::broadcast(x[r] + h, 0);
-        for (int c = 0; c < kBlocks; ++c) sums[r][c] = Words<Bf16>::add(sums[r][c], weights[c], input);
+        APT_UNROLL for (int c = 0; c < kBlocks; ++c) sums[r][c] = Words<Bf16>::add(sums[r][c], weights[c], input);
       }
     }
     // A vector has four outputs after four of the other one.
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < kBlocks; c += 2) {
+    APT_UNROLL for (int r = 0; r < R; ++r)
+      APT_UNROLL for (int c = 0; c < kBlocks; c += 2) {
         const Vec low = sums[r][c], high = sums[r][c + 1];
         float* to = out + r * kPanel + c * kLanes;
         store(to, __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
@@ -52,14 +52,14 @@ __attribute__((noinline)) void onto_panel(const T* const* x, const T* w, int64_t
     Vec sums[R][C] = {};
     for (int64_t h = 0; h < lanes; ++h) {
       Vec weights[C];
-      for (int c = 0; c < C; ++c) weights[c] = load(w + h * stride + (from + c) * kLanes);
-      for (int r = 0; r < R; ++r) {
+      APT_UNROLL for (int c = 0; c < C; ++c) weights[c] = load(w + h * stride + (from + c) * kLanes);
+      APT_UNROLL for (int r = 0; r < R; ++r) {
         const Vec input = splat(to_float(x[r][h]));
-        for (int c = 0; c < C; ++c) sums[r][c] += weights[c] * input;
+        APT_UNROLL for (int c = 0; c < C; ++c) sums[r][c] += weights[c] * input;
       }
     }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) store(out + r * kPanel + (from + c) * kLanes, sums[r][c]);
+    APT_UNROLL for (int r = 0; r < R; ++r)
+      APT_UNROLL for (int c = 0; c < C; ++c) store(out + r * kPanel + (from + c) * kLanes, sums[r][c]);
   }
 }
 
@@ -75,30 +75,30 @@ constexpr int kDots = 4;  // rows, and outputs, of which all products are made t
 template <int R, typename T>
 __attribute__((noinline)) void add_dots(const T* const* x, const T* const* w, int64_t width, Vec* found) {
   Vec sums[R][kDots];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < kDots; ++c) sums[r][c] = found[r * kDots + c];
+  APT_UNROLL for (int r = 0; r < R; ++r)
+    APT_UNROLL for (int c = 0; c < kDots; ++c) sums[r][c] = found[r * kDots + c];
 #ifdef APT_PAIRS
   if constexpr (kInPairs<T>) {
     for (int64_t i = 0; i < width; i += 2 * kLanes) {
       __m512i weights[kDots];
-      for (int c = 0; c < kDots; ++c) weights[c] = Words<Bf16>::load_weights(w[c] + i, 0);
-      for (int r = 0; r < R; ++r) {
+      APT_UNROLL for (int c = 0; c < kDots; ++c) weights[c] = Words<Bf16>::load_weights(w[c] + i, 0);
+      APT_UNROLL for (int r = 0; r < R; ++r) {
         const __m512i input = Words<Bf16>::load_weights(x[r] + i, 0);
-        for (int c = 0; c < kDots; ++c) sums[r][c] = Words<Bf16>::add(sums[r][c], weights[c], input);
+        APT_UNROLL for (int c = 0; c < kDots; ++c) sums[r][c] = Words<Bf16>::add(sums[r][c], weights[c], input);
       }
     }
   } else
 #endif
     for (int64_t i = 0; i < width; i += kLanes) {
       Vec weights[kDots];
-      for (int c = 0; c < kDots; ++c) weights[c] = load(w[c] + i);
-      for (int r = 0; r < R; ++r) {
+      APT_UNROLL for (int c = 0; c < kDots; ++c) weights[c] = load(w[c] + i);
+      APT_UNROLL for (int r = 0; r < R; ++r) {
         const Vec input = load(x[r] + i);
-        for (int c = 0; c < kDots; ++c) sums[r][c] += weights[c] * input;
+        APT_UNROLL for (int c = 0; c < kDots; ++c) sums[r][c] += weights[c] * input;
       }
     }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < kDots; ++c) found[r * kDots + c] = sums[r][c];
+  APT_UNROLL for (int r = 0; r < R; ++r)
+    APT_UNROLL for (int c = 0; c < kDots; ++c) found[r * kDots + c] = sums[r][c];
 }
 
 // Lane r * kDots + c: x[r] times w[c], of `width` elements, for R rows.

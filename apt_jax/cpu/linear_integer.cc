@@ -176,21 +176,21 @@ inline __attribute__((always_inline)) void sum_groups(const Group* x, int64_t st
     IntVec pairs[R] = {};
     for (int64_t i = 0; i < kGroupWords / 2; ++i) {
       const UintVec both = load_as<UintVec>(words + i * 64), low = both & 0x0f0f0f0fu, high = both >> 4 & 0x0f0f0f0fu;
-      for (int r = 0; r < R; ++r) {
+      APT_UNROLL for (int r = 0; r < R; ++r) {
         add_pairs_of_bytes(pairs[r], low, inputs(r, 4 * i));
         add_pairs_of_bytes(pairs[r], high, inputs(r, 4 * i + kGroupInputs / 2));
       }
     }
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < kRegisters; ++i)
+    APT_UNROLL for (int r = 0; r < R; ++r)
+      APT_UNROLL for (int i = 0; i < kRegisters; ++i)
         totals[r].parts[i] = (IntVec::Part)_mm256_madd_epi16((__m256i)pairs[r].parts[i], ones) + x[r * stride].offset;
   } else {
-    for (int r = 0; r < R; ++r) totals[r] = IntVec{};
+    APT_UNROLL for (int r = 0; r < R; ++r) totals[r] = IntVec{};
     for (int64_t i = 0; i < kGroupWords; ++i) {
       const UintVec weights = load_as<UintVec>(words + i * 64) ^ 0x80808080u;
-      for (int r = 0; r < R; ++r) {
+      APT_UNROLL for (int r = 0; r < R; ++r) {
         const __m256i four = inputs(r, 4 * i);
-        for (int j = 0; j < kRegisters; ++j) {
+        APT_UNROLL for (int j = 0; j < kRegisters; ++j) {
           const auto w = (__m256i)weights.parts[j];
           const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four, w));
           totals[r].parts[j] += (IntVec::Part)_mm256_madd_epi16(pairs, ones);
@@ -214,7 +214,7 @@ inline __attribute__((always_inline)) void sum_groups(const Group* x, int64_t st
       words[i + kGroupWords / 2] = both & 0xf0f0f0f0u;  // times 16
     }
   }
-  for (int r = 0; r < R; ++r) {
+  APT_UNROLL for (int r = 0; r < R; ++r) {
     const Group& group = x[r * stride];
     IntVec low = splat(group.offset), high{};
     for (int64_t i = 0; i < kGroupWords / 2; ++i) {
@@ -241,9 +241,9 @@ __attribute__((noinline)) void multiply_groups(const Group* x, int64_t stride, c
     const GroupScales<kKind> scales(tile);
     IntVec totals[R];
     sum_groups<kLayout.bits, R>(x + k, stride, tile + kLayout.head_bytes(), totals);
-    for (int r = 0; r < R; ++r) scales.add(sums[r], totals[r], x[r * stride + k]);
+    APT_UNROLL for (int r = 0; r < R; ++r) scales.add(sums[r], totals[r], x[r * stride + k]);
   }
-  for (int r = 0; r < R; ++r) store(out + r * out_stride, sums[r]);
+  APT_UNROLL for (int r = 0; r < R; ++r) store(out + r * out_stride, sums[r]);
 }
 
 #if defined(__AVX512F__)

@@ -81,68 +81,69 @@ struct Words<Bf16> {
 
 #endif
 
-// R rows, `stride` apart, times C blocks, `words` of them from word `first` on, to out[r * kPanel + i], or added to it where they are
-// not the first. Every sum is added up in the order of the inputs, whatever R is. Meanwhile P lines of memory from `ahead` on are
+// R rows, `stride` apart, times C blocks, `words` of them from word `first` on, to out[r * out_stride + i], or added to it where they
+// are not the first. Every sum is added up in the order of the inputs, whatever R is. Meanwhile P lines of memory from `ahead` on are
 // fetched into the second-level cache with every word.
 template <int R, int C, int P, typename W>
 __attribute__((noinline)) void multiply_blocks(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first,
-                                               int64_t words, const char* ahead, float* out) {
+                                               int64_t words, const char* ahead, float* out, int64_t out_stride) {
   using Of = Words<W>;
   constexpr int64_t kWord = kLanes * Of::kInputs;
-  Vec sums[R][C] = {};
+  Vec sums[R][C];
+  APT_UNROLL for (int r = 0; r < R; ++r) {
+    APT_UNROLL for (int c = 0; c < C; ++c) sums[r][c] = splat(0.0f);
+  }
   const W* blocks[C];
   for (int c = 0; c < C; ++c) blocks[c] = w[c] + first * kWord;
   x += first * Of::kInputs;
   for (int64_t k = 0; k < words; ++k) {
-    for (int part = 0; part < Of::kParts; ++part) {
+    APT_UNROLL for (int part = 0; part < Of::kParts; ++part) {
       decltype(Of::load_weights(nullptr, 0)) weights[C];
-      for (int c = 0; c < C; ++c) weights[c] = Of::load_weights(blocks[c] + k * kWord, part);
-      for (int r = 0; r < R; ++r) {
+      APT_UNROLL for (int c = 0; c < C; ++c) weights[c] = Of::load_weights(blocks[c] + k * kWord, part);
+      APT_UNROLL for (int r = 0; r < R; ++r) {
         const auto input = Of::broadcast(x + r * stride + k * Of::kInputs, part);
-        for (int c = 0; c < C; ++c) sums[r][c] = Of::add(sums[r][c], weights[c], input);
+        APT_UNROLL for (int c = 0; c < C; ++c) sums[r][c] = Of::add(sums[r][c], weights[c], input);
       }
     }
     for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + (k * P + p) * 64, 0, 2);
   }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) {
-      float* to = out + r * kPanel + c * kLanes;
-      store(to, first ? load(to) + sums[r][c] : sums[r][c]);
+  APT_UNROLL for (int r = 0; r < R; ++r) {
+    APT_UNROLL for (int c = 0; c < C; ++c) {
+      float* to = out + r * out_stride + c * kLanes;
+      store(to, first ? sums[r][c] + load(to) : sums[r][c]);
     }
+  }
 }
 
 // The same times all blocks of a panel.
 template <int R, int P, typename W>
 void multiply(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first, int64_t words, const char* ahead,
-              float* out) {
+              float* out, int64_t out_stride) {
   constexpr int C = kBlocksOf<R>, kLines = P * C / kBlocks;  // as many with each of the blocks, or all with the first
-  multiply_blocks<R, C, kLines ? kLines : P, W>(x, stride, w, first, words, ahead, out);
+  multiply_blocks<R, C, kLines ? kLines : P, W>(x, stride, w, first, words, ahead, out, out_stride);
   for (int c = C; c < kBlocks; c += C)
-    multiply_blocks<R, C, kLines, W>(x, stride, w + c, first, words, ahead + c / C * words * kLines * 64, out + c * kLanes);
+    multiply_blocks<R, C, kLines, W>(x, stride, w + c, first, words, ahead + c / C * words * kLines * 64, out + c * kLanes, out_stride);
 }
 
-template <int P, typename W>
+template <int P, typename W, int R = kMostRows>
 void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first, int64_t words,
-              const char* ahead, float* out) {
-  if (rows == 1) return multiply<1, P, W>(x, stride, w, first, words, ahead, out);
-  if (rows == 2) return multiply<2, P, W>(x, stride, w, first, words, ahead, out);
-  if (rows == 3) return multiply<3, P, W>(x, stride, w, first, words, ahead, out);
-  if (rows == 4) return multiply<4, P, W>(x, stride, w, first, words, ahead, out);
-  if (rows == 5) return multiply<5, P, W>(x, stride, w, first, words, ahead, out);
-  multiply<6, P, W>(x, stride, w, first, words, ahead, out);
+              const char* ahead, float* out, int64_t out_stride) {
+  if constexpr (R > 1)
+    if (rows < R) return multiply<P, W, R - 1>(rows, x, stride, w, first, words, ahead, out, out_stride);
+  multiply<R, P, W>(x, stride, w, first, words, ahead, out, out_stride);
 }
 
 constexpr int64_t kChain = 256;  // words whose products are added up one after the other: rounding errors grow with their number
 
 template <typename W>
 void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t words, float* out,
-              const char* ahead = nullptr, int lines = 0) {
+              int64_t out_stride = kPanel, const char* ahead = nullptr, int lines = 0) {
   for (int64_t first = 0; first < words; first += kChain, ahead += kChain * lines * 64) {
     const int64_t mine = std::min(kChain, words - first);
-    if (lines == 0) multiply<0, W>(rows, x, stride, w, first, mine, ahead, out);
-    if (lines == 1) multiply<1, W>(rows, x, stride, w, first, mine, ahead, out);
-    if (lines == 2) multiply<2, W>(rows, x, stride, w, first, mine, ahead, out);
-    if (lines == 4) multiply<4, W>(rows, x, stride, w, first, mine, ahead, out);
+    if (lines == 0) multiply<0, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
+    if (lines == 1) multiply<1, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
+    if (lines == 2) multiply<2, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
+    if (lines == 4) multiply<4, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
   }
 }
 
@@ -226,7 +227,7 @@ struct PanelProduct {
       const int64_t mine = (last_row - row + groups - g - 1) / (groups - g);
       const int lines = groups == 2 ? kBlocks : groups > 5 ? 1 : kBlocks / 2;
       const bool fetches = g > 0 && left >= words * lines * 64;
-      multiply<W>(static_cast<int>(mine), x + row * stride, stride, blocks, words, sums, ahead, fetches ? lines : 0);
+      multiply<W>(static_cast<int>(mine), x + row * stride, stride, blocks, words, sums, kPanel, ahead, fetches ? lines : 0);
       if (fetches) ahead += words * lines * 64, left -= words * lines * 64;
       for (int64_t r = 0; r < mine; ++r, ++row) take(row, panel * own_blocks * kLanes, sums + r * kPanel);
     }

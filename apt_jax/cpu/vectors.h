@@ -17,6 +17,13 @@
 #include <immintrin.h>
 #endif
 
+// Before a loop of a fixed number of turns over vectors: compilers keep these in registers only once there is no loop.
+#if defined(__clang__)
+#define APT_UNROLL _Pragma("unroll")
+#else
+#define APT_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace {
 
 constexpr int kLanes = 16;
@@ -217,23 +224,47 @@ inline Lanes<T> splat(T x) {
   return v;
 }
 
+// b where either is NaN.
+inline Vec::Part max(Vec::Part a, Vec::Part b) {
+#if defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline Vec max(Vec a, const Vec& b) {
+  for (int i = 0; i < kRegisters; ++i) a.parts[i] = max(a.parts[i], b.parts[i]);
+  return a;
+}
+
+// Each lane i and lane i ^ distance change places.
+template <int distance, int... i>
+inline Vec::Part swapped(Vec::Part v, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(v, v, (i ^ distance)...);
+}
+
+// All lanes, the same from all: combine(a, b) of two registers.
+template <int distance = kRegisterLanes / 2, typename Combine>
+inline float across(Vec::Part v, const Combine& combine) {
+  v = combine(v, swapped<distance>(v, std::make_integer_sequence<int, kRegisterLanes>{}));
+  if constexpr (distance > 1)
+    return across<distance / 2>(v, combine);
+  else
+    return v[0];
+}
+
 inline float sum(const Vec& v) {
   Vec::Part left = v.parts[0];
   for (int i = 1; i < kRegisters; ++i) left += v.parts[i];
-  float lanes[kRegisterLanes];
-  std::memcpy(lanes, &left, sizeof left);
-  for (int h = kRegisterLanes / 2; h; h /= 2)
-    for (int i = 0; i < h; ++i) lanes[i] += lanes[i + h];
-  return lanes[0];
+  return across(left, [](Vec::Part a, Vec::Part b) { return a + b; });
 }
 
 inline float max(const Vec& v) {
-  float lanes[kLanes];
-  store_as(lanes, v);
-  return *std::max_element(lanes, lanes + kLanes);
+  Vec::Part left = v.parts[0];
+  for (int i = 1; i < kRegisters; ++i) left = max(left, v.parts[i]);
+  return across(left, [](Vec::Part a, Vec::Part b) { return max(a, b); });
 }
-
-inline Vec max(Vec a, const Vec& b) { return select(a > b, a, b); }  // b where either is NaN
 
 // a * b + c, rounded once where the CPU can: else compilers choose, and rounding to integers with them.
 inline Vec multiply_add(const Vec& a, const Vec& b, Vec c) {
