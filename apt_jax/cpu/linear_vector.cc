@@ -13,11 +13,12 @@ constexpr int kBlocks = 4;  // with six rows, of 32 registers 24 accumulate, fou
 constexpr int kBlocks = 2;
 #endif
 constexpr int64_t kPanel = kBlocks * kLanes;  // outputs of a task
+constexpr int64_t kHalfLine = 32;             // bytes of half a cache line
 
-// The blocks of a panel that so many rows are multiplied by at once: a vector of smaller registers takes two of 16, or four of 32, and
-// twelve or 24 of them accumulate.
+// The blocks of a panel that R rows are multiplied by at once: sums take at most 12 of 16 registers with two registers a vector, 24 of
+// 32 with four.
 template <int R>
-constexpr int kBlocksOf = kRegisterLanes == kLanes || R <= kMostRows / 2 ? kBlocks : kBlocks / 2;
+constexpr int kBlocksOf = kRegisterLanes == kLanes || R <= 2 ? kBlocks : kBlocks / 2;
 
 // A word of 64 bytes of weights and its inputs, which are multiplied in kParts parts. `X` is the type of rows.
 template <typename W>
@@ -82,8 +83,8 @@ struct Words<Bf16> {
 #endif
 
 // R rows, `stride` apart, times C blocks, `words` of them from word `first` on, to out[r * out_stride + i], or added to it where they
-// are not the first. Every sum is added up in the order of the inputs, whatever R is. Meanwhile P lines of memory from `ahead` on are
-// fetched into the second-level cache with every word.
+// are not the first. Every sum is added up in the order of the inputs, whatever R is. Meanwhile P half lines of memory from `ahead` on
+// are fetched into the second-level cache with every word.
 template <int R, int C, int P, typename W>
 __attribute__((noinline)) void multiply_blocks(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first,
                                                int64_t words, const char* ahead, float* out, int64_t out_stride) {
@@ -105,7 +106,7 @@ __attribute__((noinline)) void multiply_blocks(const typename Words<W>::X* x, in
         APT_UNROLL for (int c = 0; c < C; ++c) sums[r][c] = Of::add(sums[r][c], weights[c], input);
       }
     }
-    for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + (k * P + p) * 64, 0, 2);
+    for (int p = 0; p < P; p += 2) __builtin_prefetch(ahead + (k * P + p) * kHalfLine, 0, 2);
   }
   APT_UNROLL for (int r = 0; r < R; ++r) {
     APT_UNROLL for (int c = 0; c < C; ++c) {
@@ -119,10 +120,10 @@ __attribute__((noinline)) void multiply_blocks(const typename Words<W>::X* x, in
 template <int R, int P, typename W>
 void multiply(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first, int64_t words, const char* ahead,
               float* out, int64_t out_stride) {
-  constexpr int C = kBlocksOf<R>, kLines = P * C / kBlocks;  // as many with each of the blocks, or all with the first
-  multiply_blocks<R, C, kLines ? kLines : P, W>(x, stride, w, first, words, ahead, out, out_stride);
+  constexpr int C = kBlocksOf<R>, kOwn = P * C / kBlocks;  // as many with each of the blocks
+  multiply_blocks<R, C, kOwn, W>(x, stride, w, first, words, ahead, out, out_stride);
   for (int c = C; c < kBlocks; c += C)
-    multiply_blocks<R, C, kLines, W>(x, stride, w + c, first, words, ahead + c / C * words * kLines * 64, out + c * kLanes, out_stride);
+    multiply_blocks<R, C, kOwn, W>(x, stride, w + c, first, words, ahead + c / C * words * kOwn * kHalfLine, out + c * kLanes, out_stride);
 }
 
 template <int P, typename W, int R = kMostRows>
@@ -137,13 +138,13 @@ constexpr int64_t kChain = 256;  // words whose products are added up one after 
 
 template <typename W>
 void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t words, float* out,
-              int64_t out_stride = kPanel, const char* ahead = nullptr, int lines = 0) {
-  for (int64_t first = 0; first < words; first += kChain, ahead += kChain * lines * 64) {
+              int64_t out_stride = kPanel, const char* ahead = nullptr, int halves = 0) {
+  for (int64_t first = 0; first < words; first += kChain, ahead += kChain * halves * kHalfLine) {
     const int64_t mine = std::min(kChain, words - first);
-    if (lines == 0) multiply<0, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
-    if (lines == 1) multiply<1, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
-    if (lines == 2) multiply<2, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
-    if (lines == 4) multiply<4, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
+    if (halves == 0) multiply<0, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
+    if (halves == 2) multiply<2, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
+    if (halves == 4) multiply<4, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
+    if (halves == 8) multiply<8, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
   }
 }
 
@@ -225,10 +226,11 @@ struct PanelProduct {
     int64_t left = knows_next ? std::min(panel_bytes, room) : 0;
     for (int64_t g = 0, row = first_row; g < groups; ++g) {
       const int64_t mine = (last_row - row + groups - g - 1) / (groups - g);
-      const int lines = groups == 2 ? kBlocks : groups > 5 ? 1 : kBlocks / 2;
-      const bool fetches = g > 0 && left >= words * lines * 64;
-      multiply<W>(static_cast<int>(mine), x + row * stride, stride, blocks, words, sums, kPanel, ahead, fetches ? lines : 0);
-      if (fetches) ahead += words * lines * 64, left -= words * lines * 64;
+      const int halves = kRegisterLanes < kLanes || groups > 5 ? 2 : groups == 2 ? 2 * kBlocks : kBlocks;
+      const int64_t bytes = words * halves * kHalfLine;
+      const bool fetches = (g > 0 || kRegisterLanes < kLanes) && groups > 1 && left >= bytes;
+      multiply<W>(static_cast<int>(mine), x + row * stride, stride, blocks, words, sums, kPanel, ahead, fetches ? halves : 0);
+      if (fetches) ahead += bytes, left -= bytes;
       for (int64_t r = 0; r < mine; ++r, ++row) take(row, panel * own_blocks * kLanes, sums + r * kPanel);
     }
   }

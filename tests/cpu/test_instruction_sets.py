@@ -72,6 +72,33 @@ def test_kernels_compile_for_other_cpus(cpu: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("target", ["aarch64-linux-gnu", "x86_64-linux-gnu"])
+def test_kernels_compile_with_another_compiler_and_for_arm(target: str, tmp_path: Path) -> None:
+    """By clang, and with NEON, which has registers of four floats."""
+    pytest.importorskip("ziglang")
+    include = ["-isystem", jax.ffi.include_dir()]
+    source = str(Path(build.__file__).with_name("kernels.cc"))
+    command = [
+        sys.executable,
+        "-m",
+        "ziglang",
+        "c++",
+        "-target",
+        target,
+        "-std=c++17",
+        "-c",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        *include,
+        source,
+        "-o",
+        str(tmp_path / "kernels.o"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
