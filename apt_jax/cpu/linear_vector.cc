@@ -120,10 +120,10 @@ __attribute__((noinline)) void multiply_blocks(const typename Words<W>::X* x, in
 template <int R, int P, typename W>
 void multiply(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first, int64_t words, const char* ahead,
               float* out, int64_t out_stride) {
-  constexpr int C = kBlocksOf<R>, kOwn = P * C / kBlocks;  // as many with each of the blocks
-  multiply_blocks<R, C, kOwn, W>(x, stride, w, first, words, ahead, out, out_stride);
+  constexpr int C = kBlocksOf<R>, kShare = P * C / kBlocks;  // as many with each of the blocks
+  multiply_blocks<R, C, kShare, W>(x, stride, w, first, words, ahead, out, out_stride);
   for (int c = C; c < kBlocks; c += C)
-    multiply_blocks<R, C, kOwn, W>(x, stride, w + c, first, words, ahead + c / C * words * kOwn * kHalfLine, out + c * kLanes, out_stride);
+    multiply_blocks<R, C, kShare, W>(x, stride, w + c, first, words, ahead + c / C * words * kShare * kHalfLine, out + c * kLanes, out_stride);
 }
 
 template <int P, typename W, int R = kMostRows>
