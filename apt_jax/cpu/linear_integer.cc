@@ -214,7 +214,10 @@ inline __attribute__((always_inline)) void sum_groups(const Group* x, int64_t st
       words[i + kGroupWords / 2] = both & 0xf0f0f0f0u;  // times 16
     }
   }
-  APT_UNROLL for (int r = 0; r < R; ++r) {
+#if defined(__AVX512VNNI__)
+  APT_UNROLL
+#endif
+  for (int r = 0; r < R; ++r) {
     const Group& group = x[r * stride];
     IntVec low = splat(group.offset), high{};
     for (int64_t i = 0; i < kGroupWords / 2; ++i) {
