@@ -152,16 +152,13 @@ float weigh(Flash& state, int count, const Rules& rules, float slope, const int3
   Vec highest = splat(-INFINITY);
   for (int t = 0; t < count; t += kLanes) {
     Vec s = load(weights + t);
-    if (rules.softcap != 0) {
+    if (rules.softcap != 0 || rules.slopes) {
       float lanes[kLanes];
       store(lanes, s);
-      for (float& lane : lanes) lane = rules.softcap * std::tanh(lane / rules.softcap);
-      s = load(lanes);
-    }
-    if (rules.slopes) {
-      float lanes[kLanes];
-      store(lanes, s);
-      for (int i = 0; i < std::min(kLanes, count - t); ++i) lanes[i] += slope * static_cast<float>(positions[t + i] - last);
+      for (int i = 0; i < std::min(kLanes, count - t); ++i) {
+        if (rules.softcap != 0) lanes[i] = rules.softcap * std::tanh(lanes[i] / rules.softcap);
+        if (rules.slopes) lanes[i] += slope * static_cast<float>(positions[t + i] - last);
+      }
       s = load(lanes);
     }
     s = lanes_between(s, from - t, count - t, -INFINITY);

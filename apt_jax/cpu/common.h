@@ -1,4 +1,4 @@
-// What the CPU kernels share: vectors of 16 floats, a loop over threads, memory for a call, matrix tiles (AMX).
+// What the CPU kernels share: numbers of bfloat16, a loop over threads, memory for a call, matrix tiles (AMX).
 
 #pragma once
 

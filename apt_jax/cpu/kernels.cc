@@ -10,6 +10,8 @@
 //   attention.cc        attention of one query a row over keys and values
 //   attention_panels.cc attention of chunks of prompts, in vector registers
 //   attention_tiles.cc  attention on matrix tiles (AMX): chunks of prompts, and one query a row over layer inputs
+//   common.h            numbers of bfloat16, threads, memory for a call
+//   vectors.h           vectors of 16 lanes, in as many registers as they take
 //
 // XLA's own code for CPUs repacks weights at every product and copies blocks out of the pool before it attends to them.
 // These read every weight and every cached element once.

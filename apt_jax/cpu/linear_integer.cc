@@ -99,7 +99,7 @@ inline IntVec add_products(IntVec sum, const UintVec& weights, const int8_t* inp
 inline Vec load_halves(const uint8_t* p) {
 #if defined(__AVX512F__)
   return vec(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-#elif defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__)
   Vec v;
   for (int i = 0; i < kRegisters; ++i)
     v.parts[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 2 * kRegisterLanes * i)));

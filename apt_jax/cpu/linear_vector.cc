@@ -123,7 +123,8 @@ void multiply(const typename Words<W>::X* x, int64_t stride, const W* const* w, 
   constexpr int C = kBlocksOf<R>, kShare = P * C / kBlocks;  // as many with each of the blocks
   multiply_blocks<R, C, kShare, W>(x, stride, w, first, words, ahead, out, out_stride);
   for (int c = C; c < kBlocks; c += C)
-    multiply_blocks<R, C, kShare, W>(x, stride, w + c, first, words, ahead + c / C * words * kShare * kHalfLine, out + c * kLanes, out_stride);
+    multiply_blocks<R, C, kShare, W>(x, stride, w + c, first, words, ahead + c / C * words * kShare * kHalfLine, out + c * kLanes,
+                                     out_stride);
 }
 
 template <int P, typename W, int R = kMostRows>
@@ -143,8 +144,10 @@ void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* 
     const int64_t mine = std::min(kChain, words - first);
     if (halves == 0) multiply<0, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
     if (halves == 2) multiply<2, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
-    if (halves == 4) multiply<4, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
-    if (halves == 8) multiply<8, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
+    if constexpr (kRegisterLanes == kLanes) {
+      if (halves == 4) multiply<4, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
+      if (halves == 8) multiply<8, W>(rows, x, stride, w, first, mine, ahead, out, out_stride);
+    }
   }
 }
 
@@ -170,7 +173,7 @@ struct Inputs {
 };
 
 constexpr int64_t kPartBytes = 2 << 20;     // of rows that a task goes through for every panel
-constexpr int64_t kCacheBytes = 900 << 10;  // of rows, a panel and what is fetched of the next: second-level caches have 1 MiB or more
+constexpr int64_t kCacheBytes = 900 << 10;  // of rows, a panel and what is fetched of the next: beyond it that would push out the others
 
 // `rows` rows, `stride` apart, times a matrix; take(row, first output, sums) is given kPanel sums of a row, some of them maybe past
 // the last output. With `gated` a panel's first half is of the first of two matrices behind one another and its second half of the
@@ -218,7 +221,8 @@ struct PanelProduct {
     }
     alignas(64) float sums[kMostRows * kPanel];
     const int64_t count = last_row - first_row, groups = (count + kMostRows - 1) / kMostRows;
-    // The first rows read the weights from memory, the others from the cache, while the next panel comes to its place.
+    // The first rows read the weights, the others find them in the cache. Meanwhile the next panel is fetched: by all rows but the
+    // first with AVX-512, by all where registers are smaller and products take longer.
     const int64_t panel_bytes = kBlocks * block_elements * static_cast<int64_t>(sizeof(W));
     const int64_t room = kCacheBytes - panel_bytes - count * stride * static_cast<int64_t>(sizeof(X));
     const bool knows_next = std::is_same_v<W, Stored> && !gated && (panel + 2) * kBlocks <= w.blocks;

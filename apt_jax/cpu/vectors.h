@@ -268,7 +268,7 @@ inline float max(const Vec& v) {
 
 // a * b + c, rounded once where the CPU can: else compilers choose, and rounding to integers with them.
 inline Vec multiply_add(const Vec& a, const Vec& b, Vec c) {
-#if defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__)
   for (int i = 0; i < kRegisters; ++i) c.parts[i] = _mm256_fmadd_ps(a.parts[i], b.parts[i], c.parts[i]);
   return c;
 #else

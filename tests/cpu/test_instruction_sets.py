@@ -49,9 +49,9 @@ def _library_of(compiler: list[str], name: str) -> Path | None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v4", "sapphirerapids"])
+@pytest.mark.parametrize("cpu", ["bdver2", "x86-64-v3", "x86-64-v4", "sapphirerapids"])
 def test_kernels_compile_for_other_cpus(cpu: str) -> None:
-    """AVX2, AVX-512 without dot products of bfloat16, and matrix tiles: what this machine may lack."""
+    """AVX and FMA without AVX2, AVX2, AVX-512 without dot products of bfloat16, and matrix tiles: what this machine may lack."""
     compiler = build.find_compiler()
     if compiler is None or "zig" in " ".join(compiler):
         pytest.skip("no compiler, or one with other names of CPUs")
@@ -101,10 +101,10 @@ def test_kernels_compile_with_another_compiler_and_for_arm(target: str, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
-@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
-def test_kernels_of_cpus_with_less(level: str) -> None:
-    """AVX2, and AVX-512 without dot products of bfloat16."""
-    _passes(f"-march={level}", {})
+@pytest.mark.parametrize("flags", ["-march=x86-64-v2 -mfma -mf16c", "-march=x86-64-v3", "-march=x86-64-v4"])
+def test_kernels_of_cpus_with_less(flags: str) -> None:
+    """Registers of four floats, as NEON's; AVX2; AVX-512 without dot products of bfloat16."""
+    _passes(flags, {})
 
 
 @pytest.mark.slow
