@@ -318,7 +318,7 @@ class AdmissionController:
         states: live requests.
         cache: the pool.
         clock: the current time.
-        offered: cache kinds on offer, those that take the most blocks per position last.
+        offered: cache kinds on offer, the one that takes the fewest blocks per position first.
         can_mask: whether requests may have structured output.
     """
 
@@ -436,7 +436,7 @@ class AdmissionController:
 
     def _queue(self, waiting: NDArray[Any], before: NDArray[Any], blocks: int, num_of_tenant: int) -> Queue:
         states, cache = self._states, self._cache
-        kind = self._offered[-1]  # takes the most blocks
+        kind = self._offered[0]  # as for a new request: the policy may give all of them the kind that takes fewest
         groups = -(-states.table.num_tokens[before] // cache.block_sizes[kind])
         needed = int(groups.sum()) * cache.blocks_per_group[kind] + blocks
         times, per_s = states.finish_times_s, 0.0

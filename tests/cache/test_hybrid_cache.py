@@ -60,14 +60,14 @@ class TestBlockPool:
             (ids(6), "outside"),
         ],
     )
-    def test_refuses_what_was_not_handed_out(self, freed, message):
+    def test_M4_refuses_what_was_not_handed_out(self, freed, message):
         pool = BlockPool(5)
         pool.allocate(5)
         pool.free(ids(1))
         with pytest.raises(CacheIntegrityError, match=message):
             pool.free(freed)
 
-    def test_finds_a_block_that_is_on_the_list_twice(self):
+    def test_M4_finds_a_block_that_is_on_the_list_twice(self):
         pool = BlockPool(3)
         pool._stack[0] = 1
         with pytest.raises(CacheIntegrityError, match="duplicates"):
@@ -135,7 +135,7 @@ class TestHybridCache:
         with pytest.raises(CacheIntegrityError, match="holds kind"):
             cache.reserve(0, 2, HIDDEN)
 
-    def test_release_gives_everything_back_once(self):
+    def test_M4_release_gives_everything_back_once(self):
         cache = make_cache()
         cache.reserve(0, 10, KV)
         assert cache.release(0) == 6
@@ -201,7 +201,7 @@ class TestHybridCache:
         cache.reserve(1, 115, KV)
         cache.check_integrity([0, 1])
 
-    def test_a_damaged_table_never_reaches_a_step(self):
+    def test_M5_a_damaged_table_never_reaches_a_step(self):
         for value in (0, -1, 11):
             cache = make_cache()
             cache.reserve(0, 6, KV)
@@ -258,7 +258,7 @@ class TestPrefixes:
         assert self.find(cache, (1, 2)) is not None
         cache.check_integrity([1])
 
-    def test_what_is_held_is_not_evicted(self):
+    def test_M7_what_is_held_is_not_evicted(self):
         cache = self.cache(num_blocks=4)
         self.fill(cache, 0, (1, 2, 3, 4))
         cache.release(0)
@@ -289,7 +289,7 @@ class TestPrefixes:
         assert cache.num_shared == 0
         cache.check_integrity([1])
 
-    def test_kinds_have_prefixes_of_their_own(self):
+    def test_M7_kinds_have_prefixes_of_their_own(self):
         cache = self.cache()
         self.fill(cache, 0, (1, 2), KV)
         assert self.find(cache, (1, 2), KV) is not None

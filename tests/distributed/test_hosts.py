@@ -190,7 +190,7 @@ def test_plans_arrive_in_their_order_until_the_end(ranks):
     assert ranks.lost == {}
 
 
-def test_a_rank_that_ends_is_noticed_by_all(ranks):
+def test_D5_a_rank_that_ends_is_noticed_by_all(ranks):
     for rank in range(3):
         ranks.start(rank, nnodes=3)
     joined = ranks.ended()
@@ -588,7 +588,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_process_that_stops_or_dies_is_noticed(start_ranks, monkeypatch, how):
+def test_D5_a_process_that_stops_or_dies_is_noticed(start_ranks, monkeypatch, how):
     """A stopped one by gRPC's keepalive: its kernel still acknowledges what it is sent.
 
     The process is rank 0 of one replica and rank 1 of another; their other ranks are here.

@@ -281,6 +281,29 @@ def overload(slo_admission: str, rate: float, *, seconds: float = 120.0) -> dict
     }
 
 
+def test_a_request_counts_the_same_in_the_queue_as_on_its_way_there():
+    """With both kinds on offer: the policy may give each the kind that takes fewer blocks."""
+    clock = VirtualClock()
+    executor = FakeExecutor(num_blocks=256, block_size=4, max_num_seqs=4, vocab_size=97, clock=clock)
+    config = SchedulerConfig(policy="fcfs-hybrid", max_num_seqs=4, max_num_batched_tokens=64)
+    kinds = (CacheKindSpec(name="kv", blocks_per_group=2), CacheKindSpec(name="hidden", blocks_per_group=1))
+    engine = Engine(
+        executor, make_policy(config=config), clock, kinds, config, CacheConfig(block_size=4),
+        costs=COSTS, vocab_size=97,
+    )  # fmt: skip
+    before, pending = engine.queue_snapshot(), PendingArrivals()
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
+    for i in range(3):
+        ids = np.arange(64, dtype=np.int32) + i
+        engine.add_request(
+            EngineRequest(request_id=str(i), prompt=None, prompt_token_ids=ids, params=params, slo=SLO(), arrival_s=0.0)
+        )
+        pending.add(demand(64, engine.min_blocks_for(64), None))
+    expected = before.queue_before(pending, blocks=16, best_effort=False, tenant=None)
+    queue = engine.queue_snapshot().queue_before(PendingArrivals(), blocks=16, best_effort=False, tenant=None)
+    assert queue.missing_blocks == expected.missing_blocks == 4 * 16 - 256
+
+
 def test_what_is_cached_of_a_prompt_takes_no_time():
     clock = VirtualClock()
     executor = FakeExecutor(num_blocks=256, block_size=4, max_num_seqs=4, vocab_size=97, clock=clock)

@@ -538,7 +538,7 @@ class TestPreemption:
         assert stats.recomputed_tokens == sum(o.metrics.recomputed_tokens for o in h.last.values()) > 0
         assert sum(stats.kind_switches.values()) == sum(o.metrics.num_kind_switches for o in h.last.values())
 
-    def test_in_mid_prompt_and_again(self, overlap):
+    def test_M1_in_mid_prompt_and_again(self, overlap):
         h = Harness(budget=8, overlap=overlap)
         h.add(prompt_len=30)
         for _ in range(3):
@@ -566,7 +566,7 @@ class TestPreemption:
 
 
 class TestAbort:
-    def test_in_every_state(self, overlap):
+    def test_M2_in_every_state(self, overlap):
         h = Harness(overlap=overlap, budget=8)
         names = {
             "waiting": h.add(),
@@ -860,7 +860,7 @@ def broken_plans() -> dict[str, Callable[[SchedulerView, Plan], Plan]]:
 
 
 @pytest.mark.parametrize("name", broken_plans())
-def test_a_broken_promise_of_the_policy_stays_off_the_device(name, overlap, caplog):
+def test_M5_a_broken_promise_of_the_policy_stays_off_the_device(name, overlap, caplog):
     change, count = broken_plans()[name], itertools.count()
 
     def plan(view: SchedulerView) -> Plan:

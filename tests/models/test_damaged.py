@@ -319,7 +319,7 @@ def test_a_sentencepiece_file_alone_says_what_is_needed(tmp_path):
     assert "tokenizer.json is needed" in message
 
 
-def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+def test_F8_a_tokenizer_of_another_model_is_refused(tmp_path):
     backend = Backend(models.BPE(vocab={f"t{i}": i for i in range(100)}, merges=[]))
     backend.decoder = decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -351,7 +351,7 @@ TEMPLATE_DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", TEMPLATE_DAMAGE)
-def test_a_hostile_chat_template_is_refused_at_load(tmp_path, kind):
+def test_F7_a_hostile_chat_template_is_refused_at_load(tmp_path, kind):
     name, content, says = TEMPLATE_DAMAGE[kind]
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -368,7 +368,7 @@ def test_a_hostile_chat_template_is_refused_at_load(tmp_path, kind):
     assert str(tmp_path) in message
 
 
-def test_weights_that_hold_nan_are_refused_from_every_format(tmp_path):
+def test_F4_weights_that_hold_nan_are_refused_from_every_format(tmp_path):
     tensors = random_tensors(TINY)
     tensors["model.decoder.layers.0.fc1.weight"][0, 0] = np.nan
     write_model(tmp_path / "m", TINY, tensors)

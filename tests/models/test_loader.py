@@ -155,14 +155,14 @@ def test_end_ids_come_from_the_generation_config_first(tmp_path):
     assert "generation_config.json: eos_token_id=480" in _refusal(tmp_path)
 
 
-def test_a_model_without_an_end_token_loads_with_a_warning(tmp_path, caplog):
+def test_F8_a_model_without_an_end_token_loads_with_a_warning(tmp_path, caplog):
     write_model(tmp_path, TINY | {"eos_token_id": None}, random_tensors(TINY))
     with caplog.at_level(logging.WARNING):
         assert _load(tmp_path).eos_token_ids == ()
     assert len(caplog.records) == 1
 
 
-def test_remote_code_is_ignored_with_one_warning(tmp_path, caplog):
+def test_F6_remote_code_is_ignored_with_one_warning(tmp_path, caplog):
     fields = TINY | {
         "auto_map": {"AutoModelForCausalLM": "evil.Model"},
         "trust_remote_code": True,
@@ -236,7 +236,7 @@ def test_dummy_weights_need_the_configuration_only(tmp_path):
     np.testing.assert_array_equal(model.params.layers[1].wq, again.params.layers[1].wq)
 
 
-def test_a_model_larger_than_the_memory_is_refused_before_allocation(monkeypatch):
+def test_F5_a_model_larger_than_the_memory_is_refused_before_allocation(monkeypatch):
     monkeypatch.setattr(loader, "dummy_params", lambda *_: pytest.fail("allocated"))
     monkeypatch.setattr(loader, "free_memory_bytes", lambda: 2**30)
     with pytest.raises(ModelLoadError, match=r"23\.9 GiB in bfloat16, but 1\.0 GiB"):
@@ -247,7 +247,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_allocation(monkeypatch
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pkl", "x.pth"])
-def test_pickles_are_never_opened_unasked(tmp_path, name):
+def test_F1_pickles_are_never_opened_unasked(tmp_path, name):
     class Trap:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "sprung"),))
@@ -311,7 +311,7 @@ _EIGHT = bytes(8)
         (join_header(b'{"a": 1, "a": 2}', b""), "the key 'a' occurs twice"),
     ],
 )
-def test_a_damaged_file_is_refused_and_named(tmp_path, content, message):
+def test_F2_a_damaged_file_is_refused_and_named(tmp_path, content, message):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "model.safetensors").write_bytes(content)
     refusal = _refusal(tmp_path)
@@ -340,7 +340,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path, monkeypatch):
     assert "became shorter while it was read" in _refusal(tmp_path)
 
 
-def test_mutated_files_load_equal_or_are_refused(tmp_path):
+def test_F2_mutated_files_load_equal_or_are_refused(tmp_path):
     """300 mutations: whatever the bytes, the outcome is a typed error, or values that the file really holds."""
     tensors = random_tensors(TINY)
     write_model(tmp_path, TINY, tensors)
@@ -380,7 +380,7 @@ def test_mutated_files_load_equal_or_are_refused(tmp_path):
     assert all(message.isprintable() for message in messages)
 
 
-def test_mutated_configurations_load_or_are_refused(tmp_path):
+def test_F5_mutated_configurations_load_or_are_refused(tmp_path):
     write_model(tmp_path, TINY, random_tensors(TINY))
     rng = random.Random(1)
     junk = [None, True, -1, 0, 1, 3, 2**31, 2**70, 1.5, 1e999, "", "relu", [], [2], {}, "\ud800"]
@@ -405,7 +405,7 @@ def _changed(tensors, drop=(), **add):
     return {name: v for name, v in tensors.items() if name not in drop} | add
 
 
-def test_missing_extra_misshapen_and_mistyped_tensors_are_named_in_one_line(tmp_path):
+def test_F3_missing_extra_misshapen_and_mistyped_tensors_are_named_in_one_line(tmp_path):
     tensors = random_tensors(TINY)
     fc1, embed = "model.decoder.layers.1.fc1.weight", "model.decoder.embed_tokens.weight"
     tensors[embed] = tensors[embed].T.copy()
@@ -420,7 +420,7 @@ def test_missing_extra_misshapen_and_mistyped_tensors_are_named_in_one_line(tmp_
     assert "1 not floating-point (layers.0.fc2.bias is I64)" in message
 
 
-def test_nothing_reaches_the_device_before_the_names_are_checked(tmp_path, monkeypatch):
+def test_F3_nothing_reaches_the_device_before_the_names_are_checked(tmp_path, monkeypatch):
     tensors = random_tensors(TINY)
     tensors.popitem()
     write_model(tmp_path, TINY, tensors)
@@ -435,7 +435,7 @@ def test_one_tensor_under_two_names_is_refused(tmp_path):
     assert "are the same tensor" in _refusal(tmp_path)
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_F3_a_missing_shard_is_named(tmp_path):
     write_model(tmp_path, TINY, random_tensors(TINY), shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     assert "1 of 3 shards are missing: model-00002-of-00003" in _refusal(tmp_path)
@@ -460,7 +460,7 @@ def test_shards_that_contradict_the_index_or_each_other_are_refused(tmp_path):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_values_that_are_not_finite_are_refused(tmp_path, dtype, value):
+def test_F4_values_that_are_not_finite_are_refused(tmp_path, dtype, value):
     tensors = {name: v.astype(dtype) for name, v in random_tensors(TINY).items()}
     tensors["model.decoder.layers.1.fc2.weight"][3, 5] = value
     write_model(tmp_path, TINY, tensors)
@@ -490,7 +490,7 @@ def test_values_beyond_the_range_of_the_dtype_are_refused(tmp_path):
         (b"{}", "known: OPTForCausalLM"),
     ],
 )
-def test_a_damaged_configuration_is_refused_and_named(tmp_path, content, message):
+def test_F5_a_damaged_configuration_is_refused_and_named(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content)
     refusal = _refusal(tmp_path)
     assert message in refusal
@@ -505,7 +505,7 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/b", "", ".", "..", "x\0"])
-def test_an_index_that_points_elsewhere_is_refused(tmp_path, name):
+def test_F9_an_index_that_points_elsewhere_is_refused(tmp_path, name):
     write_model(tmp_path / "model", TINY, random_tensors(TINY), shards=2)
     (tmp_path / "other.safetensors").write_bytes(safetensors_bytes(random_tensors(TINY)))
     index = tmp_path / "model" / "model.safetensors.index.json"
@@ -524,7 +524,7 @@ def test_an_index_without_a_map_is_refused(tmp_path, weight_map):
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_a_link_out_of_the_directory_is_refused(tmp_path, file):
+def test_F9_a_link_out_of_the_directory_is_refused(tmp_path, file):
     write_model(tmp_path / "model", TINY, random_tensors(TINY))
     (tmp_path / "model" / file).rename(tmp_path / file)
     (tmp_path / "model" / file).symlink_to(tmp_path / file)

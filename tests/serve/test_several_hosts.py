@@ -201,7 +201,7 @@ def test_two_processes_serve_what_one_serves(model, tmp_path, warm):
 
 
 @pytest.mark.parametrize("victim", [1, 0])
-def test_a_rank_that_is_killed_ends_the_other(model, tmp_path, victim):
+def test_D5_a_rank_that_is_killed_ends_the_other(model, tmp_path, victim):
     with replica(model, tmp_path, "--max-num-seqs=1", "--cache=kv", module=COLD) as served:
         served.wait_until_it_serves()
         events = served.stream(prompt="hello")

@@ -217,7 +217,7 @@ def lasting(tmp_path_factory) -> Generator[Launch]:
 
 
 @needs_gateway
-def test_requests_are_spread_and_a_killed_replica_loses_only_its_own(lasting):
+def test_H3_N2_requests_are_spread_and_a_killed_replica_loses_only_its_own(lasting):
     for _ in range(4):
         assert ask(lasting.port, 8)[2] == said(8)
     assert all(lasting.tokens())
@@ -298,7 +298,7 @@ def test_a_second_signal_ends_all_at_once(two):
 
 
 @needs_gateway
-def test_nothing_outlives_a_launcher_that_is_killed(two):
+def test_H4_nothing_outlives_a_launcher_that_is_killed(two):
     family = two.family()
     assert len([p for p in family if p.is_running()]) >= 3  # two replicas and the gateway
     two.process.kill()
