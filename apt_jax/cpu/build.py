@@ -107,9 +107,10 @@ def _library() -> ctypes.CDLL:
         path = (directory or Path(own)) / f"kernels-{key}.so"
         if not path.is_file():
             start = time.perf_counter()
-            logger.info("compiling kernels for this CPU, once: about half a minute")
+            # A warning, as the start says nothing else for that long.
+            logger.warning("compiling the CPU kernels, once; about half a minute")
             _compile(compiler, path)
-            logger.info("kernels for this CPU compiled in %.1f s", time.perf_counter() - start)
+            logger.info("CPU kernels compiled in %.1f s", time.perf_counter() - start)
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:

@@ -89,6 +89,8 @@ ffi::Error split_qkv(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buff
                      ffi::Result<ffi::AnyBuffer> v, int64_t head_dim) {
   int64_t rows = sums.dimensions()[0];
   const int64_t width = sums.dimensions()[1];
+  if (k->element_type() != q->element_type() || v->element_type() != q->element_type())
+    return ffi::Error::InvalidArgument("split_qkv: one type for q, k and v");
   for (auto* result : {&q, &k, &v}) rows = live_rows(live, sums.dimensions()[0], *result);
   const Timed timed("q, k and v from one product", 0, 0);
   const int64_t heads = q->dimensions()[1] / head_dim, key_heads = k->dimensions()[1] / head_dim;

@@ -227,6 +227,9 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
                         ffi::Result<ffi::AnyBuffer> cache_out, int64_t heads, int64_t key_heads, int64_t head_dim, int64_t ffn,
                         int64_t block_size, float softcap, int64_t window, float eps, float offset, int64_t layer_norm,
                         int64_t gated, int64_t activation) {
+  if (cache.element_type() != cache_out->element_type() || cache.size_bytes() != cache_out->size_bytes() ||
+      h.size_bytes() != h_out->size_bytes())
+    return ffi::Error::InvalidArgument("decode_layer: results of the type and size of their arguments");
   if (h.untyped_data() != h_out->untyped_data()) std::memcpy(h_out->untyped_data(), h.untyped_data(), h.size_bytes());
   if (cache.untyped_data() != cache_out->untyped_data())
     std::memcpy(cache_out->untyped_data(), cache.untyped_data(), cache.size_bytes());
@@ -236,6 +239,11 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
   for (const auto* given : {&attn_scale, &attn_bias, &bqkv, &bo, &ffn_scale, &ffn_bias, &b_up, &b_down})
     if (given->element_count() && given->element_type() != cache.element_type())
       return ffi::Error::InvalidArgument("decode_layer: one type for the cache and all parameters but matrices");
+  const auto stored = wqkv.element_type();
+  if (stored != cache.element_type() && stored != ffi::U8 && stored != ffi::S8)
+    return ffi::Error::InvalidArgument("decode_layer: matrices of the cache's type, int8 or tiles of integers");
+  if (wo.element_type() != stored || w_up.element_type() != stored || w_down.element_type() != stored)
+    return ffi::Error::InvalidArgument("decode_layer: one type for all matrices");
   const auto run = [&](auto* elements, auto* stored) {
     using T = std::remove_pointer_t<decltype(elements)>;
     using Stored = std::remove_const_t<std::remove_pointer_t<decltype(stored)>>;

@@ -294,9 +294,11 @@ def _are_tiles(matrices: tuple[Any, ...]) -> bool:
     return tiled and len({w.values.dtype for w in matrices}) == 1
 
 
-def takes_layer(layer: PreNormLayer, dtype: Any) -> bool:
-    """True if `decode_layer` computes such a layer of rows in `dtype`: its weights are in tiles, of one dtype
-    or of integers."""
+def takes_layer(layer: PreNormLayer, dtype: Any, pool_dtype: Any) -> bool:
+    """True if `decode_layer` computes such a layer of rows in `dtype` with a pool in the same dtype: its weights are in
+    tiles, of one dtype or of integers."""
+    if dtype != pool_dtype:
+        return False
     matrices = (layer.wqkv, layer.wo, layer.w_up, layer.w_down)
     offered = dtype == jnp.float32 or (dtype == jnp.bfloat16 and not build.has_tiles())
     if not (offered and layer.activation in _ACTIVATIONS and _are_tiles(matrices)):

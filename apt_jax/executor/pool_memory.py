@@ -21,7 +21,7 @@ MAX_CPU_POOL_BYTES = 4 << 30
 
 def pool_dtype(dtype: Any, platform: str) -> Any:
     """The pool's dtype. jax 0.10 upcasts a whole 16-bit pool at every cache write on CPU; float32 avoids that there."""
-    old = tuple(int(p) for p in jax.__version__.split(".")[:2]) < (0, 11)
+    old = jax.__version_info__ < (0, 11)
     return jnp.float32 if old and platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16 else dtype
 
 

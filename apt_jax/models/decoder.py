@@ -216,7 +216,9 @@ def decoder_step(
     layers: list[PreNormLayer] = []
     if options.num_decode == num_tokens and options.kinds[0]:
         plain = (pre_norm_layer(p, config) for p in params.layers)
-        layers = [layer for layer in plain if layer is not None and options.ops.takes_layer(layer, dtype)]
+        layers = [
+            layer for layer in plain if layer is not None and options.ops.takes_layer(layer, dtype, pools[0].dtype)
+        ]
     if len(layers) < len(params.layers):
         return in_parts(h, pools)
 
@@ -235,6 +237,8 @@ def decoder_step(
 
     if not options.kinds[1]:
         return in_one_call_each(h, pools)
+    if jax.__version_info__ < (0, 11):  # whose compiler copies all pools on the way into a branch, and out of it
+        return in_parts(h, pools)
     has_hidden = batch.num_decode_rows > batch.num_kv_rows
     return lax.cond(has_hidden, in_parts, in_one_call_each, h, pools)
 

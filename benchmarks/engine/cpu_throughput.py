@@ -45,6 +45,7 @@ from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.view import CacheKindSpec
 from apt_jax.utils.clock import WallClock
 from benchmarks.paper.common import new_file
+from serve.cli.flags import positive
 
 
 def _best_s(run: Any, repeats: int = 7) -> float:
@@ -208,14 +209,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_model_flags(parser)
     parser.add_argument("--cache", nargs="+", default=["kv", "hybrid"], choices=["kv", "hidden", "hybrid"])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--prompt-len", type=int, default=128, help="tokens (default: 128)")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens (default: 64)")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--concurrency", type=positive(int), nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--prompt-len", type=positive(int), default=128, help="tokens (default: 128)")
+    parser.add_argument("--output-len", type=positive(int), default=64, help="tokens (default: 64)")
+    parser.add_argument("--max-num-batched-tokens", type=positive(int), default=2048)
     parser.add_argument("--policy", default="fcfs", help="scheduling policy (default: fcfs, whole prompts first)")
     parser.add_argument(
         "--repeats",
-        type=int,
+        type=positive(int),
         default=3,
         help="batches of each kind; medians are reported (default: 3)",
     )

@@ -16,7 +16,7 @@ from apt_jax.models.decoder import decoder_step
 from apt_jax.models.params import ModelParams, dummy_params
 from apt_jax.models.quantize import quantize_params
 from apt_jax.models.step import DecoderBatch, StepOptions
-from apt_jax.models.weight_layout import fuse_products, map_matrices, tile_params
+from apt_jax.models.weight_layout import fuse_products, map_matrices, pre_norm_layer, tile_params
 from tests.support.grouped import in_groups
 from tests.support.paged_driver import CONFIG
 
@@ -124,6 +124,32 @@ def test_rows_without_layer_inputs_are_computed_in_one_call_where_others_may_hav
     np.testing.assert_array_equal(one, parts)
     for mine, theirs in zip(one_pools, pools, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("pool", "others"),
+    [
+        ("float32", {}),
+        ("bfloat16", {"wo": "float32"}),
+        ("bfloat16", {"w_down": "int8"}),
+        ("float32", {"wqkv": "float32"}),
+    ],
+)
+def test_a_layer_in_one_call_refuses_matrices_of_another_type(pool: str, others: dict[str, str]) -> None:
+    params = tile_params(fuse_products(dummy_params(OPT, "bfloat16", 3), keep=False), keep=False)
+    layer = pre_norm_layer(params.layers[0], OPT)
+    assert layer is not None
+    for name, dtype in others.items():
+        tiles = getattr(layer, name)
+        layer = dataclasses.replace(layer, **{name: dataclasses.replace(tiles, values=tiles.values.astype(dtype))})
+    batch = _batch(8)
+    assert OPS.decode_layer is not None
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"decode_layer: .* type"):
+        OPS.decode_layer(
+            jnp.zeros((8, OPT.hidden_size), jnp.float32), jnp.zeros((100, BLOCK * OPT.lane), pool), layer,
+            tables=batch.decode_tables, lens=batch.decode_lens, slots=(batch.first_slots, batch.second_slots),
+            live=batch.num_decode_rows, cos_sin=None, rules=None, block_size=BLOCK,
+        )  # fmt: skip
 
 
 @needs_one_call

@@ -347,9 +347,12 @@ whole_or_empty = pytest.mark.parametrize("whole", [False, pytest.param(True, mar
 
 
 @whole_or_empty
-def test_what_the_compiler_made_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+def test_what_the_compiler_made_is_kept(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
     count = _counting(fresh, monkeypatch, whole)
     build._library()
+    assert "compiling the CPU kernels, once" in caplog.text  # which takes half a minute
     (made,) = (fresh / "cache" / "kernels").iterdir()
     assert made.suffix == ".so"
     build._library.cache_clear()
