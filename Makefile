@@ -3,7 +3,7 @@
 #   make demo        serve the bundled model under load and show what the hybrid cache gains
 #   make test        the test suite, without what takes minutes
 #   make test-slow   the rest of it: slow tests, all random cases, programs optimised as in service
-#   make fuzz        fuzzed requests on every endpoint: 20,000 gRPC messages, 8,000 HTTP requests, 1,200 on all endpoints at once
+#   make fuzz        fuzzed requests, connections, texts, files and flags (docs/design/failure_model.md), at most 15 minutes each; FUZZ=release: more
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
 #   make docs        the documentation as HTML in docs/_build/html, warnings as errors
@@ -57,8 +57,9 @@ test-slow: .venv/.ready
 	APT_JAX_TEST_CASES=all JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
 	  -m "slow or seeds" --timeout 1800
 
+FUZZ ?= full
 fuzz: .venv/.ready
-	APT_JAX_FUZZ=full .venv/bin/python -m pytest -q -s --timeout 7200 \
+	APT_JAX_FUZZ=$(FUZZ) .venv/bin/python -m pytest -q -s --timeout 86400 --show-capture=no tests/fuzz \
 	  tests/serve/grpc_api/test_grpc_fuzz.py tests/serve/http_api/test_http_fuzz.py tests/serve/test_endpoints_agree.py
 
 reference: .venv-ref/.ready

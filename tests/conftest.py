@@ -1,6 +1,7 @@
 """Settings for the whole suite: JAX on the CPU, strict about dtypes and ranks."""
 
 import atexit
+import datetime
 import gc
 import os
 import shutil
@@ -19,6 +20,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # `make reference` compile them as in service.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may ask the hub
+# Every day the fuzz tests have other inputs (tests.support.fuzzing).
+os.environ.setdefault("APT_JAX_FUZZ_SEED", f"{datetime.datetime.now(datetime.UTC):%Y%m%d}")
 
 import jax
 import numpy as np
@@ -44,6 +47,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say with which inputs the fuzz tests ran."""
+    seed = os.environ.get("APT_JAX_FUZZ_SEED")
+    if seed is not None:
+        terminalreporter.write_line(f"inputs of the fuzz tests: APT_JAX_FUZZ_SEED={seed}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,9 +11,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from tqdm import tqdm
 
 from apt_jax import LLM, validation
 from apt_jax.errors import InvalidRequestError
@@ -23,7 +21,7 @@ from serve.http_api import openai_request as openai_api
 from serve.protos.aptjax.v1 import apt_serve_pb2
 from tests.support.cases import num_cases
 from tests.support.endpoints import Request, ask_aptserve, ask_http, ask_python, ask_vllm, pb
-from tests.support.fuzzing import FULL, MAX_MODEL_LEN, cases
+from tests.support.fuzzing import MAX_MODEL_LEN, cases, fuzz
 from tests.support.http_serving import HttpServed, http_serving
 from tests.support.toy_serving import VOCAB_SIZE, assert_clean, toy_parts
 
@@ -219,23 +217,19 @@ def fuzzed_requests(draw: st.DrawFn) -> Request:
 @pytest.mark.seeds
 def test_P2_the_endpoints_agree_about_any_request():
     pytest.importorskip("llguidance")
-    total = cases(num_cases(80, 100), 1200)
+    total = cases(num_cases(80, 100), 1200, 20_000)
 
     async def scenario(endpoints: Endpoints) -> None:
         loop = asyncio.get_running_loop()
 
-        @settings(max_examples=total, database=None)
-        @given(case=fuzzed_requests())
         def send(case: Request) -> None:
             asyncio.run_coroutine_threadsafe(endpoints.agree(case), loop).result(60)
-            bar.update()
 
-        with tqdm(total=total, desc="endpoints", unit=" cases", disable=not FULL) as bar:
-            await asyncio.to_thread(send)
+        await asyncio.to_thread(fuzz, "endpoints", send, total, case=fuzzed_requests())
 
     counts = asyncio.run(with_endpoints(scenario)).counts
-    print(f"\nendpoints: {counts['python served'] + counts['python refused']} requests, {dict(sorted(counts.items()))}")
-    assert counts["python served"] + counts["python refused"] >= total
+    total = counts["python served"] + counts["python refused"]
+    print(f"  {dict(sorted(counts.items()))}")
     for endpoint in ("python", "http", "aptserve", "vllm"):
         assert counts[f"{endpoint} served"] > total / 10, counts
         assert counts[f"{endpoint} refused"] > total / 20, counts
@@ -281,9 +275,12 @@ _FIELDS = [name for name in SAMPLING if name not in ("logit_bias", "structured_o
 
 
 @pytest.mark.seeds
-@settings(max_examples=cases(num_cases(60, 200), 2000))
-@given(params=st.dictionaries(st.sampled_from(_FIELDS), _VALUE, min_size=1, max_size=3))
-def test_R8_R9_R14_any_value_of_any_parameter(params):
+def test_R8_R9_R14_any_value_of_any_parameter():
+    params = st.dictionaries(st.sampled_from(_FIELDS), _VALUE, min_size=1, max_size=3)
+    fuzz("parameters", check_parameters, cases(num_cases(60, 200), 2000, 100_000), params=params)
+
+
+def check_parameters(params: dict[str, Any]) -> None:
     """HTTP takes null for absent; but for that it is Python's verdict, word for word."""
     given_params = {name: value for name, value in params.items() if value is not None}
 

@@ -6,6 +6,7 @@ status, type, headers and shape. `make fuzz` sends 8,000.
 """
 
 import collections
+import functools
 import json
 from typing import Any
 
@@ -13,7 +14,6 @@ import httpx2
 import jsonschema
 import pytest
 import schemathesis
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemathesis.config import SchemathesisConfig
 from schemathesis.core.parameters import ParameterLocation
@@ -22,17 +22,17 @@ from schemathesis.specs.openapi.checks import negative_data_rejection
 
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS
 from tests.support.cases import num_cases
-from tests.support.fuzzing import FULL, KEY, Fuzzed, cases, fuzzing
+from tests.support.fuzzing import FULL, KEY, SEED, Fuzzed, cases, fuzz, fuzzing
 
 OBJECTIVES = {"slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", TIER_KEY}
 EXAMPLES = {
-    "Completion": cases(num_cases(7, 14), 2000),
-    "ChatCompletion": cases(num_cases(5, 10), 1300),
-    "Tokenize": cases(num_cases(3, 6), 900),
-    "Detokenize": cases(num_cases(3, 6), 900),
+    "Completion": cases(num_cases(7, 14), 2000, 16_000),
+    "ChatCompletion": cases(num_cases(5, 10), 1300, 10_000),
+    "Tokenize": cases(num_cases(3, 6), 900, 7_000),
+    "Detokenize": cases(num_cases(3, 6), 900, 7_000),
 }
 """Number of examples of each operation with a body, in addition to those of every bound."""
-LEAST = cases(num_cases(30, 60), 8000)
+LEAST = cases(num_cases(30, 60), 8000, 50_000)
 """Minimum number of requests in total."""
 
 
@@ -99,6 +99,7 @@ def config(url: str) -> SchemathesisConfig:
     return SchemathesisConfig.from_dict(
         {
             "base-url": url,
+            "seed": SEED,
             "auth": {"openapi": {"key": {"bearer": KEY}}},
             "request-timeout": 30,
             "max-stream-events": 1_000_000,
@@ -167,20 +168,12 @@ def test_every_answer_is_one_that_the_document_allows(fuzzed: Fuzzed, client: ht
 # --- what no schema can say ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=cases(40, 1000))
-@given(
-    data=st.binary(max_size=200)
-    | st.sampled_from(
-        [
-            b'{"prompt": "\\ud800"}',
-            b'{"prompt": NaN}',
-            b'{"n": 1, "n": 1}',
-            b"[" * 5000,
-            b'{"seed": ' + b"9" * 5000 + b"}",
-        ]
-    )
+NO_JSON = st.binary(max_size=200) | st.sampled_from(
+    [b'{"prompt": "\\ud800"}', b'{"prompt": NaN}', b'{"n": 1, "n": 1}', b"[" * 5000, b'{"seed": ' + b"9" * 5000 + b"}"]
 )
-def test_bytes_that_are_no_json(client, data):
+
+
+def check_no_json(client: httpx2.Client, data: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         response = client.post(path, content=data, headers={"content-type": "application/json"})
         assert response.status_code == 400
@@ -189,14 +182,21 @@ def test_bytes_that_are_no_json(client, data):
         assert "\n" not in error["message"]
 
 
-@settings(max_examples=cases(40, 1000))
-@given(
-    name=st.sampled_from(
-        ["x-llm-d-slo-ttft-ms", "x-slo-tpot-ms", "service_tier", "x-request-id", "accept", "content-length-x"]
-    ),
-    value=st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_categories=["Cc"]), max_size=30),
-)
-def test_any_header(client, name, value):
+def test_bytes_that_are_no_json(client):
+    fuzz("http-no-json", functools.partial(check_no_json, client), cases(40, 1000, 10_000), data=NO_JSON)
+
+
+HEADERS = ["x-llm-d-slo-ttft-ms", "x-slo-tpot-ms", "service_tier", "x-request-id", "accept", "content-length-x"]
+
+
+def test_any_header(client):
+    characters = st.characters(min_codepoint=33, max_codepoint=255, exclude_categories=["Cc"])
+    check = functools.partial(check_header, client)
+    total = cases(40, 1000, 10_000)
+    fuzz("http-header", check, total, name=st.sampled_from(HEADERS), value=st.text(characters, max_size=30))
+
+
+def check_header(client: httpx2.Client, name: str, value: str) -> None:
     response = client.post(
         "/v1/completions",
         content=b'{"prompt": "hi", "max_tokens": 1}',
