@@ -34,11 +34,19 @@ _GATEWAY_FLAGS = (
     "--worker-startup-check-interval=1",
     "--worker-startup-timeout-secs=86400",  # loading may take as long as it takes
     "--health-check-interval-secs=2",
+    "--health-check-timeout-secs=2",
+    "--health-failure-threshold=2",
     "--health-success-threshold=1",
+    "--cb-failure-threshold=5",
+    "--cb-success-threshold=1",
     "--cb-timeout-duration-secs=2",
+    "--retry-max-retries=2",
     "--shutdown-grace-period-secs=5",
 )
-"""Dead replicas are detected, and restarted ones used, within seconds."""
+"""Dead, silent and failing replicas are detected, and restarted ones used, within seconds.
+
+A request is sent at most twice (smg counts the first attempt as a retry): one that kills its replica kills no third.
+"""
 
 
 ServeCommand = Callable[..., list[str]]
