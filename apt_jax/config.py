@@ -90,8 +90,8 @@ class SchedulerConfig:
     """Maximum number of waiting requests; more are rejected."""
     max_num_queued_tokens: int | None = option(None, metavar="TOKENS", low=1)
     """Maximum number of prompt tokens of waiting requests; more are rejected (default: unlimited)."""
-    max_queue_s: float | None = option(None, metavar="S", positive=True)
-    """Maximum queueing time in seconds (default: unlimited)."""
+    max_queue_s: float = option(600.0, metavar="S", positive=True)
+    """Maximum queueing time in seconds; a server rejects requests that were not scheduled by then."""
     slo_admission: Literal["off", "warn", "on"] = option("off", rule="be 'off', 'warn' or 'on'")
     """Admission of requests whose TTFT SLO cannot be met by the cost model: off admits, warn admits with a warning, on
     rejects."""

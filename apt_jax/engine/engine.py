@@ -62,7 +62,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache import CacheKind, HybridCache
+from apt_jax.cache import CacheIntegrityError, CacheKind, HybridCache
 from apt_jax.config import CacheConfig, SchedulerConfig
 from apt_jax.engine.admission import Admission, AdmissionController, QueueSnapshot
 from apt_jax.engine.batch_builder import BatchBuilder, PlanFilter
@@ -311,6 +311,9 @@ class Engine:
             self._counters.dispatch_s.add(launched - prepared)
         elif oldest is None and self._policies.note_idle(bool(self.states.by_id)):
             break_stall(self.states, self.view(), self.policy.name, debug=self.debug)
+        is_idle = not self.states.by_id and self._pending is None and self.dead_reason is None
+        if is_idle and self.cache.num_free != self.cache.pool.num_blocks:
+            raise CacheIntegrityError("blocks are held, and no request is alive")
         if batch is not None or oldest is not None:
             self._counters.host_s.add(timer() - started - (launched - prepared) - waited)
 

@@ -9,7 +9,7 @@ from apt_jax.engine.events import Iteration
 from apt_jax.engine.policy_runner import STALL_LIMIT
 from apt_jax.engine.request_states import ENDING, RUNNING, RequestStates
 from apt_jax.errors import EngineDeadError
-from apt_jax.executor import Executor, is_out_of_memory
+from apt_jax.executor import Executor, is_device_lost, is_out_of_memory
 from apt_jax.sched.view import SchedulerView
 from apt_jax.utils.clock import Clock
 
@@ -86,6 +86,8 @@ class Recovery:
         """
         self._counters.step_failures += 1
         logger.error("a step failed; the cache is rebuilt: %s", error, exc_info=error)
+        if is_device_lost(error):
+            self.end("the device reported an error that only a new process clears")
         if self.note_failure("a step failed"):
             return
         if is_out_of_memory(error):

@@ -13,6 +13,7 @@ from apt_jax.executor.base import (
     StepBatch,
     StepHandle,
     StepResult,
+    is_device_lost,
     is_out_of_memory,
 )
 
@@ -26,5 +27,6 @@ __all__ = [
     "StepBatch",
     "StepHandle",
     "StepResult",
+    "is_device_lost",
     "is_out_of_memory",
 ]

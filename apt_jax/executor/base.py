@@ -5,6 +5,7 @@ the next step while the device works. Steps take effect in the order in which th
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -121,6 +122,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True if an error means out of memory, on the host or, in JAX's wording, on the device."""
     is_the_devices = isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
     return is_the_devices or isinstance(error, MemoryError)
+
+
+_DEVICE_LOST = re.compile(
+    r"(CUDA_ERROR_|hipError)(ILLEGAL_?\w+|ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|LAUNCH_FAILED|LAUNCH_TIMEOUT|MISALIGNED_ADDRESS"
+    r"|INVALID_ADDRESS_SPACE|INVALID_PC|HARDWARE_STACK_ERROR|ASSERT|CONTEXT_IS_DESTROYED|DEVICE_UNAVAILABLE)\b"
+    r"|illegal memory access|uncorrectable ECC|unspecified launch failure|device-side assert",
+    re.IGNORECASE,
+)
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """True if an error leaves the device unusable for this process: every later call fails too, or computes nonsense."""
+    return isinstance(error, RuntimeError) and _DEVICE_LOST.search(str(error)) is not None
 
 
 class StepHandle(Protocol):

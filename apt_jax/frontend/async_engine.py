@@ -33,7 +33,6 @@ import concurrent.futures
 import copy
 import functools
 import logging
-import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
@@ -80,8 +79,9 @@ class AsyncEngine:
     Args:
         parts: the engine and its components, from `apt_jax.build_engine`; from now on this object owns them.
         observer: receives the end of every request.
-        step_timeout_s: an iteration that takes longer is taken to never end: every request fails with
-            `EngineDeadError`, and `wait_ended` returns. The thread cannot be ended; end the process. None: no limit.
+        step_timeout_s: an iteration that takes longer, and longer than 20 times the 99th percentile of the last steps,
+            is taken to never end: every request fails with `EngineDeadError`, and `wait_ended` returns. The thread
+            cannot be ended; end the process. None: no limit.
         decision_log: number of requests for which `decisions` is kept; 0: none.
     """
 
@@ -97,7 +97,7 @@ class AsyncEngine:
         self.parts = parts
         self._observer = observer
         self._engine = parts.engine
-        self._max_queue_s = math.inf if scheduler.max_queue_s is None else scheduler.max_queue_s
+        self._max_queue_s = scheduler.max_queue_s
         self._work = threading.Condition()
         """Guards the inbox, the gate and how the loop ends; notified when there is something to do."""
         self._inbox: collections.deque[RequestStream | Callable[[], None]] = collections.deque()
@@ -398,7 +398,7 @@ class AsyncEngine:
             self._gate.end_step()
             if self._abandoned:
                 return None
-            self._watchdog.restart()
+            self._watchdog.end_step()
         return outputs
 
     def _deliver(self, output: StepOutput) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ from apt_jax.sched.view import converts
 from apt_jax.text.chat import ChatTemplate, load_chat_template
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
 from apt_jax.utils.cache_dir import private_dir
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -104,8 +107,21 @@ def build_engine(
             hf_config=loaded.hf_config,
             stored=(loaded.format, loaded.weights),
         )
+        warn_of_small_pool(parts)
         return dataclasses.replace(
             parts, load_s=loaded_s - started, warm_up_s=warm_s - loaded_s, calibration_s=time.monotonic() - warm_s
+        )
+
+
+def warn_of_small_pool(parts: EngineComponents) -> None:
+    """Say so where the longest request that the model allows does not fit the cache: such requests are rejected."""
+    limits = parts.limits
+    if limits.max_pool_tokens is not None and limits.max_pool_tokens < limits.max_model_len:
+        logger.warning(
+            "the cache has room for %d tokens, max_model_len is %d: longer requests are rejected (--max-model-len, "
+            "--device-memory-utilization, --num-blocks-override)",
+            limits.max_pool_tokens,
+            limits.max_model_len,
         )
 
 

@@ -153,7 +153,7 @@ class OpenStreams:
     thread.
 
     Args:
-        max_queue_s: seconds for which a request may wait to be scheduled; infinite: no limit.
+        max_queue_s: seconds for which a request may wait to be scheduled.
 
     Attributes:
         by_request: the streams, to be read.
@@ -171,8 +171,7 @@ class OpenStreams:
         self.by_request[request] = stream
         if stream.deadline_s is not None:
             self._deadlines[request] = stream.deadline_s
-        if self._max_queue_s < float("inf"):
-            self._awaiting_first_schedule[request] = stream
+        self._awaiting_first_schedule[request] = stream
 
     def remove(self, stream: RequestStream) -> bool:
         """Forget a stream; returns False if it is not the open stream of its request."""

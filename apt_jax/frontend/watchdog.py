@@ -9,13 +9,20 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
+_TIMES_P99 = 20.0
+"""A step that takes so many times what 99 in 100 of the last steps took is taken to never end."""
+_NUM_STEPS = 512
+"""Number of last steps that are remembered."""
+
 
 class Watchdog:
     """Measures the iterations of a thread, and reports one that takes too long.
 
+    The limit grows with the steps, so that a slow device (throttled, shared) is not taken for one that hangs.
+
     Args:
         thread: whose stack is logged.
-        timeout_s: longest time for an iteration; None: no limit, nothing is reported.
+        timeout_s: time that any iteration may take; None: no limit, nothing is reported.
         on_timeout: called in the thread of the watchdog with `started_s` and a message.
 
     Attributes:
@@ -30,6 +37,18 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
         self._stopped = threading.Event()
+        self._steps_s: list[float] = []  # a ring: the watchdog reads it while the thread writes
+        self._num_steps = 0
+
+    @property
+    def limit_s(self) -> float:
+        """Time after which an iteration is reported, seconds; infinite without a timeout."""
+        if self._timeout_s is None:
+            return float("inf")
+        steps_s = sorted(self._steps_s)
+        # Below a hundred steps all but the longest: a single hiccup is no measure.
+        p99_s = steps_s[int(0.99 * (len(steps_s) - 1))] if steps_s else 0.0
+        return max(self._timeout_s, _TIMES_P99 * p99_s)
 
     def start(self) -> None:
         if self._timeout_s is not None:
@@ -44,6 +63,17 @@ class Watchdog:
         """Measure from now on."""
         self.started_s = time.monotonic()
 
+    def end_step(self) -> None:
+        """Remember how long the step took that has just ended, and measure from now on."""
+        now_s = time.monotonic()
+        if self.started_s is not None:
+            if len(self._steps_s) < _NUM_STEPS:
+                self._steps_s.append(now_s - self.started_s)
+            else:
+                self._steps_s[self._num_steps % _NUM_STEPS] = now_s - self.started_s
+            self._num_steps += 1
+        self.started_s = now_s
+
     def pause(self) -> None:
         """Measure nothing: the thread is idle."""
         self.started_s = None
@@ -56,8 +86,9 @@ class Watchdog:
             # Counts pauses rather than clock time: a process that was suspended did no work meanwhile.
             spent_s = 0.0 if started_s != seen_s else spent_s + min(now_s - last_s, 2 * pause_s)
             seen_s, last_s = started_s, now_s
-            if started_s is not None and spent_s > timeout_s:
+            if started_s is not None and spent_s > timeout_s and spent_s > self.limit_s:
                 frame = sys._current_frames().get(self._thread.ident or 0)
                 where = "nowhere" if frame is None else "".join(traceback.format_stack(frame))
-                logger.critical("a step has not ended for %g s; it is at\n%s", timeout_s, where)
-                self._on_timeout(started_s, f"a step has not ended for {timeout_s:g} s (--step-timeout)")
+                limit = f"a step has not ended for {self.limit_s:.3g} s"
+                logger.critical("%s; it is at\n%s", limit, where)
+                self._on_timeout(started_s, f"{limit} (--step-timeout)")

@@ -8,6 +8,7 @@ import http.client
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import re
 import secrets
@@ -26,6 +27,8 @@ from serve.errors import CommandError
 from serve.launcher.supervisor import ProcessSpec
 from serve.security.api_keys import FLAG
 from serve.server import is_loopback
+
+logger = logging.getLogger(__name__)
 
 _LOCAL = "127.0.0.1"  # replicas behind a gateway
 _BANNER = re.compile("^$|[\u2800-\u28ff]")
@@ -181,10 +184,12 @@ def _check_gateway(args: argparse.Namespace) -> None:
                 f"{flag}: the gateway has neither keys nor TLS; put a proxy that has before it, or start a single replica with apt-jax serve"
             )
     host = _gateway_host(args)
-    if not is_loopback(host) and not args.insecure_open:
-        raise ConfigError(
-            f"{host} can be reached from other machines, by everybody; bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
-        )
+    if not is_loopback(host):
+        if not args.insecure_open:
+            raise ConfigError(
+                f"{host} can be reached from other machines, by everybody; bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
+            )
+        logger.warning("%s can be reached from other machines, by everybody (--insecure-open)", host)
 
 
 def _gateway_host(args: argparse.Namespace) -> str:

@@ -310,7 +310,7 @@ def _compiler(path: Path, script: str) -> str:
     return str(path)
 
 
-def test_without_a_compiler_xla_serves_and_says_so(
+def test_D6_without_a_compiler_xla_serves_and_says_so(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build, "find_compiler", lambda: None)
@@ -321,7 +321,7 @@ def test_without_a_compiler_xla_serves_and_says_so(
         choose_attention("cpu", "cpu", None, frozenset())
 
 
-def test_a_compiler_that_fails_is_named_with_its_error(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_D6_a_compiler_that_fails_is_named_with_its_error(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = _compiler(fresh / "cc", "echo 'kernels.cc:1: error: no such instruction' >&2; exit 1")
     monkeypatch.setenv("CXX", broken)
     with pytest.raises(build.KernelBuildError, match=r"cc failed: .*no such instruction"):

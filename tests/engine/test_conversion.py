@@ -194,7 +194,7 @@ def test_a_request_that_can_have_no_block_at_all_is_deferred():
 
 
 @pytest.mark.parametrize("kind", [FaultKind.RAISE_AFTER, FaultKind.RAISE_IN_RESULT])
-def test_a_step_that_fails_while_it_converts_loses_no_request(kind):
+def test_M8_a_step_that_fails_while_it_converts_loses_no_request(kind):
     def fault(batch: StepBatch) -> Fault | None:
         planted.append(batch.conversions is not None and not any(planted))
         return Fault(kind=kind) if planted[-1] else None
@@ -206,6 +206,70 @@ def test_a_step_that_fails_while_it_converts_loses_no_request(kind):
     made.assert_as_expected()
     assert any(planted)
     assert made.engine.stats().step_failures == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+def test_M8_an_interrupted_conversion_leaves_the_old_kind_or_the_new_one(how, overlap):
+    """A mixture would change the tokens, as what a step reads is tagged with its kind."""
+    made = served(overlap=overlap)
+    names = [made.add(prompt(9, seed), 8) for seed in range(3)]
+    interrupted = 0
+    while made.engine.has_work:
+        num = len(made.batches)
+        made.step()
+        if interrupted == 0 and any(b.conversions is not None for b in made.batches[num:]):
+            interrupted = sum(getattr(made.engine, how)(name) for name in names[:2])
+            made.engine.check_integrity()
+    assert interrupted == 2
+    ended = "abort" if how == "abort" else "length"
+    assert [made.ended[name] for name in names] == [ended, ended, "length"]
+    for name in names:
+        expected = made.expected(name)
+        assert made.tokens[name] == (expected[: len(made.tokens[name])] if made.ended[name] == "abort" else expected)
+    stats = made.engine.stats()
+    assert (stats.used_blocks, stats.num_preemptions) == (0, 0 if how == "abort" else 2)
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt", "fail"])
+@pytest.mark.parametrize(("first", "second"), [(KV, HIDDEN), (HIDDEN, KV)])
+def test_M8_an_interrupted_switch_by_preemption_is_never_a_mixture(first, second, how):
+    """A request that came back with the other kind is interrupted while it is computed again."""
+
+    class Switching(AllKv):
+        def schedule(self, view: SchedulerView) -> Plan:
+            plan = super().schedule(view)
+            wanted = first if view.table.num_outputs[plan.rows].max(initial=0) == 0 else second
+            is_new = view.table.kind[plan.rows] < 0
+            kind = np.where(is_new, np.int8(wanted), plan.kind)
+            chunk = np.where(is_new & (wanted == second), np.minimum(plan.num_tokens, 5), plan.num_tokens)
+            return dataclasses.replace(plan, kind=kind, num_tokens=chunk.astype(np.int32))
+
+    def fault(batch: StepBatch) -> Fault | None:
+        if how == "fail" and not failed and (batch.kind == second).any():
+            failed.append(batch)
+            return Fault(kind=FaultKind.RAISE_AFTER)
+        return None
+
+    failed: list[StepBatch] = []
+    made = Served(fault=fault, prefix_caching=False)
+    made.engine.policy = Switching()
+    name = made.add(prompt(9), 8)
+    while not made.tokens[name]:
+        made.step()
+    made.engine.preempt(name)
+    made.step()
+    made.step()
+    if how != "fail":
+        assert getattr(made.engine, how)(name)
+    made.drain()
+    expected = made.expected(name)
+    assert made.tokens[name] == (expected[: len(made.tokens[name])] if how == "abort" else expected)
+    assert made.ended[name] == ("abort" if how == "abort" else "length")
+    assert bool(failed) == (how == "fail")
+    kinds = {int(kind) for batch in made.batches for kind in batch.kind}
+    assert kinds == {first, second}
+    assert made.engine.stats().used_blocks == 0
 
 
 def test_keys_and_values_that_turn_out_bad_are_not_found():

@@ -952,7 +952,7 @@ def test_last_token_time_is_set_when_the_token_is_delivered():
 
 
 @pytest.mark.seeds
-def test_thousands_of_requests_leave_nothing_behind():
+def test_M11_thousands_of_requests_leave_nothing_behind():
     num = num_cases(2_000, 10_000)
     h = Harness(
         policy=RandomPolicy(3, RandomPlanPolicy(preempt=0.01, chunk=0.05, flip=0.5)),

@@ -13,8 +13,8 @@ import pytest
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.engine import FAILURE_WINDOW_S, OOM_BACKOFF_S
 from apt_jax.engine.timeline import TimelineLog
-from apt_jax.errors import ConfigError, EngineDeadError
-from apt_jax.executor import is_out_of_memory
+from apt_jax.errors import ConfigError, EngineDeadError, InvalidRequestError
+from apt_jax.executor import is_device_lost, is_out_of_memory
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine
@@ -201,6 +201,35 @@ def test_D1_steps_stay_large_enough_for_prompts_to_go_on():
     assert view.max_num_batched_tokens == 16
 
 
+def test_D3_a_device_that_is_lost_ends_the_engine_at_once():
+    """Nothing is tried again in this process: neither a step nor the pool."""
+    parts = toy_parts()
+    executor = inject(parts, {3: StepFault("lost")})
+    requests = [request_of(parts, f"r{i}", "hello", 12) for i in range(2)]
+    got = run_all(parts, requests)
+    assert all(reason == "error" for _, reason in got.values())
+    assert "only a new process" in str(parts.engine.dead_reason)
+    assert (executor.num_steps, executor.num_resets) == (4, 0)
+    with pytest.raises(EngineDeadError):
+        parts.engine.step()
+
+
+@pytest.mark.parametrize(
+    ("message", "is_lost"),
+    [
+        ("INTERNAL: CUDA error: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered", True),
+        ("INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure", True),
+        ("INTERNAL: hipErrorIllegalAddress", True),
+        ("INTERNAL: device-side assert triggered", True),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1024 bytes", False),
+        ("INVALID_ARGUMENT: the assertion of a shape", False),
+    ],
+)
+def test_D3_errors_that_a_device_does_not_survive(message, is_lost):
+    assert is_device_lost(RuntimeError(message)) == is_lost
+    assert not is_device_lost(ValueError(message))
+
+
 # --- no memory at the start ----------------------------------------------------------------------------------------
 
 
@@ -260,6 +289,72 @@ def test_D2_a_failure_of_another_kind_stays_what_it_is(model, monkeypatch):
     monkeypatch.setattr("apt_jax.executor.jax_executor.by_layers", fail)
     with pytest.raises(RuntimeError, match="another"):
         build_engine(model.config, warm_up=False, calibrate=False)
+
+
+def test_D4_the_cache_is_allocated_before_the_first_request_and_kept(model):
+    """Another process that takes memory later takes none of it."""
+    executor = model.executor
+
+    def sizes() -> list[tuple[tuple[int, ...], str]]:
+        pools = executor.runner.pools
+        assert not any(pool.is_deleted() for pool in pools)
+        return [(pool.shape, str(pool.dtype)) for pool in pools]
+
+    parts = fresh(model)
+    before = sizes()
+    held = sum(pool.nbytes for pool in executor.runner.pools)
+    assert held >= executor.num_blocks * executor.block_size * model.model_config.hidden_size
+    run_all(parts, [request_of(parts, p, p, 8) for p in PROMPTS])
+    assert sizes() == before
+
+
+def test_M12_a_start_says_where_the_longest_request_does_not_fit(model, caplog):
+    def start(num_blocks: int) -> str:
+        caplog.clear()
+        config = dataclasses.replace(model.config, cache=CacheConfig(block_size=8, num_blocks_override=num_blocks))
+        parts = build_engine(config, warm_up=False, calibrate=False)
+        assert parts.limits.max_model_len == 64
+        assert (parts.limits.max_pool_tokens or 0) >= 8  # one block of each kind at least
+        return caplog.text
+
+    assert "the cache has room for 24 tokens, max_model_len is 64: longer requests are rejected" in start(3)
+    assert "room for" not in start(8)
+    with pytest.raises(ConfigError, match="num_blocks_override=1 must"):
+        CacheConfig(num_blocks_override=1)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "apt", "fcfs-hybrid"])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_M12_pools_of_a_few_blocks_serve_what_fits_and_reject_the_rest(num_blocks, policy):
+    served = rejected = 0
+    for length in (1, 3, 4, 7):
+        for max_tokens in (1, 4, 5):
+            parts = toy_parts(num_blocks=num_blocks, max_num_seqs=2, policy=policy)
+            fits = -(-(1 + length + max_tokens) // 4) <= num_blocks  # as layer inputs, with a token before the text
+            if not fits:
+                with pytest.raises(InvalidRequestError, match="cache"):
+                    request_of(parts, "r", "x" * length, max_tokens)
+                rejected += 1
+                continue
+            requests = [request_of(parts, f"r{i}", "x" * length, max_tokens) for i in range(3)]
+            assert run_all(parts, requests) == {r.request_id: (expected_tokens(r), "length") for r in requests}
+            served += 1
+    assert served
+    assert rejected or num_blocks == 3
+
+
+# --- blocks that are lost --------------------------------------------------------------------------------------------
+
+
+def test_M10_a_leak_of_one_block_is_found_by_the_first_idle_engine():
+    """As a server runs it, which recounts nothing."""
+    parts = toy_parts(debug=False)
+    pool = parts.engine.cache.pool
+    free = pool.free
+    run_all(parts, [request_of(parts, "before", "hello", 4)])
+    pool.free = lambda ids: free(ids[:-1])  # type: ignore[method-assign]
+    run_all(parts, [request_of(parts, "leaks", "hello", 4)])
+    assert parts.engine.dead_reason == "internal error: CacheIntegrityError"
 
 
 # --- blocks that are not there -------------------------------------------------------------------------------------

@@ -63,6 +63,29 @@ class TestDigests:
         }
         assert len(roots) == 4
 
+    def test_M7_have_128_bits_and_what_collides_is_told_apart(self):
+        digests: list[bytes] = []
+        extend_digests(digests, root_digest(b"a"), np.arange(4 * 5000, dtype=np.int32), 4)
+        assert len(set(digests)) == 5000
+        assert {len(digest) for digest in digests} == {16}
+        served = Served()
+        request = served.requests[served.add(prompt(4))]
+        assert len(served.engine.states.prefixes.root_of(request)) == 16
+
+    def test_M7_a_narrow_digest_would_give_a_request_the_cache_of_another(self, monkeypatch):
+        """That two prefixes never share a digest is all that keeps them apart: no hit compares tokens."""
+
+        def wrong_of(num: int) -> int:
+            served, wrong = Served(num_blocks=400), 0
+            for seed in range(num):
+                name = served.serve(prompt(5, seed), 2)
+                wrong += served.tokens[name] != served.expected(name)
+            return wrong
+
+        assert wrong_of(60) == 0
+        monkeypatch.setattr("apt_jax.cache.prefix_tree.DIGEST_BYTES", 1)
+        assert wrong_of(60) > 0
+
 
 class TestHits:
     def test_a_second_identical_prompt_computes_its_last_block_only(self, offered, overlap):
@@ -202,6 +225,45 @@ def test_every_policy_reckons_with_what_is_shared(policy):
     # Those of `nohy` begin nothing while anyone decodes, and the prefix is shared only then.
     assert most[False] <= 2
     assert most[True] == (2 if "nohy" in policy else 4)
+
+
+def test_M9_outputs_share_the_blocks_of_their_prompt_while_one_is_aborted_and_another_preempted(overlap):
+    served = Served(overlap=overlap)
+    served.serve(prompt(18), 1)
+    names = [served.add(prompt(18), 9) for _ in range(4)]
+    served.step()
+    cache, states = served.engine.cache, served.engine.states
+    slots = [states.slot[states.by_id[name].row] for name in names]
+    firsts = cache.tables[slots, 0, :4]
+    assert (firsts == firsts[0]).all()
+    assert np.unique(cache.tables[slots, 0, 4]).size == 4  # what is written into is everybody's own
+    assert (cache.num_refs[firsts[0]] == 4).all()
+    served.engine.abort(names[0])
+    served.engine.preempt(names[1])
+    assert (cache.num_refs[firsts[0]] == 2).all()
+    served.engine.check_integrity()
+    served.drain()
+    assert served.ended[names[0]] == "abort"
+    assert served.tokens[names[0]] == served.expected(names[0])[: len(served.tokens[names[0]])]
+    del served.tokens[names[0]]
+    served.assert_as_expected()
+
+
+def test_M9_a_shared_group_is_copied_before_it_is_written_into(overlap):
+    served = Served(overlap=overlap)
+    served.serve(prompt(16), 1)
+    names = [
+        served.add(prompt(16), 9) for _ in range(3)
+    ]  # each computes the last token again, in a group of the others
+    num = len(served.batches)
+    served.step()
+    assert len(served.batches[num].copies) == 3 * 2
+    assert np.unique(served.batches[num].copies[:, 1]).size == 3 * 2
+    served.engine.abort(names[0])
+    served.engine.preempt(names[1])
+    served.drain()
+    del served.tokens[names[0]]
+    served.assert_as_expected()
 
 
 class TestEviction:

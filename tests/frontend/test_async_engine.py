@@ -19,9 +19,11 @@ from apt_jax.errors import (
 )
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.streams import EngineClosedError
+from apt_jax.frontend.watchdog import Watchdog
 from apt_jax.request import EngineRequest
 from apt_jax.validation import build_request
 from tests.support.fake_executor import Fault, FaultKind
+from tests.support.faults import JumpingClock
 from tests.support.toy_serving import assert_clean, executor_of, expected_tokens, toy_parts
 
 
@@ -383,6 +385,26 @@ def test_Q7_a_request_that_waits_too_long_expires():
     run(scenario, max_num_seqs=1, max_queue_s=0.2)
 
 
+def test_Q7_without_a_flag_no_request_waits_for_more_than_ten_minutes():
+    clock = JumpingClock()
+
+    async def scenario():
+        engine = AsyncEngine(toy_parts(max_num_seqs=1, clock=clock))
+        executor_of(engine.parts).gate.clear()
+        first = request(engine, "a", params={"max_tokens": 30})
+        running = engine.submit(first)
+        waiting = engine.submit(request(engine, "b"))
+        await asyncio.sleep(0.05)
+        clock.ahead_s += 601.0
+        executor_of(engine.parts).gate.set()
+        with pytest.raises(QueueFullError, match=r"waited for 600 s \(--max-queue-s\)"):
+            await anext(waiting)
+        assert [token async for output in running for token in output.token_ids] == expected_tokens(first)
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+
+
 def test_a_step_that_never_ends_does_not_hold_up_shutdown():
     async def scenario():
         engine = AsyncEngine(toy_parts(), step_timeout_s=0.3)
@@ -431,6 +453,55 @@ def test_E4_a_step_that_never_ends_ends_the_engine(caplog):
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_D7_a_slow_device_is_not_taken_for_one_that_hangs(caplog):
+    async def scenario():
+        engine = AsyncEngine(toy_parts(step_s=0.05), step_timeout_s=0.1)
+        executor = executor_of(engine.parts)
+        assert len(await collect(engine, request(engine, "a", params={"max_tokens": 10}))) == 10
+        assert engine._watchdog.limit_s >= 20 * 0.05
+        executor.gate.clear()
+        stream = engine.submit(request(engine, "b"))
+        await asyncio.sleep(0.4)  # four times what is allowed at the start
+        executor.gate.set()
+        assert len([token async for output in stream for token in output.token_ids]) == 8
+        assert engine.dead_reason is None
+        executor.gate.clear()  # and one that hangs is still found
+        stream = engine.submit(request(engine, "c"))
+        with pytest.raises(EngineDeadError, match="has not ended for"):
+            async for _ in stream:
+                pass
+        executor.gate.set()
+        engine._thread.join(5)
+
+    asyncio.run(scenario())
+    assert "has not ended" in caplog.text
+
+
+def test_D7_E4_the_limit_is_20_times_what_99_of_100_steps_took(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr("apt_jax.frontend.watchdog.time.monotonic", lambda: now_s)
+    watchdog = Watchdog(threading.current_thread(), 30.0, lambda started_s, message: None)
+
+    def steps(count: int, seconds: float) -> float:
+        nonlocal now_s
+        for _ in range(count):
+            watchdog.restart()
+            now_s += seconds
+            watchdog.end_step()
+            watchdog.pause()
+            now_s += 100.0  # nothing to do is no step
+        return watchdog.limit_s
+
+    assert watchdog.limit_s == 30.0
+    assert steps(10, 0.02) == 30.0
+    assert steps(1, 29.0) == 30.0  # a single hiccup
+    assert steps(500, 2.0) == pytest.approx(40.0)
+    assert steps(5, 10.0) == pytest.approx(40.0)
+    assert steps(1, 10.0) == pytest.approx(200.0)  # now they are more than one in a hundred
+    assert steps(512, 0.02) == 30.0
+    assert Watchdog(threading.current_thread(), None, lambda started_s, message: None).limit_s == float("inf")
 
 
 def test_what_can_never_fit_is_refused_by_the_engine_too():

@@ -326,6 +326,19 @@ def test_F8_a_tokenizer_of_another_model_is_refused(tmp_path):
     assert "do not belong together" in refusal(lambda: load_tokenizer(tmp_path, model_vocab_size=99))
 
 
+def test_F8_a_tokenizer_of_500_MB_is_refused_before_it_is_read(tmp_path):
+    with open(tmp_path / "tokenizer.json", "wb") as file:
+        file.truncate(500 << 20)  # holds nothing on the disk
+    tracemalloc.start()
+    try:
+        message = refusal(lambda: load_tokenizer(tmp_path))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert "tokenizer.json" in message
+    assert "larger than" in message
+
+
 TEMPLATE_DAMAGE = {
     "a number": ("tokenizer_config.json", '{"chat_template": 5}', "must be a text or a list"),
     "a list of texts": ("tokenizer_config.json", '{"chat_template": ["x"]}', "must be a text or a list"),

@@ -30,7 +30,7 @@ GENERATE = "/aptjax.v1.AptServe/Generate"
 UNREAD = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
 """Options of a client that takes no more than it reads."""
 
-What = Literal["raise", "memory", "destroy", "exit", "slow", "hang", "nan", "token", "short"]
+What = Literal["raise", "memory", "lost", "destroy", "exit", "slow", "hang", "nan", "token", "short"]
 When = Literal["before", "after", "result"]
 
 
@@ -39,7 +39,7 @@ class StepFault:
     """Fault of one step."""
 
     what: What
-    """"raise"; "memory": what JAX raises where there is none; "destroy": the cache is gone, as after a failed step that
+    """"raise"; "memory": what JAX raises where there is none; "lost": what it raises once the GPU is; "destroy": the cache is gone, as after a failed step that
     has taken it; "exit": SystemExit; "slow"; "hang": until `FaultyExecutor.released`; "nan": a row that is not finite;
     "token": one outside the vocabulary; "short": the result misses its last row."""
     when: When = "before"
@@ -113,11 +113,13 @@ class FaultyExecutor:
         return _FaultyHandle(self, handle, fault, batch)
 
     def _fail(self, fault: StepFault) -> None:
-        if fault.what not in ("raise", "memory", "exit"):
+        if fault.what not in ("raise", "memory", "lost", "exit"):
             return
         self._is_broken = True
         if fault.what == "memory":
             raise out_of_memory()
+        if fault.what == "lost":
+            raise RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
         raise SystemExit("planted") if fault.what == "exit" else RuntimeError("planted")
 
 

@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of requests whose timeline is kept (GET /v1/requests/ID/decisions; 0: none)",
     )  # fmt: skip
     group.add_argument(
-        "--step-timeout", type=options.positive(float), metavar="S", default=60.0,
-        help="step watchdog timeout in seconds; the server then tells its clients and exits with 1",
+        "--step-timeout", type=options.positive(float), metavar="S", default=30.0,
+        help="step watchdog timeout in seconds, or 20 times the 99th percentile of the last steps if that is longer; the server then tells its clients and exits with 1",
     )  # fmt: skip
     group.add_argument(
         "--client-timeout", type=options.positive(float), metavar="S", default=4.0,
@@ -157,10 +157,13 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
     closed = keys is not None or (tls is not None and tls.asks_clients)
     hosts = [args.host] if args.no_http else [args.host, http_host]
     reachable = [host for host in hosts if not is_loopback(host)]
-    if reachable and not closed and not args.insecure_open:
-        raise ConfigError(
-            f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
-        )
+    if reachable and not closed:
+        if args.insecure_open:
+            logger.warning("%s can be reached from other machines, by everybody (--insecure-open)", reachable[0])
+        else:
+            raise ConfigError(
+                f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
+            )
     config = options.engine_config(args)
     if args.headless != (args.node_rank > 0):
         why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"

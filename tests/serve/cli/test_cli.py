@@ -1,5 +1,6 @@
 """The command line: what it says, and with which exit code."""
 
+import argparse
 import asyncio
 import contextlib
 import io
@@ -17,7 +18,7 @@ import httpx2
 import pytest
 
 from apt_jax.config import EngineConfig
-from apt_jax.errors import ModelLoadError
+from apt_jax.errors import ConfigError, ModelLoadError
 from apt_jax.version import __version__
 from serve import cli
 from serve.cli.commands import serve as serve_command
@@ -158,6 +159,22 @@ def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     assert err.startswith("apt-jax")
     assert err.count("\n") == 1
     assert "compil" not in err  # before a model is loaded
+
+
+def test_O1_an_address_that_others_reach_is_refused_or_warned_of_at_each_start(caplog):
+    parser = argparse.ArgumentParser()
+    serve_command.add_arguments(parser)
+
+    def check(*argv: str) -> str:
+        caplog.clear()
+        serve_command.check(parser.parse_args(argv))
+        return caplog.text
+
+    for flags in (("--host", "0.0.0.0"), ("--http-host", "::"), ("--host", "192.0.2.1")):
+        with pytest.raises(ConfigError, match=r"by everybody.*--insecure-open"):
+            check(*flags)
+        assert f"{flags[1]} can be reached from other machines, by everybody" in check(*flags, "--insecure-open")
+    assert check("--host", "127.0.0.1", "--insecure-open") == ""
 
 
 def test_an_unknown_model_fails_with_one_line():
