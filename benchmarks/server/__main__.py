@@ -1,6 +1,6 @@
 """Long runs of the whole server with real processes: its guarantees under load, overload and signals, and its overhead.
 
-    python -m benchmarks.server soak        200 streams for 10 minutes: every token as offline, memory stays flat, all blocks are free again
+    python -m benchmarks.server soak        an hour of requests: every token as offline, memory stays flat, all blocks are free after every 500
     python -m benchmarks.server overload    10 times its capacity for 2 minutes: fast rejections, accepted requests within their SLO
     python -m benchmarks.server stop        SIGTERM, kill -9 and the death of the engine thread, under load
     python -m benchmarks.server overhead    overhead of each API over the bare engine, 64 streams

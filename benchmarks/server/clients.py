@@ -1,4 +1,5 @@
-"""Client processes: a closed loop of streams or arrivals at a rate, with every token compared with the offline answer.
+"""Client processes: a closed loop of streams, in rounds or for a time, or arrivals at a rate, with every token compared
+with the offline answer.
 
 Times are those of `time.monotonic`, which is the same clock in all processes of a machine.
 """
@@ -7,19 +8,29 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.server.offline import Answer
-from benchmarks.server.protocols import Endpoint, Endpoints, LoadRequest, Refused
+from benchmarks.server.protocols import Endpoint, Endpoints, HttpEndpoint, LoadRequest, Refused
 
 _LAG_PERIOD_S = 0.01
+_ROUND_TICK_S = 0.01
+_SLOW_PAUSE_S = 0.1
+"""Pause of a slow reader after every message."""
+_CONSTRAINTS: Sequence[dict[str, Any]] = (
+    {"choice": ["yes", "no", "perhaps, and perhaps not"]},
+    {"regex": "[a-z]{2,8}( [a-z]{2,8}){3}"},
+    {"json": '{"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}'},
+    {"json": '{"type": "array", "items": {"enum": ["red", "green", 7]}, "minItems": 3}'},
+)  # fmt: skip
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -66,9 +77,12 @@ class Load:
         protocols: names of the APIs, used in turn.
         streams: concurrent streams of a closed loop; 0: arrivals at `rate`.
         rate: Poisson arrivals per second.
-        duration_s: no request starts after it.
+        round_size: requests between two drains (`Clients.begin_round`); 0: there are none.
+        duration_s: no request starts after it, unless there are rounds.
         in_order: send every request once, in order.
         leave_share: share of clients that disconnect before the end.
+        slow_share: share of clients that read slowly.
+        tokenize_share: number of calls of `/detokenize` and `/tokenize`, as a share of the streams.
         token_ids: request token ids over HTTP.
     """
 
@@ -78,10 +92,13 @@ class Load:
     answers: Sequence[Answer] | None = None
     protocols: Sequence[str] = ("http", "grpc", "vllm")
     streams: int = 0
+    round_size: int = 0
     rate: float = 0.0
     duration_s: float = float("inf")
     in_order: bool = False
     leave_share: float = 0.0
+    slow_share: float = 0.0
+    tokenize_share: float = 0.0
     token_ids: bool = True
     seed: int = 0
     cores: Sequence[int] | None = None
@@ -96,11 +113,14 @@ class Clients:
 
     def __init__(self, loads: Sequence[Load]) -> None:
         self._done = [_SPAWN.Value("l", 0) for _ in loads]
+        self._round = _SPAWN.Value("l", 0)
+        self._rounds_done = [_SPAWN.Value("l", 0) for _ in loads]
         self._reports: list[Connection] = []
         self._processes = []
-        for load, done in zip(loads, self._done, strict=True):
+        for load, done, rounds_done in zip(loads, self._done, self._rounds_done, strict=True):
             ours, theirs = _SPAWN.Pipe(duplex=False)
-            process = _SPAWN.Process(target=_main, args=(load, done, theirs), daemon=True)
+            shared = _Shared(done, self._round, rounds_done)
+            process = _SPAWN.Process(target=_main, args=(load, shared, theirs), daemon=True)
             process.start()
             theirs.close()
             self._reports.append(ours)
@@ -110,6 +130,19 @@ class Clients:
     def num_done(self) -> int:
         """Number of finished requests."""
         return sum(done.value for done in self._done)
+
+    @property
+    def drained(self) -> bool:
+        """True once every request of this round has ended and every connection is closed."""
+        return all(done.value == self._round.value for done in self._rounds_done)
+
+    def begin_round(self) -> None:
+        """Let every process send its next `Load.round_size` requests."""
+        self._round.value += 1
+
+    def end_rounds(self) -> None:
+        """Let the processes report; after the last round."""
+        self._round.value = -1
 
     def running(self, pause_s: float = 0.2) -> Iterator[None]:
         """Yield every `pause_s` until every process has a report."""
@@ -158,10 +191,11 @@ def add_request_arguments(
     parser.add_argument("--vocab-size", type=int, default=4000, help="prompts have token ids below it (default: 4000)")
 
 
-def build_requests(args: argparse.Namespace, count: int) -> list[LoadRequest]:
+def build_requests(args: argparse.Namespace, count: int, structured_share: float = 0.0) -> list[LoadRequest]:
     """Return random requests by the flags of `add_request_arguments`."""
     return random_requests(
-        count, vocab_size=args.vocab_size, prompt_len=tuple(args.prompt_len), output_len=tuple(args.output_len), seed=args.seed
+        count, vocab_size=args.vocab_size, prompt_len=tuple(args.prompt_len), output_len=tuple(args.output_len), seed=args.seed,
+        structured_share=structured_share,
     )  # fmt: skip
 
 
@@ -173,12 +207,14 @@ def random_requests(
     output_len: tuple[int, int],
     seed: int,
     sampled_share: float = 0.5,
+    structured_share: float = 0.0,
 ) -> list[LoadRequest]:
     """Return requests with random prompts, some greedy and some with a seed. Some share a prefix, which prefix caching
     finds.
 
     Args:
         prompt_len, output_len: minimum and maximum in tokens.
+        structured_share: share of structured outputs.
     """
     rng = np.random.default_rng(seed)
     shared = rng.integers(5, vocab_size, prompt_len[1]).tolist()
@@ -195,6 +231,11 @@ def random_requests(
         }
         if rng.random() < sampled_share:
             params |= {"temperature": 0.75, "top_p": 0.9375, "seed": number}
+        if structured_share and rng.random() < structured_share:
+            params |= {
+                "ignore_eos": False,
+                "structured_outputs": _CONSTRAINTS[int(rng.integers(len(_CONSTRAINTS)))],
+            }
         requests.append(LoadRequest(prompt_ids=tuple(ids), params=params))
     return requests
 
@@ -202,19 +243,47 @@ def random_requests(
 # --- in a process ------------------------------------------------------------------------------------------------
 
 
-def _main(load: Load, done: Any, report: Connection) -> None:
+class _Shared(NamedTuple):
+    """Numbers that the process shares with the one that started it."""
+
+    done: Any
+    """Finished requests."""
+    round: Any
+    """Rounds that may begin; -1: no more follow."""
+    rounds_done: Any
+    """Finished rounds."""
+
+
+class _Turn(NamedTuple):
+    """Turn of one client."""
+
+    index: int
+    """Index of its request."""
+    protocol: str
+    leave_after: int | None
+    """Tokens after which it disconnects; None: it does not."""
+    is_slow: bool
+    tokenizes: bool
+
+
+def _main(load: Load, shared: _Shared, report: Connection) -> None:
     if load.cores is not None:
         os.sched_setaffinity(0, load.cores)
-    report.send(asyncio.run(_work(load, done)))
+    report.send(asyncio.run(_work(load, shared)))
 
 
-async def _work(load: Load, done: Any) -> Report:
+async def _work(load: Load, shared: _Shared) -> Report:
     found = Report(records=[], lag_s=[], cpu_s=0.0)
 
     def note(record: Record) -> None:
         found.records.append(record)
-        done.value += 1
+        shared.done.value += 1
 
+    if load.round_size:
+        async with _lag(found.lag_s):
+            await _rounds(load, shared, note)
+        found.cpu_s = time.process_time()
+        return found
     async with Endpoints(load.http, load.grpc) as endpoints, _lag(found.lag_s):
         for protocol in set(load.protocols):  # warm up connections and code
             with contextlib.suppress(Refused):
@@ -223,24 +292,39 @@ async def _work(load: Load, done: Any) -> Report:
                     pass
         cpu_s = time.process_time()
         if load.streams:
-            await _streams(load, endpoints, note)
+            await _streams(load, endpoints, note, _turns(load))
         else:
             found.late_s = await _arrivals(load, endpoints, note)
         found.cpu_s = time.process_time() - cpu_s
     return found
 
 
-async def _streams(load: Load, endpoints: Any, note: Callable[[Record], None]) -> None:
+async def _rounds(load: Load, shared: _Shared, note: Callable[[Record], None]) -> None:
+    """Send `load.round_size` requests over new connections each time that a round may begin."""
+    turns = iter(_turns(load))
+    while True:
+        while shared.round.value == shared.rounds_done.value:
+            await asyncio.sleep(_ROUND_TICK_S)
+        if shared.round.value < 0:
+            return
+        async with Endpoints(load.http, load.grpc) as endpoints:
+            await _streams(load, endpoints, note, itertools.islice(turns, load.round_size))
+        shared.rounds_done.value += 1
+
+
+async def _streams(load: Load, endpoints: Any, note: Callable[[Record], None], turns: Iterable[_Turn]) -> None:
     """Keep `load.streams` requests in flight."""
-    until_s = time.monotonic() + load.duration_s
-    turns = _turns(load)
+    until_s = float("inf") if load.round_size else time.monotonic() + load.duration_s
+    turns = iter(turns)
 
     async def stream() -> None:
-        for number, protocol, leave_after in turns:
+        for turn in turns:
             if time.monotonic() >= until_s:
                 return
-            record = await _follow(load, number, protocol, endpoints[protocol], leave_after)
+            record = await _follow(load, turn, endpoints[turn.protocol])
             note(record)
+            if turn.tokenizes:
+                note(await _tokenize(load, turn, endpoints["http"]))
             if record.status not in ("complete", "left"):
                 await asyncio.sleep(0.05)  # do not flood a server that rejects
 
@@ -252,15 +336,15 @@ async def _arrivals(load: Load, endpoints: Any, note: Callable[[Record], None]) 
     rng = np.random.default_rng([load.seed, 1])
     due_s = begun_s = time.monotonic()
     late_s, open_calls = 0.0, set[asyncio.Task[None]]()
-    for number, protocol, leave_after in _turns(load):
+    for turn in _turns(load):
         due_s += float(rng.exponential(1 / load.rate))
         if due_s > begun_s + load.duration_s:
             break
         await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
         late_s = max(late_s, time.monotonic() - due_s)
 
-        async def call(number: int = number, protocol: str = protocol, leave_after: int | None = leave_after) -> None:
-            note(await _follow(load, number, protocol, endpoints[protocol], leave_after))
+        async def call(turn: _Turn = turn) -> None:
+            note(await _follow(load, turn, endpoints[turn.protocol]))
 
         task = asyncio.create_task(call())
         open_calls.add(task)
@@ -269,24 +353,29 @@ async def _arrivals(load: Load, endpoints: Any, note: Callable[[Record], None]) 
     return late_s
 
 
-def _turns(load: Load) -> Iterable[tuple[int, str, int | None]]:
-    """Yield the index of a request, its protocol, and after how many tokens its client disconnects (None: it does
-    not)."""
+def _turns(load: Load) -> Iterable[_Turn]:
     rng = np.random.default_rng([load.seed, 0])
     number, count = 0, len(load.requests)
     while not load.in_order or number < count:
         index = number if load.in_order else int(rng.integers(count))
         most = load.requests[index].params["max_tokens"]
         leaves = bool(rng.random() < load.leave_share)
-        yield index, load.protocols[number % len(load.protocols)], int(rng.integers(0, most)) if leaves else None
+        yield _Turn(
+            index=index,
+            protocol=load.protocols[number % len(load.protocols)],
+            leave_after=int(rng.integers(0, most)) if leaves else None,
+            is_slow=bool(rng.random() < load.slow_share),
+            tokenizes=bool(rng.random() < load.tokenize_share),
+        )
         number += 1
 
 
-async def _follow(load: Load, number: int, protocol: str, endpoint: Endpoint, leave_after: int | None) -> Record:
+async def _follow(load: Load, turn: _Turn, endpoint: Endpoint) -> Record:
     """Send one request and read its stream to the end."""
-    request = load.requests[number]
-    answer = None if load.answers is None else load.answers[number]
-    record = Record(protocol=protocol, started_s=time.monotonic())
+    leave_after = turn.leave_after
+    request = load.requests[turn.index]
+    answer = None if load.answers is None else load.answers[turn.index]
+    record = Record(protocol=turn.protocol, started_s=time.monotonic())
     ids: list[int] = []
     texts: list[str] = []
     times_s: list[float] = []
@@ -312,6 +401,8 @@ async def _follow(load: Load, number: int, protocol: str, endpoint: Endpoint, le
                     if leave_after is not None and record.num_tokens >= leave_after and reason is None:
                         record.status = "left"
                         break
+                    if turn.is_slow:
+                        await asyncio.sleep(_SLOW_PAUSE_S)
     except Refused as error:
         record.status = error.status
     record.ended_s = time.monotonic()
@@ -325,6 +416,20 @@ async def _follow(load: Load, number: int, protocol: str, endpoint: Endpoint, le
         record.status = "complete" if reason in ("stop", "length") else str(reason)
     if answer is not None and load.token_ids:
         record.problem = _difference(answer, ids, "".join(texts) if texts else None, reason)
+    return record
+
+
+async def _tokenize(load: Load, turn: _Turn, endpoint: HttpEndpoint) -> Record:
+    """Turn the prompt of a request into text and back."""
+    record = Record(protocol="tokenize", started_s=time.monotonic(), status="complete")
+    try:
+        found = await endpoint.round_trip(load.requests[turn.index].prompt_ids)
+    except Refused as error:
+        record.status = error.status
+    else:
+        if load.answers is not None and found != load.answers[turn.index].prompt:
+            record.problem = "the prompt's text, or its tokens, differ"
+    record.ended_s = time.monotonic()
     return record
 
 

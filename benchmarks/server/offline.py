@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.server.protocols import LoadRequest
+from benchmarks.server.protocols import LoadRequest, PromptText
 
 _ROUNDING = 2e-5
 """Rounding error of scores and of sums of probabilities in float32, with a margin."""
@@ -33,6 +33,8 @@ class Answer:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
+    prompt: PromptText | None = None
+    """The prompt as text, and its tokens; None: the model has no tokenizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,12 +126,23 @@ def _generate(requests: Sequence[LoadRequest]) -> list[Any]:
 def _answers(requests: Sequence[LoadRequest]) -> tuple[list[Answer], list[bool]]:
     """Return the answers, and for each whether it is unambiguous."""
     outputs = [result.outputs[0] for result in _generate(requests)]
-    answers = [Answer(token_ids=tuple(o.token_ids), text=o.text, finish_reason=o.finish_reason) for o in outputs]
+    answers = [
+        Answer(token_ids=tuple(o.token_ids), text=o.text, finish_reason=o.finish_reason, prompt=_prompt_text(r))
+        for r, o in zip(requests, outputs, strict=True)
+    ]
     if _config.dtype != "float32" or _config.quantization is not None:
         return answers, [True] * len(answers)
     leads = _compiled_leads(_config)
     certain = [_is_certain(leads, request, a.token_ids) for request, a in zip(requests, answers, strict=True)]
     return answers, certain
+
+
+def _prompt_text(request: LoadRequest) -> PromptText | None:
+    tokenizer = _llm.parts.tokenizer
+    if tokenizer is None:
+        return None
+    text = tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
+    return PromptText(text, tuple(tokenizer.encode(text)) if text else ())
 
 
 def _is_certain(leads_of: Any, request: LoadRequest, token_ids: Sequence[int]) -> bool:
@@ -138,11 +151,29 @@ def _is_certain(leads_of: Any, request: LoadRequest, token_ids: Sequence[int]) -
     padded = np.zeros(-(-len(row) // 64) * 64, np.int32)  # few shapes to compile for
     padded[: len(row)] = row
     first = len(request.prompt_ids) - 1  # after it comes the first token of the answer
-    leads = leads_of(padded, first, params["temperature"], params.get("top_p", 1.0), params.get("seed", 0))
+    allowed = _allowed(request, token_ids, first, padded.size)
+    leads = leads_of(padded, first, params["temperature"], params.get("top_p", 1.0), params.get("seed", 0), allowed)
     leads = np.asarray(leads)[:, first : len(row) - 1]
     if (leads.max(axis=0) < -_WRONG).any():
         raise RuntimeError(f"a plain forward pass chooses other tokens than the engine for {params}")
     return bool((leads > _ROUNDING).all())
+
+
+def _allowed(request: LoadRequest, token_ids: Sequence[int], first: int, size: int) -> Any:
+    """Return which tokens the constraint of a request allows after each of `size` positions."""
+    allowed = np.ones((size, _llm.parts.vocab_size), bool)
+    constraint = request.params.get("structured_outputs")
+    if constraint is None:
+        return allowed
+    built = _llm.parts.build_request(prompt_token_ids=list(request.prompt_ids), params=request.params)
+    state = built.grammar.start()
+    mask = np.zeros(-(-allowed.shape[1] // 32), np.int32)
+    for position, token_id in enumerate(token_ids, first):
+        state.fill_mask(mask)
+        allowed[position] = np.unpackbits(mask.view(np.uint8), bitorder="little")[: allowed.shape[1]]
+        if position + 1 < first + len(token_ids):  # the last one may be EOS
+            state.accept(token_id)
+    return allowed
 
 
 def _compiled_leads(config: Any) -> Any:
@@ -157,9 +188,9 @@ def _compiled_leads(config: Any) -> Any:
 
     model = load_model(config)  # a second copy: the engine joins weights and changes their layout
 
-    def leads(params: Any, row: Any, first: Any, temperature: Any, top_p: Any, seed: Any) -> Any:
+    def leads(params: Any, row: Any, first: Any, temperature: Any, top_p: Any, seed: Any, allowed: Any) -> Any:
         num, drawn = row.size, temperature > 0
-        scores = forward(params, row, model.config)
+        scores = jnp.where(allowed, forward(params, row, model.config), -jnp.inf)
         scores /= jnp.where(drawn, temperature, 1.0)
         positions = jnp.arange(num, dtype=jnp.int32) - first
         noise = sampling.gumbel(jnp.full(num, seed, jnp.uint32), positions, scores.shape[1])

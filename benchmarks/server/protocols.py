@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 import grpc
@@ -69,11 +69,18 @@ class Endpoint(Protocol):
         ...
 
 
+class PromptText(NamedTuple):
+    """Text of a prompt, and the tokens of that text."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
 class HttpEndpoint:
     """`POST /v1/completions`, streamed."""
 
     def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
-        self._session, self._url = session, f"http://{address}/v1/completions"
+        self._session, self._base = session, f"http://{address}"
 
     async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[TextChunk]:
         body = {
@@ -88,7 +95,7 @@ class HttpEndpoint:
         }
         done = False
         try:
-            async with self._session.post(self._url, json=body) as response:
+            async with self._session.post(self._base + "/v1/completions", json=body) as response:
                 if response.status != 200:
                     raise Refused(str(response.status), (await response.text())[:200])
                 async for line in response.content:
@@ -102,6 +109,24 @@ class HttpEndpoint:
             raise Refused("connection", type(error).__name__) from None
         if not done:
             raise Refused("cut off")
+
+    async def round_trip(self, prompt_ids: Sequence[int]) -> PromptText:
+        """Return what `/detokenize` makes of a prompt, and `/tokenize` of that.
+
+        Raises:
+            Refused: one of them answered with an error.
+        """
+        text = (await self._post("/detokenize", {"tokens": list(prompt_ids)}))["prompt"]
+        return PromptText(text, tuple((await self._post("/tokenize", {"prompt": text}))["tokens"]))
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        try:
+            async with self._session.post(self._base + path, json=body) as response:
+                if response.status != 200:
+                    raise Refused(str(response.status), (await response.text())[:200])
+                return await response.json()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise Refused("connection", type(error).__name__) from None
 
     @staticmethod
     def _chunk(event: Any, token_ids: bool) -> TextChunk:
@@ -158,7 +183,7 @@ class VllmEndpoint:
         self._num_sent = 0
 
     async def stream(self, request: LoadRequest, *, token_ids: bool = True) -> AsyncGenerator[TextChunk]:
-        message = vllm.GenerateRequest(stream=True, sampling_params=vllm.SamplingParams(n=1, **request.params))
+        message = vllm.GenerateRequest(stream=True, sampling_params=_vllm_params(request.params))
         message.tokenized.input_ids.extend(request.prompt_ids)
         objectives = (("x-slo-ttft-ms", request.slo_ttft_ms), ("x-slo-tpot-ms", request.slo_tbt_ms))
         call = self._stub.Generate(message, metadata=[(k, f"{v:g}") for k, v in objectives if v is not None])
@@ -182,6 +207,16 @@ class VllmEndpoint:
             call.cancel()
         if not ended:
             raise Refused("cut off")
+
+
+def _vllm_params(params: Mapping[str, Any]) -> Any:
+    fields = dict(params)
+    for name, value in fields.pop("structured_outputs", {}).items():
+        if name == "choice":
+            fields["choice"] = vllm.ChoiceConstraint(choices=value)
+        else:
+            fields["json_schema" if name == "json" else name] = value
+    return vllm.SamplingParams(n=1, **fields)
 
 
 class Endpoints:

@@ -98,6 +98,13 @@ class Server:
         """Return the resident memory in MiB."""
         return self.usage.memory_info().rss / 2**20
 
+    def num_descriptors(self) -> int:
+        """Return the number of open file descriptors."""
+        return self.usage.num_fds()
+
+    def num_threads(self) -> int:
+        return self.usage.num_threads()
+
     def cpu_s(self) -> float:
         """Return the CPU time of all its threads so far."""
         times = self.usage.cpu_times()

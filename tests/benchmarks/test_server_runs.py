@@ -5,6 +5,7 @@ import json
 from collections.abc import Generator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.server import clients, overhead, overload, report, soak
@@ -60,13 +61,44 @@ def run(tmp_path: Path, model: Path, name: str, *arguments: str, expected: int =
 
 @pytest.mark.usefixtures("shared")
 def test_soak(tmp_path, model, capsys):
+    plot = tmp_path / "memory.svg"
+    # One block more or less of memory means nothing in so short a run.
     found = run(tmp_path, model, "soak", "--prompt-len", "4", "24", "--output-len", "16", "32", "--streams", "12", "--duration", "1",
-                "--warm-up", "0", "--requests", "20", "--num-blocks", "5", "--memory-share", "0.5")  # fmt: skip
+                "--warm-up", "0", "--requests", "20", "--num-blocks", "5", "--round-size", "30", "--memory-growth", "inf",
+                "--tokenize-share", "0.3", "--policy", "apt", "--plot", str(plot))  # fmt: skip
     assert found["statuses"]["complete"] > 0
-    assert set(found["by_protocol"]) == {"http", "grpc", "vllm"}
+    assert set(found["by_protocol"]) == {"http", "grpc", "vllm", "tokenize"}
     assert found["preemptions"] > 0  # the pool is small enough
-    assert found["memory_mib_every_10_s"]
-    assert "all blocks free" in capsys.readouterr().out
+    streams = found["requests"] - found["by_protocol"]["tokenize"]
+    assert streams == 30 * len(found["drains"])
+    assert plot.stat().st_size
+    out = capsys.readouterr().out
+    assert "no block used at each drain" in out
+    assert "5 of them structured" in " ".join(out.split())
+
+
+def drain(requests: int, rss_mib: float) -> soak._Drain:
+    return soak._Drain(
+        requests=requests, elapsed_s=0.0, rss_mib=rss_mib, descriptors=18, threads=41, used_blocks=0, left=0
+    )
+
+
+def test_growth_of_memory_is_told_from_noise():
+    rng = np.random.default_rng(0)
+
+    def upper(mib_per_10k: float, first_mib: float = 800.0, spread_mib: float = 0.5) -> float:
+        noise = rng.normal(0.0, spread_mib, 100)
+        drains = [drain(0, first_mib)]
+        drains += [drain(n, 850 + mib_per_10k * n / 1e4 + noise[i]) for i, n in enumerate(range(2000, 52_000, 500))]
+        found = soak._growth(drains, 2000)
+        assert found["requests"] == 49_500
+        assert found["mib_per_10k"] == pytest.approx(mib_per_10k, abs=0.3)
+        return found["upper_mib_per_10k"]
+
+    assert upper(0.0) < 1.0
+    assert upper(2.0) > 1.0
+    assert upper(0.5, spread_mib=0.0) == pytest.approx(0.5)
+    assert soak._growth([drain(0, 1.0), drain(3000, 1.0)], 2000)["upper_mib_per_10k"] == float("inf")  # too few
 
 
 @pytest.mark.usefixtures("shared")
