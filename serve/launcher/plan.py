@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import socket
 import subprocess
 import sys
@@ -154,11 +153,10 @@ def _behind_gateway(
     gateway = ProcessSpec(
         name="gateway",
         command=[
-            sys.executable, "-m", "smg", "launch", "--worker-urls", *(f"grpc://{a}" for a in addresses),
+            sys.executable, "-m", "serve.launcher.run_gateway", "--worker-urls", *(f"grpc://{a}" for a in addresses),
             f"--host={host}", f"--port={front}", f"--prometheus-host={host}", f"--prometheus-port={metrics}",
             f"--policy={args.routing_policy}", *_GATEWAY_FLAGS,
-            # A random key: without one, every client could change the gateway's list of servers.
-            f"--control-plane-api-keys=launch:launch:admin:{secrets.token_hex(16)}", f"--log-level={'info' if args.log_level == 'debug' else 'error'}",
+            f"--log-level={'info' if args.log_level == 'debug' else 'error'}",
             *(["--log-json"] if args.log_format == "json" else []),
         ],
         env={**envs[0], "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"},

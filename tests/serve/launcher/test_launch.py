@@ -508,6 +508,31 @@ def test_replicas_get_the_flags_of_serve_and_addresses_of_their_own():
         assert flag in plan.gateway.command
 
 
+@needs_gateway
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_O5_the_gateways_key_is_in_no_command_line():
+    plan = planned("tiny-opt", "--replicas", "2", *ANY_PORT)
+    assert plan.gateway is not None
+    port = next(int(word.removeprefix("--port=")) for word in plan.gateway.command if word.startswith("--port="))
+    process = subprocess.Popen(plan.gateway.command, env=dict(plan.gateway.env), cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        seen, status = set(), 0
+        until_s = time.monotonic() + 60
+        while not status and process.poll() is None and time.monotonic() < until_s:
+            seen.add(Path(f"/proc/{process.pid}/cmdline").read_bytes())
+            with contextlib.suppress(OSError):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("GET", "/workers")
+                status = connection.getresponse().status
+                connection.close()
+    finally:
+        process.kill()
+        process.wait()
+    assert any(b"run_gateway" in line for line in seen)  # from its beginning
+    assert not [line for line in seen if b"api-key" in line or b"admin" in line]
+    assert status == 401  # there is a key
+
+
 def test_a_single_replica_gets_its_flags_as_they_are():
     plan = planned("tiny-opt", "--grpc-port", "18550", "--no-http", "--max-num-seqs=4")
     assert plan.gateway is None
