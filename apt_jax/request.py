@@ -130,13 +130,23 @@ class Grammar(Protocol):
         ...
 
 
+def engine_id(tenant: str | None, label: str) -> str:
+    """The engine's id of a tenant's request: tenants cannot collide, as no label holds a colon."""
+    return label if tenant is None else f"{tenant}:{label}"
+
+
+def split_engine_id(request_id: str) -> tuple[str | None, str]:
+    """The tenant and the label of an engine's id; a tenant of None: its request has none."""
+    tenant, colon, label = request_id.rpartition(":")
+    return (tenant if colon else None), label
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EngineRequest:
     """A checked request. Made by `apt_jax.validation.build_request` only."""
 
     request_id: str
-    """Client's label, at most 128 of ``[A-Za-z0-9._-]``; unique among live requests. ``#1`` and so on follow it in the
-    further requests of `apt_jax.validation.build_requests`."""
+    """The engine's id, unique among live requests: `engine_id` of tenant and label."""
     prompt: str | None
     """The prompt's text where there was one."""
     prompt_token_ids: NDArray[np.int32]
@@ -150,7 +160,14 @@ class EngineRequest:
     grammar: Grammar | None = None
     """Compiled from `params.structured_outputs`."""
     tenant: str | None = None
-    """The tenant, by API key; never what the request claims. Tenants share neither queue places nor cached prefixes."""
+    """The tenant, by API key; never what the request claims. Tenants share neither queue places, cached prefixes nor
+    ids."""
+
+    @property
+    def label(self) -> str:
+        """The client's id, at most 128 of ``[A-Za-z0-9._-]``. ``#1`` and so on follow it in the further requests of
+        `apt_jax.validation.build_requests`."""
+        return split_engine_id(self.request_id)[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

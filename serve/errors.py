@@ -28,6 +28,14 @@ class NoTokenizerError(Exception):
     """A client asks for the tokenizer of a model without one."""
 
 
+class MissingKeyError(Exception):
+    """A call has no valid API key."""
+
+
+class OperatorKeyError(Exception):
+    """A call is for operators, and its API key is not one of theirs; one line that names the flag."""
+
+
 class ProfilerStateError(Exception):
     """A profile is to start while one is running, or to stop while none is."""
 

@@ -358,7 +358,7 @@ class AdmissionController:
         """
         prompt_len, max_tokens = int(request.prompt_token_ids.size), request.params.max_tokens
         if request.request_id in self._states.by_id:
-            raise DuplicateRequestError(request.request_id)
+            raise DuplicateRequestError(request.label)
         if prompt_len < 1:
             raise InvalidRequestError("prompt", "must hold at least one token")
         if max_tokens < 1:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from apt_jax.engine.events import Iteration
-from apt_jax.request import EngineRequest
+from apt_jax.request import EngineRequest, split_engine_id
 
 _MOST_EVENTS = 128
 _NUM_STATES = 512
@@ -35,6 +35,7 @@ class RequestTimeline:
     """Timeline of one request."""
 
     request_id: str
+    """The engine's id."""
     tenant: str | None
     arrival_s: float
     prompt_len: int
@@ -51,7 +52,7 @@ class RequestTimeline:
         """Return what the sender of the request may see."""
         return {
             "object": "request.decisions",
-            "request_id": self.request_id,
+            "request_id": split_engine_id(self.request_id)[1],
             "num_dropped": self.num_dropped,
             "events": [
                 {
@@ -70,7 +71,7 @@ class RequestTimeline:
         kinds = [e.details["kind"] for e in self.events if e.event in ("prefill", "decode")]
         state = "waiting" if self.waits_since is not None else "running"
         return {
-            "request_id": self.request_id,
+            "request_id": split_engine_id(self.request_id)[1],
             "arrival_s": self.arrival_s,
             "prompt_tokens": self.prompt_len,
             "state": last.details["reason"] if last is not None and self.ended else state,
@@ -103,17 +104,18 @@ class TimelineLog:
         """Number, free blocks and running requests of the last iterations."""
 
     def of(self, request_id: str) -> RequestTimeline | None:
-        """Return the last request with this id, if it is kept."""
+        """Return the last request with this id of the engine, if it is kept."""
         return self._requests.get(request_id)
 
     def last(self, tenants: Collection[str | None], count: int) -> dict[str | None, list[RequestTimeline]]:
         """Return the last requests of each of these tenants, at most `count`, newest first, among the last 2,048 of
-        all."""
+        all. None: those of all tenants."""
         found: dict[str | None, list[RequestTimeline]] = {tenant: [] for tenant in tenants}
         for request in itertools.islice(reversed(self._requests.values()), _MOST_LOOKED_AT):
-            theirs = found.get(request.tenant)
-            if theirs is not None and len(theirs) < count:
-                theirs.append(request)
+            for tenant in {request.tenant, None}:
+                theirs = found.get(tenant)
+                if theirs is not None and len(theirs) < count:
+                    theirs.append(request)
         return found
 
     def begin(self, request: EngineRequest, number: int) -> None:

@@ -162,7 +162,7 @@ class AsyncEngine:
             stream.cancel()
 
     def abort(self, request_id: str) -> "concurrent.futures.Future[bool]":
-        """End the live request of this id; its stream ends with `finish_reason="abort"`. False: there is none."""
+        """End the live request of this id of the engine; its stream ends with `finish_reason="abort"`. False: there is none."""
         return self.call(lambda: self._engine.abort(request_id))
 
     def watch(self, capacity: int = 256) -> IterationSubscription:
@@ -180,7 +180,8 @@ class AsyncEngine:
         return watch
 
     async def decisions(self, request_id: str) -> RequestTimeline | None:
-        """Return what the scheduler decided about the last request of this id; None: it is not, or no longer, known."""
+        """Return what the scheduler decided about the last request of this id of the engine; None: it is not, or no
+        longer, known."""
         log = self._log
         if log is None:
             return None

@@ -166,7 +166,7 @@ class RequestState:
             else dataclasses.replace(last.metrics, token_times_s=last.metrics.token_times_s[: len(self._token_ids)])
         )
         return RequestOutput(
-            request_id=request.request_id,
+            request_id=request.label,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids.tolist(),
             outputs=[

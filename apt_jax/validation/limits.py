@@ -143,7 +143,7 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="logprobs", type="integer", min=0, max=MAX_LOGPROBS),
         FieldSpec(name="structured_outputs", type="object"),
         FieldSpec(name="n", type="integer", min=1, max=MAX_SEQUENCES, text="Number of outputs per prompt."),
-        FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among live requests."),
+        FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among live requests of a tenant."),
         FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: arrival to first token, milliseconds."),
         FieldSpec(name="slo_tbt_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TBT SLO: P99 of the gaps between tokens, milliseconds."),
         FieldSpec(name="slo_class", type="string", choices=("rt", "be"), text="Service class: real time or best effort."),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from apt_jax.config import SLO
 from apt_jax.errors import InvalidRequestError
-from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.request import EngineRequest, SamplingParams, engine_id
 from apt_jax.validation.limits import (
     MAX_DEADLINE_S,
     MAX_REQUEST_ID_CHARS,
@@ -68,7 +68,7 @@ def build_request(
         prompt_token_ids: token ids, taken as they are (nothing is prepended).
         params: None: the defaults. A mapping may hold any subset of the fields of `SamplingParams`, by name; a
             `max_tokens` of None asks for as many as the model's length and the cache leave.
-        request_id: None: a random one.
+        request_id: the client's label; None: a random one.
         slo: None: the server's default.
         slo_ttft_ms, slo_tbt_ms: raw SLOs in milliseconds, each replacing that part of `slo`; None: absent.
         slo_class: "rt" (real time, the default) or "be" (best effort).
@@ -98,7 +98,7 @@ def build_request(
             )
         grammar = grammars.compile(checked_params.structured_outputs, ends_at_eos=not checked_params.ignore_eos)
     return EngineRequest(
-        request_id=checked_id,
+        request_id=engine_id(tenant, checked_id),
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=token_ids,
         params=checked_params,

@@ -4,7 +4,8 @@
 2. Each second one function runs in the engine's thread, between two steps, for under a millisecond. It copies the
    current values of `/metrics`, by the same code, the scheduler's decisions since the last snapshot, and the state of
    the last requests.
-3. It is encoded once for each tenant that watches: a tenant sees the ids of its own requests and no others.
+3. It is encoded once for each owner of an API key that watches: tenants see the ids of their own requests and no
+   others, operators all.
 4. A viewer waits for the newest snapshot. A slow reader skips the older ones and delays no one.
 5. Snapshots hold the server's state (starting, serving, draining, stopped, engine ended); the last one ends the stream.
 """
@@ -20,15 +21,15 @@ from typing import Any
 from prometheus_client.registry import Collector
 
 from apt_jax.engine.events import IterationBatch, IterationSubscription
-from apt_jax.errors import QueueFullError
 from apt_jax.frontend.async_engine import AsyncEngine
 from serve.compact_json import json_bytes
 from serve.observability.call_log import log_failure
 from serve.observability.prometheus import LABELS, ServerMetrics
+from serve.security.api_keys import Caller
+from serve.watcher_slots import MAX_WATCHERS, WatcherSlots
 
 logger = logging.getLogger(__name__)
 
-MAX_VIEWERS = 16
 PERIOD_S = 1.0
 
 _READ_TIMEOUT_S = 5.0
@@ -38,7 +39,6 @@ _WATCH_CAPACITY = 1024
 _MOST_ROWS = 256
 _MOST_REQUESTS = 40
 _MOST_CHANGES = 40
-_RETRY_AFTER_S = 30.0
 
 _SHOWN = frozenset(
     (
@@ -62,10 +62,8 @@ class _Reading:
     at_s: float
     metrics: Collector
     updates: IterationBatch
-    owners: dict[str, str | None]
-    """Tenants of the requests in `updates`, as far as they are known."""
     requests: dict[str | None, Rows]
-    """The last requests of each tenant that watches."""
+    """The last requests of each tenant that watches; None: those of all, for operators."""
 
 
 class _Snapshot:
@@ -73,8 +71,8 @@ class _Snapshot:
 
     Args:
         common: visible to every tenant.
-        requests: by tenant.
-        batch, changes: rows with the `tenant` of their request, if it is known.
+        requests: by tenant; None: of all.
+        batch, changes: rows of all tenants; as in `requests` their `request_id` is the engine's.
         last: it ends the stream.
     """
 
@@ -90,19 +88,19 @@ class _Snapshot:
         self._common, self._requests = common, requests
         self._batch, self._changes = batch, changes
         self.last = last
-        self._events: dict[str | None, bytes] = {}
+        self._events: dict[Caller, bytes] = {}
 
-    def event(self, tenant: str | None) -> bytes:
-        """Encode it for one tenant; None: there are no keys, and every viewer sees everything."""
-        if tenant not in self._events:
+    def event(self, caller: Caller) -> bytes:
+        """Encode it for one owner of an API key."""
+        if caller not in self._events:
             value = {
                 **self._common,
-                "batch": _seen_by(tenant, self._batch),
-                "changes": _seen_by(tenant, self._changes),
-                "requests": self._requests.get(tenant, []),
+                "batch": _seen_by(caller, self._batch),
+                "changes": _seen_by(caller, self._changes),
+                "requests": _seen_by(caller, self._requests.get(_scope(caller), [])),
             }
-            self._events[tenant] = _event("snapshot", value)
-        return self._events[tenant]
+            self._events[caller] = _event("snapshot", value)
+        return self._events[caller]
 
 
 class Viewer:
@@ -111,8 +109,8 @@ class Viewer:
     The first event, `history`, holds past points; then come events `snapshot`, always the newest.
     """
 
-    def __init__(self, feed: "DashboardFeed", tenant: str | None) -> None:
-        self.tenant = tenant
+    def __init__(self, feed: "DashboardFeed", caller: Caller) -> None:
+        self.caller = caller
         self._feed = feed
         self._news = asyncio.Event()
         self._begun = self._over = False
@@ -130,7 +128,7 @@ class Viewer:
             snapshot = self._feed._latest
             if snapshot is not None and not self._over:
                 self._over = snapshot.last
-                return snapshot.event(self.tenant)
+                return snapshot.event(self.caller)
         raise StopAsyncIteration
 
     def close(self) -> None:
@@ -148,8 +146,9 @@ class DashboardFeed:
         max_viewers: at a time.
     """
 
-    def __init__(self, period_s: float = PERIOD_S, max_viewers: int = MAX_VIEWERS) -> None:
-        self._period_s, self._max_viewers = period_s, max_viewers
+    def __init__(self, period_s: float = PERIOD_S, max_viewers: int = MAX_WATCHERS) -> None:
+        self._period_s = period_s
+        self._slots = WatcherSlots("dashboards are open", max_viewers)
         self._server = uuid.uuid4().hex
         self._engine: AsyncEngine | None = None
         self._metrics: ServerMetrics | None = None
@@ -174,18 +173,14 @@ class DashboardFeed:
         """Show that the server is about to stop."""
         self._draining = True
 
-    def join(self, tenant: str | None) -> Viewer:
+    def join(self, caller: Caller) -> Viewer:
         """Add a viewer; close it at the end.
-
-        Args:
-            tenant: owner of the viewer's API key; None: there are no keys.
 
         Raises:
             QueueFullError: there are too many viewers.
         """
-        if len(self._viewers) >= self._max_viewers:
-            raise QueueFullError(f"{self._max_viewers} dashboards are open already", _RETRY_AFTER_S)
-        viewer = Viewer(self, tenant)
+        self._slots.take(caller)
+        viewer = Viewer(self, caller)
         self._viewers.add(viewer)
         if self._latest is not None:
             viewer._news.set()
@@ -204,7 +199,9 @@ class DashboardFeed:
         await self._refresh(None, last=True)
 
     def _leave(self, viewer: Viewer) -> None:
-        self._viewers.discard(viewer)
+        if viewer in self._viewers:
+            self._viewers.remove(viewer)
+            self._slots.free(viewer.caller)
         if self._viewers or self._running is None or self._closed:
             return
         self._running.cancel()
@@ -238,7 +235,7 @@ class DashboardFeed:
         engine, metrics, state = self._engine, self._metrics, self._state()
         reading: _Reading | None = None
         if engine is not None and metrics is not None and state != "ended":
-            tenants = {viewer.tenant for viewer in self._viewers}
+            tenants = {_scope(viewer.caller) for viewer in self._viewers}
             read = functools.partial(_read, engine, metrics, watch, tenants)
             try:
                 async with asyncio.timeout(_READ_TIMEOUT_S):
@@ -278,15 +275,14 @@ class DashboardFeed:
 
     def _note(self, reading: _Reading) -> None:
         """Keep the last iteration, and the last preemptions and cache-kind switches."""
-        owners = reading.owners
         for iteration in reading.updates.iterations:
             at = {"iteration": iteration.number, "at_s": iteration.at_s}
             for row in iteration.preempted:
                 what = {"event": "preempted", "kind": row.kind, "tokens": row.num_tokens}
-                self._changes.appendleft(_owned(row.request_id, owners) | at | what)
+                self._changes.appendleft({"request_id": row.request_id} | at | what)
             for switch in iteration.switched:
                 what = {"event": "switched", "old": switch.old, "new": switch.new}
-                self._changes.appendleft(_owned(switch.request_id, owners) | at | what)
+                self._changes.appendleft({"request_id": switch.request_id} | at | what)
         if not reading.updates.iterations:
             return
         iteration = reading.updates.iterations[-1]
@@ -299,8 +295,8 @@ class DashboardFeed:
             "rows": len(iteration.scheduled),
         }
         self._batch = [
-            _owned(row.request_id, owners)
-            | {
+            {
+                "request_id": row.request_id,
                 "kind": row.kind,
                 "phase": "decode" if row.decodes else "prefill",
                 "tokens": row.num_tokens,
@@ -318,20 +314,16 @@ def _read(
 ) -> _Reading:
     """Copy the state; called in the engine's thread."""
     updates = IterationBatch(num_dropped=0, iterations=[]) if watch is None else watch.take()
-    log, owners, requests = engine.decision_log, {}, {}
+    log, requests = engine.decision_log, {}
     if log is not None:
-        ids = {row.request_id for i in updates.iterations for row in (*i.preempted, *i.switched)}
-        ids.update(row.request_id for i in updates.iterations[-1:] for row in i.scheduled)
-        found = {request_id: log.of(request_id) for request_id in ids}
-        owners = {request_id: one.tenant for request_id, one in found.items() if one is not None}
         requests = {
-            tenant: [one.summary() for one in last] for tenant, last in log.last(tenants, _MOST_REQUESTS).items()
+            tenant: [one.summary() | {"request_id": one.request_id} for one in last]
+            for tenant, last in log.last(tenants, _MOST_REQUESTS).items()
         }
     return _Reading(
         at_s=engine.parts.clock.now_s(),
         metrics=metrics.read(),
         updates=updates,
-        owners=owners,
         requests=requests,
     )
 
@@ -360,19 +352,14 @@ def _point(at_s: float, numbers: Numbers) -> dict[str, float]:
     }
 
 
-def _owned(request_id: str, owners: dict[str, str | None]) -> dict[str, Any]:
-    row: dict[str, Any] = {"request_id": request_id}
-    return row | {"tenant": owners[request_id]} if request_id in owners else row
+def _scope(caller: Caller) -> str | None:
+    """The tenant whose requests are listed; None: those of all."""
+    return None if caller.is_operator else caller.tenant
 
 
-def _seen_by(tenant: str | None, rows: Rows) -> Rows:
-    """Rows without the ids of requests of other or unknown tenants."""
-    seen = []
-    for row in rows:
-        mine = tenant is None or row.get("tenant", None) == tenant
-        shown = {name: value for name, value in row.items() if name != "tenant"}
-        seen.append(shown if mine else shown | {"request_id": None})
-    return seen
+def _seen_by(caller: Caller, rows: Rows) -> Rows:
+    """Rows with the ids that the caller may see."""
+    return [row | {"request_id": caller.shown_id(row["request_id"])} for row in rows]
 
 
 def _event(name: str, value: Any) -> bytes:

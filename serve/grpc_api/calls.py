@@ -23,12 +23,14 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.frontend.streams import RequestStreamGroup
 from apt_jax.request import EngineRequest
-from serve.errors import SlowReaderError
+from apt_jax.validation import MAX_SEQUENCES
+from serve.errors import MissingKeyError, SlowReaderError
 from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall, run_generate
 from serve.grpc_api.errors import Status, to_grpc_status
+from serve.grpc_api.key_interceptor import caller_of
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import CallRecord
-from serve.security.api_keys import ApiKeys
+from serve.security.api_keys import ANYBODY, ApiKeys, Caller, require_operator
 
 if TYPE_CHECKING:  # it needs the extra `otel`
     from serve.observability.tracing import Tracer
@@ -114,49 +116,78 @@ class GrpcCalls:
         """Arrival of the last Generate call, seconds since the epoch."""
         self._keys = keys
         self._live: dict[str, tuple[EngineRequest, ...]] = {}
-        """Requests that may not have ended, by the id of their call."""
+        """Requests of calls that may not have ended, by the engine's id of the first one."""
 
     async def generate(self, codec: GenerateCodec, context: grpc.aio.ServicerContext, service: str) -> None:
         """Serve a Generate call of `service` to its end."""
-        metadata = dict(metadata_of(context))
         record = CallRecord(protocol="grpc", method=f"{service}/Generate")
-        record.set_trace_parent(metadata)
-        if self._keys is not None:
-            record.tenant = self._keys.tenant_of(metadata.get("authorization"))
+        record.set_trace_parent(dict(metadata_of(context)))
+        try:
+            record.tenant = self.caller(context).tenant
+        except MissingKeyError as error:
+            await self.reject(context, error, "Generate")
         self.last_arrival_s = time.time()
         await run_generate(_GrpcCall(self, codec, context, record), self.service)
 
-    def register(self, call_id: str, requests: tuple[EngineRequest, ...]) -> None:
-        """Note live requests for `abort`.
+    def caller(self, context: grpc.aio.ServicerContext) -> Caller:
+        """Return the caller of an RPC.
 
         Raises:
-            DuplicateRequestError: a live call has this id.
+            MissingKeyError: its key has been revoked since it began.
         """
-        if call_id in self._live:
-            raise DuplicateRequestError(call_id)
-        self._live[call_id] = requests
+        if self._keys is None:
+            return ANYBODY
+        caller = caller_of(self._keys, metadata_of(context))
+        if caller is None:
+            raise MissingKeyError
+        return caller
 
-    def release(self, call_id: str, requests: tuple[EngineRequest, ...]) -> None:
-        """Free the id, unless another call has it by now."""
-        if self._live.get(call_id) is requests:
-            del self._live[call_id]
+    def require_operator(self, context: grpc.aio.ServicerContext, *, totals: bool = False) -> None:
+        """See `serve.security.api_keys.require_operator`."""
+        require_operator(self._keys, self.caller(context), totals=totals)
 
-    def abort(self, call_ids: Iterable[str]) -> None:
-        """Abort the requests of these calls; their streams end with the finish reason "abort".
+    def register(self, requests: tuple[EngineRequest, ...]) -> None:
+        """Note the live requests of a call for `abort`.
+
+        Raises:
+            DuplicateRequestError: a live call of the tenant has its id.
+        """
+        first = requests[0]
+        if first.request_id in self._live:
+            raise DuplicateRequestError(first.label)
+        self._live[first.request_id] = requests
+
+    def release(self, requests: tuple[EngineRequest, ...]) -> None:
+        """Free the id of a call, unless another one has it by now."""
+        if requests and self._live.get(requests[0].request_id) is requests:
+            del self._live[requests[0].request_id]
+
+    async def abort(self, call_ids: Iterable[str], caller: Caller) -> None:
+        """Abort the requests of these calls, of any protocol, as far as the caller may reach them; their streams end
+        with the finish reason "abort".
 
         Raises:
             UnknownRequestError: some of them are not live; the others are aborted all the same.
         """
         unknown = None
         for call_id in call_ids:
-            requests = self._live.get(call_id)
-            if requests is None:
+            if not await self._abort(caller.engine_id(call_id)):
                 unknown = call_id if unknown is None else unknown
-            elif self.service.attached is not None:
-                for request in requests:
-                    self.service.attached.abort(request.request_id)
         if unknown is not None:
             raise UnknownRequestError(unknown[:80])
+
+    async def _abort(self, request_id: str) -> bool:
+        engine, requests = self.service.attached, self._live.get(request_id)
+        if engine is None or "#" in request_id:  # a part of a call
+            return False
+        if requests is not None:
+            for request in requests:
+                engine.abort(request.request_id)
+            return True
+        # Of another protocol, whose calls are not noted here.
+        parts = (request_id, *(f"{request_id}#{i}" for i in range(1, MAX_SEQUENCES)))
+        found = engine.call(lambda: [engine.parts.engine.abort(part) for part in parts])
+        return any(await asyncio.wrap_future(found))
 
     async def reject(self, context: grpc.aio.ServicerContext, error: Exception, method: str) -> NoReturn:
         """End an RPC other than Generate with the status of an error."""
@@ -183,8 +214,8 @@ class _GrpcCall:
     async def read(self, engine: AsyncEngine) -> EngineCall:
         deadline_s = self._deadline_s(engine)
         requests = await self._build(engine.parts)
-        call_id = self.record.request_id = requests[0].request_id
-        self._calls.register(call_id, requests)
+        call_id = self.record.request_id = requests[0].label
+        self._calls.register(requests)
         self._requests = requests
         return EngineCall(call_id, requests, deadline_s)
 
@@ -212,7 +243,7 @@ class _GrpcCall:
         await _end(self._context, status)
 
     def close(self) -> None:
-        self._calls.release(self.record.request_id, self._requests)
+        self._calls.release(self._requests)
 
     def _deadline_s(self, engine: AsyncEngine) -> float | None:
         """The earlier of the RPC's deadline and the request's own, on the engine's clock."""

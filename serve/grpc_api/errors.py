@@ -18,7 +18,9 @@ from apt_jax.errors import (
     UnknownRequestError,
 )
 from serve.errors import (
+    MissingKeyError,
     NoTokenizerError,
+    OperatorKeyError,
     ProfilerStateError,
     RequestFailedError,
     SlowReaderError,
@@ -54,6 +56,10 @@ def to_grpc_status(error: BaseException, request_id: str) -> Status:
             return _final(grpc.StatusCode.NOT_FOUND, str(error))
         case UnknownRequestError():
             return _final(grpc.StatusCode.NOT_FOUND, str(error))
+        case MissingKeyError():
+            return _final(grpc.StatusCode.UNAUTHENTICATED, "no valid API key; send 'authorization: Bearer KEY'")
+        case OperatorKeyError():
+            return _final(grpc.StatusCode.PERMISSION_DENIED, str(error))
         case NoTokenizerError() | ProfilerStateError():
             return _final(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         case QueueFullError():

@@ -1,16 +1,23 @@
 """API key authentication of gRPC calls."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
 
+from serve.errors import MissingKeyError
+from serve.grpc_api.errors import to_grpc_status
 from serve.observability.call_log import CallLog
 from serve.observability.call_record import CallRecord
-from serve.security.api_keys import ApiKeys
+from serve.security.api_keys import ApiKeys, Caller
 
 _OPEN_METHODS = frozenset(("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"))
-_REJECTED = "no valid API key; send 'authorization: Bearer KEY'"
+
+
+def caller_of(keys: ApiKeys, metadata: Iterable[tuple[str, str | bytes]]) -> Caller | None:
+    """The caller of an RPC; None: it has no valid key, or more than one."""
+    given = [value for name, value in metadata if name == "authorization"]
+    return keys.caller_of(given[0]) if len(given) == 1 else None
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -33,8 +40,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler_call_details.method in _OPEN_METHODS:
             return handler
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        if self._keys.accepts(metadata.get("authorization")):
+        metadata: Any = handler_call_details.invocation_metadata or ()
+        if caller_of(self._keys, metadata) is not None:
             return handler
         if handler is None:
             return grpc.unary_unary_rpc_method_handler(self._rejecting("any"))
@@ -51,6 +58,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
             record = CallRecord(protocol="grpc", method=method, reason="unauthenticated", outcome="rejected")
             record.close(None, None)
             self._log.write(record)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, _REJECTED, (("grpc-retry-pushback-ms", "-1"),))
+            status = to_grpc_status(MissingKeyError(), method)
+            await context.abort(status.code, status.message, status.trailers)
 
         return reject

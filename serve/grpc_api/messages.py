@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from apt_jax.engine import EngineStats
@@ -119,7 +119,7 @@ def _slo_class(value: int, headers: Mapping[str, str | bytes]) -> str | None:
 def response(delta: OutputDelta, sequence: int, num_tokens: int) -> pb.GenerateResponse:
     """Encode new output; `num_tokens` counts the output so far."""
     message = pb.GenerateResponse(
-        request_id=delta.request.request_id,
+        request_id=delta.request.label,
         sequence=sequence,
         text=delta.text,
         token_ids=delta.token_ids,
@@ -215,22 +215,34 @@ def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
     return pb.GetStatsResponse(kind_switches=switches, **old_names, **copied, **facts)
 
 
-def watch_response(batch: IterationBatch, served_since_s: float) -> pb.WatchSchedulerResponse:
-    """Encode the scheduler's unread iterations; `served_since_s` is on the engine's clock."""
+def watch_response(
+    batch: IterationBatch, served_since_s: float, shown_id: Callable[[str], str | None]
+) -> pb.WatchSchedulerResponse:
+    """Encode the scheduler's unread iterations.
+
+    Args:
+        batch: the iterations.
+        served_since_s: on the engine's clock.
+        shown_id: what the client sees of an engine's id; None is sent as "".
+    """
+
+    def shown(request_id: str) -> str:
+        return shown_id(request_id) or ""
+
     return pb.WatchSchedulerResponse(
         num_dropped=batch.num_dropped,
-        iterations=[_iteration(iteration, served_since_s) for iteration in batch.iterations],
+        iterations=[_iteration(iteration, served_since_s, shown) for iteration in batch.iterations],
     )
 
 
-def _iteration(iteration: Iteration, served_since_s: float) -> pb.Iteration:
+def _iteration(iteration: Iteration, served_since_s: float, shown: Callable[[str], str]) -> pb.Iteration:
     return pb.Iteration(
         number=iteration.number,
         uptime_s=iteration.at_s - served_since_s,
         type=iteration.type,
         scheduled=[
             pb.ScheduledRow(
-                request_id=row.request_id,
+                request_id=shown(row.request_id),
                 num_tokens=row.num_tokens,
                 start=row.start,
                 kind=_CACHE_KINDS[row.kind],
@@ -238,19 +250,19 @@ def _iteration(iteration: Iteration, served_since_s: float) -> pb.Iteration:
             for row in iteration.scheduled
         ],
         preempted=[
-            pb.PreemptedRow(request_id=row.request_id, num_tokens=row.num_tokens, kind=_CACHE_KINDS[row.kind])
+            pb.PreemptedRow(request_id=shown(row.request_id), num_tokens=row.num_tokens, kind=_CACHE_KINDS[row.kind])
             for row in iteration.preempted
         ],
         switched=[
             pb.KindSwitch(
-                request_id=switch.request_id,
+                request_id=shown(switch.request_id),
                 old=_CACHE_KINDS[switch.old],
                 new=_CACHE_KINDS[switch.new],
             )
             for switch in iteration.switched
         ],
-        converted=iteration.converted,
-        deferred=iteration.deferred,
+        converted=map(shown, iteration.converted),
+        deferred=map(shown, iteration.deferred),
         prefill_tokens=iteration.prefill_tokens,
         decode_tokens=iteration.decode_tokens,
         num_waiting=iteration.num_waiting,

@@ -5,8 +5,6 @@ from typing import Any
 
 import grpc
 
-from apt_jax.engine.events import IterationSubscription
-from apt_jax.errors import QueueFullError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.validation import check_deadline_ms, check_watch_capacity
@@ -14,12 +12,11 @@ from serve.generate_call import require_served_model
 from serve.grpc_api import messages
 from serve.grpc_api.calls import GrpcCalls, decoder, metadata_of, require_decoded
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from serve.watcher_slots import WatcherSlots
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AptServe"].full_name
 
 _WATCH_CAPACITY = 256
-_MAX_WATCHES = 16
-"""Each costs the engine's thread some time an iteration."""
 
 
 class AptGenerateCodec:
@@ -59,7 +56,7 @@ class AptServe:
 
     def __init__(self, calls: GrpcCalls) -> None:
         self._calls = calls
-        self._watches: set[IterationSubscription] = set()
+        self._slots = WatcherSlots("clients watch the scheduler")
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `Server.add_generic_rpc_handlers`."""
@@ -96,31 +93,30 @@ class AptServe:
             if given.HasField("capacity"):
                 capacity = check_watch_capacity(given.capacity)
             engine = self._calls.service.engine()
-            if len(self._watches) >= _MAX_WATCHES:
-                raise QueueFullError(f"{_MAX_WATCHES} clients watch the scheduler already", 30.0)
             served_since_s = engine.parts.clock.now_s() - self._calls.service.uptime_s
+            caller = self._calls.caller(context)
+            self._slots.take(caller)
             watch = engine.watch(capacity)
-            self._watches.add(watch)
-            # Also a client that leaves while it is written to: then nothing comes back to this generator.
-            context.add_done_callback(lambda _: self._leave(watch))  # type: ignore[arg-type]  # as for Generate
-            try:
-                await context.send_initial_metadata(())  # so that the client knows from when on
-                async for batch in watch:
-                    yield messages.watch_response(batch, served_since_s)
-            finally:
-                self._leave(watch)
+
+            def leave(_: object) -> None:
+                watch.close()
+                self._slots.free(caller)
+
+            # Not in a `finally`: if a client leaves while it is written to, nothing comes back to this generator.
+            context.add_done_callback(leave)  # type: ignore[arg-type]  # as for Generate
+            await context.send_initial_metadata(())  # so that the client knows from when on
+            async for batch in watch:
+                shown_id = self._calls.caller(context).shown_id  # its key may have been revoked
+                yield messages.watch_response(batch, served_since_s, shown_id)
         except Exception as error:
             await self._calls.reject(context, error, "WatchScheduler")
-
-    def _leave(self, watch: IterationSubscription) -> None:
-        self._watches.discard(watch)
-        watch.close()
 
     async def GetStats(
         self, request: pb.GetStatsRequest | None, context: grpc.aio.ServicerContext
     ) -> pb.GetStatsResponse:
         try:
             require_decoded(request)
+            self._calls.require_operator(context, totals=True)
             engine = self._calls.service.engine(even_draining=True)
             parts = engine.parts
             return messages.stats_response(

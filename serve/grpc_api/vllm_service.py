@@ -211,10 +211,10 @@ class VllmEngine:
     def handler(self) -> grpc.GenericRpcHandler:
         """For `Server.add_generic_rpc_handlers`."""
 
-        def unary(name: str, request: Any, answer: Callable[[Any], Awaitable[Message]]) -> Any:
+        def unary(name: str, request: Any, answer: Callable[[Any, Any], Awaitable[Message]]) -> Any:
             async def method(message: Any, context: grpc.aio.ServicerContext) -> Message:
                 try:
-                    return await answer(require_decoded(message))
+                    return await answer(require_decoded(message), context)
                 except Exception as error:
                     await self._calls.reject(context, error, name)
 
@@ -276,29 +276,31 @@ class VllmEngine:
             last = start + _CHUNK_BYTES >= len(data)
             yield common.GetTokenizerChunk(data=piece, sha256=digest if last else "")
 
-    async def _health(self, request: Any) -> Message:
+    async def _health(self, request: Any, context: grpc.aio.ServicerContext) -> Message:
         """Succeed only while requests are accepted: gateways start sending after any response."""
         engine = self._calls.service.engine()
         if not engine.is_serving:
             raise EngineDeadError(engine.dead_reason or "the engine is shutting down")
         return pb.HealthCheckResponse(healthy=True, message="serving")
 
-    async def _abort(self, request: Any) -> Message:
-        self._calls.abort(request.request_ids)
+    async def _abort(self, request: Any, context: grpc.aio.ServicerContext) -> Message:
+        await self._calls.abort(request.request_ids, self._calls.caller(context))
         return pb.AbortResponse()
 
-    async def _start_profile(self, request: Any) -> Message:
+    async def _start_profile(self, request: Any, context: grpc.aio.ServicerContext) -> Message:
         assert self._profiler is not None
+        self._calls.require_operator(context)
         for field, _ in request.ListFields():
             raise InvalidRequestError(field.name, "is not the client's to choose")
         directory = await self._profiler.start()
         return common.ProfileResponse(success=True, message=str(directory))
 
-    async def _stop_profile(self, request: Any) -> Message:
+    async def _stop_profile(self, request: Any, context: grpc.aio.ServicerContext) -> Message:
         assert self._profiler is not None
+        self._calls.require_operator(context)
         return common.ProfileResponse(success=True, message=str(await self._profiler.stop()))
 
-    async def _model_info(self, request: Any) -> Message:
+    async def _model_info(self, request: Any, context: grpc.aio.ServicerContext) -> Message:
         parts = self._calls.service.engine(even_draining=True).parts
         model, limits = parts.model_config, parts.limits
         hf_config = parts.hf_config
@@ -317,7 +319,7 @@ class VllmEngine:
             max_req_input_len=limits.max_model_len - 1,
         )
 
-    async def _server_info(self, request: Any) -> Message:
+    async def _server_info(self, request: Any, context: grpc.aio.ServicerContext) -> Message:
         parts = self._calls.service.engine(even_draining=True).parts
         return pb.GetServerInfoResponse(
             active_requests=self._calls.service.num_open,
@@ -333,7 +335,8 @@ class VllmEngine:
             constrained_decoding_start="first_token",
         )
 
-    async def _loads(self, request: Any) -> Message:
+    async def _loads(self, request: Any, context: grpc.aio.ServicerContext) -> Message:
+        self._calls.require_operator(context, totals=True)
         if request.dp_rank != 0:
             raise unsupported("dp_rank")
         engine = self._calls.service.engine(even_draining=True)

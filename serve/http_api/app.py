@@ -29,10 +29,10 @@ from serve.dashboard.feed import DashboardFeed
 from serve.generate_call import CallService, require_served_model, run_generate
 from serve.http_api import openapi
 from serve.http_api.calls import (
+    CALLER_KEY,
     CLOSE_HEADERS,
     PATHS,
     STREAM_HEADERS,
-    TENANT_KEY,
     AppConfig,
     DisconnectWatcher,
     HttpCall,
@@ -48,7 +48,7 @@ from serve.observability.call_log import log_failure
 from serve.observability.call_record import NO_ID, CallRecord
 from serve.observability.profiler import Profiler
 from serve.observability.prometheus import ServerMetrics
-from serve.security.api_keys import ApiKeys
+from serve.security.api_keys import ANYBODY, ApiKeys, Caller, require_operator
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class HttpApp:
         self._service = CallService("http", logger, config.tracer)
         self._metrics: ServerMetrics | None = None
         self._created_s = int(time.time())
-        profiling = [] if config.profiler is None else _profiling(config.profiler)
+        profiling = [] if config.profiler is None else self._profiling(config.profiler)
         self._dashboard = DashboardFeed()
         dashboard = [
             *(Route(path, _safely(self._page), methods=["GET"]) for path in page.FILES),
@@ -164,17 +164,18 @@ class HttpApp:
                 f"the head of a request must fit {config.max_header_bytes >> 10} KiB and {config.max_headers} fields",
                 CLOSE_HEADERS,
             )
+        scope[CALLER_KEY] = ANYBODY
         if config.keys is None or scope["raw_path"] in OPEN_PATHS:
             return
-        tenant = _tenant_of(config.keys, scope)
-        if tenant is None:
+        caller = _caller_of(config.keys, scope)
+        if caller is None:
             raise BadCallError(
                 401,
                 "invalid_api_key",
                 "no valid API key; send 'authorization: Bearer KEY'",
                 {"www-authenticate": "Bearer"},
             )
-        scope[TENANT_KEY] = tenant
+        scope[CALLER_KEY] = caller
 
     def _generate(self, kind: Kind) -> Callable[[Request], Awaitable[ASGIApp]]:
         async def generate(scope: Scope, receive: Receive, send: Send) -> None:
@@ -211,15 +212,15 @@ class HttpApp:
         return _json(await self._service.build(lambda: function(parts, body), slow=True))
 
     async def _decisions(self, request: Request) -> Response:
-        """The scheduler's decisions on a request, for the owner of its API key."""
-        given = request.path_params["request_id"]
+        """The scheduler's decisions on a request of the caller, or of anybody for operators."""
+        given, caller = request.path_params["request_id"], _caller(request)
         bare = given.removeprefix("chatcmpl-" if given.startswith("chatcmpl-") else "cmpl-")
         engine, found = self._service.engine(), None
         for request_id in (given, bare, f"{bare}-0"):  # the first of several prompts
-            found = found or await engine.decisions(request_id)
-        if found is None or found.tenant != request.scope.get(TENANT_KEY):
+            found = found or await engine.decisions(caller.engine_id(request_id))
+        if found is None:
             raise BadCallError(404, "request_not_found", f"no request {given[:140]!r} is remembered here")
-        return _json(found.as_json())
+        return _json(found.as_json() | {"request_id": caller.shown_id(found.request_id)})
 
     # --- the dashboard -----------------------------------------------------------------------------------------------
 
@@ -237,7 +238,7 @@ class HttpApp:
             await writer.body(b"")
             return
         try:
-            viewer = self._dashboard.join(scope.get(TENANT_KEY))
+            viewer = self._dashboard.join(scope[CALLER_KEY])
         except QueueFullError as error:
             await writer.fail(to_http_error(error, NO_ID))
             return
@@ -246,7 +247,7 @@ class HttpApp:
             watcher.on_disconnect(viewer.close)
             await writer.start(200, STREAM_HEADERS)
             async for event in viewer:
-                if keys is not None and _tenant_of(keys, scope) is None:
+                if keys is not None and _caller_of(keys, scope) != viewer.caller:
                     break
                 await writer.body(event, more=True)
             await writer.body(b"")
@@ -270,6 +271,7 @@ class HttpApp:
         return Response(self._document, media_type="application/json")
 
     async def _scrape(self, request: Request) -> Response:
+        require_operator(self._config.keys, _caller(request), totals=True)
         engine = self._service.attached
         if engine is None or self._metrics is None:
             return Response(b"", media_type="text/plain; version=0.0.4")
@@ -281,15 +283,37 @@ class HttpApp:
             raise EngineClosedError("the engine does not answer") from None
         return Response(data, headers={"content-type": content_type})
 
+    def _profiling(self, profiler: Profiler) -> list[Route]:
+        def check(request: Request) -> None:
+            require_operator(self._config.keys, _caller(request))
+
+        async def start(request: Request) -> Response:
+            check(request)
+            directory = await profiler.start()
+            return _json({"directory": str(directory), "ends_after_s": profiler.max_s})
+
+        async def stop(request: Request) -> Response:
+            check(request)
+            return _json({"directory": str(await profiler.stop())})
+
+        return [
+            Route("/start_profile", _safely(start), methods=["POST"]),
+            Route("/stop_profile", _safely(stop), methods=["POST"]),
+        ]
+
 
 def _http_method_of(scope: Scope) -> str | None:
     return scope["method"] if scope["method"] in HTTPMethod.__members__ else None
 
 
-def _tenant_of(keys: ApiKeys, scope: Scope) -> str | None:
+def _caller_of(keys: ApiKeys, scope: Scope) -> Caller | None:
     """The owner of the call's API key; None: it has no valid one."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
-    return keys.tenant_of(given[0]) if len(given) == 1 else None
+    return keys.caller_of(given[0]) if len(given) == 1 else None
+
+
+def _caller(request: Request) -> Caller:
+    return request.scope[CALLER_KEY]
 
 
 def _safely(
@@ -333,17 +357,3 @@ async def _on_routing_error(request: Request, error: Exception) -> Response:
     code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
     rejected = BadCallError(error.status_code, code, message, error.headers)
     return _error_response(to_http_error(rejected, NO_ID))
-
-
-def _profiling(profiler: Profiler) -> list[Route]:
-    async def start(request: Request) -> Response:
-        directory = await profiler.start()
-        return _json({"directory": str(directory), "ends_after_s": profiler.max_s})
-
-    async def stop(request: Request) -> Response:
-        return _json({"directory": str(await profiler.stop())})
-
-    return [
-        Route("/start_profile", _safely(start), methods=["POST"]),
-        Route("/stop_profile", _safely(stop), methods=["POST"]),
-    ]

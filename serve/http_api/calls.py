@@ -23,13 +23,13 @@ from serve.http_api.openai_request import CompletionCall, Kind
 from serve.http_api.openai_response import CompletionResponseBuilder
 from serve.observability.call_record import CallRecord
 from serve.observability.profiler import Profiler
-from serve.security.api_keys import ApiKeys
+from serve.security.api_keys import ApiKeys, Caller
 
 if TYPE_CHECKING:  # it needs the extra `otel`
     from serve.observability.tracing import Tracer
 
-TENANT_KEY = "aptjax.tenant"
-"""Key of a call's scope: the owner of its API key."""
+CALLER_KEY = "aptjax.caller"
+"""Key of a call's scope: a `serve.security.api_keys.Caller`."""
 CLOSE_HEADERS = {"connection": "close"}
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -173,7 +173,8 @@ class HttpCall:
         self._kind: Kind = kind
         self._config, self._service = config, service
         self._request, self._writer = Request(scope, receive), ResponseWriter(send)
-        self._tenant: str | None = scope.get(TENANT_KEY)
+        caller: Caller = scope[CALLER_KEY]
+        self._tenant = caller.tenant
         self.record = CallRecord(protocol="http", method=PATHS[kind], http_method="POST", tenant=self._tenant)
         self.record.set_trace_parent(self._request.headers)
         self._watcher: DisconnectWatcher | None = None

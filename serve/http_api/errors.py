@@ -16,7 +16,7 @@ from apt_jax.errors import (
     QueueFullError,
     UnknownRequestError,
 )
-from serve.errors import ProfilerStateError, RequestFailedError, UnknownModelError
+from serve.errors import OperatorKeyError, ProfilerStateError, RequestFailedError, UnknownModelError
 
 
 class BadCallError(Exception):
@@ -76,6 +76,8 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
             return _final(404, str(error), "invalid_request_error", "model_not_found", "model")
         case UnknownRequestError():
             return _final(404, str(error), "invalid_request_error", "request_not_found")
+        case OperatorKeyError():
+            return _final(403, str(error), "invalid_request_error", "operator_key_required")
         case ProfilerStateError():  # not 409, which clients try again
             return _final(400, str(error), "invalid_request_error", "profiler_state")
         case QueueFullError():

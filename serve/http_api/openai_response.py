@@ -217,7 +217,7 @@ def timings_payload(delta: OutputDelta) -> dict[str, Any]:
     metrics, request = delta.metrics, delta.request
     record = RequestRecord.from_metrics(metrics, ok=delta.finish_reason in ("stop", "length"))
     return {
-        "request_id": request.request_id,
+        "request_id": request.label,
         "timings": {
             "queue_ms": _since(metrics, metrics.first_scheduled_s),
             "ttft_ms": _ms(record.ttft_s),

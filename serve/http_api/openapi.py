@@ -34,6 +34,7 @@ _OPEN: Schema = {"type": "object"}
 _ERRORS: dict[int, tuple[str, str]] = {
     400: ("BadRequest", "The request can never be served as it stands; `param` is the field that is wrong."),
     401: ("Unauthorized", "No valid API key."),
+    403: ("Forbidden", "The call is for operators."),
     404: ("NotFound", "No such model, request or path."),
     405: ("MethodNotAllowed", "This path does not take this method."),
     408: ("Timeout", "The deadline has passed, or head or body came too slowly."),
@@ -45,7 +46,7 @@ _ERRORS: dict[int, tuple[str, str]] = {
     503: ("Unavailable", "Starting, draining, or the engine has ended."),
 }  # fmt: skip
 _LATER = (429, 503)
-_ALWAYS = (400, 405, 408, 431, 500)
+_ALWAYS = (400, 403, 405, 408, 431, 500)
 _OF_BODIES = (404, 413, 415)
 
 

@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from apt_jax.errors import ConfigError
 from serve.errors import CommandError
 from serve.launcher.supervisor import ProcessSpec
-from serve.security.api_keys import FLAG
+from serve.security.api_keys import FLAG, OPERATOR_FLAG
 from serve.server import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -173,6 +173,7 @@ def _check_gateway(args: argparse.Namespace) -> None:
         raise ConfigError("several replicas need the gateway smg: pip install 'apt-jax[gateway]'")
     for flag, value in (
         (FLAG, args.api_key_file),
+        (OPERATOR_FLAG, args.operator_key_file),
         ("--tls-cert", args.tls_cert),
         ("--tls-key", args.tls_key),
         ("--tls-client-ca", args.tls_client_ca),

@@ -242,7 +242,7 @@ def _of_slos(record: CallRecord) -> dict[str, AttributeValue | None]:
 def _of_request(index: int, request: EngineRequest, metrics: RequestMetrics) -> _Attributes:
     known: dict[str, AttributeValue | None] = {
         "aptjax.index": index,
-        "gen_ai.request.id": request.request_id,
+        "gen_ai.request.id": request.label,
         "gen_ai.usage.prompt_tokens": int(request.prompt_token_ids.size),
         "gen_ai.usage.completion_tokens": len(metrics.token_times_s),
         "aptjax.cache.kind": metrics.cache_kind,

@@ -1,90 +1,170 @@
-"""API key authentication, with one list of keys for every protocol.
+"""API key authentication, with one list of keys for every protocol, and what a key's owner may see and do.
 
-A protocol's server passes the `authorization` header to `ApiKeys.accepts`. Endpoints that need no key are listed there
-by exact name, so that new endpoints need one by default.
+A protocol's server passes the `authorization` header to `ApiKeys.caller_of`. Endpoints that need no key are listed
+there by exact name, so that new endpoints need one by default.
+
+The owner of a key is a tenant. Every lookup by id is by tenant and id (`Caller.engine_id`), and every id that is shown
+goes through `Caller.shown_id`, so that a tenant cannot reach the requests of another one. Operators see and reach all.
 """
 
 import hashlib
 import hmac
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from apt_jax.errors import ConfigError
+from apt_jax.request import engine_id, split_engine_id
+from serve.errors import OperatorKeyError
 
 FLAG = "--api-key-file"
+OPERATOR_FLAG = "--operator-key-file"
 
 _MIN_CHARS = 20
 _MAX_FILE_BYTES = 1 << 20
+
+
+class Caller(NamedTuple):
+    """The owner of a call's API key, and what it may see."""
+
+    tenant: str | None
+    """The owner of the call's API key; None: there are no keys."""
+    is_operator: bool
+
+    def engine_id(self, given: str) -> str:
+        """The engine's id of the request that the caller means. Operators name those of others as ``TENANT:ID``."""
+        return given if self.is_operator and ":" in given else engine_id(self.tenant, given)
+
+    def shown_id(self, request_id: str) -> str | None:
+        """Return what the caller sees of an engine's id, and may send back; None: nothing."""
+        tenant, label = split_engine_id(request_id)
+        if tenant == self.tenant:
+            return label
+        return request_id if self.is_operator else None
+
+
+ANYBODY = Caller(tenant=None, is_operator=True)
+"""The caller where there are no keys."""
 
 
 class ApiKeys:
     """The accepted keys.
 
     Args:
-        keys: at least one.
+        keys: of tenants.
+        operators: of operators, each of which is a tenant as well.
 
     Raises:
-        ConfigError: there is none, or one is short or holds what a header cannot.
+        ConfigError: there is none, one is short or holds what a header cannot, or one is in both lists.
     """
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        if not keys:
+    def __init__(self, keys: Sequence[str], operators: Sequence[str] = ()) -> None:
+        if not keys and not operators:
             raise ConfigError(f"there is no API key ({FLAG})")
-        for number, key in enumerate(keys, 1):
-            if len(key) < _MIN_CHARS or not key.isascii() or not key.isprintable() or " " in key:
-                raise ConfigError(
-                    f"API key {number} must be {_MIN_CHARS} or more printable ASCII characters without spaces ({FLAG})"
-                )
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._tenants, self._operators = _digests(keys, FLAG), _digests(operators, OPERATOR_FLAG)
+        if set(self._tenants) & set(self._operators):
+            raise ConfigError(f"a key of an operator is also one of a tenant ({OPERATOR_FLAG}, {FLAG})")
 
     @classmethod
-    def load(cls, path: str) -> "ApiKeys":
-        """Read a file of one key a line; empty lines and lines that begin with ``#`` are left out.
+    def load(cls, path: str | None, operator_path: str | None = None) -> "ApiKeys":
+        """Read files of one key a line; empty lines and lines that begin with ``#`` are left out.
+
+        Args:
+            path: keys of tenants; None: there are none.
+            operator_path: keys of operators; None: there are none.
 
         Raises:
-            ConfigError: it cannot be read, anybody on the machine could, or it holds no usable key.
+            ConfigError: a file cannot be read, anybody on the machine could, or it holds no usable key.
         """
-        try:
-            with Path(path).open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                text = file.read(_MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}) ({FLAG})") from None
-        if mode & (stat.S_IROTH | stat.S_IWOTH):
-            raise ConfigError(f"{path}: every user of this machine can read or write it; chmod 600 it ({FLAG})")
-        if len(text) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {_MAX_FILE_BYTES >> 20} MiB ({FLAG})")
-        lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines()]
-        keys = [line for line in lines if line and not line.startswith("#")]
-        try:
-            return cls(keys)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+        return cls(_read(path, FLAG), _read(operator_path, OPERATOR_FLAG))
+
+    @property
+    def has_operators(self) -> bool:
+        return bool(self._operators)
 
     def replace(self, other: "ApiKeys") -> None:
         """Accept the other's keys from now on."""
-        self._digests = other._digests
+        self._tenants, self._operators = other._tenants, other._operators
 
     def accepts(self, authorization: str | bytes | None) -> bool:
         """Return whether the header is ``Bearer`` and an accepted key, in a time that does not depend on the keys."""
-        return self.tenant_of(authorization) is not None
+        return self.caller_of(authorization) is not None
 
-    def tenant_of(self, authorization: str | bytes | None) -> str | None:
-        """The name of the key's owner, which reveals nothing of the key; None: the key is not accepted. As
-        `accepts`."""
+    def caller_of(self, authorization: str | bytes | None) -> Caller | None:
+        """The owner of the key, whose name reveals nothing of it; None: the key is not accepted. As `accepts`."""
         if authorization is None:
             return None
         raw = authorization.encode("utf-8", "replace") if isinstance(authorization, str) else authorization
         scheme, _, key = raw.partition(b" ")
         if scheme.lower() != b"bearer":
             return None
-        digest, found = _digest(key.strip()), False
-        for known in self._digests:
-            found |= hmac.compare_digest(digest, known)
-        return hashlib.sha256(b"tenant" + digest).hexdigest()[:12] if found else None
+        digest = _digest(key.strip())
+        is_tenant, is_operator = _is_among(digest, self._tenants), _is_among(digest, self._operators)
+        if not is_tenant and not is_operator:
+            return None
+        return Caller(hashlib.sha256(b"tenant" + digest).hexdigest()[:12], is_operator)
+
+
+def require_operator(keys: ApiKeys | None, caller: Caller, *, totals: bool = False) -> None:
+    """Check that a call may be made by this caller.
+
+    Args:
+        keys: None: there are none.
+        caller: who makes the call.
+        totals: it only shows sums over all tenants, which every key may see while there are no operators.
+
+    Raises:
+        OperatorKeyError: it is for operators.
+    """
+    if caller.is_operator or keys is None or (totals and not keys.has_operators):
+        return
+    if keys.has_operators:
+        raise OperatorKeyError(f"this is for operators: send a key of the server's {OPERATOR_FLAG}")
+    raise OperatorKeyError(f"this is for operators, and the server has none: start it with {OPERATOR_FLAG}")
+
+
+def _read(path: str | None, flag: str) -> list[str]:
+    """The keys of a file, of which there must be one."""
+    if path is None:
+        return []
+    try:
+        with Path(path).open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}) ({flag})") from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(f"{path}: every user of this machine can read or write it; chmod 600 it ({flag})")
+    if len(text) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: larger than {_MAX_FILE_BYTES >> 20} MiB ({flag})")
+    lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{path}: there is no API key ({flag})")
+    try:
+        _digests(keys, flag)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return keys
+
+
+def _digests(keys: Iterable[str], flag: str) -> list[bytes]:
+    for number, key in enumerate(keys, 1):
+        if len(key) < _MIN_CHARS or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"API key {number} must be {_MIN_CHARS} or more printable ASCII characters without spaces ({flag})"
+            )
+    return [_digest(key.encode()) for key in keys]
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _is_among(digest: bytes, known: Iterable[bytes]) -> bool:
+    found = False
+    for one in known:
+        found |= hmac.compare_digest(digest, one)
+    return found

@@ -20,11 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 import serve
 from apt_jax.frontend.async_engine import AsyncEngine
-from serve.dashboard.feed import MAX_VIEWERS, DashboardFeed
+from serve.dashboard.feed import DashboardFeed
 from serve.dashboard.page import FILES
 from serve.http_api.server import HttpConfig, HttpServer
 from serve.observability.prometheus import ServerMetrics
-from serve.security.api_keys import ApiKeys
+from serve.security.api_keys import ApiKeys, Caller
+from serve.watcher_slots import MAX_WATCHERS
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.http_serving import HttpServed, bearer
 from tests.support.http_serving import run as run_within
@@ -169,7 +170,7 @@ def test_the_batch_and_its_decisions():
 def test_viewers_of_one_key_get_the_same_bytes_and_a_slow_one_skips_snapshots():
     async def scenario(served):
         feed = feed_of(served, 0.01)
-        quick, same, slow = feed.join("a"), feed.join("a"), feed.join("a")
+        quick, same, slow = (feed.join(Caller("a", is_operator=False)) for _ in range(3))
         for viewer in (quick, same, slow):
             assert (await anext(viewer)).startswith(b"event: history\n")
         stale = await anext(slow)
@@ -210,7 +211,7 @@ def test_so_many_viewers_and_no_more():
     async def scenario(served):
         feed = feed_of(served)
         async with contextlib.AsyncExitStack() as stack:
-            views = [await stack.enter_async_context(viewing(served)) for _ in range(MAX_VIEWERS)]
+            views = [await stack.enter_async_context(viewing(served)) for _ in range(MAX_WATCHERS)]
             for view in views:
                 await view.snapshot()
             refused = await served.http.get(EVENTS)

@@ -27,7 +27,7 @@ from serve.http_api.server import HttpConfig
 from serve.observability import call_log as logs
 from serve.observability.profiler import FLAG as PROFILER_FLAG
 from serve.observability.profiler import Profiler
-from serve.security.api_keys import FLAG, ApiKeys
+from serve.security.api_keys import FLAG, OPERATOR_FLAG, ApiKeys
 from serve.security.tls import Tls
 from serve.server import (
     ENGINE_LOST,
@@ -60,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-http", action="store_true", help="disable HTTP, serve gRPC only")
     group.add_argument("--no-dashboard", action="store_true", help="disable the page at /dashboard")
     group.add_argument(FLAG, metavar="FILE", help="file of accepted API keys, one per line; /health needs none")
+    group.add_argument(
+        OPERATOR_FLAG,
+        metavar="FILE",
+        help="file of API keys of operators, who see and end requests of all keys, take profiles and read metrics",
+    )
     group.add_argument("--tls-cert", metavar="FILE", help="PEM certificate chain of both ports")
     group.add_argument("--tls-key", metavar="FILE", help="PEM private key of the certificate")
     group.add_argument(
@@ -236,7 +241,9 @@ def _tracer(endpoint: str | None) -> "Tracer | None":
 
 
 def _keys(args: argparse.Namespace) -> ApiKeys | None:
-    return None if args.api_key_file is None else ApiKeys.load(args.api_key_file)
+    if args.api_key_file is None and args.operator_key_file is None:
+        return None
+    return ApiKeys.load(args.api_key_file, args.operator_key_file)
 
 
 def _tls(args: argparse.Namespace) -> Tls | None:
@@ -253,7 +260,7 @@ def _reload(args: argparse.Namespace, keys: ApiKeys | None, tls: Tls | None) -> 
     """Read keys and certificate again; what cannot be used leaves the old ones in use."""
     try:
         if keys is not None:
-            keys.replace(ApiKeys.load(args.api_key_file))
+            keys.replace(ApiKeys.load(args.api_key_file, args.operator_key_file))
         if tls is not None:
             tls.reload()
     except ConfigError as error:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -23,6 +24,8 @@ from apt_jax.version import __version__
 from serve import cli
 from serve.cli.commands import serve as serve_command
 from serve.cli.commands.chat import Transcript
+from serve.cli.flags import Parser
+from serve.cli.main import _COMMANDS
 from serve.cli.output import write_json
 from serve.client import AptClient
 from serve.errors import CommandError
@@ -175,6 +178,35 @@ def test_O1_an_address_that_others_reach_is_refused_or_warned_of_at_each_start(c
             check(*flags)
         assert f"{flags[1]} can be reached from other machines, by everybody" in check(*flags, "--insecure-open")
     assert check("--host", "127.0.0.1", "--insecure-open") == ""
+
+
+@pytest.mark.parametrize("command", sorted(_COMMANDS))
+def test_O5_no_flag_takes_a_key(command):
+    """Every user of the machine can read argv."""
+    parser = Parser()
+    importlib.import_module(_COMMANDS[command][0]).add_arguments(parser)
+    flags = {flag: action for action in parser._actions for flag in action.option_strings}
+    secret = {flag for flag in flags if re.search("key|secret|password|credential|auth", flag)}
+    assert all(flags[flag].metavar == "FILE" for flag in secret), secret
+    assert command != "serve" or {"--api-key-file", "--operator-key-file", "--join-key-file"} <= secret
+    value = "sk-0123456789abcdefghij"
+    for argv in (("--api-key", value), (f"--api-key={value}",), ("--key", value), (f"--operator-key={value}",)):
+        code, out, err = run(command, *argv)
+        assert code == 2
+        assert value not in out + err
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        (("--max-num-batched-tokens", "3", "--max-num-seqs", "5"), ("=3 ", "=5 ")),
+    ],
+)
+def test_O3_limits_that_contradict_each_other_are_one_line_with_both(argv, values):
+    code, _, err = run("serve", *argv)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert all(value in err for value in values)
 
 
 def test_an_unknown_model_fails_with_one_line():

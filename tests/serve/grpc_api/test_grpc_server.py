@@ -803,8 +803,8 @@ def test_watchers_see_every_decision(serve_toy):
 
 
 def test_C5_a_watcher_that_does_not_read_loses_the_oldest_and_holds_nothing_up(serve_toy, monkeypatch):
-    def large(batch, served_since_s):  # so that the transport is soon full
-        message = watch_response(batch, served_since_s)
+    def large(*args):  # so that the transport is soon full
+        message = watch_response(*args)
         message.iterations[0].deferred.append("x" * 500_000)
         return message
 

@@ -1,5 +1,6 @@
 """API keys and TLS, over both protocols."""
 
+import argparse
 import asyncio
 import os
 import ssl
@@ -15,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from apt_jax.errors import ConfigError
 from serve import cli
+from serve.cli.commands.serve import _reload
 from serve.client import AsyncAptClient
 from serve.http_api.app import OPEN_PATHS
 from serve.security.api_keys import ApiKeys
@@ -30,7 +32,7 @@ Code = grpc.StatusCode
 # --- keys ----------------------------------------------------------------------------------------------------------
 
 
-def test_P16_every_endpoint_but_health_wants_a_key():
+def test_P16_O6_every_endpoint_but_health_wants_a_key():
     keys = ApiKeys([KEY, OTHER])
 
     async def scenario(served):
@@ -271,19 +273,48 @@ def test_a_file_of_keys(tmp_path):
     ],
 )
 def test_O4_O9_files_of_keys_that_are_refused(tmp_path, text, mode, says):
-    path = key_file(tmp_path / "keys", text, mode)
-    with pytest.raises(ConfigError, match=says) as caught:
-        ApiKeys.load(path)
-    message = str(caught.value)
-    assert message.startswith(path)
-    assert "--api-key-file" in message
-    assert "\n" not in message
-    assert KEY not in message
+    path, good = key_file(tmp_path / "keys", text, mode), key_file(tmp_path / "good", OTHER)
+    for paths, flag in (((path,), "--api-key-file"), ((good, path), "--operator-key-file")):
+        with pytest.raises(ConfigError, match=says) as caught:
+            ApiKeys.load(*paths)
+        message = str(caught.value)
+        assert message.startswith(path)
+        assert flag in message
+        assert "\n" not in message
+        assert KEY not in message
 
 
 def test_O4_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read.*--api-key-file"):
         ApiKeys.load(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"cannot be read.*--operator-key-file"):
+        ApiKeys.load(None, str(tmp_path / "none"))
+
+
+def test_files_of_keys_of_operators(tmp_path):
+    tenants, operators = key_file(tmp_path / "keys", KEY), key_file(tmp_path / "operators", f"# us\n{OTHER}\n")
+    both, alone = ApiKeys.load(tenants, operators), ApiKeys.load(None, operators)
+    for keys, key, is_operator in ((both, KEY, False), (both, OTHER, True), (alone, OTHER, True)):
+        caller = keys.caller_of(f"Bearer {key}")
+        assert caller is not None
+        assert caller.is_operator is is_operator
+    assert not alone.accepts(f"Bearer {KEY}")
+    with pytest.raises(ConfigError, match="a key of an operator is also one of a tenant"):
+        ApiKeys.load(operators, operators)
+
+
+def test_keys_of_operators_are_read_again_too(tmp_path, caplog):
+    file = Path(key_file(tmp_path / "operators", KEY))
+    args = argparse.Namespace(api_key_file=None, operator_key_file=str(file))
+    keys = ApiKeys.load(None, str(file))
+    file.write_text(OTHER)
+    _reload(args, keys, None)
+    assert keys.accepts(f"Bearer {OTHER}")
+    assert not keys.accepts(f"Bearer {KEY}")
+    file.chmod(0o644)
+    _reload(args, keys, None)
+    assert keys.accepts(f"Bearer {OTHER}")
+    assert "chmod 600" in caplog.text
 
 
 # --- TLS -----------------------------------------------------------------------------------------------------------

@@ -95,14 +95,15 @@ def test_json_has_the_fields_of_a_call_over_both_protocols():
 
     text = run(scenario, app={"keys": keys}, grpc={"keys": keys})
     http, rpc, no_key, no_key_rpc = calls(text)
-    tenant = keys.tenant_of(f"Bearer {KEY}")
+    caller = keys.caller_of(f"Bearer {KEY}")
+    assert caller is not None
     for found, name, protocol, method in (
         (http, "mine.1", "http", "/v1/completions"),
         (rpc, "mine.2", "grpc", "vllm.grpc.engine.VllmEngine/Generate"),
     ):
         assert found["request_id"].endswith(name)
         assert (found["door"], found["method"]) == (protocol, method)
-        assert found["tenant"] == tenant
+        assert found["tenant"] == caller.tenant
         assert found["reason"] == "length"
         assert found["level"] == "INFO"
         assert found["prompt_tokens"] == len(CANARY) + 1

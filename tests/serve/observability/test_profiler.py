@@ -179,7 +179,7 @@ def test_O6_without_the_flag_there_is_nothing_of_it():
     run(scenario, None)
 
 
-def test_it_wants_a_key_where_keys_are_configured(tmp_path):
+def test_O6_it_wants_a_key_of_an_operator_where_keys_are_configured(tmp_path):
     profiler = Profiler(tmp_path)
 
     async def scenario(served):
@@ -193,7 +193,7 @@ def test_it_wants_a_key_where_keys_are_configured(tmp_path):
         assert response.status_code == 200
         assert (await rpc(served, "StopProfile", BEARER)).success
 
-    run(scenario, profiler, ApiKeys([KEY]))
+    run(scenario, profiler, ApiKeys([], [KEY]))
 
 
 def test_a_directory_that_cannot_be_made_is_refused_at_the_start(tmp_path):
