@@ -2,7 +2,7 @@
 
 1. `CallService.engine` rejects the call while the server starts or drains.
 2. The `Transport` reads the request and builds the engine's requests, in a thread if that may take long
-   (`CallService.build`).
+   (`serve.preprocessing`).
 3. `run_generate` submits them to the engine, which alone decides what runs.
 4. The transport writes the output until every request has finished. A client that disconnects cancels them at once,
    whether it streams or not.
@@ -10,11 +10,10 @@
 """
 
 import asyncio
-import concurrent.futures
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.components import EngineComponents
@@ -24,17 +23,13 @@ from apt_jax.request import EngineRequest
 from serve.errors import RequestFailedError, UnknownModelError
 from serve.observability.call_log import CallLog
 from serve.observability.call_record import CallRecord
+from serve.preprocessing import Preprocessing
 
 if TYPE_CHECKING:  # it needs the extra `otel`
     from serve.observability.tracing import Tracer
 
 LONG_PROMPT_CHARS = 4096
 """Longer prompts are tokenized in a thread, so that the event loop stays responsive."""
-_BUILD_THREADS = 4
-_GRAMMAR_THREADS = 4
-"""Threads of their own for requests with structured outputs: compiling a new grammar may take seconds."""
-
-T = TypeVar("T")
 
 
 class EngineCall(NamedTuple):
@@ -88,12 +83,14 @@ class CallService:
     """The engine behind one protocol's endpoints, and what their calls share; one event loop.
 
     Args:
-        name: of the protocol, for threads.
         logger: of the protocol.
         tracer: None: no traces.
+        work: shared with other protocols; None: its own.
     """
 
-    def __init__(self, name: str, logger: logging.Logger, tracer: "Tracer | None") -> None:
+    def __init__(self, logger: logging.Logger, tracer: "Tracer | None", work: Preprocessing | None = None) -> None:
+        self.work = Preprocessing() if work is None else work
+        """Threads and budgets for what comes before the engine."""
         self.log = CallLog(logger)
         """A line for each call that has ended."""
         self.num_open = 0
@@ -103,11 +100,11 @@ class CallService:
         self._tracer = tracer
         self._draining = False
         self._serving_since_s = 0.0
-        self._build_pool = _pool(_BUILD_THREADS, f"apt-jax-{name}")
-        self._grammar_pool = _pool(_GRAMMAR_THREADS, f"apt-jax-{name}-grammars")
 
     def attach_engine(self, engine: AsyncEngine) -> None:
         """Serve with this warm engine from now on."""
+        if engine.parts.tokenizer is not None:
+            engine.parts.tokenizer.use_child_for_long_texts()
         self.attached, self._serving_since_s = engine, time.monotonic()
 
     def drain(self) -> None:
@@ -115,8 +112,7 @@ class CallService:
         self._draining = True
 
     def close(self) -> None:
-        for pool in (self._build_pool, self._grammar_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.work.close()
         self.log.close()
 
     @property
@@ -140,18 +136,6 @@ class CallService:
         if self.attached is None:
             raise EngineClosedError("the server is starting: the model is not ready yet")
         return self.attached
-
-    async def build(self, function: Callable[[], T], *, slow: bool, compiles: bool = False) -> T:
-        """Call `function` here if it is fast, else in a thread.
-
-        Args:
-            slow: it tokenizes or parses much, or waits for another process.
-            compiles: it compiles a grammar.
-        """
-        if not slow and not compiles:
-            return function()
-        pool = self._grammar_pool if compiles else self._build_pool
-        return await asyncio.get_running_loop().run_in_executor(pool, function)
 
     def end(self, record: CallRecord, engine: AsyncEngine | None, group: RequestStreamGroup | None) -> None:
         """Log and trace a call that has ended."""
@@ -214,7 +198,3 @@ def _client_text(error: str | None) -> str:
     if error is not None and error.startswith(("numeric:", "grammar:")):
         return error
     return "the request failed"
-
-
-def _pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=name)

@@ -14,11 +14,11 @@ from apt_jax.frontend.outputs import OutputAssembler
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest
 from apt_jax.sched import CacheKindSpec, Policy, StepCosts, make_policy
-from apt_jax.structured.compiler import GrammarCompiler, MaskFiller
-from apt_jax.text.chat import ChatTemplate, Message, Tool
+from apt_jax.structured.compiler import GrammarCompiler, MaskFiller, PendingGrammars
+from apt_jax.text.chat import ChatTemplate, Message, Tool, text_of
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.utils.clock import Clock, WallClock
-from apt_jax.validation import RequestLimits, build_requests
+from apt_jax.validation import GrammarSource, RequestLimits, build_requests, check_text_length
 
 if TYPE_CHECKING:
     from apt_jax.sched.costs.fit import CostModel
@@ -73,18 +73,26 @@ class EngineComponents:
         """Model name in requests."""
         return self.config.served_model_name or self.config.model
 
+    @property
+    def pending_grammars(self) -> GrammarSource | None:
+        """As `grammars`, for event loops: grammars that need time are returned as `PendingGrammar`, to be compiled
+        before the request is submitted."""
+        return None if self.grammars is None else PendingGrammars(self.grammars)
+
     def chat_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
         """Encode a conversation as token ids. Waits for another process: call it outside of event loops.
 
         Raises:
-            InvalidRequestError: malformed messages or tools, the model has no chat template, or one without tools.
+            InvalidRequestError: malformed messages or tools, more text than the model can take, the model has no chat
+            template, or one without tools.
         """
         if self.chat_template is None or self.tokenizer is None:
             raise InvalidRequestError(
                 "messages", f"model {self.model_name!r:.80} has no chat template (--chat-template)"
             )
+        check_text_length(self.limits, self.tokenizer, text_of(messages), "messages")
         return self.chat_template.encode(
             self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt
         )

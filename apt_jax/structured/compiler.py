@@ -7,6 +7,7 @@ grammar arrives like this:
 2. `GrammarCompiler` looks it up in its cache. If it is new, a child process (`apt_jax.structured.compile_worker`)
    compiles it first, with two seconds and a bound on memory, and begins a few outputs: nothing less than a process can
    be stopped, and some grammars crash the compiler. What is wrong with it becomes one line for the user.
+   What takes too much time or memory is remembered for a minute.
 3. Only then this process compiles it, in a thread with a larger stack than the child's, under the same limits.
 4. Each request starts with a copy (microseconds). The engine tells the copy every token and asks it for a mask before
    the next one is sampled.
@@ -22,6 +23,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -49,6 +51,8 @@ COMPILE_LIMIT_S = 2.0
 """Time limit of the trial of one grammar."""
 CHILD_MEMORY_BYTES = 512 << 20
 """Memory that a trial may take beyond the tokenizer."""
+KEEP_LOST_S = 60.0
+"""A grammar over which the trial was ended is rejected for so long without another trial."""
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 128 << 20
 DEFAULT_WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,2}"
@@ -206,9 +210,14 @@ class _Source:
             return None
         return _root(self.vocabulary, self._text)
 
+    @property
+    def is_worn(self) -> bool:
+        """The lexer has been used for long, or is full."""
+        return self.num_masks > _WORN_MASKS or self.is_full
+
     def renew_if_worn(self) -> None:
-        """Compile the grammar again where its lexer has been used for long, or is full; not for the engine's thread."""
-        if self.num_masks > _WORN_MASKS or self.is_full:
+        """Compile the grammar again where its lexer is worn; not for the engine's thread."""
+        if self.is_worn:
             self.num_masks, self.is_full = 0, False
             root = _root(self.vocabulary, self._text)
             with self._lock:
@@ -321,6 +330,8 @@ class _Entry:
     error: str | None
     source: _Source | None
     num_bytes: int
+    until_s: float = math.inf
+    """On the monotonic clock; afterwards it is tried again."""
 
 
 class LLGrammar:
@@ -333,6 +344,33 @@ class LLGrammar:
         return LLConstraint(self._source, self._ends_at_eos)
 
 
+class PendingGrammar:
+    """A `Grammar` that has to be compiled first; see `GrammarCompiler.begin`.
+
+    Attributes:
+        was_tried: it has been compiled before, and is only compiled again for its memory: no trial is needed.
+    """
+
+    def __init__(
+        self, compiler: "GrammarCompiler", field: str, text: str, key: bytes, ends_at_eos: bool, was_tried: bool
+    ) -> None:
+        self.was_tried = was_tried
+        self._compiler, self._field, self._text, self._key = compiler, field, text, key
+        self._ends_at_eos = ends_at_eos
+
+    def start(self) -> TokenConstraint:
+        """Not before it is compiled."""
+        raise RuntimeError("a constraint was not compiled before its request was submitted")
+
+    def known(self) -> LLGrammar | None:
+        """The compiled grammar if it needs no more work by now; quick. Raises InvalidRequestError as `compile`."""
+        return self._compiler._known(self._field, self._key, self._ends_at_eos)
+
+    def compile(self) -> LLGrammar:
+        """Compile it: it may take seconds. Raises what `GrammarCompiler.compile` raises."""
+        return self._compiler._compile(self._field, self._text, self._key, self._ends_at_eos)
+
+
 class GrammarCompiler:
     """Compiles what users ask for; from any thread, one new grammar at a time.
 
@@ -342,6 +380,7 @@ class GrammarCompiler:
         num_tokens: ids that the tokenizer has, [0, num_tokens).
         eos_token_ids: end an output.
         limit_s: for the trial of one grammar.
+        keep_lost_s: time for which a grammar is rejected without another trial, if its trial had to be ended.
         max_entries, max_bytes: of the cache.
     """
 
@@ -353,6 +392,7 @@ class GrammarCompiler:
         num_tokens: int,
         eos_token_ids: Sequence[int],
         limit_s: float = COMPILE_LIMIT_S,
+        keep_lost_s: float = KEEP_LOST_S,
         max_entries: int = MAX_CACHED,
         max_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
@@ -363,7 +403,8 @@ class GrammarCompiler:
         self._our_eos = tuple(t for t in eos_token_ids if t < vocab_size)
         # llguidance wants one that the tokenizer has; without any, a text token serves and can then not be sampled.
         self._their_eos = tuple(t for t in self._our_eos if t < num_tokens) or (num_tokens - 1,)
-        self._limit_s, self._max_entries, self._max_bytes = limit_s, max_entries, max_bytes
+        self._limit_s, self._keep_lost_s = limit_s, keep_lost_s
+        self._max_entries, self._max_bytes = max_entries, max_bytes
         self._vocabulary: _Vocabulary | None = None
         self._worker: _Worker | None = None
         self._busy = threading.Lock()
@@ -382,6 +423,11 @@ class GrammarCompiler:
             InvalidRequestError: it cannot be used; the field names the constraint.
             QueueFullError: too many grammars are being tried.
         """
+        grammar = self.begin(wanted, ends_at_eos=ends_at_eos)
+        return grammar.compile() if isinstance(grammar, PendingGrammar) else grammar
+
+    def begin(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool = True) -> LLGrammar | PendingGrammar:
+        """As `compile`, but quick: what is not in the cache is returned to be compiled where nobody else waits."""
         field = f"{FIELD}.{field_of(wanted)}"
         try:
             text = grammar_text(wanted)
@@ -393,6 +439,18 @@ class GrammarCompiler:
         except ValueError as error:
             raise InvalidRequestError(field, _line(str(error))) from None
         key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+        known = self._known(field, key, ends_at_eos)
+        if known is not None:
+            return known
+        return PendingGrammar(self, field, text, key, ends_at_eos, was_tried=self._find(key) is not None)
+
+    def _known(self, field: str, key: bytes, ends_at_eos: bool) -> LLGrammar | None:
+        entry = self._find(key)
+        if entry is None or (entry.source is not None and entry.source.is_worn):
+            return None
+        return self._grammar(field, entry, ends_at_eos)
+
+    def _compile(self, field: str, text: str, key: bytes, ends_at_eos: bool) -> LLGrammar:
         entry = self._find(key)
         if entry is None:
             if not self._busy.acquire(timeout=_WAIT_LIMIT_S):
@@ -401,11 +459,14 @@ class GrammarCompiler:
                 entry = self._find(key) or self._store(key, self._try(text))
             finally:
                 self._busy.release()
-        source = entry.source
-        if source is None:
+        if entry.source is not None:
+            entry.source.renew_if_worn()
+        return self._grammar(field, entry, ends_at_eos)
+
+    def _grammar(self, field: str, entry: _Entry, ends_at_eos: bool) -> LLGrammar:
+        if entry.source is None:
             raise InvalidRequestError(field, entry.error or "unusable")
-        source.renew_if_worn()
-        return LLGrammar(source, ends_at_eos)
+        return LLGrammar(entry.source, ends_at_eos)
 
     @property
     def num_cached(self) -> int:
@@ -421,8 +482,13 @@ class GrammarCompiler:
     def _find(self, key: bytes) -> _Entry | None:
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None:
-                self._entries.move_to_end(key)
+            if entry is None:
+                return None
+            if time.monotonic() > entry.until_s:
+                del self._entries[key]
+                self.cached_bytes -= entry.num_bytes
+                return None
+            self._entries.move_to_end(key)
             return entry
 
     def _store(self, key: bytes, entry: _Entry) -> _Entry:
@@ -456,8 +522,9 @@ class GrammarCompiler:
         except _WorkerLostError as lost:
             self._worker.kill()
             self._worker = None
-            # Not kept: a busy machine is no property of the grammar.
-            return _Entry(error=str(lost), source=None, num_bytes=self._max_bytes + 1)
+            # Not for ever: a busy machine is no property of the grammar.
+            until_s = time.monotonic() + (self._keep_lost_s if lost.keep else 0.0)
+            return _Entry(error=str(lost), source=None, num_bytes=1024, until_s=until_s)
         num_bytes = max(num_bytes, 8 * len(text), _LEAST_ENTRY_BYTES)
         if error is not None:
             line = _line(error)
@@ -478,6 +545,21 @@ class GrammarCompiler:
             raise InvalidRequestError(FIELD, "this model's tokenizer cannot be used for it") from None
         self._vocabulary = _Vocabulary(tokenizer=tokenizer, their_eos=self._their_eos, our_eos=self._our_eos)
         return self._vocabulary
+
+
+class PendingGrammars:
+    """A `apt_jax.validation.limits.GrammarSource` that never waits.
+
+    Args:
+        compiler: makes the grammars.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+
+    def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool) -> LLGrammar | PendingGrammar:
+        """See `GrammarCompiler.begin`."""
+        return self._compiler.begin(wanted, ends_at_eos=ends_at_eos)
 
 
 def _root(vocabulary: _Vocabulary, text: str) -> Any:
@@ -529,7 +611,16 @@ def _line(message: str) -> str:
 
 
 class _WorkerLostError(Exception):
-    """The child was killed or has died; the text is for users."""
+    """The child was killed or has died; the text is for users.
+
+    Args:
+        message: for users.
+        keep: it says something about the grammar.
+    """
+
+    def __init__(self, message: str, *, keep: bool = True) -> None:
+        super().__init__(message)
+        self.keep = keep
 
 
 class _Worker:
@@ -558,7 +649,7 @@ class _Worker:
                 f"compiling it takes more than {limit_s:g} s; make it smaller, with fewer alternatives and smaller counts"
             ) from None
         except ChildGoneError:
-            raise _WorkerLostError("it could not be tried; send it again") from None
+            raise _WorkerLostError("it could not be tried; send it again", keep=False) from None
         except ChildDiedError:
             raise _WorkerLostError("compiling it takes too much memory or nests too deeply; make it smaller") from None
         return answer["error"], answer["bytes"]

@@ -323,6 +323,17 @@ def _checked_calls(field: str, calls: Any) -> list[dict[str, Any]]:
     return checked
 
 
+def text_of(messages: Any) -> str:
+    """The contents of messages, of which nothing is known yet, one after another; other contents are left out."""
+    texts: list[str] = []
+    for message in messages if isinstance(messages, Sequence) and not isinstance(messages, str) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list | tuple) else [{"text": content}]
+        given = (part.get("text") for part in parts if isinstance(part, Mapping))
+        texts += [text for text in given if isinstance(text, str)]
+    return "".join(texts)
+
+
 def _checked(messages: Any) -> list[dict[str, Any]]:
     """Plain messages of role, text and tool calls, nothing else that a template could take for its own."""
 
@@ -444,4 +455,4 @@ def _read(path: Path) -> str:
         raise ModelLoadError(f"{path}: damaged, not UTF-8") from None
 
 
-__all__ = ["ChatTemplate", "Message", "Tool", "load_chat_template"]
+__all__ = ["ChatTemplate", "Message", "Tool", "load_chat_template", "text_of"]

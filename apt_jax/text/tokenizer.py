@@ -25,9 +25,13 @@ import tokenizers.pre_tokenizers
 import tokenizers.processors
 
 from apt_jax.errors import ModelLoadError, one_line
+from apt_jax.text.long_texts import LONG_CHARS, LongTextTokenizer
 
 _logger = logging.getLogger(__name__)
 _MAX_FILE_BYTES = 256 << 20
+_QUICK_CHARS = 1024
+_QUICK_TOKENS = 1024
+"""More is encoded and decoded as a batch of one: only then the library lets other threads of Python run."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -84,6 +88,12 @@ class Tokenizer:
             and not any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
         )
         self._pieces: dict[int, bytes] = {}
+        self._child: LongTextTokenizer | None = None
+
+    def use_child_for_long_texts(self) -> None:
+        """Tokenize long texts in a child process from now on, for servers; see `apt_jax.text.long_texts`."""
+        if self._child is None:
+            self._child = LongTextTokenizer(self._backend.to_str())
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -91,8 +101,13 @@ class Tokenizer:
         return self._backend
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (OPT: `</s>` first)."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (OPT: `</s>` first).
+
+        Raises InvalidRequestError where a long text takes too much time or memory (`use_child_for_long_texts`).
+        """
+        if self._child is not None and len(text) > LONG_CHARS:
+            return self._child.encode(text, add_special_tokens=add_special_tokens)
+        return _encode(self._backend, text, add_special_tokens)
 
     @functools.cached_property
     def _special_tokens(self) -> dict[str, tokenizers.AddedToken]:
@@ -137,9 +152,13 @@ class Tokenizer:
             text: of a source that is trusted to name special tokens.
             plain: marks in the text, and the text that each stands for, which is encoded without special tokens. A
                 special token ends the text before it, so that the parts between them can be encoded one by one.
+
+        Raises InvalidRequestError as `encode`.
         """
+        if self._child is not None and len(text) > LONG_CHARS:
+            return self._child.encode_template(text, plain)
         if not plain:
-            return self._trusting.encode(text, add_special_tokens=False).ids
+            return _encode(self._trusting, text, False)
         pattern = self.special_pattern
         assert pattern is not None
         ids: list[int] = []
@@ -149,7 +168,7 @@ class Tokenizer:
         def add(part: str) -> None:
             backend = self._continuing if ids else self._backend
             whole = marks.sub(lambda mark: plain[mark[0]], part)
-            ids.extend(backend.encode(whole, add_special_tokens=False).ids if whole else [])
+            ids.extend(_encode(backend, whole, False) if whole else [])
 
         for match in pattern.finditer(text):
             token, start, stop = self._special_tokens[match[0]], match.start(), match.end()
@@ -172,6 +191,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids without a token are left out, bytes that are not UTF-8 become U+FFFD."""
+        if len(token_ids) > _QUICK_TOKENS:
+            return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str | None:
@@ -187,6 +208,12 @@ class Tokenizer:
             token = self._backend.id_to_token(token_id)
             piece = self._pieces[token_id] = b"" if token is None else _token_bytes(token)
         return piece
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    if len(text) > _QUICK_CHARS:
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> Tokenizer:

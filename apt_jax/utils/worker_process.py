@@ -1,6 +1,8 @@
-"""A child process that is asked one JSON line at a time: for work on other people's programs, which may never end.
+"""A child process that is asked one JSON line at a time: for work on other people's programs and texts, which may never
+end.
 
-The child is a file run by itself, which bounds its own memory and imports little. No pickle: JSON over pipes.
+The child is a file run by itself, which bounds its own memory and imports little. No pickle: JSON over pipes, and bytes
+after an answer that has `payload_bytes`.
 """
 
 import contextlib
@@ -66,7 +68,7 @@ class ChildProcess:
         self._finalizer()
 
     def ask(self, question: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """The answer to one question.
+        """The answer to one question; bytes that follow it are its `payload`.
 
         Raises:
             ChildTimeoutError: none after `limit_s` seconds of wall time.
@@ -83,13 +85,20 @@ class ChildProcess:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        until, parts = time.monotonic() + limit_s, list[bytes]()
-        left = memoryview(json.dumps(question).encode() + b"\n")
+        until, data = time.monotonic() + limit_s, bytearray()
+        left = memoryview(json.dumps(question, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
         with selectors.DefaultSelector() as selector:
 
             def wait() -> None:
                 if not selector.select(max(0.0, until - time.monotonic())):
                     raise ChildTimeoutError
+
+            def read() -> None:
+                wait()
+                piece = os.read(stdout.fileno(), 1 << 20)
+                if not piece:
+                    raise ChildDiedError
+                data.extend(piece)
 
             try:  # a pipe takes no more than the child has read
                 selector.register(stdin, selectors.EVENT_WRITE)
@@ -100,15 +109,19 @@ class ChildProcess:
             except (OSError, ValueError):  # ValueError: closed
                 raise ChildGoneError from None
             selector.register(stdout, selectors.EVENT_READ)
-            while not parts or not parts[-1].endswith(b"\n"):
-                wait()
-                parts.append(os.read(stdout.fileno(), 1 << 20))
-                if not parts[-1]:
-                    raise ChildDiedError
-        try:
-            return json.loads(b"".join(parts))
-        except ValueError:
-            raise ChildDiedError from None
+            while (end := data.find(b"\n", max(0, len(data) - (1 << 20)))) < 0:
+                read()
+            try:
+                answer = json.loads(bytes(data[:end]))
+                num_bytes = answer.get("payload_bytes", 0)
+            except (ValueError, AttributeError):
+                raise ChildDiedError from None
+            del data[: end + 1]
+            if num_bytes:
+                while len(data) < num_bytes:
+                    read()
+                answer["payload"] = bytes(data)
+        return answer
 
 
 __all__ = ["ChildDiedError", "ChildGoneError", "ChildProcess", "ChildTimeoutError"]

@@ -35,6 +35,7 @@ from apt_jax.validation.limits import (
     request_fields_table,
     unsupported,
 )
+from apt_jax.validation.prompt import check_text_length
 from apt_jax.validation.request import (
     build_request,
     build_requests,
@@ -90,6 +91,7 @@ __all__ = [
     "check_mapping",
     "check_sequences",
     "check_text",
+    "check_text_length",
     "check_token_ids",
     "check_watch_capacity",
     "request_fields_table",

@@ -11,6 +11,9 @@ from apt_jax.request import SamplingParams
 from apt_jax.validation.limits import TOO_LONG, Encoder, RequestLimits
 from apt_jax.validation.values import check_text, check_token_id
 
+MAX_CHARS_PER_TOKEN = 256
+"""Longer than the longest token of any vocabulary, which are runs of spaces."""
+
 
 def checked_prompt(
     limits: RequestLimits, tokenizer: Encoder | None, prompt: object, prompt_token_ids: object
@@ -32,19 +35,35 @@ def checked_prompt(
             "prompt",
             "this model has no tokenizer; send token ids, or start with one (--tokenizer DIR)",
         )
-    least = tokenizer.min_tokens(text)
-    if least >= limits.max_model_len:
-        raise InvalidRequestError(
-            "prompt",
-            f"{len(text)} characters are at least {least} tokens, no less than max_model_len={limits.max_model_len}; shorten it",
-            code=TOO_LONG,
-        )
+    check_text_length(limits, tokenizer, text)
     ids = tokenizer.encode(text)
     if not ids:
         raise InvalidRequestError("prompt", "the text holds no token; give at least one")
     if max(ids) >= limits.vocab_size:
         raise InvalidRequestError("prompt", "the text holds a token outside the model's vocabulary")
     return _frozen(np.array(ids, np.int32))
+
+
+def check_text_length(limits: RequestLimits, tokenizer: Encoder, text: str, field: str = "prompt") -> None:
+    """Raise InvalidRequestError where a text is too long for the model, before it is tokenized.
+
+    Some tokenizers drop text (spaces, say), so that no length gives a number of tokens. Their texts may have
+    `MAX_CHARS_PER_TOKEN` characters for each token that the model takes, which is more than words ever have.
+    """
+    least = tokenizer.min_tokens(text)
+    if least >= limits.max_model_len:
+        raise InvalidRequestError(
+            field,
+            f"{len(text)} characters are at least {least} tokens, no less than max_model_len={limits.max_model_len}; shorten it",
+            code=TOO_LONG,
+        )
+    most = MAX_CHARS_PER_TOKEN * limits.max_model_len
+    if len(text) > most:
+        raise InvalidRequestError(
+            field,
+            f"{len(text)} characters, at most {most} are tokenized with max_model_len={limits.max_model_len}; shorten it",
+            code=TOO_LONG,
+        )
 
 
 def _prompt_from_ids(limits: RequestLimits, value: object) -> NDArray[np.int32]:

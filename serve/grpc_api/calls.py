@@ -30,6 +30,7 @@ from serve.grpc_api.errors import Status, to_grpc_status
 from serve.grpc_api.key_interceptor import caller_of
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import CallRecord
+from serve.preprocessing import Owner, Preprocessing
 from serve.security.api_keys import ANYBODY, ApiKeys, Caller, require_operator
 
 if TYPE_CHECKING:  # it needs the extra `otel`
@@ -102,6 +103,7 @@ class GrpcCalls:
         write_stall_s: a client that has not read for this long loses its requests.
         keys: tell the tenant of a call; None: there are no tenants.
         tracer: None: no traces.
+        work: shared with other servers; None: its own.
     """
 
     def __init__(
@@ -109,8 +111,9 @@ class GrpcCalls:
         write_stall_s: float,
         keys: ApiKeys | None = None,
         tracer: "Tracer | None" = None,
+        work: Preprocessing | None = None,
     ) -> None:
-        self.service = CallService("grpc", logger, tracer)
+        self.service = CallService(logger, tracer, work)
         self.write_stall_s = write_stall_s
         self.last_arrival_s: float | None = None
         """Arrival of the last Generate call, seconds since the epoch."""
@@ -257,15 +260,25 @@ class _GrpcCall:
         return now_s + min(known)
 
     async def _build(self, parts: EngineComponents) -> tuple[EngineRequest, ...]:
+        work, owner = self._calls.service.work, self._owner()
         fields = self._codec.fields(parts)
         fields["tenant"] = self.record.tenant
         fields["arrival_s"] = parts.clock.now_s()
-        requests = await self._calls.service.build(
-            functools.partial(parts.build_requests, **fields),
-            slow=len(fields.get("prompt") or "") > LONG_PROMPT_CHARS,
-            compiles=fields["params"].get("structured_outputs") is not None,
-        )
-        return tuple(requests)
+        fields["grammars"] = parts.pending_grammars
+        build = functools.partial(parts.build_requests, **fields)
+        num_chars = len(fields.get("prompt") or "")
+        with work.bodies.lease(owner) as lease:
+            lease.grow(num_chars + 4 * len(fields.get("prompt_token_ids") or ()))
+            if num_chars <= LONG_PROMPT_CHARS:
+                requests = build()
+            else:
+                requests = await work.run(build, owner, num_bytes=num_chars)
+            return tuple(await work.compile_grammars(requests, owner))
+
+    def _owner(self) -> Owner:
+        """The owner of the call's place in queues, as for HTTP (`serve.http_api.calls.owner_of`)."""
+        tenant = self.record.tenant
+        return ("address", self._context.peer().rpartition(":")[0]) if tenant is None else ("key", tenant)
 
     async def _send(self, message: Message, group: RequestStreamGroup) -> None:
         """Write one message. A client that does not read for too long loses its requests, and with them the cache

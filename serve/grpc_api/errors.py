@@ -66,6 +66,8 @@ def to_grpc_status(error: BaseException, request_id: str) -> Status:
             return _retry(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), error.retry_after_s)
         case SlowReaderError():
             return _final(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        case MemoryError():
+            return _retry(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server is short of memory", 5.0)
         case EngineDeadError():
             return _retry(grpc.StatusCode.UNAVAILABLE, str(error), 1.0)
         case TimeoutError():

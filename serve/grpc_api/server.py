@@ -24,6 +24,7 @@ from serve.grpc_api.service import SERVICE, AptServe
 from serve.grpc_api.vllm_service import SERVICE as VLLM_SERVICE
 from serve.grpc_api.vllm_service import VllmEngine
 from serve.observability.profiler import Profiler
+from serve.preprocessing import Preprocessing
 from serve.security.api_keys import ApiKeys
 from serve.security.tls import Tls
 
@@ -100,13 +101,14 @@ class GrpcServer:
 
     Args:
         config: address and limits.
+        work: shared with other servers; None: its own.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, work: Preprocessing | None = None) -> None:
         self.config = config
         self.port = 0
         """The bound port, after `start`."""
-        self._calls = GrpcCalls(config.write_stall_s, config.keys, config.tracer)
+        self._calls = GrpcCalls(config.write_stall_s, config.keys, config.tracer, work)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._server: grpc.aio.Server | None = None
         self._engine: AsyncEngine | None = None

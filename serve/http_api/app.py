@@ -37,17 +37,18 @@ from serve.http_api.calls import (
     DisconnectWatcher,
     HttpCall,
     ResponseWriter,
-    parse_body,
+    owner_of,
     read_body,
 )
 from serve.http_api.errors import BadCallError, HttpError, to_http_error
-from serve.http_api.openai_request import Body, Kind
+from serve.http_api.openai_request import Body, Kind, parse_json
 from serve.http_api.openai_response import model_card
 from serve.http_api.tokenization import detokenize, tokenize
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import NO_ID, CallRecord
 from serve.observability.profiler import Profiler
 from serve.observability.prometheus import ServerMetrics
+from serve.preprocessing import Preprocessing
 from serve.security.api_keys import ANYBODY, ApiKeys, Caller, require_operator
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,12 @@ class HttpApp:
 
     Args:
         config: limits.
+        work: shared with other servers; None: its own.
     """
 
-    def __init__(self, config: AppConfig) -> None:
+    def __init__(self, config: AppConfig, work: Preprocessing | None = None) -> None:
         self._config = config
-        self._service = CallService("http", logger, config.tracer)
+        self._service = CallService(logger, config.tracer, work)
         self._metrics: ServerMetrics | None = None
         self._created_s = int(time.time())
         profiling = [] if config.profiler is None else self._profiling(config.profiler)
@@ -204,12 +206,16 @@ class HttpApp:
     async def _detokenize(self, request: Request) -> Response:
         return await self._with_body(request, detokenize)
 
-    async def _with_body(
-        self, request: Request, function: Callable[[EngineComponents, Body], dict[str, Any]]
-    ) -> Response:
-        parts = self._service.engine().parts
-        body = await parse_body(self._service, await read_body(self._config, request))
-        return _json(await self._service.build(lambda: function(parts, body), slow=True))
+    async def _with_body(self, request: Request, function: Callable[[EngineComponents, Body], bytes]) -> Response:
+        parts, work, owner = self._service.engine().parts, self._service.work, owner_of(request.scope)
+        with work.bodies.lease(owner) as lease:
+            data = await read_body(self._config, request, lease)
+            watcher = DisconnectWatcher(request.receive)
+            try:
+                answer = work.run(lambda: function(parts, parse_json(data)), owner, num_bytes=len(data))
+                return Response(await watcher.watch(answer), media_type="application/json")
+            finally:
+                watcher.close()
 
     async def _decisions(self, request: Request) -> Response:
         """The scheduler's decisions on a request of the caller, or of anybody for operators."""

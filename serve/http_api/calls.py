@@ -6,23 +6,25 @@ After that an error is an event of its own, and the stream ends without `[DONE]`
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.frontend.streams import RequestStreamGroup
 from serve.compact_json import json_bytes
-from serve.generate_call import CallService, EngineCall
+from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall
 from serve.http_api import openai_request
 from serve.http_api.errors import BadCallError, HttpError, to_http_error
-from serve.http_api.openai_request import CompletionCall, Kind
+from serve.http_api.openai_request import Body, CompletionCall, Kind
 from serve.http_api.openai_response import CompletionResponseBuilder
 from serve.observability.call_record import CallRecord
 from serve.observability.profiler import Profiler
+from serve.preprocessing import BodyLease, Owner
 from serve.security.api_keys import ApiKeys, Caller
 
 if TYPE_CHECKING:  # it needs the extra `otel`
@@ -38,8 +40,7 @@ STREAM_HEADERS = {
 }
 PATHS: dict[Kind, str] = {"completion": "/v1/completions", "chat": "/v1/chat/completions"}
 
-_LONG_BODY_BYTES = 128 << 10
-"""Longer bodies are parsed in a thread."""
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,23 @@ class AppConfig:
     """Serve the dashboard at `/dashboard`."""
 
 
-async def read_body(config: AppConfig, request: Request) -> bytes:
+def owner_of(scope: Scope) -> Owner:
+    """The owner of a call's place in queues: that of its API key, or its client's address where there are no keys."""
+    caller: Caller = scope[CALLER_KEY]
+    tenant, client = caller.tenant, scope.get("client")
+    return ("address", None if client is None else client[0]) if tenant is None else ("key", tenant)
+
+
+async def read_body(config: AppConfig, request: Request, lease: BodyLease) -> bytes:
     """Read the whole body.
 
+    Args:
+        config: limits.
+        request: of the call.
+        lease: of the memory for bodies; it must last as long as what comes of the body.
+
     Raises:
+        QueueFullError: other bodies fill the memory for them.
         BadCallError: its type is not JSON, or it is too large or too slow.
         ClientDisconnect: the client has disconnected.
     """
@@ -87,19 +101,14 @@ async def read_body(config: AppConfig, request: Request) -> bytes:
     try:
         async with asyncio.timeout(config.body_timeout_s):
             async for piece in request.stream():
-                data += piece
-                if len(data) > config.max_body_bytes:
+                if len(data) + len(piece) > config.max_body_bytes:
                     raise too_large
+                lease.grow(len(piece))
+                data += piece
     except TimeoutError:
         late = f"the body must come within {config.body_timeout_s:g} s"
         raise BadCallError(408, "body_timeout", late, CLOSE_HEADERS) from None
     return bytes(data)
-
-
-async def parse_body(service: CallService, data: bytes) -> dict[str, Any]:
-    """Parse a body; see `openai_request.parse_json`."""
-    slow = len(data) > _LONG_BODY_BYTES
-    return await service.build(lambda: openai_request.parse_json(data), slow=slow)
 
 
 class DisconnectWatcher:
@@ -111,13 +120,33 @@ class DisconnectWatcher:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._action: Callable[[], None] | None = None
+        self._action: Callable[[], object] | None = None
         self._task = asyncio.create_task(self._wait())
         self.happened = False
 
-    def on_disconnect(self, action: Callable[[], None]) -> None:
-        """Call `action` when the client disconnects."""
+    def on_disconnect(self, action: Callable[[], object]) -> None:
+        """Call `action` when the client disconnects, or now if it has."""
         self._action = action
+        if self.happened:
+            action()
+
+    async def watch(self, work: Awaitable[T]) -> T:
+        """Await `work`, and cancel it when the client disconnects.
+
+        Raises:
+            ClientDisconnect: it has.
+        """
+        task = asyncio.ensure_future(work)
+        self.on_disconnect(task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.happened:
+                raise ClientDisconnect from None
+            raise
+        finally:
+            task.cancel()
+            self._action = None
 
     def close(self) -> None:
         self._task.cancel()
@@ -175,6 +204,7 @@ class HttpCall:
         self._request, self._writer = Request(scope, receive), ResponseWriter(send)
         caller: Caller = scope[CALLER_KEY]
         self._tenant = caller.tenant
+        self._owner = owner_of(scope)
         self.record = CallRecord(protocol="http", method=PATHS[kind], http_method="POST", tenant=self._tenant)
         self.record.set_trace_parent(self._request.headers)
         self._watcher: DisconnectWatcher | None = None
@@ -184,11 +214,10 @@ class HttpCall:
         """Output by request, if it is not streamed."""
 
     async def read(self, engine: AsyncEngine) -> EngineCall:
-        data = await read_body(self._config, self._request)
-        self._watcher = DisconnectWatcher(self._request.receive)
-        self._call = call = await self._build(engine, data)
-        if self._watcher.happened:
-            raise ClientDisconnect
+        with self._service.work.bodies.lease(self._owner) as lease:
+            data = await read_body(self._config, self._request, lease)
+            self._watcher = DisconnectWatcher(self._request.receive)
+            self._call = call = await self._watcher.watch(self._build(engine, data))
         self._response = CompletionResponseBuilder(engine.parts, call)
         return EngineCall(call.call_id, call.requests, call.deadline_s)
 
@@ -235,16 +264,23 @@ class HttpCall:
         return {"x-request-id": self._call.call_id}
 
     async def _build(self, engine: AsyncEngine, data: bytes) -> CompletionCall:
-        parts = engine.parts
+        parts, work = engine.parts, self._service.work
         arrival_s = parts.clock.now_s()
         headers = dict(self._request.headers)
-        body = await parse_body(self._service, data)
 
-        def read() -> CompletionCall:
+        def read(body: Body) -> CompletionCall:
             return openai_request.read_call(parts, self._kind, body, headers, arrival_s, self._tenant)
 
-        return await self._service.build(
-            read,
-            slow=openai_request.is_slow(self._kind, body),
-            compiles=openai_request.has_structured_output(body),
-        )
+        if len(data) > LONG_PROMPT_CHARS:
+            call = await work.run(lambda: read(openai_request.parse_json(data)), self._owner, num_bytes=len(data))
+        else:
+            body = openai_request.parse_json(data)
+            if openai_request.is_slow(self._kind, body):
+                call = await work.run(lambda: read(body), self._owner, num_bytes=len(data))
+            else:
+                call = read(body)
+        try:
+            requests = await work.compile_grammars(call.requests, self._owner)
+        except InvalidRequestError as error:
+            raise call.renamed(error) from None
+        return dataclasses.replace(call, requests=requests)

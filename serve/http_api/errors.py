@@ -82,6 +82,8 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
             return _final(400, str(error), "invalid_request_error", "profiler_state")
         case QueueFullError():
             return _later(429, str(error), "rate_limit_error", "queue_full", error.retry_after_s)
+        case MemoryError():
+            return _later(503, "the server is short of memory", "server_error", "out_of_memory", 5.0)
         case EngineDeadError():
             return _later(503, str(error), "server_error", "unavailable", 1.0)
         case TimeoutError():

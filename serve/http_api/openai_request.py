@@ -6,11 +6,12 @@ response that silently ignores them would be worse than none.
 """
 
 import dataclasses
+import functools
 import json
 import re
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError
@@ -33,8 +34,9 @@ from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, mill
 Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]
 
-MAX_DETOKENIZE = 2**20
-"""Token ids of one call of /detokenize."""
+MAX_CONTAINERS = 2**16
+"""Lists and objects of one body: the parser makes them with the interpreter's lock held."""
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
 # Sampling parameters that bodies hold under the names of `SamplingParams`.
@@ -86,8 +88,10 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """Parse a body; stricter than `json.loads`, which accepts duplicate names.
 
     Raises:
-        InvalidRequestError: it is not a JSON object.
+        InvalidRequestError: it is not a JSON object, or holds more than `MAX_CONTAINERS` lists and objects.
     """
+    if _has_many_containers(data):
+        raise InvalidRequestError("body", f"holds more than {MAX_CONTAINERS} lists and objects; send less at once")
 
     def constant(name: str) -> object:
         raise ValueError(f"{name} is not JSON")
@@ -112,6 +116,13 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequestError("body", "is not a JSON object")
     return value
+
+
+def _has_many_containers(data: bytes) -> bool:
+    def count(text: bytes) -> int:
+        return text.count(b"[") + text.count(b"{")
+
+    return count(data) > MAX_CONTAINERS and count(_STRINGS.sub(b"", data)) > MAX_CONTAINERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,17 +152,14 @@ class CompletionCall:
     """Log probabilities name tokens by their ids."""
     timings: bool
     """Choices hold timings and SLO attainment."""
+    renamed: Callable[[InvalidRequestError], InvalidRequestError]
+    """Gives the field in an error the name that it has in the body."""
 
 
 def is_slow(kind: Kind, body: Body) -> bool:
     """Return whether `read_call` waits for other processes or tokenizes much, and so belongs in a thread."""
     prompt = body.get("prompt")
     return kind == "chat" or not (isinstance(prompt, str) and len(prompt) <= LONG_PROMPT_CHARS)
-
-
-def has_structured_output(body: Body) -> bool:
-    """Return whether the output is constrained, by a grammar whose compilation may take seconds."""
-    return any(body.get(name) is not None for name in ("structured_outputs", "response_format"))
 
 
 def read_call(
@@ -162,7 +170,8 @@ def read_call(
     arrival_s: float,
     tenant: str | None = None,
 ) -> CompletionCall:
-    """Check a body and build the requests that it asks for.
+    """Check a body and build the requests that it asks for. Their constraints may be yet to be compiled
+    (`apt_jax.structured.compiler.PendingGrammar`).
 
     Args:
         parts: of the engine.
@@ -175,7 +184,6 @@ def read_call(
     Raises:
         InvalidRequestError: one line; `.field` names a field of the body or a header.
         UnknownModelError: another model is asked for.
-        QueueFullError: too many grammars are being compiled.
     """
     check_model(parts, body)
     _reject_unsupported(kind, body)
@@ -189,6 +197,7 @@ def read_call(
         "params": _sampling_fields(kind, body),
         "arrival_s": arrival_s,
         "tenant": tenant,
+        "grammars": parts.pending_grammars,
         **_slo_fields(body, headers),
     }
     base_id = body.get("request_id")
@@ -217,6 +226,7 @@ def read_call(
         token_ids=flag(body, "return_token_ids"),
         tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
         timings=flag(body, "aptjax_timings"),
+        renamed=functools.partial(_renamed, kind=kind, body=body),
     )
 
 

@@ -278,7 +278,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
     }
     shared = {"model": _model(models), "return_token_strs": _or_null(_FLAG)}
     text = {**shared, "prompt": _STRING, "messages": _NULL, "add_special_tokens": _or_null(_FLAG)}
-    ids_of_text = {"type": "array", "items": token, "maxItems": openai_api.MAX_DETOKENIZE}
+    ids_of_text = {"type": "array", "items": token, "maxItems": MAX_INTEGER if limits is None else limits.max_model_len}
     return {
         "CompletionRequest": _object(completion, required=("prompt",)),
         "ChatCompletionRequest": _object(answer, required=("messages",)),

@@ -28,6 +28,7 @@ from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits, LimitedHttpProtocol
 from serve.http_api.stalled_clients import StalledClientDetector
 from serve.observability.prometheus import ServerMetrics
+from serve.preprocessing import Preprocessing
 from serve.security.tls import Tls
 
 _BACKLOG = 1024
@@ -113,13 +114,14 @@ class HttpServer:
 
     Args:
         config: address and limits.
+        work: shared with other servers; None: its own.
     """
 
-    def __init__(self, config: HttpConfig) -> None:
+    def __init__(self, config: HttpConfig, work: Preprocessing | None = None) -> None:
         self.config = config
         self.port = 0
         """The bound port, after `start`."""
-        self.app = HttpApp(config.app)
+        self.app = HttpApp(config.app, work)
         self._engine: AsyncEngine | None = None
         self._uvicorn: _Uvicorn | None = None
         self._running: asyncio.Task[None] | None = None

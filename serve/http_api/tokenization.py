@@ -1,12 +1,13 @@
 """The endpoints ``/tokenize`` and ``/detokenize``."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
-from apt_jax.validation import check_flag, check_text, check_token_ids
+from apt_jax.validation import check_flag, check_text, check_text_length, check_token_ids
+from serve.compact_json import json_bytes
 from serve.http_api.openai_request import (
-    MAX_DETOKENIZE,
     Body,
     check_model,
     flag,
@@ -14,9 +15,12 @@ from serve.http_api.openai_request import (
     tools_of,
 )
 
+_SLICE = 4096
+"""Values that are encoded at a time: the encoder holds the interpreter's lock."""
 
-def tokenize(parts: EngineComponents, body: Body) -> dict[str, Any]:
-    """Tokenize a text, or a conversation by the chat template.
+
+def tokenize(parts: EngineComponents, body: Body) -> bytes:
+    """Tokenize a text, or a conversation by the chat template. Returns the body of the answer.
 
     Raises:
         InvalidRequestError, UnknownModelError: as for `read_call`.
@@ -31,20 +35,27 @@ def tokenize(parts: EngineComponents, body: Body) -> dict[str, Any]:
         text = body.get("prompt")
         special = body.get("add_special_tokens")
         special = True if special is None else check_flag("add_special_tokens", special)
-        ids = [] if text == "" else tokenizer.encode(check_text("prompt", text), add_special_tokens=special)
-    strings = None
+        if text == "":
+            ids = []
+        else:
+            text = check_text("prompt", text)
+            check_text_length(parts.limits, tokenizer, text)
+            ids = tokenizer.encode(text, add_special_tokens=special)
+    strings = b"null"
     if flag(body, "return_token_strs"):
-        strings = [tokenizer.backend.id_to_token(token_id) or "" for token_id in ids]
-    return {
-        "count": len(ids),
-        "max_model_len": parts.limits.max_model_len,
-        "tokens": ids,
-        "token_strs": strings,
-    }
+        strings = _array([tokenizer.backend.id_to_token(token_id) or "" for token_id in ids])
+    counts = json_bytes({"count": len(ids), "max_model_len": parts.limits.max_model_len})
+    return b'%s,"tokens":%s,"token_strs":%s}' % (counts[:-1], _array(ids), strings)
 
 
-def detokenize(parts: EngineComponents, body: Body) -> dict[str, Any]:
-    """Decode token ids.
+def _array(values: Sequence[Any]) -> bytes:
+    """A JSON array."""
+    slices = (json_bytes(values[start : start + _SLICE])[1:-1] for start in range(0, len(values), _SLICE))
+    return b"[%s]" % b",".join(slices)
+
+
+def detokenize(parts: EngineComponents, body: Body) -> bytes:
+    """Decode token ids, as many as prompt and output can have. Returns the body of the answer.
 
     Raises:
         InvalidRequestError, UnknownModelError: as for `read_call`.
@@ -52,5 +63,5 @@ def detokenize(parts: EngineComponents, body: Body) -> dict[str, Any]:
     check_model(parts, body)
     if parts.tokenizer is None:
         raise InvalidRequestError("tokens", "this model has no tokenizer")
-    ids = check_token_ids(parts.limits, "tokens", body.get("tokens"), MAX_DETOKENIZE)
-    return {"prompt": parts.tokenizer.decode(ids, skip_special_tokens=False)}
+    ids = check_token_ids(parts.limits, "tokens", body.get("tokens"), parts.limits.max_model_len)
+    return json_bytes({"prompt": parts.tokenizer.decode(ids, skip_special_tokens=False)})

@@ -22,6 +22,7 @@ from apt_jax.structured.compiler import (
     GrammarError,
     LLConstraint,
     MaskFiller,
+    PendingGrammar,
     fill_one_by_one,
     from_response_format,
 )
@@ -466,13 +467,43 @@ def test_R11_a_constraint_counts_with_the_memory_it_takes(tokenizer):
     made.close()
 
 
-def test_a_constraint_that_was_too_slow_is_tried_again(tokenizer):
-    """A busy machine is no property of the grammar."""
-    made = compiler_of(tokenizer, limit_s=0.3)
-    for _ in range(2):
+def test_R11_a_constraint_that_was_too_slow_is_remembered_for_a_while(tokenizer):
+    """Not for ever: a busy machine is no property of the grammar."""
+    made = compiler_of(tokenizer, limit_s=0.3, keep_lost_s=1.0)
+    for _ in range(3):
         refused(made, json=PRODUCT)
+    assert made.num_trials == 1
+    time.sleep(1.1)
+    refused(made, json=PRODUCT)
     assert made.num_trials == 2
-    assert made.num_cached == 0
+    made.close()
+
+
+def test_R11_what_is_known_needs_no_trial(tokenizer):
+    """`begin` never waits, and compiles nothing."""
+    made = compiler_of(tokenizer, limit_s=0.3)
+    wanted = checked(choice=["yes", "no"])
+    pending = made.begin(wanted)
+    assert isinstance(pending, PendingGrammar)
+    assert not pending.was_tried
+    assert pending.known() is None
+    assert made.num_trials == 0
+    with pytest.raises(RuntimeError):
+        pending.start()
+    assert follows(pending.compile().start(), tokenizer.encode("yes", add_special_tokens=False))
+    assert pending.known() is not None
+    known = made.begin(wanted)
+    assert not isinstance(known, PendingGrammar)
+    assert made.num_trials == 1
+    known._source.is_full = True  # its lexer is used up: it is compiled again, which may take a while
+    again = made.begin(wanted)
+    assert isinstance(again, PendingGrammar)
+    assert again.was_tried
+    assert again.compile()
+    assert made.num_trials == 1
+    refused(made, json=PRODUCT)
+    with pytest.raises(InvalidRequestError):  # the verdict is known, too
+        made.begin(checked(json=PRODUCT))
     made.close()
 
 

@@ -27,6 +27,7 @@ from serve.http_api.server import HttpConfig
 from serve.observability import call_log as logs
 from serve.observability.profiler import FLAG as PROFILER_FLAG
 from serve.observability.profiler import Profiler
+from serve.preprocessing import PreprocessingLimits
 from serve.security.api_keys import FLAG, OPERATOR_FLAG, ApiKeys
 from serve.security.tls import Tls
 from serve.server import (
@@ -87,6 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--client-timeout", type=options.positive(float), metavar="S", default=4.0,
         help="cancel requests of clients that stop reading for this many seconds",
+    )  # fmt: skip
+    group.add_argument(
+        "--body-memory", type=options.positive(int), metavar="MIB", default=PreprocessingLimits().body_memory_bytes >> 20,
+        help="MiB of memory for request bodies that are being read or prepared; more are told to retry (429)",
     )  # fmt: skip
     group.add_argument(
         "--insecure-open", action="store_true", help="allow a non-loopback address without TLS or API keys"
@@ -215,6 +220,7 @@ def _run(args: argparse.Namespace) -> int:
             find=lambda: find_model(config),
             log_format=args.log_format,
             hosts=hosts,
+            preprocessing=PreprocessingLimits(body_memory_bytes=args.body_memory << 20),
         )
     )
     if code in (None, 0):

@@ -121,6 +121,7 @@ def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
         from apt_jax.structured.compiler import GrammarError, LLConstraint
 
         other = asyncio.create_task(text_of(served, max_tokens=40, structured_outputs={"regex": "b+"}))
+        await text_of(served, structured_outputs={"choice": ["yes"]})  # known from now on
         build = served.parts.build_requests
 
         def broken(**fields):

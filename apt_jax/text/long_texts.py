@@ -1,0 +1,83 @@
+"""Tokenizing long texts in a child process (`apt_jax.text.tokenize_worker`).
+
+A text of megabytes takes seconds and hundreds of megabytes. In a process of its own that neither holds up threads of
+this one, nor ends it where memory is short, and the memory goes back to the system.
+"""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apt_jax.errors import InvalidRequestError
+from apt_jax.utils.worker_process import ChildDiedError, ChildGoneError, ChildProcess, ChildTimeoutError
+
+LONG_CHARS = 32 << 10
+"""Longer texts are tokenized in the child."""
+MEMORY_BYTES = 1 << 30
+"""That the child may take for one text."""
+TIME_LIMIT_S = 60.0
+"""For one text, of wall time: a busy machine is no reason to fail."""
+_START_LIMIT_S = 60.0
+_NICE = 5
+"""The engine's threads come first."""
+
+
+class LongTextTokenizer:
+    """A child process with a copy of a tokenizer, one text at a time; started when it is first needed.
+
+    Args:
+        tokenizer_json: text of tokenizer.json.
+    """
+
+    def __init__(self, tokenizer_json: str) -> None:
+        self._json = tokenizer_json
+        self._lock = threading.Lock()
+        self._child: ChildProcess | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """See `Tokenizer.encode`. Raises InvalidRequestError where the text takes too much time or memory."""
+        return self._ask({"encode": text, "add_special_tokens": add_special_tokens})
+
+    def encode_template(self, text: str, plain: Mapping[str, str]) -> list[int]:
+        """See `Tokenizer.encode_template`. Raises as `encode`."""
+        return self._ask({"template": text, "plain": dict(plain)})
+
+    def close(self) -> None:
+        """End the child; it would be started again."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, job: Mapping[str, Any]) -> list[int]:
+        with self._lock:
+            try:
+                try:
+                    return self._tokenize(job)
+                except ChildGoneError:  # it had ended before: the next one knows nothing of that
+                    self._end()
+                    return self._tokenize(job)
+            except ChildTimeoutError:
+                problem = f"tokenizing it takes more than {TIME_LIMIT_S:g} s"
+            except ChildDiedError:
+                problem = "tokenizing it takes too much memory"
+            self._end()
+        raise InvalidRequestError("prompt", f"{problem}; shorten it")
+
+    def _tokenize(self, job: Mapping[str, Any]) -> list[int]:
+        if self._child is None:
+            self._child = ChildProcess(Path(__file__).with_name("tokenize_worker.py"))
+            setup = {
+                "tokenizer": self._json,
+                "memory_bytes": MEMORY_BYTES,
+                "nice": _NICE,
+                "alarm_s": round(2 * TIME_LIMIT_S),
+            }
+            self._child.ask(setup, _START_LIMIT_S)
+        return np.frombuffer(self._child.ask(job, TIME_LIMIT_S)["payload"], np.int32).tolist()
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.close()
+        self._child = None

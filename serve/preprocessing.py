@@ -1,0 +1,295 @@
+"""Work on calls before the engine has them: reading bodies, parsing, tokenizing, compiling constraints.
+
+One `Preprocessing` serves all protocols of a server. Nothing in it may hold up a call of somebody else:
+
+* Work runs in few threads (`FairQueue`). What waits for one belongs to an owner: the owner of the API key, or the
+  client's address where there are no keys. Owners take turns, each has a bounded share of the queue, and a call whose
+  client has disconnected leaves the queue at once.
+* Long texts have a thread of their own, and are tokenized in a child process (`apt_jax.text.long_texts`).
+* Constraints that have been compiled before never wait; new ones are tried one at a time.
+* All bodies that are being read or worked on share one budget of memory (`BodyBudget`), of which an owner can take
+  half.
+* Memory that a large call has freed goes back to the system.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
+
+from apt_jax.errors import QueueFullError
+from apt_jax.request import EngineRequest
+from apt_jax.structured.compiler import PendingGrammar
+from apt_jax.utils.memory import give_back_memory
+
+LONG_BYTES = 64 << 10
+"""Calls with more than this have a thread of their own: they take tens of milliseconds to minutes."""
+_FREE_BYTES = 16 << 10
+"""Part of each body that is not counted, so that small calls are served while large ones have taken the budget."""
+_TRIM_DELAY_S = 1.0
+
+Owner = Hashable
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreprocessingLimits:
+    """Bounds of the work before the engine."""
+
+    body_memory_bytes: int = 64 << 20
+    """Memory of all bodies that are being read or worked on, beyond the first 16 KiB of each."""
+    max_waiting: int = 1024
+    """Calls that wait for a thread, of all owners."""
+    max_waiting_per_owner: int = 256
+    max_waiting_long: int = 128
+    """Calls that wait with long texts, of all owners."""
+    max_waiting_long_per_owner: int = 32
+    max_waiting_grammars: int = 128
+    """Calls that wait for a trial of a new constraint, of all owners."""
+    max_waiting_grammars_per_owner: int = 32
+    grammar_wait_s: float = 10.0
+    """Time limit of the wait for a trial."""
+
+
+class FairQueue:
+    """Threads for short work, with a bounded queue in which owners take turns; one event loop.
+
+    Args:
+        name: of the threads.
+        num_threads: that work at once.
+        max_waiting: jobs in the queue.
+        max_waiting_per_owner: jobs of one owner in it.
+        full: what the client is told where the queue is full.
+    """
+
+    def __init__(self, name: str, num_threads: int, *, max_waiting: int, max_waiting_per_owner: int, full: str) -> None:
+        self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._free = num_threads
+        self._max_waiting, self._max_per_owner, self._full = max_waiting, max_waiting_per_owner, full
+        self._waiting: collections.OrderedDict[Owner, collections.deque[asyncio.Future[None]]]
+        self._waiting = collections.OrderedDict()
+        """By owner; whose turn it is comes first. No owner has an empty queue."""
+        self.num_waiting = 0
+
+    async def run(self, function: Callable[[], T], owner: Owner, *, wait_s: float | None = None) -> T:
+        """Call `function` in a thread when it is this owner's turn.
+
+        A caller that is cancelled leaves the queue; a function that has begun goes on, and its thread is free when it
+        has ended.
+
+        Args:
+            function: what to call.
+            owner: takes turns with others.
+            wait_s: time limit of the wait; None: no limit.
+
+        Raises:
+            QueueFullError: too much waits, or the wait was too long.
+        """
+        if self._free:
+            self._free -= 1
+        else:
+            await self._turn(owner, wait_s)
+        loop = asyncio.get_running_loop()
+        try:
+            job = self._threads.submit(function)
+        except BaseException:
+            self._release()
+            raise
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._release)
+
+        job.add_done_callback(ended)
+        return await asyncio.wrap_future(job)
+
+    def start(self, function: Callable[[], object]) -> None:
+        """Call `function` in a thread some time; for work of the server itself."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._threads.submit(function)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _turn(self, owner: Owner, wait_s: float | None) -> None:
+        queue = self._waiting.get(owner, ())
+        if self.num_waiting >= self._max_waiting or len(queue) >= self._max_per_owner:
+            raise QueueFullError(self._full, 2.0)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, collections.deque()).append(turn)
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(wait_s):
+                await turn
+        except BaseException as error:
+            if turn.cancelled():
+                self._leave(owner, turn)
+            else:  # it was this job's turn just now
+                self._release()
+            if isinstance(error, TimeoutError):
+                raise QueueFullError(self._full, 2.0) from None
+            raise
+
+    def _leave(self, owner: Owner, turn: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(owner)
+        if queue is not None and turn in queue:
+            queue.remove(turn)
+            self.num_waiting -= 1
+            if not queue:
+                del self._waiting[owner]
+
+    def _release(self) -> None:
+        """A thread is free: the next owner's turn."""
+        while self._waiting:
+            owner, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            self.num_waiting -= 1
+            if queue:
+                self._waiting[owner] = queue  # behind the others
+            if not turn.done():  # else its task has just been cancelled
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+class BodyBudget:
+    """Memory for bodies that are being read or worked on; one event loop.
+
+    Args:
+        max_bytes: of all; an owner can take half.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self._by_owner: collections.Counter[Owner] = collections.Counter()
+
+    @contextlib.contextmanager
+    def lease(self, owner: Owner) -> "Iterator[BodyLease]":
+        """The share of one body, until the end of the context."""
+        lease = BodyLease(self, owner)
+        try:
+            yield lease
+        finally:
+            self._add(owner, -lease.num_counted)
+
+    def take(self, owner: Owner, num_bytes: int) -> None:
+        """Count more bytes.
+
+        Raises:
+            QueueFullError: there is no room for them.
+        """
+        most = self.max_bytes
+        if self.used_bytes + num_bytes > most or self._by_owner[owner] + num_bytes > most // 2:
+            raise QueueFullError(
+                f"the requests that are being read fill the memory for them ({most >> 20} MiB); send this one again later",
+                1.0,
+            )
+        self._add(owner, num_bytes)
+
+    def _add(self, owner: Owner, num_bytes: int) -> None:
+        self.used_bytes += num_bytes
+        self._by_owner[owner] += num_bytes
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+
+
+class BodyLease:
+    """The share of one body in a `BodyBudget`."""
+
+    def __init__(self, budget: BodyBudget, owner: Owner) -> None:
+        self._budget, self._owner = budget, owner
+        self._num_bytes = 0
+        self.num_counted = 0
+
+    def grow(self, num_bytes: int) -> None:
+        """Count bytes that have come.
+
+        Raises:
+            QueueFullError: there is no room for them.
+        """
+        self._num_bytes += num_bytes
+        more = max(0, self._num_bytes - _FREE_BYTES) - self.num_counted
+        if more > 0:
+            self._budget.take(self._owner, more)
+            self.num_counted += more
+
+
+class Preprocessing:
+    """Queues and budgets of a server; one event loop.
+
+    Args:
+        limits: bounds.
+    """
+
+    def __init__(self, limits: PreprocessingLimits | None = None) -> None:
+        self.limits = limits = PreprocessingLimits() if limits is None else limits
+        self.bodies = BodyBudget(limits.body_memory_bytes)
+        self._short = FairQueue(
+            "apt-jax-requests", 4,
+            max_waiting=limits.max_waiting, max_waiting_per_owner=limits.max_waiting_per_owner,
+            full="too many requests are being prepared; send fewer at once",
+        )  # fmt: skip
+        self._long = FairQueue(
+            "apt-jax-long-requests", 1,
+            max_waiting=limits.max_waiting_long, max_waiting_per_owner=limits.max_waiting_long_per_owner,
+            full="too many long requests are being prepared; send fewer at once",
+        )  # fmt: skip
+        self._grammars = FairQueue(
+            "apt-jax-grammars", 1,
+            max_waiting=limits.max_waiting_grammars, max_waiting_per_owner=limits.max_waiting_grammars_per_owner,
+            full="too many new constraints are being tried (structured_outputs); send fewer at once",
+        )  # fmt: skip
+        self._trim: asyncio.TimerHandle | None = None
+
+    async def run(self, function: Callable[[], T], owner: Owner, *, num_bytes: int) -> T:
+        """Call `function` in a thread, where one who waits for `num_bytes` of text expects to be.
+
+        Raises:
+            QueueFullError: too much waits.
+        """
+        if num_bytes <= LONG_BYTES:
+            return await self._short.run(function, owner)
+        try:
+            return await self._long.run(function, owner)
+        finally:
+            self._trim_later()
+
+    async def compile_grammars(self, requests: Sequence[EngineRequest], owner: Owner) -> list[EngineRequest]:
+        """Requests with their constraints compiled. Constraints that are known do not wait.
+
+        Raises:
+            InvalidRequestError: one cannot be used.
+            QueueFullError: too many are being tried.
+        """
+        made = []
+        for request in requests:
+            grammar = request.grammar
+            if isinstance(grammar, PendingGrammar):
+                known = grammar.known()
+                if known is None:
+                    queue = self._short if grammar.was_tried else self._grammars
+                    known = await queue.run(grammar.compile, owner, wait_s=self.limits.grammar_wait_s)
+                request = dataclasses.replace(request, grammar=known)
+            made.append(request)
+        return made
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        for queue in (self._short, self._long, self._grammars):
+            queue.close()
+
+    def _trim_later(self) -> None:
+        """Give what large calls have freed back to the system, once for all that end in the next second."""
+        if self._trim is not None:
+            return
+
+        def trim() -> None:
+            self._trim = None
+            self._short.start(give_back_memory)
+
+        self._trim = asyncio.get_running_loop().call_later(_TRIM_DELAY_S, trim)
