@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError, ModelLoadError, one_line
+from apt_jax.text.long_texts import LONG_CHARS
 from apt_jax.text.tokenizer import Tokenizer, special_token, tokenizer_config
 from apt_jax.utils.worker_process import ChildDiedError, ChildProcess, ChildTimeoutError
 
@@ -110,7 +111,8 @@ class ChatTemplate:
         self.source = source
         self.where = where
         self.special_tokens = dict(special_tokens or {})
-        self._worker = _Worker(source)
+        self._worker, self._long_worker = _Worker(source), _Worker(source)
+        """Long conversations have a process of their own, so that short ones never wait for them."""
 
     def validate(self) -> None:
         """Render a conversation of one message.
@@ -136,8 +138,9 @@ class ChatTemplate:
         return _TOOLS_WORD.search(self.source) is not None
 
     def close(self) -> None:
-        """End the rendering process; it would be started again."""
+        """End the rendering processes; they would be started again."""
         self._worker.close()
+        self._long_worker.close()
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text that transformers' `apply_chat_template(tokenize=False)` makes.
@@ -188,10 +191,10 @@ class ChatTemplate:
         # The same conversation with nothing in it shows how many special tokens are the template's own. Names and words
         # of tools stay, since templates look at them, without the characters that special tokens are made of.
         bare_tools = _changed(functions, lambda text: _NO_WORD.sub("_", text))
-        bare = _changed_messages(checked, lambda text: _NO_WORD.sub("_", text))
-        for message, original in zip(bare, checked, strict=True):
-            content = original["content"]
-            message["content"] = f"\ue000{nonce}\ue001" if content.strip() else content
+        contents = [f"\ue000{nonce}\ue001" if m["content"].strip() else m["content"] for m in checked]
+        bare = _changed_messages([{**m, "content": ""} for m in checked], lambda text: _NO_WORD.sub("_", text))
+        for message, content in zip(bare, contents, strict=True):
+            message["content"] = content
         try:
             text, skeleton = self._render([marked, bare], add_generation_prompt, [marked_tools, bare_tools])
         except _TemplateFailed as error:
@@ -223,7 +226,8 @@ class ChatTemplate:
             for messages, their_tools in zip(conversations, tools or [None] * len(conversations), strict=True)
         ]
         size = sum(len(m["content"]) for messages in conversations for m in messages)
-        return self._worker.render(contexts, _MAX_OUTPUT + 2 * size)
+        worker = self._worker if size <= LONG_CHARS else self._long_worker
+        return worker.render(contexts, _MAX_OUTPUT + 2 * size)
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
