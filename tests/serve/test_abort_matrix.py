@@ -37,11 +37,14 @@ STATES: dict[str, dict[str, Any]] = {
     "decode": {},
     "preempted": {},
     "ending": {"max_tokens": 4},
+    "tokenizing": {"prompt": "x" * 5000},
     "compiling its grammar": {"structured_outputs": {"regex": "[a-z]{90}"}},
     "waiting for its mask": {"structured_outputs": {"regex": "[a-z]{90}"}},
     "blocked in a write": {"max_tokens": 1500, "logprobs": 20},
 }
 """Request fields that bring the victim into the state."""
+
+BEFORE_THE_ENGINE = {"tokenizing", "compiling its grammar"}
 
 WAYS = [
     "gRPC cancel",
@@ -58,7 +61,7 @@ AS_OTHERS = {"channel closed", "client killed", "client stopped", "HTTP half-clo
 """Ways of which the engine hears as of the others: the protocol's side of them is the same in these states."""
 IN_A_BATCH = {"prefill chunk", "preempted", "ending", "waiting for its mask"}
 ALIKE = {("blocked in a write", "channel closed"), ("blocked in a write", "client killed")}
-ALIKE |= {(state, way) for state in IN_A_BATCH for way in AS_OTHERS}
+ALIKE |= {(state, way) for state in {*IN_A_BATCH, "tokenizing"} for way in AS_OTHERS}
 CASES = [
     pytest.param(state, way, marks=[pytest.mark.slow] if (state, way) in ALIKE else [])
     for state in STATES
@@ -122,13 +125,24 @@ class Held:
             self.engine._masks.fill_masks = filling
         if state == "compiling its grammar":
             assert grammars is not None
-            compile_form = grammars.compile
+            compile_grammar = grammars._compile
 
             def compiling(*args, **kwargs):
                 self.hold()
-                return compile_form(*args, **kwargs)
+                return compile_grammar(*args, **kwargs)
 
-            grammars.compile = compiling  # type: ignore[method-assign]
+            grammars._compile = compiling  # type: ignore[method-assign]
+        if state == "tokenizing":
+            tokenizer = served.parts.tokenizer
+            assert tokenizer is not None
+            encode = tokenizer.encode
+
+            def encoding(text: str, **kwargs):
+                if len(text) > 4096:
+                    self.hold()
+                return encode(text, **kwargs)
+
+            tokenizer.encode = encoding  # type: ignore[method-assign]
 
     def hold(self) -> None:
         self.reached.set()
@@ -220,7 +234,7 @@ async def give_up(way: str, served: HttpServed, victim: Any, clock: JumpingClock
             served.engine.abort(VICTIM if live is None else live.request.request_id)
         case _:
             raise AssertionError(way)
-    if way != "deadline" and held.state != "compiling its grammar":
+    if way != "deadline" and held.state not in BEFORE_THE_ENGINE:
         await served.until(lambda: served.engine._inbox)  # the engine's thread will hear of it
 
 
@@ -249,7 +263,7 @@ def test_nothing_is_left(state, way):
         await served.until(lambda: parts.engine.num_live == 1)
         victim = await start(way, served, fields, reads)
         try:
-            if state != "compiling its grammar":  # it may come in time for the step that is about to be held
+            if state not in BEFORE_THE_ENGINE:  # it may come in time for the step that is about to be held
                 await served.until(lambda: served.engine._inbox or parts.engine.num_live == 2)
             gate.set()
             await served.until(held.reached.is_set, 40)
@@ -258,7 +272,7 @@ def test_nothing_is_left(state, way):
             await give_up(way, served, victim, clock, held)
             held.released.set()
             await served.until(lambda: parts.engine.num_live <= 1 and held.victim is None)
-            assert held.steps_after <= 1 or (way, state) == ("engine abort", "compiling its grammar")
+            assert held.steps_after <= 1 or (way == "engine abort" and state in BEFORE_THE_ENGINE)
             assert await bystander == expected_tokens(other)
             after = request_of(served, "after", 20)
             assert await tokens_of(served, after) == expected_tokens(after)
@@ -272,7 +286,11 @@ def test_nothing_is_left(state, way):
         await served.until(lambda: served.grpc_server.num_open == 0)
 
     async def whole() -> None:
-        room: dict[str, Any] = {"num_blocks": 4096, "max_model_len": 2048} if state == "blocked in a write" else {}
+        room: dict[str, Any] = {}
+        if state == "blocked in a write":
+            room = {"num_blocks": 4096, "max_model_len": 2048}
+        elif state == "tokenizing":
+            room = {"num_blocks": 8192, "max_model_len": 8192}
         slots = 1 if state == "queued" else 4
         parts = toy_parts(clock=clock, max_num_seqs=slots, debug=not room, **room)
         async with http_serving(parts, grpc=KEEPALIVE, connections=PATIENCE) as served:
