@@ -408,7 +408,7 @@ def test_R22_Q10_long_texts_of_clients_that_have_left_hold_up_nobody():
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs Linux")
-def test_H6_a_process_without_memory_for_long_texts_lives_and_answers():
+def test_a_process_without_memory_for_long_texts_lives_and_answers():
     async def scenario() -> None:
         async with roomy_server() as server:
             limit = server.size_bytes() + (300 << 20)
