@@ -7,7 +7,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import resource
@@ -273,16 +272,6 @@ def raise_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is reachable from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":

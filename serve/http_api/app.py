@@ -1,6 +1,7 @@
 """The HTTP application: authentication, limits of a call's head, and the endpoints.
 
-`HttpApp.__call__` checks the size and the API key of every call, by its path as it was sent, before any routing.
+`HttpApp.__call__` checks every call before any routing: whether a web page of others may have sent it, then its size
+and, by its path as it was sent, its API key.
 `serve.generate_call` carries completions to their end (`serve.http_api.calls`).
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -39,6 +41,7 @@ from serve.http_api.calls import (
     ResponseWriter,
     owner_of,
     read_body,
+    require_json,
 )
 from serve.http_api.errors import BadCallError, HttpError, to_http_error
 from serve.http_api.openai_request import Body, Kind, parse_json
@@ -96,6 +99,15 @@ class HttpApp:
             exception_handlers={HTTPException: _on_routing_error},
         )
         self._routes.router.redirect_slashes = False
+        self._checked: ASGIApp = self._answer
+        if config.browsers.origins:  # answers preflights, which have no key
+            self._checked = CORSMiddleware(
+                self._answer,
+                allow_origins=sorted(config.browsers.origins),
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "x-should-retry", "retry-after"),
+            )
         self._describe()
 
     @property
@@ -138,15 +150,26 @@ class HttpApp:
         """See ASGI."""
         assert scope["type"] == "http"
         try:
+            self._config.browsers.check(scope)
+        except BadCallError as error:
+            await self._reject(scope, send, error)
+            return
+        await self._checked(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
             self._check_head(scope)
         except BadCallError as error:
-            record = CallRecord(protocol="http", method=self._path_of(scope), http_method=_http_method_of(scope))
-            record.failed(error, str(error.status), error.code, internal=False)
-            record.close(None, None)
-            self._service.log.write(record)
-            await ResponseWriter(send).fail(to_http_error(error, NO_ID))
+            await self._reject(scope, send, error)
             return
         await self._routes(scope, receive, send)
+
+    async def _reject(self, scope: Scope, send: Send, error: BadCallError) -> None:
+        record = CallRecord(protocol="http", method=self._path_of(scope), http_method=_http_method_of(scope))
+        record.failed(error, str(error.status), error.code, internal=False)
+        record.close(None, None)
+        self._service.log.write(record)
+        await ResponseWriter(send).fail(to_http_error(error, NO_ID))
 
     def _path_of(self, scope: Scope) -> str:
         """The path of the call's route, as it is written in `_routes`."""
@@ -292,6 +315,7 @@ class HttpApp:
     def _profiling(self, profiler: Profiler) -> list[Route]:
         def check(request: Request) -> None:
             require_operator(self._config.keys, _caller(request))
+            require_json(request.headers)
 
         async def start(request: Request) -> Response:
             check(request)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +20,7 @@ from apt_jax.frontend.streams import RequestStreamGroup
 from serve.compact_json import json_bytes
 from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall
 from serve.http_api import openai_request
+from serve.http_api.browsers import BrowserRules
 from serve.http_api.errors import BadCallError, HttpError, to_http_error
 from serve.http_api.openai_request import Body, CompletionCall, Kind
 from serve.http_api.openai_response import CompletionResponseBuilder
@@ -61,6 +63,20 @@ class AppConfig:
     """None: there are no paths for it."""
     dashboard: bool = True
     """Serve the dashboard at `/dashboard`."""
+    browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
+
+
+def require_json(headers: Headers) -> None:
+    """Check the type of a body, which pages of other sites cannot choose: browsers ask first (CORS).
+
+    Raises:
+        BadCallError: it is not JSON.
+    """
+    media = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise BadCallError(
+            415, "unsupported_media_type", "the body must be JSON: send 'content-type: application/json'"
+        )
 
 
 def owner_of(scope: Scope) -> Owner:
@@ -84,11 +100,7 @@ async def read_body(config: AppConfig, request: Request, lease: BodyLease) -> by
         ClientDisconnect: the client has disconnected.
     """
     headers = request.headers
-    media = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json":
-        raise BadCallError(
-            415, "unsupported_media_type", "the body must be JSON: send 'content-type: application/json'"
-        )
+    require_json(headers)
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise BadCallError(415, "unsupported_encoding", "the body must not be compressed")
     # The connection stays open: closing it while the client still sends would lose the response. What arrives is

@@ -34,19 +34,20 @@ _OPEN: Schema = {"type": "object"}
 _ERRORS: dict[int, tuple[str, str]] = {
     400: ("BadRequest", "The request can never be served as it stands; `param` is the field that is wrong."),
     401: ("Unauthorized", "No valid API key."),
-    403: ("Forbidden", "The call is for operators."),
+    403: ("Forbidden", "The call is for operators, or comes from a web page of another origin."),
     404: ("NotFound", "No such model, request or path."),
     405: ("MethodNotAllowed", "This path does not take this method."),
     408: ("Timeout", "The deadline has passed, or head or body came too slowly."),
     413: ("TooLarge", "The body is too large."),
     415: ("UnsupportedMediaType", "The body must be JSON and not compressed."),
+    421: ("Misdirected", "This host is not served here."),
     429: ("QueueFull", "There is too much to do, or the objective is out of reach."),
     431: ("HeadTooLarge", "The head of the request is too large."),
     500: ("Failed", "This request failed because of its own content; do not send it again."),
     503: ("Unavailable", "Starting, draining, or the engine has ended."),
 }  # fmt: skip
 _LATER = (429, 503)
-_ALWAYS = (400, 403, 405, 408, 431, 500)
+_ALWAYS = (400, 403, 405, 408, 421, 431, 500)
 _OF_BODIES = (404, 413, 415)
 
 
@@ -110,7 +111,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
         return {"post": {**operation, "parameters": list(parameters), "requestBody": body}}
 
     def profile(name: str, summary: str) -> Schema:  # without a body
-        return {"post": _operation(name, summary, _good(name), (), has_keys)}
+        return {"post": _operation(name, summary, _good(name), (415,), has_keys)}
 
     profiling = {
         "/start_profile": profile("StartProfile", "Begin a profile; 400 where one is being taken."),

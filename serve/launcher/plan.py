@@ -23,9 +23,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from apt_jax.errors import ConfigError
 from serve.errors import CommandError
+from serve.http_api.browsers import HOSTS_FLAG, ORIGIN_FLAG, is_loopback
 from serve.launcher.supervisor import ProcessSpec
 from serve.security.api_keys import FLAG, OPERATOR_FLAG
-from serve.server import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +181,11 @@ def _check_gateway(args: argparse.Namespace) -> None:
         if value is not None:
             raise ConfigError(
                 f"{flag}: the gateway has neither keys nor TLS; put a proxy that has before it, or start a single replica with apt-jax serve"
+            )
+    for flag, values in ((HOSTS_FLAG, args.allowed_hosts), (ORIGIN_FLAG, args.cors_allow_origin)):
+        if values:
+            raise ConfigError(
+                f"{flag}: the gateway does not check what browsers send; put a proxy that does before it, or start a single replica with apt-jax serve"
             )
     host = _gateway_host(args)
     if not is_loopback(host):

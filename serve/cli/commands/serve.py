@@ -21,6 +21,7 @@ from apt_jax.frontend.progress import ProgressBars
 from serve.cli import flags, options
 from serve.errors import CommandError
 from serve.grpc_api.server import ServerConfig
+from serve.http_api.browsers import HOSTS_FLAG, ORIGIN_FLAG, BrowserRules, browser_rules, is_loopback
 from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits
 from serve.http_api.server import HttpConfig
@@ -35,7 +36,6 @@ from serve.server import (
     WorkerRanks,
     build_parts,
     find_model,
-    is_loopback,
     raise_file_limit,
     serve,
 )
@@ -66,6 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of API keys of operators, who see and end requests of all keys, take profiles and read metrics",
     )
+    group.add_argument(
+        HOSTS_FLAG, type=lambda text: text.split(","), action="extend", metavar="NAME[,NAME]", default=[],
+        help="names besides localhost by which HTTP clients may call; *: any (default: any, unless --http-host is loopback)",
+    )  # fmt: skip
+    group.add_argument(
+        ORIGIN_FLAG, action="append", metavar="ORIGIN", default=[],
+        help="origin whose web pages may call (https://example.com), or *; may be given several times (default: none)",
+    )  # fmt: skip
     group.add_argument("--tls-cert", metavar="FILE", help="PEM certificate chain of both ports")
     group.add_argument("--tls-key", metavar="FILE", help="PEM private key of the certificate")
     group.add_argument(
@@ -163,6 +171,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
     for flag, port in (("--grpc-port", args.grpc_port), ("--port", args.http_port)):
         if not 0 <= port < 65536:
             raise ConfigError(f"port {port} must lie in [0, 65535] ({flag})")
+    _browsers(args)
     keys, tls = _keys(args), _tls(args)
     closed = keys is not None or (tls is not None and tls.asks_clients)
     hosts = [args.host] if args.no_http else [args.host, http_host]
@@ -193,7 +202,9 @@ def _run(args: argparse.Namespace) -> int:
         port=args.http_port,
         tls=tls,
         connections=ConnectionLimits(max_connections=2 * most_open, write_stall_s=0.625 * args.client_timeout),
-        app=AppConfig(keys=keys, tracer=tracer, profiler=profiler, dashboard=not args.no_dashboard),
+        app=AppConfig(
+            keys=keys, tracer=tracer, profiler=profiler, dashboard=not args.no_dashboard, browsers=_browsers(args)
+        ),
     )
     hosts = WorkerRanks()
     code = asyncio.run(
@@ -244,6 +255,10 @@ def _tracer(endpoint: str | None) -> "Tracer | None":
             raise
         raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'apt-jax[otel]'") from None
     return Tracer(endpoint)
+
+
+def _browsers(args: argparse.Namespace) -> BrowserRules:
+    return browser_rules(args.http_host or args.host, args.allowed_hosts, args.cors_allow_origin)
 
 
 def _keys(args: argparse.Namespace) -> ApiKeys | None:

@@ -85,15 +85,15 @@ def test_a_profile_over_http_is_written_while_requests_are_served(tmp_path):
         a_program_of_the_test(jax.numpy.ones((64, 64))).block_until_ready()
         answer = await served.ask("hello", max_tokens=20)
         assert answer["usage"]["completion_tokens"] == 20
-        busy = await served.http.post("/start_profile")
+        busy = await served.post("/start_profile", {})
         assert busy.status_code == 400
         assert busy.json()["error"]["code"] == "profiler_state"
         assert busy.headers["x-should-retry"] == "false"
-        ended, _ = await asyncio.gather(served.http.post("/stop_profile"), served.ask("hello", max_tokens=20))
+        ended, _ = await asyncio.gather(served.post("/stop_profile", {}), served.ask("hello", max_tokens=20))
         assert ended.json()["directory"] == begun.json()["directory"]
         assert Path(ended.json()["directory"]).parent == tmp_path / "profiles"
         assert_readable(ended.json()["directory"], "a_program_of_the_test")
-        again = await served.http.post("/stop_profile")
+        again = await served.post("/stop_profile", {})
         assert again.status_code == 400
         assert "no profile" in again.json()["error"]["message"]
 
@@ -189,7 +189,7 @@ def test_O6_it_wants_a_key_of_an_operator_where_keys_are_configured(tmp_path):
         for name in ("StartProfile", "StopProfile"):
             assert (await refusal(rpc(served, name)))[0] is Code.UNAUTHENTICATED
         assert not profiler.is_running
-        response = await served.http.post("/start_profile", headers=dict(BEARER))
+        response = await served.http.post("/start_profile", json={}, headers=dict(BEARER))
         assert response.status_code == 200
         assert (await rpc(served, "StopProfile", BEARER)).success
 
