@@ -63,6 +63,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: ids are in [0, vocab_size).
+        has_unique_ids: no two tokens share an id.
         path: the directory or GGUF file that it was read from, if any.
     """
 
@@ -74,6 +75,7 @@ class Tokenizer:
         self.path = path
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.has_unique_ids = len(set(vocab.values())) == len(vocab)
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -234,12 +236,24 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
     tokenizer = Tokenizer(backend, source)
     if tokenizer.vocab_size == 0:
         raise ModelLoadError(f"{file}: the vocabulary is empty")
+    if not tokenizer.has_unique_ids:
+        raise ModelLoadError(f"{file}: damaged, {_first_shared_id(backend)}")
     if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
         raise ModelLoadError(
             f"{file}: token ids up to {tokenizer.vocab_size - 1}, but the model has {model_vocab_size}; "
             "tokenizer and model do not belong together (--tokenizer)"
         )
     return tokenizer
+
+
+def _first_shared_id(backend: tokenizers.Tokenizer) -> str:
+    """Two tokens that share an id: the library would write one of them for both, and cannot copy such a tokenizer."""
+    seen: dict[int, str] = {}
+    for token, token_id in sorted(backend.get_vocab(with_added_tokens=True).items()):
+        if token_id in seen:
+            return f"the tokens {seen[token_id]!a:.40} and {token!a:.40} have the same id {token_id}"
+        seen[token_id] = token
+    raise AssertionError("all ids are different")
 
 
 def _from_gguf(path: Path) -> tokenizers.Tokenizer:

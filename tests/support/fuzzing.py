@@ -39,7 +39,7 @@ SEED = int(os.environ["APT_JAX_FUZZ_SEED"])
 """Set by tests/conftest.py, so that all workers of a run have the same, even over midnight."""
 LIMIT_S = float(os.environ.get("APT_JAX_FUZZ_MINUTES") or (1e9 if SIZE == "release" else 15)) * 60
 """Time limit of one target; what has run by then is reported."""
-INPUTS = Path(__file__).parents[1] / "fuzz_inputs"
+INPUTS = Path(os.path.relpath(Path(__file__).parents[1] / "fuzz_inputs"))
 CHECK_EVERY = 500
 """Cases between two checks that nothing is left."""
 KEY = "fuzz-0123456789-0123456789"
@@ -79,13 +79,13 @@ def keep_input(target: str, given: dict[str, Any]) -> Path:
     return path
 
 
-def _replay(path: Path, given: dict[str, Any]) -> str:
+def replay_line(path: Path) -> str:
     """How to run one input again."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "TEST").rpartition(" ")[0]
-    shown = repr(given)
+    shown = path.read_text().strip()
     content = f"\n  it holds {shown}" if len(shown) < 4000 else ""
     return (
-        f"again: APT_JAX_FUZZ_INPUT={path.relative_to(INPUTS.parents[1])} python -m pytest '{test}'\n"
+        f"again: APT_JAX_FUZZ_INPUT={path} python -m pytest '{test}'\n"
         f"  or with all inputs of the day: APT_JAX_FUZZ_SEED={SEED}{content}"
     )
 
@@ -111,17 +111,6 @@ class Progress:
         print(f"\nfuzz {self.target}: {self.done:,} inputs, {time.monotonic() - self._began_s:.1f} s, seed {SEED}")
 
 
-@contextlib.contextmanager
-def kept_if_it_fails(target: str, given: dict[str, Any]) -> Iterator[None]:
-    """Keep an input whose check fails, and say how to run it again."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt):
-            error.add_note(_replay(keep_input(target, given), given))
-        raise
-
-
 def run_kept(target: str, check: Callable[..., None]) -> bool:
     """Check all inputs of a target that once failed, or the one in $APT_JAX_FUZZ_INPUT; returns whether it is that
     one alone."""
@@ -133,7 +122,7 @@ def run_kept(target: str, check: Callable[..., None]) -> bool:
         try:
             check(**given)
         except BaseException as error:
-            error.add_note(_replay(path, given))
+            error.add_note(replay_line(path))
             raise
     return False
 
@@ -198,7 +187,7 @@ def fuzz(
             hypothesis.seed(SEED * 100_000 + part)(few(hypothesis.given(**strategies)(each)))()
     except BaseException as error:
         if failed:
-            error.add_note(_replay(keep_input(target, failed[0]), failed[0]))
+            error.add_note(replay_line(keep_input(target, failed[0])))
         raise
     finally:
         running.unlink(missing_ok=True)

@@ -136,6 +136,17 @@ def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path):
         load_tokenizer(tmp_path, model_vocab_size=BYTE_LEVEL.vocab_size - 1)
 
 
+def test_two_tokens_with_one_id_are_refused(tmp_path):
+    """The library would write one of them for both, and cannot copy the tokenizer for chat templates."""
+    write_tokenizer(tmp_path)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = fields["model"]["vocab"]
+    vocab["he"] = vocab["A"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelLoadError, match=rf"the tokens 'A' and 'he' have the same id {vocab['A']}"):
+        load_tokenizer(tmp_path)
+
+
 def test_code_named_in_the_config_is_not_obeyed(tmp_path, caplog):
     write_tokenizer(tmp_path, auto_map={"AutoTokenizer": "evil.Evil"})
     load_tokenizer(tmp_path)
