@@ -23,7 +23,14 @@ from pathlib import Path
 
 import jax
 
-from apt_jax.utils.cache_dir import private_dir
+from apt_jax.utils.cache_dir import (
+    log_not_kept,
+    open_private,
+    private_dir,
+    remove_least_recent,
+    remove_leftovers,
+    write_verified,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +50,8 @@ _TARGETS = (
 )
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
 _LIMIT_S = 300
+_MOST_KEPT = 12
+"""Libraries in the cache directory: of several versions, compilers and flags."""
 
 
 def _flags() -> list[str]:
@@ -76,22 +85,46 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(compiler: list[str], target: Path) -> None:
-    """Compile into `target`, which appears whole or not at all."""
-    temporary = target.with_suffix(f".{os.getpid()}.tmp")
-    command = [*compiler, *_flags(), "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(temporary)]
+def _compile(compiler: list[str]) -> bytes:
+    """The library that the compiler makes of the kernels."""
+    start = time.perf_counter()
+    # A warning, as the start says nothing else for that long.
+    logger.warning("compiling the CPU kernels, once; about half a minute")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False)
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if "error" in line]
-            raise KernelBuildError(f"{compiler[0]} failed: {(lines or [f'exit status {done.returncode}'])[0]}")
-        temporary.replace(target)
+        with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
+            target = Path(own) / "kernels.so"
+            command = [*compiler, *_flags(), "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(target)]
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False
+            )
+            if done.returncode != 0:
+                lines = [line for line in done.stderr.splitlines() if "error" in line]
+                raise KernelBuildError(f"{compiler[0]} failed: {(lines or [f'exit status {done.returncode}'])[0]}")
+            library = target.read_bytes()
     except OSError as error:
         raise KernelBuildError(f"{compiler[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise KernelBuildError(f"{compiler[0]} took more than {_LIMIT_S} s") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    logger.info("CPU kernels compiled in %.1f s", time.perf_counter() - start)
+    return library
+
+
+def _kept(path: Path) -> ctypes.CDLL | None:
+    """The library that is kept there, if it is whole and nobody else may have written it; None: compile it."""
+    descriptor = open_private(path)
+    if descriptor is None:
+        return None
+    # By the descriptor, so that it is the file that was verified. The loader knows libraries by their names: another
+    # one must not get this descriptor's number, so it stays open.
+    name = f"/proc/self/fd/{descriptor}"
+    try:
+        library = ctypes.CDLL(name if os.path.exists(name) else str(path))
+    except OSError as error:  # whole, but made for another C library, say
+        logger.warning("%s: removed, as it cannot be loaded (%s)", path, error)
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        return None
+    return library
 
 
 @functools.cache
@@ -101,17 +134,25 @@ def _library() -> ctypes.CDLL:
         raise KernelBuildError("no C++ compiler found (install one, or the Python package ziglang)")
     sources = [path.read_text() for path in sorted(_SOURCE.parent.iterdir()) if path.suffix in (".cc", ".h")]
     parts = (*sources, metadata.version("jaxlib"), _cpu(), *compiler, *_flags())
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    name = f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
     directory = private_dir("kernels")
-    with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
-        path = (directory or Path(own)) / f"kernels-{key}.so"
-        if not path.is_file():
-            start = time.perf_counter()
-            # A warning, as the start says nothing else for that long.
-            logger.warning("compiling the CPU kernels, once; about half a minute")
-            _compile(compiler, path)
-            logger.info("CPU kernels compiled in %.1f s", time.perf_counter() - start)
+    if directory is not None and (library := _kept(directory / name)) is not None:
+        return library
+    made = _compile(compiler)
+    if directory is not None:
         try:
+            write_verified(directory / name, made)
+        except OSError as error:
+            log_not_kept(error)
+        else:
+            remove_leftovers(directory)
+            remove_least_recent(directory, "kernels-*.so", _MOST_KEPT)
+            if (library := _kept(directory / name)) is not None:
+                return library
+    with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
+        path = Path(own) / name
+        try:
+            path.write_bytes(made)
             return ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelBuildError(f"cannot load {path}: {error}") from None

@@ -4,7 +4,6 @@ The executor that serves is timed on synthetic batches of random sizes, lengths 
 JSON in the cache directory, under a name derived from everything that it depends on, and loaded at the next start.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -26,7 +25,7 @@ from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.sched.request_table import HIDDEN, KV
-from apt_jax.utils.cache_dir import cache_dir
+from apt_jax.utils.cache_dir import cache_dir, log_not_kept, read_verified, write_verified
 
 DEFAULT_BUDGET_S = 30.0
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -271,9 +270,12 @@ def calibration_path(executor: JaxExecutor, directory: Path | None = None) -> Pa
 
 
 def load_calibration(path: Path) -> CostModel | None:
-    """A stored fit; None if the file is missing or cannot be read."""
+    """A stored fit; None if the file is missing or cannot be read. A damaged one is removed."""
+    stored = read_verified(path)
+    if stored is None:
+        return None
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(stored)
         shapes = data["programs"]["shapes"]
         for name in ("decode_buckets", "prefill_buckets"):
             shapes[name] = tuple(shapes[name])
@@ -285,19 +287,14 @@ def load_calibration(path: Path) -> CostModel | None:
             ),
             **{name: FitQuality(**data[name]) for name in data if name.endswith("_quality")},
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def store_calibration(model: CostModel, path: Path) -> None:
     """Write a fit where `load_calibration` finds it; replaces the file as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(dataclasses.asdict(model), indent=1))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_verified(path, json.dumps(dataclasses.asdict(model), indent=1).encode())
 
 
 def load_or_calibrate(
@@ -312,8 +309,10 @@ def load_or_calibrate(
     model = load_calibration(path)
     if model is None:
         model = calibrate(executor, budget_s, progress)
-        with contextlib.suppress(OSError):  # a read-only home is no reason not to serve
+        try:
             store_calibration(model, path)
+        except OSError as error:  # a read-only or full disk is no reason not to serve
+            log_not_kept(error)
     return model
 
 

@@ -25,6 +25,7 @@ from apt_jax.sched.view import converts
 from apt_jax.text.chat import ChatTemplate, load_chat_template
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
 from apt_jax.utils.cache_dir import private_dir
+from apt_jax.utils.compile_cache import keep_programs
 
 logger = logging.getLogger(__name__)
 
@@ -245,9 +246,8 @@ def use_compile_cache() -> bool:
     if jax.config.jax_compilation_cache_dir:
         return True
     directory = private_dir("compiled")
-    if directory is None:
+    if directory is None or not keep_programs(directory):
         return False
-    jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return True
 

@@ -1,11 +1,25 @@
-"""The cache directory, for what can be made again: calibrations, compiled programs, compiled kernels."""
+"""The cache directory, for what can be made again: calibrations, compiled programs, compiled kernels.
 
+A file there is written beside its name, synced to disk and renamed, and ends in a digest of what is before it, so that
+a crash, a full disk or a bad one leaves nothing that is taken for whole: a damaged file is removed and made again.
+"""
+
+import contextlib
+import functools
+import hashlib
 import logging
 import os
 import stat
+import tempfile
+import time
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
+
+_BEFORE_DIGEST = b"\nsha256 "
+_DIGEST_BYTES = len(_BEFORE_DIGEST) + hashlib.sha256().digest_size * 2 + 1
+_LEFT_OVER_S = 3600.0
+"""Age of a temporary file after which its writer must have died."""
 
 
 def cache_dir() -> Path:
@@ -13,24 +27,151 @@ def cache_dir() -> Path:
     return Path(os.environ.get("APT_JAX_CACHE_DIR") or Path.home() / ".cache" / "apt-jax")
 
 
+@functools.cache
+def _log_not_kept(directory: Path, reason: str | None) -> None:
+    logger.warning("%s: what is made is not kept there, and made again at each start (%s)", directory, reason)
+
+
+def log_not_kept(error: OSError) -> None:
+    """Say, once in a process, that the cache directory cannot be written to: a full or a read-only disk is no reason
+    not to serve."""
+    _log_not_kept(cache_dir(), error.strerror)
+
+
 def private_dir(name: str) -> Path | None:
     """A directory of `cache_dir` for code that is run as it is found there, so it must be ours alone; None, and a log
     line that says why, where it cannot be."""
-    parent = cache_dir()
-    directory = parent / name
+    directory = cache_dir() / name
     try:
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         directory.mkdir(exist_ok=True, mode=0o700)
-        above, status = parent.stat(), directory.stat()
+        refusal = _refusal(directory, directory.stat())
     except OSError as error:
-        logger.info("%s: not kept on disk (%s)", directory, error.strerror)
+        log_not_kept(error)
         return None
-    # Whoever can rename entries of the parent can put a directory of another name in this one's place.
-    replaceable = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
-    if status.st_uid != os.getuid() or status.st_mode & 0o022 or replaceable:
-        logger.warning(
-            "%s: not used, as it must belong to this user and be writeable by nobody else",
-            directory,
-        )
+    if refusal is not None:
+        logger.warning("%s: not used, as %s", directory, refusal)
         return None
     return directory
+
+
+def _refusal(directory: Path, status: os.stat_result) -> str | None:
+    """Why others may put code into a directory of this status; None: they cannot."""
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        return "it must belong to this user and be writeable by nobody else"
+    # Whoever can rename entries of the parent can put a directory of another name in this one's place.
+    above = directory.parent.stat()
+    if above.st_uid not in (os.getuid(), 0):
+        return f"{directory.parent} must belong to this user or to root, and be writeable by nobody else"
+    if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
+        return f"{directory.parent} must be writeable by nobody else, or sticky"
+    return None
+
+
+def write_verified(path: Path, data: bytes) -> None:
+    """Write a file that `read_verified` finds whole or not at all, whatever happens meanwhile.
+
+    Raises:
+        OSError: it cannot be written; a file that was there before stays.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data + _trailer(data))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        _remove(Path(name))
+        raise
+    with contextlib.suppress(OSError):  # some file systems sync no directories
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def read_verified(path: Path) -> bytes | None:
+    """Content that `write_verified` was given; None: there is no such file. A damaged one is removed, and logged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    return data[:-_DIGEST_BYTES] if _is_whole(path, data) else None
+
+
+def open_private(path: Path) -> int | None:
+    """Open a file of a `private_dir` that holds code, after everything has been checked again: the directory, the file's
+    owner and its digest. What was checked is the open file, whoever renames what meanwhile.
+
+    Returns:
+        A file descriptor, which the caller closes; None: there is no such file, or it is not to be run.
+    """
+    try:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            refusal = _refusal(path.parent, os.fstat(directory))
+            descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        finally:
+            os.close(directory)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("%s: cannot be read (%s)", path, error.strerror)
+        return None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        refusal = "it must be a file of this user, writeable by nobody else"
+    if refusal is not None:
+        logger.warning("%s: not used, as %s", path, refusal)
+    elif _is_whole(path, _content(descriptor)):
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)  # for `remove_least_recent`
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _content(descriptor: int) -> bytes:
+    with open(descriptor, "rb", closefd=False) as file:
+        return file.read()
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove the temporary files of processes that died while they wrote."""
+    for age_s, path in _by_age(directory, "*.tmp"):
+        if age_s > _LEFT_OVER_S:
+            _remove(path)
+
+
+def remove_least_recent(directory: Path, pattern: str, keep: int) -> None:
+    """Remove files, all but the `keep` that were written or opened last."""
+    for _, path in _by_age(directory, pattern)[keep:]:
+        _remove(path)
+
+
+def _by_age(directory: Path, pattern: str) -> list[tuple[float, Path]]:
+    """Seconds since files were written or opened, youngest first."""
+    now_s, found = time.time(), []
+    for path in directory.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((now_s - path.stat().st_mtime, path))
+    return sorted(found)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _trailer(data: bytes) -> bytes:
+    return _BEFORE_DIGEST + hashlib.sha256(data).hexdigest().encode() + b"\n"
+
+
+def _is_whole(path: Path, data: bytes) -> bool:
+    if len(data) >= _DIGEST_BYTES and data[-_DIGEST_BYTES:] == _trailer(data[:-_DIGEST_BYTES]):
+        return True
+    logger.warning("%s: damaged; removed, and made again", path)
+    _remove(path)
+    return False

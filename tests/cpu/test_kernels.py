@@ -2,7 +2,9 @@
 tests/pallas."""
 
 import dataclasses
+import errno
 import logging
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ from apt_jax.executor.attention_choice import choose_attention
 from apt_jax.models import weight_layout as tiles
 from apt_jax.ops import linear, reference, sampling
 from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_of
+from apt_jax.utils import cache_dir
+from apt_jax.utils.cache_dir import write_verified
 from tests.support.paged_driver import CONFIG
 
 # Rows, width, outputs: whole tiles; one row; all that is odd; outputs that end in a tile, in a task; rows of two tasks.
@@ -297,7 +301,7 @@ def test_rows_of_a_tiled_matrix_are_its_rows(shape: tuple[int, int], dtype: str)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A cache directory of its own, and nothing loaded yet; the kernels of this process stay registered."""
     monkeypatch.setenv("APT_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    for function in (build._library, build.load, registry.attention_ops):
+    for function in (build._library, build.load, registry.attention_ops, cache_dir._log_not_kept):
         function.cache_clear()
     yield tmp_path
     for function in (build._library, build.load, registry.attention_ops):
@@ -358,6 +362,76 @@ def test_what_the_compiler_made_is_kept(
     build._library.cache_clear()
     build._library()
     assert count.read_text().split() == ["x"]
+
+
+@pytest.mark.parametrize("size", [0, 1000, "half", "all but the digest"])
+def test_H8_F10_a_library_that_was_cut_is_compiled_again(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: int | str
+) -> None:
+    count = _counting(fresh, monkeypatch, whole=False)
+    build._library()
+    (made,) = (fresh / "cache" / "kernels").iterdir()
+    whole = made.read_bytes()
+    of_name = {"half": len(whole) // 2, "all but the digest": len(whole) - 73}
+    os.truncate(made, size if isinstance(size, int) else of_name[size])
+    caplog.clear()
+    build._library.cache_clear()
+    build._library()
+    assert made.read_bytes() == whole
+    assert count.read_text().split() == ["x", "x"]
+    assert [record.message.partition(": ")[2] for record in caplog.records if "damaged" in record.message] == [
+        "damaged; removed, and made again"
+    ]
+
+
+def test_a_library_that_cannot_be_loaded_is_compiled_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = _counting(fresh, monkeypatch, whole=False)
+    build._library()
+    (made,) = (fresh / "cache" / "kernels").iterdir()
+    whole = made.read_bytes()
+    write_verified(made, b"of another machine")
+    build._library.cache_clear()
+    build._library()
+    assert made.read_bytes() == whole
+    assert count.read_text().split() == ["x", "x"]
+
+
+def test_H8_without_room_for_it_the_library_is_loaded_and_a_later_start_keeps_it(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    count = _counting(fresh, monkeypatch, whole=False)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "write_verified", full)
+        assert build._library() is not None
+    assert "No space left" in caplog.text
+    assert list((fresh / "cache" / "kernels").iterdir()) == []
+    for _ in range(2):
+        build._library.cache_clear()
+        build._library()
+    assert count.read_text().split() == ["x", "x"]
+
+
+def test_O7_what_is_loaded_is_the_file_that_was_verified(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has its name by then."""
+    _counting(fresh, monkeypatch, whole=False)
+    build._library()
+    (made,) = (fresh / "cache" / "kernels").iterdir()
+    loaded = []
+
+    def replaced_before_it_is_loaded(name: str) -> object:
+        made.unlink()
+        made.write_bytes(b"planted")
+        loaded.append(os.readlink(name))
+        return object()
+
+    monkeypatch.setattr("ctypes.CDLL", replaced_before_it_is_loaded)
+    build._library.cache_clear()
+    build._library()
+    assert loaded == [f"{made} (deleted)"]
 
 
 @whole_or_empty

@@ -178,7 +178,7 @@ def test_mutated_gguf_files_open_or_are_refused(tmp_path):
     assert all(message.isprintable() for message in messages)
 
 
-def test_a_gguf_file_that_shrinks_while_it_is_read_is_refused(tmp_path):
+def test_F10_a_gguf_file_that_shrinks_while_it_is_read_is_refused(tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf(path, "llama", hf_tensors("llama"))
     checkpoint, _ = open_gguf(path)
