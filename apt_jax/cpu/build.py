@@ -210,6 +210,9 @@ def load() -> None:
     Raises:
         KernelBuildError: they cannot be compiled or loaded on this machine.
     """
-    library = _library()
+    try:
+        library = _library()
+    except OSError as error:  # no temporary directory either
+        raise KernelBuildError(f"no directory for the CPU kernels: {error.strerror}") from None
     for name in _TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")

@@ -215,6 +215,14 @@ class Fleet:
             except grpc.RpcError:
                 return None
 
+    def is_serving(self, number: int) -> bool:
+        """Return whether a replica, asked directly, says that it takes requests."""
+        with AptClient(f"127.0.0.1:{self.ports[number]}") as client:
+            try:
+                return client.is_serving(timeout_s=1.0)
+            except grpc.RpcError:
+                return False
+
     def is_idle(self) -> bool:
         """Return whether all replicas answer, run nothing and have all blocks free."""
         return all(

@@ -77,6 +77,10 @@ class Offline:
             raise RuntimeError(f"only {sum(certain)} of {len(requests)} answers do not depend on rounding")
         return list(itertools.compress(requests, certain)), list(itertools.compress(answers, certain))
 
+    def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the token ids of texts, without special tokens."""
+        return self._pool.submit(_encode, texts).result()
+
     def speed(self, requests: Sequence[LoadRequest]) -> Speed:
         """Measure `LLM.generate` with all requests at once."""
         return self._pool.submit(_speed, requests).result()
@@ -205,6 +209,10 @@ def _compiled_leads(config: Any) -> Any:
         return jnp.stack(found)
 
     return functools.partial(jax.jit(leads), model.params)
+
+
+def _encode(texts: Sequence[str]) -> list[tuple[int, ...]]:
+    return [tuple(_llm.parts.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
 def _speed(requests: Sequence[LoadRequest]) -> Speed:

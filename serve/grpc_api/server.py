@@ -50,6 +50,8 @@ class ServerConfig:
     """A silent connection is probed after this time."""
     keepalive_timeout_s: float = 2.5
     """An unanswered probe closes the connection after this time, which frees the cache blocks of a vanished peer."""
+    max_connection_age_s: float | None = None
+    """A connection of this age, give or take a tenth, takes no new calls; its open ones end. None: there is no limit."""
     write_stall_s: float = 30.0
     """A client that has not read for this long loses its request."""
     reflection: bool = True
@@ -66,7 +68,9 @@ class ServerConfig:
     def options(self) -> list[tuple[str, int]]:
         """gRPC channel arguments."""
         timeout_ms = int(self.keepalive_timeout_s * 1e3)
+        age_s = self.max_connection_age_s
         return [
+            *([] if age_s is None else [("grpc.max_connection_age_ms", int(age_s * 1e3))]),
             ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind it
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

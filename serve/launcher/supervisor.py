@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from apt_jax.errors import ConfigError
 from serve.errors import CommandError
+from serve.observability.call_log import write_line
 from serve.signals import Signals
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class Supervisor:
         """In any of its runs."""
         self.code: int | None = None
         """Exit code after `stop`; None: it was not running then."""
+        self._is_healthy = False
+        """In this run."""
         self._max_restarts = max_restarts
         self._process: asyncio.subprocess.Process | None = None
         self._may_start, self._stopping = asyncio.Event(), asyncio.Event()
@@ -110,8 +113,9 @@ class Supervisor:
         self._signal(number)
 
     def tell(self, number: int) -> None:
-        """Forward a signal that does not end the process, once the process handles it."""
-        if self.was_healthy:
+        """Forward a signal that does not end the process, if the process handles it by now: one that is starting would
+        die of it, and reads its files anyway."""
+        if self._is_healthy:
             self._signal(number)
 
     def _signal(self, number: int) -> None:
@@ -125,7 +129,7 @@ class Supervisor:
         cpus = ",".join(map(str, program.cpus))
         wrapper = str(Path(__file__).with_name("exec_with_pdeathsig.py"))
         self._last_lines = {name: collections.deque(maxlen=1) for name in ("stdout", "stderr")}
-        self.code = None
+        self.code, self._is_healthy = None, False
         # A process group of its own: Ctrl-C is for the launcher, which forwards it once.
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", wrapper, str(os.getpid()), cpus, *program.command,
@@ -160,7 +164,7 @@ class Supervisor:
                 await asyncio.sleep(_PROBE_S)
         if self.was_healthy:
             logger.warning("%s is back", self.program.name)
-        self.was_healthy = True
+        self.was_healthy = self._is_healthy = True
         return asyncio.get_running_loop().time()
 
     async def _forward(self, reader: asyncio.StreamReader, stream: str) -> None:
@@ -292,7 +296,6 @@ def _say(line: str) -> None:
 
 
 def _write(line: str, stream: TextIO) -> None:
-    """Write a line, above the bar if there is one. A closed stream is ignored: the replicas serve on."""
-    with contextlib.suppress(OSError):
-        tqdm.write(line, file=stream)
-        stream.flush()
+    """Write a line, above the bar if there is one."""
+    with contextlib.suppress(OSError), tqdm.external_write_mode(file=stream):
+        write_line(line, stream)

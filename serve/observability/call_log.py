@@ -7,13 +7,15 @@ are rate-limited: ten lines a second for each reason, and one line with the numb
 """
 
 import asyncio
+import contextlib
 import datetime
 import logging
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from pythonjsonlogger.json import JsonFormatter
 
@@ -38,16 +40,30 @@ def configure(log_format: Format, level: str) -> None:
 
 
 def announcer(log_format: Format) -> Callable[[str], None]:
-    """Make a function that writes a line to standard output at once: as it is, or as a JSON object like those of the
-    log."""
+    """Make a function that writes a line to standard output at once (`write_line`): as it is, or as a JSON object like
+    those of the log."""
     formatter = logging.Formatter() if log_format == "text" else json_formatter()
 
     def say(line: str) -> None:
         record = logging.LogRecord("serve", logging.INFO, "", 0, line, None, None)
-        sys.stdout.write(formatter.format(record) + "\n")
-        sys.stdout.flush()
+        write_line(formatter.format(record), sys.stdout)
 
     return say
+
+
+def write_line(line: str, stream: TextIO) -> None:
+    """Write a line at once. One that cannot be written is dropped: no full disk and no closed pipe ends a server.
+
+    Nothing stays in the buffer of the stream either, which Python would write, and fail, at its end.
+    """
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # not a file
+        stream.write(f"{line}\n")
+        return
+    with contextlib.suppress(OSError):
+        stream.flush()
+        os.write(descriptor, f"{line}\n".encode(errors="replace"))
 
 
 class TextFormatter(logging.Formatter):

@@ -102,6 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="MiB of memory for request bodies that are being read or prepared; more are told to retry (429)",
     )  # fmt: skip
     group.add_argument(
+        "--grpc-max-connection-age", type=options.positive(float), metavar="S",
+        help="have gRPC clients connect again after this many seconds, and so find new replicas behind a balancer; open streams end on their old connection (default: never)",
+    )  # fmt: skip
+    group.add_argument(
         "--insecure-open", action="store_true", help="allow a non-loopback address without TLS or API keys"
     )
     group.add_argument(
@@ -217,6 +221,7 @@ def _run(args: argparse.Namespace) -> int:
                 max_concurrent_rpcs=most_open,
                 keepalive_time_s=0.375 * args.client_timeout,
                 keepalive_timeout_s=0.625 * args.client_timeout,
+                max_connection_age_s=args.grpc_max_connection_age,
                 keys=keys,
                 tls=tls,
                 tracer=tracer,

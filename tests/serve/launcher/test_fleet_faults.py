@@ -213,6 +213,18 @@ def test_H3_a_replica_that_is_killed_ends_its_streams_at_once_and_comes_back(fle
     assert ("replica 1", "SIGKILL") in fleet.ends()
 
 
+def test_a_reload_does_not_kill_a_replica_that_is_starting(fleet):
+    """Nothing handles SIGHUP there yet."""
+    fleet.replica(0).kill()
+    ends = len(fleet.ends()) + 1
+    assert until(lambda: len(fleet.ends()) == ends and fleet.replica(0) is not None, 30) is not None
+    for _ in range(10):
+        fleet.launcher.send_signal(signal.SIGHUP)
+        time.sleep(0.05)
+    assert until(lambda: fleet.is_serving(0), 60) is not None
+    assert len(fleet.ends()) == ends
+
+
 def test_N5_a_request_kills_at_most_two_replicas():
     with Fleet([], script=TOY, num_replicas=3) as three:
         entry = complete(three, 200, prompt=f"hello{POISON}", stream=False)
