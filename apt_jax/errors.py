@@ -8,6 +8,7 @@
      +- UnknownRequestError (KeyError)  abort of an id that is not alive
      +- QueueFullError                  admission limit reached; try again later
      +- EngineDeadError                 the engine stopped after an error that it could not survive
+     +- HostError                       ranks of a replica do not meet, do not fit together, or one is gone
 
 Ordinary outcomes inside the engine (no free block, nothing to schedule) are return values, not errors.
 """
@@ -51,6 +52,13 @@ class DuplicateRequestError(InvalidRequestError):
 
 class ModelLoadError(AptJaxError, ValueError):
     """A model that cannot be found or whose files are damaged or contradict each other."""
+
+
+class HostError(AptJaxError):
+    """Ranks of one replica have not met, do not fit together, or one of them is gone; a new start may help.
+
+    What another host says is this error and never a `ConfigError`, after which a supervisor starts nothing again.
+    """
 
 
 class UnknownRequestError(AptJaxError, KeyError):

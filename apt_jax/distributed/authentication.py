@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apt_jax.errors import AptJaxError, ConfigError, one_line
+from apt_jax.errors import AptJaxError, ConfigError, HostError, one_line
 
 if TYPE_CHECKING:
     from apt_jax.distributed.transport import Stream
@@ -87,7 +87,7 @@ def prove_to_leader(stream: "Stream", key: JoinKey | None) -> None:
     """Prove to rank 0 that this rank has the key, and have it do the same.
 
     Raises:
-        ConfigError: the keys differ, or one side has none.
+        HostError: the keys differ, or one side has none.
         StreamError: it is not rank 0 of apt-jax, or is gone.
     """
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -95,11 +95,11 @@ def prove_to_leader(stream: "Stream", key: JoinKey | None) -> None:
     challenge = stream.expect("challenge").challenge
     if challenge.keyed != (key is not None):
         who = "this rank has no join key, and rank 0" if key is None else "rank 0 has no join key, and this rank"
-        raise ConfigError(f"{who} has one; {SAME_KEY}")
+        raise HostError(f"{who} has one; {SAME_KEY}")
     nonces = own_nonce + challenge.nonce
     stream.send(proof={"mac": _mac(key, _RANK, nonces)})
     answer = stream.expect("accepted", "refused")
     if answer.HasField("refused"):
-        raise ConfigError(one_line(answer.refused.reason))
+        raise HostError(one_line(answer.refused.reason))
     if not hmac.compare_digest(answer.accepted.mac, _mac(key, _LEADER, nonces)):
-        raise ConfigError(f"{stream.name} does not have the join key of this rank; {SAME_KEY}")
+        raise HostError(f"{stream.name} does not have the join key of this rank; {SAME_KEY}")

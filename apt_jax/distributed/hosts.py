@@ -28,7 +28,7 @@ from apt_jax.config import ParallelConfig
 from apt_jax.distributed.authentication import JoinKey, RejectedError, check_rank
 from apt_jax.distributed.messages import Plan
 from apt_jax.distributed.settings import difference
-from apt_jax.errors import AptJaxError, ConfigError, one_line
+from apt_jax.errors import AptJaxError, HostError, one_line
 
 if TYPE_CHECKING:
     from apt_jax.distributed.protos import ranks_pb2 as pb
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WARN_EVERY_S = 1.0
-
-
-class HostError(AptJaxError):
-    """Ranks of one replica have not met, or one of them is gone; a new start may help."""
 
 
 def end_process(code: int, reason: str | None = None) -> None:
@@ -164,7 +160,7 @@ class Leader(Hosts):
         if self._refusal is not None:
             self._tell(refused={"reason": self._refusal})
             self.close()
-            raise ConfigError(self._refusal)
+            raise HostError(self._refusal)
         if missing:
             reason = (
                 f"rank {', '.join(missing)} of {ours.nnodes} did not join at {ours.master_addr}:{ours.master_port} within "
@@ -270,7 +266,7 @@ class Follower(Hosts):
             return super()._lose(rank, reason, told)
         if told is None:
             reason += BEFORE_ALL_JOINED
-        self._welcome.put(ConfigError(reason) if told == "refused" else HostError(reason))
+        self._welcome.put(HostError(reason))
 
     def ask_to_drain(self) -> None:
         """Tell rank 0 that this rank was asked to end."""

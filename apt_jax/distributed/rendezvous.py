@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from apt_jax.config import EngineConfig, ParallelConfig
 from apt_jax.distributed.authentication import SAME_KEY, JoinKey, prove_to_leader
-from apt_jax.distributed.hosts import BEFORE_ALL_JOINED, Follower, HostError, Leader
+from apt_jax.distributed.hosts import BEFORE_ALL_JOINED, Follower, Leader
 from apt_jax.distributed.settings import StoredModel, settings_of
-from apt_jax.errors import ConfigError, one_line
+from apt_jax.errors import ConfigError, HostError, one_line
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -29,10 +29,9 @@ def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel
     """Meet the other ranks and join their devices into one JAX. To be called before JAX has touched a device.
 
     Raises:
-        ConfigError: on every rank that came, where one has other flags, another model or another version; here alone
-        where the join
-            key is missing or differs.
-        HostError: on every rank that came, where one did not, or has gone.
+        ConfigError: this rank's own flags are wrong: no join key, an address that is not its own, a port in use.
+        HostError: on every rank that came, where one did not, has gone, or has other flags, another model or another
+            version; here alone where the join keys differ.
     """
     try:
         from apt_jax.distributed import transport
@@ -141,6 +140,6 @@ def connect(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | No
             if not error.is_busy or time.monotonic() > until_s:
                 raise HostError(f"{name} {error}{BEFORE_ALL_JOINED}") from None
             time.sleep(0.5)
-        except ConfigError:
+        except HostError:
             close_transport()
             raise

@@ -26,10 +26,10 @@ from apt_jax import distributed
 from apt_jax.config import EngineConfig, ParallelConfig, SchedulerConfig
 from apt_jax.distributed import rendezvous, settings, transport
 from apt_jax.distributed.authentication import JoinKey, check_rank
-from apt_jax.distributed.hosts import Follower, HostError, Hosts, Leader
+from apt_jax.distributed.hosts import Follower, Hosts, Leader
 from apt_jax.distributed.messages import Plan
 from apt_jax.distributed.rendezvous import join
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, HostError
 from apt_jax.models import resolve_model
 from apt_jax.models.config import ModelConfig
 
@@ -243,6 +243,7 @@ def test_a_rank_with_other_flags_or_another_model(ranks, caplog, other, says):
     ranks.start(2, nnodes=3)  # it waits for the others, and is told why they do not come
     until(has_joined(caplog, 2))
     ranks.start(1, model, **fields)
+    assert {type(error) for error in ranks.ended().values()} == {HostError}  # a restart may help, unlike ConfigError
     said = {rank: str(error) for rank, error in ranks.ended().items()}
     assert len(said) == 3
     assert len(set(said.values())) == 1
@@ -269,7 +270,7 @@ def test_a_rank_of_another_version(ranks, monkeypatch, what):
     ranks.start(0)
     ranks.start(1)
     for error in ranks.ended().values():
-        assert isinstance(error, ConfigError)
+        assert isinstance(error, HostError)
         assert f"has version of {what} 9.9, rank 0 has " in str(error)
         assert "install the same on all hosts" in str(error)
 
@@ -480,7 +481,7 @@ def test_a_rank_with_another_key_or_none(ranks, key, tmp_path, caplog, leaders, 
     until(lambda: _listens(ranks.port))
     ranks.start(1, name="wrong", key=ranks_ and key_file(tmp_path / "other", ranks_))
     until(lambda: "wrong" in ranks.results)
-    assert isinstance(ranks.results["wrong"], ConfigError)
+    assert isinstance(ranks.results["wrong"], HostError)  # the other side said so: no error of usage
     assert str(ranks.results["wrong"]) == says
     assert 0 not in ranks.results
     ranks.start(1, key=key)
@@ -489,6 +490,45 @@ def test_a_rank_with_another_key_or_none(ranks, key, tmp_path, caplog, leaders, 
     assert isinstance(joined[1], Follower), joined
     assert "x" * 32 not in caplog.text
     assert "k" * 32 not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rank_key", "said"),
+    [
+        (True, [{"refused": {"reason": "go away"}}]),
+        (True, [{"challenge": {"nonce": bytes(32), "keyed": False}}]),
+        (True, [{"challenge": {"nonce": bytes(32), "keyed": True}}, {"refused": {"reason": "go away"}}]),
+        (True, [{"challenge": {"nonce": bytes(32), "keyed": True}}, {"accepted": {"mac": bytes(32)}}]),
+        (True, [{"welcome": {}}]),
+        (False, [{"challenge": {"keyed": True}}]),
+        (False, [{"challenge": {}}, {"accepted": {}}, {"refused": {"reason": "go away"}}]),
+        (False, [{"challenge": {}}, {"accepted": {}}, {"failed": {"reason": "go away"}}]),
+    ],
+)
+def test_nothing_that_rank_0_says_is_an_error_of_usage(ranks, key, rank_key, said):
+    """A supervisor does not restart what ends with an error of usage, which is `ConfigError`."""
+
+    def pretend(stream: transport.Stream) -> None:
+        with contextlib.suppress(transport.StreamError):
+            for message in said:
+                stream.expect("hello", "proof", "introduction")
+                stream.send(**message)
+
+    server = transport.listen("127.0.0.1", ranks.port, 1, pretend)
+    ranks.start(1, key=key if rank_key else None)
+    (error,) = ranks.ended().values()
+    server.stop(0)
+    assert isinstance(error, HostError), error
+    assert not isinstance(error, ConfigError)
+
+
+def test_O8_the_coordinator_of_jax_is_bound_to_the_given_address(ranks, monkeypatch):
+    """By default it listens on all addresses of the host."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    pair(ranks)
+    assert sorted(args for args, _ in calls) == [(f"127.0.0.1:{ranks.port + 1}", 2, rank) for rank in (0, 1)]
+    assert {kwargs["coordinator_bind_address"] for _, kwargs in calls} == {f"127.0.0.1:{ranks.port + 1}"}
 
 
 def test_a_rank_0_that_does_not_have_the_key(key):
@@ -504,7 +544,7 @@ def test_a_rank_0_that_does_not_have_the_key(key):
             heard.extend(stream)
 
     server = transport.listen("127.0.0.1", ours.master_port, 1, pretend)
-    with pytest.raises(ConfigError, match="does not have the join key of this rank"):
+    with pytest.raises(HostError, match="does not have the join key of this rank"):
         rendezvous.connect(ours, {"secret": "setting"}, JoinKey.load(key))
     server.stop(0)
     assert [message.WhichOneof("kind") for message in heard] == ["hello", "proof"]
