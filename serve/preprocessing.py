@@ -41,15 +41,15 @@ class PreprocessingLimits:
 
     body_memory_bytes: int = 64 << 20
     """Memory of all bodies that are being read or worked on, beyond the first 16 KiB of each."""
-    max_waiting: int = 1024
+    max_waiting: int = 2048
     """Calls that wait for a thread, of all owners."""
-    max_waiting_per_owner: int = 256
-    max_waiting_long: int = 128
+    max_waiting_per_owner: int = 1024
+    max_waiting_long: int = 512
     """Calls that wait with long texts, of all owners."""
-    max_waiting_long_per_owner: int = 32
-    max_waiting_grammars: int = 128
+    max_waiting_long_per_owner: int = 256
+    max_waiting_grammars: int = 256
     """Calls that wait for a trial of a new constraint, of all owners."""
-    max_waiting_grammars_per_owner: int = 32
+    max_waiting_grammars_per_owner: int = 128
     grammar_wait_s: float = 10.0
     """Time limit of the wait for a trial."""
 

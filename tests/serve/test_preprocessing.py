@@ -19,7 +19,7 @@ import pytest
 
 from apt_jax.errors import QueueFullError
 from serve.http_api import openai_request
-from serve.preprocessing import BodyBudget, FairQueue, Preprocessing, PreprocessingLimits
+from serve.preprocessing import BodyBudget, FairQueue, Preprocessing
 from tests.serve.test_fault_rows import free_port
 from tests.support.http_serving import post_head, run
 
@@ -279,15 +279,16 @@ def test_R11_a_verdict_is_remembered_and_the_queue_of_a_client_is_bounded():
         assert again.json() == first.json()
         assert time.monotonic() - started < 1.0
         assert served.parts.grammars.num_trials == 1
+        served.server.app._service.work._grammars = queue_of(max_waiting_per_owner=5)
         tasks = [
             asyncio.create_task(
                 served.post("/v1/completions", {"prompt": "q", "structured_outputs": slow_constraint(i)})
             )
-            for i in range(1, 45)
+            for i in range(1, 15)
         ]
         done, waiting = await asyncio.wait(tasks, timeout=1.5)
         assert {task.result().status_code for task in done} == {429}
-        assert len(waiting) <= PreprocessingLimits().max_waiting_grammars_per_owner + 1
+        assert len(waiting) <= 6
         for task in waiting:
             task.cancel()
         await served.until(lambda: served.server.app._service.work._grammars.num_waiting == 0)
