@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MAX_FILES = 65_536
+_OTHER_FILES = 32
+"""Files that are no connections."""
+
 ENGINE_LOST = 1
 """Exit code if the engine has ended by itself."""
 
@@ -265,13 +269,38 @@ def thread_ids() -> set[int]:
         return set()
 
 
-def raise_file_limit() -> None:
-    """Raise the limit of open files: every connection is one, and the usual limit is 1024."""
+def raise_file_limit() -> int:
+    """Raise the limit of open files, as every connection is one and the usual limit is 1024; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def grpc_connections(wanted: int, http: int, limit: int) -> int:
+    """Return how many gRPC connections may be open: `wanted`, or fewer if open files are few.
+
+    HTTP looks at what is left (`serve.http_api.acceptor`); gRPC cannot, and would take all.
+
+    Args:
+        wanted: number of them.
+        http: number of HTTP connections.
+        limit: of open files.
+    """
+    if wanted + http + _OTHER_FILES <= limit:
+        return wanted
+    some = min(wanted, max(4, (limit - _OTHER_FILES) // 4))
+    logger.warning(
+        "%d open files are too few for %d HTTP and %d gRPC connections: gRPC gets %d, HTTP what is left; raise 'ulimit -n' (the hard limit)",
+        limit,
+        http,
+        wanted,
+        some,
+    )
+    return some
 
 
 def _in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":

@@ -45,6 +45,8 @@ class ServerConfig:
     """0: any free one."""
     max_concurrent_rpcs: int = 1024 + 64 + 64
     """RPCs at once, and streams a connection; a proxy may bring all of them over one."""
+    max_connections: int = 1024 + 64 + 64
+    """Further connections are closed at once."""
     max_message_bytes: int = 4 << 20
     keepalive_time_s: float = 1.5
     """A silent connection is probed after this time."""
@@ -79,6 +81,7 @@ class ServerConfig:
             ("grpc.keepalive_timeout_ms", timeout_ms),
             # What counts where the peer's kernel still acknowledges.
             ("grpc.http2.ping_timeout_ms", timeout_ms),
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_concurrent_rpcs),
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_metadata_size", 16 << 10),

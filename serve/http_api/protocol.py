@@ -1,6 +1,6 @@
 """uvicorn's HTTP/1.1 connection, with the limits that a public server needs.
 
-* The number of connections is limited.
+* The number of connections is limited (`serve.http_api.acceptor`).
 * The head of a request must arrive within some seconds and fit some kilobytes.
 * A client that reads nothing of its response for some seconds loses the connection, and with it the request. The unread
   output is
@@ -14,20 +14,31 @@ The application limits the time for the body of a request (`serve.http_api.calls
 import asyncio
 import dataclasses
 import logging
+import re
 import socket
 from typing import Any
 
 import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serve.compact_json import json_bytes
+from serve.http_api.acceptor import Connection
+from serve.http_api.calls import CLOSE_HEADERS, ResponseWriter
 from serve.http_api.errors import BadCallError, to_http_error
 from serve.http_api.stalled_clients import StalledClientDetector
+from serve.observability.call_record import NO_ID
 
 logger = logging.getLogger(__name__)
 
+HEALTH_PATHS = (b"/health", b"/ready")
+
 _BUFFER_BYTES = 32 << 10
 _STALL_TICK_S = 0.25
+_DOUBTFUL_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
+_TOO_MANY = BadCallError(
+    503, "too_many_connections", "all connections of this server, or of this client, are in use", CLOSE_HEADERS
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +46,9 @@ class ConnectionLimits:
     """Bounds of connections."""
 
     max_connections: int = 2048
-    """Further connections are closed at once."""
+    """Where there are more, the one that has been idle for longest is closed."""
+    max_connections_per_address: int | None = None
+    """Limit of one client; None: three quarters of all."""
     max_header_bytes: int = 16 << 10
     """Limit of the head of one request."""
     header_timeout_s: float = 10.0
@@ -49,18 +62,56 @@ class ConnectionLimits:
     unacknowledged_s: int = 30
     """Bytes that are not acknowledged for this long end the connection, even if the response is complete."""
 
+    @property
+    def max_per_address(self) -> int:
+        """Connections of one client."""
+        given = self.max_connections_per_address
+        return max(1, self.max_connections * 3 // 4) if given is None else given
+
+
+class StrictConnection(h11.Connection):
+    """h11's parser, without what a proxy before us may read in another way: a length beside chunks, lines that end
+    without CR, values that go on in the next line."""
+
+    def next_event(self) -> Any:
+        """See `h11.Connection`.
+
+        Raises:
+            h11.RemoteProtocolError: as h11, and for these.
+        """
+        unread = self.trailing_data[0] if self.their_state is h11.IDLE else b""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            head = unread[: len(unread) - len(self.trailing_data[0])]
+            names = {name for name, _ in event.headers}
+            if {b"content-length", b"transfer-encoding"} <= names or _DOUBTFUL_LINE.search(head):
+                raise h11.RemoteProtocolError("a head that can be read in two ways")
+        return event
+
 
 class LimitedHttpProtocol(H11Protocol):
-    """One connection; uvicorn makes it.
+    """One connection.
 
     Args:
+        connection: of the acceptor.
         limits: of this server.
         stalled: detects clients that have stopped reading; shared by all connections.
         *args, **kwargs: uvicorn's.
     """
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, stalled: StalledClientDetector, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        connection: Connection,
+        limits: ConnectionLimits,
+        stalled: StalledClientDetector,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = StrictConnection(h11.SERVER, limits.max_header_bytes)
+        if connection.is_reserved:
+            self.app = _health_only(self.app)
+        self._connection = connection
         self._limits = limits
         self._stalled = stalled
         self._head_timer: asyncio.TimerHandle | None = None
@@ -70,9 +121,7 @@ class LimitedHttpProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        if len(self.connections) > self._limits.max_connections:
-            transport.abort()
-            return
+        self._connection.transport = transport
         transport.set_write_buffer_limits(high=_BUFFER_BYTES)
         self._set_socket(transport.get_extra_info("socket"))
         self._await_head()
@@ -82,6 +131,7 @@ class LimitedHttpProtocol(H11Protocol):
         self._head_timer = _cancelled(self._head_timer)
         self._write_timer = _cancelled(self._write_timer)
         self._stalled.forget(self)
+        self._connection.closed()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -95,13 +145,13 @@ class LimitedHttpProtocol(H11Protocol):
             self._head_timer = _cancelled(self._head_timer)
         elif self._head_timer is None and not self.transport.is_closing():
             self._await_head()
-        self._watch_reader()
+        self._note_request()
 
     def on_response_complete(self) -> None:
         """See `H11Protocol`."""
         self._stalled.forget(self)
         super().on_response_complete()
-        self._watch_reader()  # the next request may have come already
+        self._note_request()  # the next one may have come already
 
     def eof_received(self) -> None:
         """See `asyncio.Protocol`. The application is told now: the connection closes only when all is written, which
@@ -155,8 +205,10 @@ class LimitedHttpProtocol(H11Protocol):
         else:
             self.transport.close()
 
-    def _watch_reader(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+    def _note_request(self) -> None:
+        busy = self.cycle is not None and not self.cycle.response_complete
+        self._connection.set_busy(busy)
+        if busy:
             self._stalled.watch(self, self.transport.get_extra_info("socket"), self._cut_off)
 
     def _check_writes(self, least: int, since_s: float) -> None:
@@ -220,6 +272,23 @@ class LimitedHttpProtocol(H11Protocol):
                 connection.setsockopt(level, option, value)
         except OSError:  # the peer has gone already
             logger.debug("the options of a connection could not be set")
+
+
+def _health_only(app: Any) -> ASGIApp:
+    """Make an application that serves health checks and nothing else, one a connection."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        if scope["raw_path"] in HEALTH_PATHS:
+            await app(scope, receive, send_and_close)
+        else:
+            await ResponseWriter(send).fail(to_http_error(_TOO_MANY, NO_ID))
+
+    return serve
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:

@@ -14,15 +14,14 @@ Its life is that of `serve.grpc_api.server`, over the same engine:
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import uvicorn
 
 from apt_jax.frontend.async_engine import AsyncEngine
 from serve.errors import PortInUseError
+from serve.http_api.acceptor import Acceptor, Connection
 from serve.http_api.app import HttpApp
 from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits, LimitedHttpProtocol
@@ -32,7 +31,6 @@ from serve.preprocessing import Preprocessing
 from serve.security.tls import Tls
 
 _BACKLOG = 1024
-_HANDSHAKE_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 2.0
 _CLOSE_TICK_S = 0.01
 
@@ -55,8 +53,10 @@ class HttpConfig:
 class _Uvicorn(uvicorn.Server):
     """uvicorn on a socket of ours, without handlers for signals, which belong to the whole process."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, stalled: StalledClientDetector) -> None:
         super().__init__(config)
+        self._limits, self._stalled = limits, stalled
+        self._acceptors: list[Acceptor] = []
         self._stopping = asyncio.Event()
 
     @contextlib.contextmanager
@@ -65,21 +65,24 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, with a limit on the time of TLS handshakes."""
+        """As uvicorn's, with an acceptor of our own."""
         await self.lifespan.startup()
-        config = self.config
-        make = functools.partial(
-            config.http_protocol_class,
-            config=config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        loop = asyncio.get_running_loop()
-        tls: dict[str, Any] = {}
-        if config.ssl is not None:
-            tls = {"ssl": config.ssl, "ssl_handshake_timeout": _HANDSHAKE_TIMEOUT_S}
-        self.servers = [
-            await loop.create_server(make, sock=sock, backlog=config.backlog, **tls) for sock in sockets or ()
+        config, limits = self.config, self._limits
+
+        def make(connection: Connection) -> LimitedHttpProtocol:
+            return LimitedHttpProtocol(
+                config, self.server_state, self.lifespan.state, connection=connection, limits=limits, stalled=self._stalled
+            )  # fmt: skip
+
+        self._acceptors = [
+            Acceptor(
+                sock,
+                make,
+                max_connections=limits.max_connections,
+                max_per_address=limits.max_per_address,
+                tls=config.ssl,
+            )
+            for sock in sockets or ()
         ]
         self.started = True
 
@@ -92,8 +95,8 @@ class _Uvicorn(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, without its pauses."""
-        for server in self.servers:
-            server.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         state = self.server_state
         for connection in list(state.connections):
             connection.shutdown()
@@ -141,12 +144,9 @@ class HttpServer:
         listener = _bound(config.host, config.port)
         self.port = listener.getsockname()[1]
         limits = config.connections
-        protocol: Any = functools.partial(
-            LimitedHttpProtocol, limits=limits, stalled=StalledClientDetector(limits.write_stall_s)
-        )
         settings = uvicorn.Config(
             self.app,
-            http=protocol,
+            http=LimitedHttpProtocol,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -154,12 +154,10 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            backlog=_BACKLOG,
             timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # any number is taken
-            h11_max_incomplete_event_size=limits.max_header_bytes,
             ssl_context_factory=None if config.tls is None else lambda *_: config.tls.context,  # type: ignore[union-attr]
         )
-        self._uvicorn = server = _Uvicorn(settings)
+        self._uvicorn = server = _Uvicorn(settings, limits, StalledClientDetector(limits.write_stall_s))
         self._running = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not self._running.done():
             await asyncio.sleep(0)

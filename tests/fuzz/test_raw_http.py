@@ -346,6 +346,10 @@ _DOUBTFUL = {
     "chunked twice": b"transfer-encoding: chunked, chunked",
     "two codings": b"transfer-encoding: chunked\r\ntransfer-encoding: identity",
     "a space before the colon": b"content-length : 33",
+    "a length and chunks": b"content-length: 33\r\ntransfer-encoding: chunked",
+    "chunks and a length": b"transfer-encoding: chunked\r\ncontent-length: 33",
+    "a line that ends without CR": b"x: y\ncontent-length: 33",
+    "a value in two lines": b"x: y\r\n content-length: 33",
     "a NUL in the length": b"content-length: 3\x003",
 }
 

@@ -36,6 +36,7 @@ from serve.server import (
     WorkerRanks,
     build_parts,
     find_model,
+    grpc_connections,
     raise_file_limit,
     serve,
 )
@@ -104,6 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--grpc-max-connection-age", type=options.positive(float), metavar="S",
         help="have gRPC clients connect again after this many seconds, and so find new replicas behind a balancer; open streams end on their old connection (default: never)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-connections-per-address", type=options.positive(int), metavar="N",
+        help="HTTP connections of one client address at a time (default: three quarters of all)",
     )  # fmt: skip
     group.add_argument(
         "--insecure-open", action="store_true", help="allow a non-loopback address without TLS or API keys"
@@ -199,17 +204,22 @@ def _run(args: argparse.Namespace) -> int:
     config, keys, tls = check(args)
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
-    raise_file_limit()
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
     http = HttpConfig(
         host=args.http_host or args.host,
         port=args.http_port,
         tls=tls,
-        connections=ConnectionLimits(max_connections=2 * most_open, write_stall_s=0.625 * args.client_timeout),
+        connections=ConnectionLimits(
+            max_connections=2 * most_open,
+            max_connections_per_address=args.max_connections_per_address,
+            write_stall_s=0.625 * args.client_timeout,
+        ),
         app=AppConfig(
             keys=keys, tracer=tracer, profiler=profiler, dashboard=not args.no_dashboard, browsers=_browsers(args)
         ),
     )
+    num_http = 0 if args.no_http else http.connections.max_connections
+    max_grpc_connections = grpc_connections(most_open, num_http, raise_file_limit())
     hosts = WorkerRanks()
     code = asyncio.run(
         serve(
@@ -219,6 +229,7 @@ def _run(args: argparse.Namespace) -> int:
                 port=args.grpc_port,
                 reflection=is_loopback(args.host),
                 max_concurrent_rpcs=most_open,
+                max_connections=max_grpc_connections,
                 keepalive_time_s=0.375 * args.client_timeout,
                 keepalive_timeout_s=0.625 * args.client_timeout,
                 max_connection_age_s=args.grpc_max_connection_age,

@@ -345,22 +345,6 @@ def test_C14_idle_connections_are_closed():
     run(scenario, http={"idle_timeout_s": 0.2})
 
 
-def test_connections_beyond_the_limit_are_closed_and_the_others_live():
-    async def scenario(served):
-        async def is_open(connection) -> bool:
-            return not await connection.at_end(0.3)
-
-        # The clients of the fixture have none yet.
-        connections = [await served.raw(b"GET /health HTTP/1.1\r\n") for _ in range(6)]
-        alive = await asyncio.gather(*map(is_open, connections))
-        assert sorted(alive) == [False, False, True, True, True, True]
-        for connection in connections:
-            await connection.close()
-        await served.until(lambda: not served.server._uvicorn.server_state.connections)
-
-    run(scenario, connections={"max_connections": 4})
-
-
 def test_pipelined_requests_are_answered_in_order():
     async def scenario(served):
         data = completion(max_tokens=3, temperature=0) + completion(max_tokens=5, temperature=0)

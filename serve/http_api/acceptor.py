@@ -1,0 +1,248 @@
+"""Accepts HTTP connections, within limits of their number, of each client's and of file descriptors.
+
+* Where there are too many, the one that has been without a request for longest makes room for the new one: one of the
+  same client, if it is the client that has too many. A request in flight is never ended.
+* If all have a request in flight, some more are accepted, which get `/health` and `/ready`, and 503 for anything else.
+* Some descriptors are left to files, gRPC and the engine: a connection beyond them is one too many. When there is none
+  at all, a few spare ones serve such connections, and accepting pauses.
+"""
+
+import asyncio
+import collections
+import contextlib
+import ipaddress
+import logging
+import os
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Iterable
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTS_AT_ONCE = 64
+_MAX_RESERVED = 16
+"""Connections beyond the limits, for health checks."""
+_MAX_DESCRIPTORS_KEPT = 64
+_NUM_SPARES = 8
+_PAUSE_S = 0.05
+_RESERVED_SILENCE_S = 0.25
+"""A reserved connection that has sent no request for this long may make room."""
+_LOG_PERIOD_S = 60.0
+_HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class Connection:
+    """An accepted connection.
+
+    Args:
+        address: of its client.
+        is_reserved: it is one too many, and gets health checks alone.
+        acceptor: has accepted it.
+    """
+
+    def __init__(self, address: str, is_reserved: bool, acceptor: "Acceptor") -> None:
+        self.address, self.is_reserved = address, is_reserved
+        self.is_busy = False
+        """True while a request is in flight."""
+        self.since_s = asyncio.get_running_loop().time()
+        self.transport: asyncio.Transport | None = None
+        """None until the protocol has it: during the TLS handshake."""
+        self.task: asyncio.Task[None] | None = None
+        self._acceptor = acceptor
+
+    def set_busy(self, busy: bool) -> None:
+        """Note whether a request is in flight."""
+        if busy != self.is_busy:
+            self.is_busy = busy
+            self._acceptor.on_busy(self)
+
+    def closed(self) -> None:
+        """Note that it has ended."""
+        self._acceptor.on_closed(self)
+
+
+class Acceptor:
+    """Accepts the connections of one listener; one event loop.
+
+    Args:
+        listener: a listening socket; closed by `close`.
+        make_protocol: makes the protocol of an accepted connection; it must tell the connection its transport, whether
+            it is busy, and its end.
+        max_connections: in all.
+        max_per_address: of one client.
+        tls: None: plaintext.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[Connection], asyncio.Protocol],
+        *,
+        max_connections: int,
+        max_per_address: int,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._listener, self._make_protocol, self._tls = listener, make_protocol, tls
+        self._max_connections, self._max_per_address = max_connections, max_per_address
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = 1 << 30 if limit == resource.RLIM_INFINITY else limit
+        self._max_descriptor = limit - min(_MAX_DESCRIPTORS_KEPT, limit // 4)
+        self._loop = asyncio.get_running_loop()
+        self._open: set[Connection] = set()
+        self._by_address: collections.Counter[str] = collections.Counter()
+        self._idle: dict[Connection, None] = {}
+        """Those without a request, the one that has had none for longest first."""
+        self._reserved: dict[Connection, None] = {}
+        self._spares: list[int] = []
+        self._resume: asyncio.TimerHandle | None = None
+        self._logged_s = -_LOG_PERIOD_S
+        listener.setblocking(False)
+        self._take_spares()
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._resume is not None:
+            self._resume.cancel()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._give_spares()
+
+    def on_busy(self, connection: Connection) -> None:
+        """See `Connection.set_busy`."""
+        if connection in self._open:
+            self._idle.pop(connection, None)
+            if not connection.is_busy:
+                self._idle[connection] = None
+
+    def on_closed(self, connection: Connection) -> None:
+        """See `Connection.closed`; it may come twice."""
+        self._reserved.pop(connection, None)
+        self._idle.pop(connection, None)
+        if connection in self._open:
+            self._open.remove(connection)
+            self._by_address[connection.address] -= 1
+            if not self._by_address[connection.address]:
+                del self._by_address[connection.address]
+
+    # --- accepting ---------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):
+            try:
+                accepted, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._on_failure(error)
+                return
+            self._admit(accepted, client_of(address[0]))
+
+    def _on_failure(self, error: OSError) -> None:
+        """Pause. Idle connections end; if there are none, spare descriptors serve what may be a health check."""
+        if self._loop.time() - self._logged_s >= _LOG_PERIOD_S:
+            self._logged_s = self._loop.time()
+            reason = os.strerror(error.errno or 0).lower()
+            logger.error(
+                "cannot accept connections, %d are open: %s ('ulimit -n' is the limit of open files)",
+                len(self._open),
+                reason,
+            )
+        self._end_silent_reserved()
+        if not self._end_first(self._idle, _ACCEPTS_AT_ONCE):
+            count = len(self._spares)
+            self._give_spares()
+            for _ in range(count):
+                try:
+                    accepted, address = self._listener.accept()
+                except OSError:
+                    break
+                self._admit(accepted, client_of(address[0]), must_reserve=True)
+        self._loop.remove_reader(self._listener)
+        self._resume = self._loop.call_later(_PAUSE_S, self._go_on)
+
+    def _go_on(self) -> None:
+        self._take_spares()
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _take_spares(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._spares) < _NUM_SPARES:
+                self._spares.append(os.open(os.devnull, os.O_RDONLY))
+
+    def _give_spares(self) -> None:
+        while self._spares:
+            os.close(self._spares.pop())
+
+    def _admit(self, accepted: socket.socket, address: str, *, must_reserve: bool = False) -> None:
+        room = not must_reserve
+        if room and self._by_address[address] >= self._max_per_address:
+            room = self._end_first((other for other in self._idle if other.address == address), 1)
+        # The kernel gives the lowest descriptor that is free: those below are in use.
+        elif room and (len(self._open) >= self._max_connections or accepted.fileno() >= self._max_descriptor):
+            room = self._end_first(self._idle, 1)
+        if not room and len(self._reserved) >= _MAX_RESERVED:
+            self._end_silent_reserved()
+            if len(self._reserved) >= _MAX_RESERVED:
+                accepted.close()
+                return
+        connection = Connection(address, not room, self)
+        if room:
+            self._open.add(connection)
+            self._by_address[address] += 1
+            self._idle[connection] = None
+        else:
+            self._reserved[connection] = None
+        accepted.setblocking(False)
+        connection.task = self._loop.create_task(self._connect(accepted, connection))
+
+    async def _connect(self, accepted: socket.socket, connection: Connection) -> None:
+        timeout_s = None if self._tls is None else _HANDSHAKE_TIMEOUT_S
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: self._make_protocol(connection), accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+        except (OSError, asyncio.CancelledError) as error:  # no TLS, too slow, gone, or one too many
+            logger.debug("a connection was not made: %r", error)
+            connection.closed()
+        except BaseException:
+            connection.closed()
+            raise
+
+    def _end_first(self, connections: Iterable[Connection], count: int) -> bool:
+        """End the first `count` that can be ended; return False if there is none."""
+        ended = 0
+        for connection in list(connections):
+            if ended == count:
+                break
+            transport = connection.transport
+            if transport is None:
+                if connection.task is not None:
+                    connection.task.cancel()
+            elif transport.get_write_buffer_size():  # the response has not gone
+                continue
+            else:
+                transport.abort()
+            connection.closed()
+            ended += 1
+        return ended > 0
+
+    def _end_silent_reserved(self) -> None:
+        until_s = self._loop.time() - _RESERVED_SILENCE_S
+        silent = [other for other in self._reserved if not other.is_busy and other.since_s < until_s]
+        self._end_first(silent, len(silent))
+
+
+def client_of(address: str) -> str:
+    """Return what stands for a client: its address; of IPv6 the network of 64 bits, all of which it may use."""
+    bare = address.partition("%")[0]
+    try:
+        parsed = ipaddress.ip_address(bare)
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.ip_network((parsed, 64), strict=False))
+    return bare
