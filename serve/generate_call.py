@@ -21,6 +21,7 @@ from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.frontend.streams import EngineClosedError, RequestStreamGroup
 from apt_jax.request import EngineRequest
 from serve.errors import RequestFailedError, UnknownModelError
+from serve.memory_gate import MemoryGate
 from serve.observability.call_log import CallLog
 from serve.observability.call_record import CallRecord
 from serve.preprocessing import Preprocessing
@@ -86,9 +87,16 @@ class CallService:
         logger: of the protocol.
         tracer: None: no traces.
         work: shared with other protocols; None: its own.
+        memory: None: no limit.
     """
 
-    def __init__(self, logger: logging.Logger, tracer: "Tracer | None", work: Preprocessing | None = None) -> None:
+    def __init__(
+        self,
+        logger: logging.Logger,
+        tracer: "Tracer | None",
+        work: Preprocessing | None = None,
+        memory: MemoryGate | None = None,
+    ) -> None:
         self.work = Preprocessing() if work is None else work
         """Threads and budgets for what comes before the engine."""
         self.log = CallLog(logger)
@@ -97,7 +105,7 @@ class CallService:
         """Number of in-flight Generate calls."""
         self.attached: AsyncEngine | None = None
         """The engine, even while draining; None: the model is still loading."""
-        self._tracer = tracer
+        self._tracer, self._memory = tracer, memory
         self._draining = False
         self._serving_since_s = 0.0
 
@@ -137,6 +145,17 @@ class CallService:
             raise EngineClosedError("the server is starting: the model is not ready yet")
         return self.attached
 
+    def admit(self) -> AsyncEngine:
+        """The engine, for a call that makes work.
+
+        Raises:
+            EngineClosedError: as for `engine`, or memory is short.
+        """
+        engine = self.engine()
+        if self._memory is not None:
+            self._memory.check()
+        return engine
+
     def end(self, record: CallRecord, engine: AsyncEngine | None, group: RequestStreamGroup | None) -> None:
         """Log and trace a call that has ended."""
         record.close(engine, group)
@@ -150,7 +169,7 @@ async def run_generate(transport: Transport, service: CallService) -> None:
     record, engine, group = transport.record, None, None
     service.num_open += 1
     try:
-        engine = service.engine()
+        engine = service.admit()
         call = await transport.read(engine)
         record.request_id = call.call_id
         group = engine.submit_batch(call.requests, deadline_s=call.deadline_s)

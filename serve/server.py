@@ -101,7 +101,9 @@ async def serve(
             say("stopped before the model was ready")
             return None
         parts = building.result()
-        metrics = ServerMetrics(parts)
+        metrics = ServerMetrics(parts, server_config.memory)
+        if server_config.memory is not None:
+            server_config.memory.model_loaded()
         engine = AsyncEngine(parts, metrics, step_timeout_s=step_timeout_s, decision_log=decision_log)
         if hosts is not None:
             hosts.tell_engine(engine)

@@ -28,6 +28,7 @@ from serve.errors import MissingKeyError, SlowReaderError
 from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall, run_generate
 from serve.grpc_api.errors import Status, to_grpc_status
 from serve.grpc_api.key_interceptor import caller_of
+from serve.memory_gate import MemoryGate
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import CallRecord
 from serve.preprocessing import Owner, Preprocessing
@@ -112,8 +113,9 @@ class GrpcCalls:
         keys: ApiKeys | None = None,
         tracer: "Tracer | None" = None,
         work: Preprocessing | None = None,
+        memory: MemoryGate | None = None,
     ) -> None:
-        self.service = CallService(logger, tracer, work)
+        self.service = CallService(logger, tracer, work, memory)
         self.write_stall_s = write_stall_s
         self.last_arrival_s: float | None = None
         """Arrival of the last Generate call, seconds since the epoch."""

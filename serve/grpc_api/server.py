@@ -23,6 +23,7 @@ from serve.grpc_api.key_interceptor import KeyInterceptor
 from serve.grpc_api.service import SERVICE, AptServe
 from serve.grpc_api.vllm_service import SERVICE as VLLM_SERVICE
 from serve.grpc_api.vllm_service import VllmEngine
+from serve.memory_gate import MemoryGate
 from serve.observability.profiler import Profiler
 from serve.preprocessing import Preprocessing
 from serve.security.api_keys import ApiKeys
@@ -64,6 +65,8 @@ class ServerConfig:
     """None: plaintext."""
     tracer: "Tracer | None" = None
     """None: no traces."""
+    memory: MemoryGate | None = None
+    """None: no limit."""
     profiler: Profiler | None = None
     """None: the methods for profiles are not offered."""
 
@@ -115,7 +118,7 @@ class GrpcServer:
         self.config = config
         self.port = 0
         """The bound port, after `start`."""
-        self._calls = GrpcCalls(config.write_stall_s, config.keys, config.tracer, work)
+        self._calls = GrpcCalls(config.write_stall_s, config.keys, config.tracer, work, config.memory)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._server: grpc.aio.Server | None = None
         self._engine: AsyncEngine | None = None

@@ -72,7 +72,7 @@ class HttpApp:
 
     def __init__(self, config: AppConfig, work: Preprocessing | None = None) -> None:
         self._config = config
-        self._service = CallService(logger, config.tracer, work)
+        self._service = CallService(logger, config.tracer, work, config.memory)
         self._metrics: ServerMetrics | None = None
         self._created_s = int(time.time())
         profiling = [] if config.profiler is None else self._profiling(config.profiler)
@@ -230,7 +230,7 @@ class HttpApp:
         return await self._with_body(request, detokenize)
 
     async def _with_body(self, request: Request, function: Callable[[EngineComponents, Body], bytes]) -> Response:
-        parts, work, owner = self._service.engine().parts, self._service.work, owner_of(request.scope)
+        parts, work, owner = self._service.admit().parts, self._service.work, owner_of(request.scope)
         with work.bodies.lease(owner) as lease:
             data = await read_body(self._config, request, lease)
             watcher = DisconnectWatcher(request.receive)

@@ -24,6 +24,7 @@ from serve.http_api.browsers import BrowserRules
 from serve.http_api.errors import BadCallError, HttpError, to_http_error
 from serve.http_api.openai_request import Body, CompletionCall, Kind
 from serve.http_api.openai_response import CompletionResponseBuilder
+from serve.memory_gate import MemoryGate
 from serve.observability.call_record import CallRecord
 from serve.observability.profiler import Profiler
 from serve.preprocessing import BodyLease, Owner
@@ -59,6 +60,8 @@ class AppConfig:
     """None: no call needs one."""
     tracer: "Tracer | None" = None
     """None: no traces."""
+    memory: MemoryGate | None = None
+    """None: no limit."""
     profiler: Profiler | None = None
     """None: there are no paths for it."""
     dashboard: bool = True

@@ -28,6 +28,7 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import Distribution, RequestRecord
 from apt_jax.request import EngineRequest
+from serve.memory_gate import MemoryGate
 
 # vLLM's buckets, seconds.
 TTFT_S = (
@@ -78,10 +79,11 @@ class ServerMetrics:
 
     Args:
         parts: of the engine.
+        memory: rejects calls; None: there is no limit.
     """
 
-    def __init__(self, parts: EngineComponents) -> None:
-        self._parts = parts
+    def __init__(self, parts: EngineComponents, memory: MemoryGate | None = None) -> None:
+        self._parts, self._memory = parts, memory
         lens = token_buckets(parts.limits.max_model_len)
         self._sums = _Sums(
             ttft_s=Distribution(TTFT_S),
@@ -130,7 +132,8 @@ class ServerMetrics:
 
     def read(self) -> Collector:
         """Copy all metrics now; called in the engine's thread, used in any."""
-        return _Scrape(self._parts, self._parts.engine.stats(), self._sums.copy())
+        rejected = 0 if self._memory is None else self._memory.num_rejected
+        return _Scrape(self._parts, self._parts.engine.stats(), self._sums.copy(), rejected)
 
     async def scrape(self, engine: AsyncEngine, accept: str = "") -> tuple[bytes, str]:
         """The exposition in a format that the scraper accepts, and its content type."""
@@ -143,8 +146,9 @@ class ServerMetrics:
 class _Scrape(Collector):
     """The metrics of one moment."""
 
-    def __init__(self, parts: EngineComponents, stats: EngineStats, sums: _Sums) -> None:
+    def __init__(self, parts: EngineComponents, stats: EngineStats, sums: _Sums, rejected_by_memory: int) -> None:
         self._parts, self._stats, self._sums = parts, stats, sums
+        self._rejected_by_memory = rejected_by_memory
         self._values = (parts.model_name, "0")
 
     def collect(self) -> Iterable[Metric]:
@@ -274,6 +278,11 @@ class _Scrape(Collector):
                 "aptjax:requests_refused",
                 "Requests that the engine did not take: queue full, too large, id in use.",
                 stats.num_rejected,
+            ),
+            (
+                "aptjax:memory_rejections",
+                "Calls rejected because the process used too much memory.",
+                self._rejected_by_memory,
             ),
             (
                 "aptjax:requests_doubtful",

@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -181,6 +182,30 @@ def test_E2_E4_E6_the_death_of_the_engine_is_seen_over_both_protocols_and_in_the
         assert server.process.wait(30) == 1
         assert server.process.stderr is not None
         assert says in server.process.stderr.read()
+
+
+def test_H5_a_stopped_process_goes_on_where_it_was_and_late_deadlines_fire():
+    # The stop is longer than the time limit of a step, which the plan's name sets to 2 s.
+    with faulty_server("2000:hang") as server, AptClient(f"127.0.0.1:{server.grpc_port}") as client:
+        params = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
+        stream = client.generate("hello", **params)
+        late = client.generate("hello", deadline_ms=1000.0, **params)
+        tokens = list(next(stream).token_ids)
+        next(late)
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        server.process.send_signal(signal.SIGCONT)
+        for message in stream:
+            tokens += message.token_ids
+        with pytest.raises(grpc.RpcError) as caught:
+            list(late)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+        parts = toy_parts()
+        assert tokens == expected_tokens(parts.build_request(prompt="hello", params=params))
+        assert server.is_healthy() == (True, True)
+        stats = client.stats(20.0)
+        assert stats.free_blocks == stats.total_blocks
+        assert not stats.step_failures
 
 
 def test_E2_a_server_goes_on_after_one_failure():

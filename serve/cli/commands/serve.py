@@ -25,6 +25,7 @@ from serve.http_api.browsers import HOSTS_FLAG, ORIGIN_FLAG, BrowserRules, brows
 from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits
 from serve.http_api.server import HttpConfig
+from serve.memory_gate import MemoryGate, cgroup_limit_bytes
 from serve.observability import call_log as logs
 from serve.observability.profiler import FLAG as PROFILER_FLAG
 from serve.observability.profiler import Profiler
@@ -109,6 +110,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-connections-per-address", type=options.positive(int), metavar="N",
         help="HTTP connections of one client address at a time (default: three quarters of all)",
+    )  # fmt: skip
+    group.add_argument(
+        "--memory-soft-limit", type=options.not_negative, metavar="GIB",
+        help="reject new requests while the process uses more memory; 0: never (default: four fifths of the limit of its cgroup, if that has one)",
     )  # fmt: skip
     group.add_argument(
         "--insecure-open", action="store_true", help="allow a non-loopback address without TLS or API keys"
@@ -205,6 +210,7 @@ def _run(args: argparse.Namespace) -> int:
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
+    memory = _memory_gate(args.memory_soft_limit)
     http = HttpConfig(
         host=args.http_host or args.host,
         port=args.http_port,
@@ -215,9 +221,10 @@ def _run(args: argparse.Namespace) -> int:
             write_stall_s=0.625 * args.client_timeout,
         ),
         app=AppConfig(
-            keys=keys, tracer=tracer, profiler=profiler, dashboard=not args.no_dashboard, browsers=_browsers(args)
+            keys=keys, tracer=tracer, memory=memory, profiler=profiler, dashboard=not args.no_dashboard,
+            browsers=_browsers(args),
         ),
-    )
+    )  # fmt: skip
     num_http = 0 if args.no_http else http.connections.max_connections
     max_grpc_connections = grpc_connections(most_open, num_http, raise_file_limit())
     hosts = WorkerRanks()
@@ -236,6 +243,7 @@ def _run(args: argparse.Namespace) -> int:
                 keys=keys,
                 tls=tls,
                 tracer=tracer,
+                memory=memory,
                 profiler=profiler,
             ),
             None if args.no_http else http,
@@ -259,6 +267,15 @@ def _run(args: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _memory_gate(limit_gib: float | None) -> MemoryGate | None:
+    if limit_gib == 0:
+        return None
+    if limit_gib is not None:
+        return MemoryGate(int(limit_gib * 2**30), 1.0)
+    total = cgroup_limit_bytes()
+    return None if total is None else MemoryGate(total)
 
 
 def _tracer(endpoint: str | None) -> "Tracer | None":

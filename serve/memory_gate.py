@@ -1,0 +1,108 @@
+"""A soft limit of memory: new calls are rejected while the process uses most of what it may use.
+
+Refusing them is better than to be killed, which ends every stream. Memory is looked at a few times a second at most.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from apt_jax.frontend.streams import EngineClosedError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SHARE = 0.8
+_PERIOD_S = 0.2
+_LOG_PERIOD_S = 60.0
+
+
+class MemoryGate:
+    """Rejects calls while memory is short.
+
+    Args:
+        total_bytes: what the process may use; None: nothing is ever rejected.
+        share: of it, above which calls are rejected. Where the model alone takes so much, halfway from there to all.
+        used_bytes: reads what the process uses.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        total_bytes: int | None,
+        share: float = DEFAULT_SHARE,
+        *,
+        used_bytes: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_rejected = 0
+        """Number of rejected calls."""
+        self._total_bytes, self._share = total_bytes, share
+        self._used_bytes, self._clock = used_bytes or resident_bytes, clock
+        self._limit_bytes = None if total_bytes is None else int(total_bytes * share)
+        self._is_open = True
+        self._read_s = self._logged_s = -_LOG_PERIOD_S
+
+    def model_loaded(self) -> None:
+        """Set the limit by what is in use now."""
+        if self._total_bytes is not None:
+            used = self._used_bytes()
+            soft = int(self._total_bytes * self._share)
+            self._limit_bytes = soft if used < soft else (used + self._total_bytes) // 2
+
+    def check(self) -> None:
+        """Check that there is memory for another call.
+
+        Raises:
+            EngineClosedError: there is not.
+        """
+        if self._limit_bytes is None:
+            return
+        now_s = self._clock()
+        if now_s - self._read_s >= _PERIOD_S:
+            self._read_s = now_s
+            used = self._used_bytes()
+            self._is_open = used < self._limit_bytes
+            if not self._is_open and now_s - self._logged_s >= _LOG_PERIOD_S:
+                self._logged_s = now_s
+                logger.error(
+                    "memory is short: %d MiB are used and new requests are rejected above %d MiB (--memory-soft-limit)",
+                    used >> 20,
+                    self._limit_bytes >> 20,
+                )
+        if not self._is_open:
+            self.num_rejected += 1
+            raise EngineClosedError("the server is short of memory")
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def cgroup_limit_bytes(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Return the memory limit of this process's control group, or of one around it; None: there is none."""
+    limits = []
+    try:
+        lines = of.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        base, name = (root, "memory.max") if not controllers else (root / "memory", "memory.limit_in_bytes")
+        directory = base / path.lstrip("/")
+        for place in (directory, *directory.parents):
+            if place != base and base not in place.parents:
+                break
+            try:
+                limits.append(int((place / name).read_text()))
+            except (OSError, ValueError):  # absent, or "max"
+                continue
+    found = min(limits, default=None)
+    return None if found is None or found >= 1 << 60 else found
