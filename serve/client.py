@@ -38,7 +38,7 @@ def address(target: str) -> str:
     bare = target.removeprefix("grpc://")
     host, colon, port = bare.rpartition(":")
     if not colon or not host or not port.isdecimal() or "//" in bare:
-        raise ValueError(f"{target!r} must be grpc://HOST:PORT")
+        raise ValueError(f"{target!r:.80} must be grpc://HOST:PORT")
     return bare
 
 

@@ -117,6 +117,8 @@ _MAKERS = {
 }  # fmt: skip
 RETURNS_TEXT = {"tiny-opt", "smollm2", "byte-level", "byte-fallback"}
 """Any text comes back as it was; but byte-fallback writes spaces as U+2581."""
+WITHOUT_TOKEN = bytes([4, 6, 19, 20, 22, 29, 241, 242])
+"""Bytes that the vocabulary of SmolLM2 has no token for: they are left out."""
 
 
 @functools.cache
@@ -179,7 +181,7 @@ def check_text(name: str, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.min_tokens(text) <= max(1, len(ids))
     whole = tokenizer.decode(ids)
-    if name in RETURNS_TEXT:
+    if name in RETURNS_TEXT and not (name == "smollm2" and set(text.encode()) & set(WITHOUT_TOKEN)):
         assert whole == (text.replace("▁", " ") if name == "byte-fallback" else text)
     check_ids(name, ids, True)
 

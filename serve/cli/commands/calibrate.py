@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _description_file(text: str) -> Path:
     if not text.endswith(".json"):
-        raise argparse.ArgumentTypeError(f"{text!r} must end in .json")
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must end in .json")
     return Path(text)
 
 
