@@ -147,7 +147,7 @@ def replica(model: Path, log: Path, *flags: str, devices: int = 1, **started: st
 
 
 @pytest.mark.parametrize("warm", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_processes_serve_what_one_serves(model, tmp_path, warm):
+def test_O8_two_processes_serve_what_one_serves_and_listen_on_no_open_interface(model, tmp_path, warm):
     """2 devices each. Then a rank is asked to end: open requests end as they should, and so do both."""
     sizes: dict[str, Any] = {
         "max_num_seqs": 2,
@@ -166,6 +166,10 @@ def test_two_processes_serve_what_one_serves(model, tmp_path, warm):
         module=WARM if warm else COLD,
     ) as served:
         served.wait_until_it_serves()
+        connections = [c for rank in served.ranks for c in psutil.Process(rank.process.pid).net_connections("inet")]
+        listening = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+        assert listening  # of the server, and of JAX's coordinator
+        assert not listening & {"0.0.0.0", "::", "::ffff:0.0.0.0"}
         asks: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             *((p, {}, {}) for p in PROMPTS),
             *((p * 6, {"max_tokens": 24}, {"max_tokens": 24}) for p in PROMPTS),  # in chunks; the pool runs short
