@@ -49,6 +49,9 @@ class Connection:
         self.transport: asyncio.Transport | None = None
         """None until the protocol has it: during the TLS handshake."""
         self.task: asyncio.Task[None] | None = None
+        """Makes the transport."""
+        self.is_started = False
+        """True once `task` has begun."""
         self._acceptor = acceptor
 
     def set_busy(self, busy: bool) -> None:
@@ -137,7 +140,8 @@ class Acceptor:
             except OSError as error:
                 self._on_failure(error)
                 return
-            self._admit(accepted, client_of(address[0]))
+            if not self._admit(accepted, client_of(address[0])):
+                return  # what has ended for it is closed in the next turn of the loop
 
     def _on_failure(self, error: OSError) -> None:
         """Pause. Idle connections end; if there are none, spare descriptors serve what may be a health check."""
@@ -150,7 +154,7 @@ class Acceptor:
                 reason,
             )
         self._end_silent_reserved()
-        if not self._end_first(self._idle, _ACCEPTS_AT_ONCE):
+        if not self._end_first(self._idle, _NUM_SPARES):
             count = len(self._spares)
             self._give_spares()
             for _ in range(count):
@@ -175,18 +179,21 @@ class Acceptor:
         while self._spares:
             os.close(self._spares.pop())
 
-    def _admit(self, accepted: socket.socket, address: str, *, must_reserve: bool = False) -> None:
-        room = not must_reserve
+    def _admit(self, accepted: socket.socket, address: str, *, must_reserve: bool = False) -> bool:
+        """Serve a connection; return whether there was room for it."""
+        had_room, room = False, not must_reserve
         if room and self._by_address[address] >= self._max_per_address:
             room = self._end_first((other for other in self._idle if other.address == address), 1)
         # The kernel gives the lowest descriptor that is free: those below are in use.
         elif room and (len(self._open) >= self._max_connections or accepted.fileno() >= self._max_descriptor):
             room = self._end_first(self._idle, 1)
+        else:
+            had_room = room
         if not room and len(self._reserved) >= _MAX_RESERVED:
             self._end_silent_reserved()
             if len(self._reserved) >= _MAX_RESERVED:
                 accepted.close()
-                return
+                return False
         connection = Connection(address, not room, self)
         if room:
             self._open.add(connection)
@@ -195,9 +202,18 @@ class Acceptor:
         else:
             self._reserved[connection] = None
         accepted.setblocking(False)
-        connection.task = self._loop.create_task(self._connect(accepted, connection))
+        connection.task = task = self._loop.create_task(self._connect(accepted, connection))
+        task.add_done_callback(lambda _: self._on_connected(accepted, connection))
+        return had_room
+
+    @staticmethod
+    def _on_connected(accepted: socket.socket, connection: Connection) -> None:
+        connection.task = None  # a cycle, which would keep the socket
+        if not connection.is_started:  # cancelled before it began: nobody else closes the socket
+            accepted.close()
 
     async def _connect(self, accepted: socket.socket, connection: Connection) -> None:
+        connection.is_started = True
         timeout_s = None if self._tls is None else _HANDSHAKE_TIMEOUT_S
         try:
             await self._loop.connect_accepted_socket(

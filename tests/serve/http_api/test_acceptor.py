@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -138,6 +139,33 @@ def test_one_client_cannot_take_all_connections():
         assert await clients.get("/v1/models", "127.0.0.2") == (200, False)
 
     run(scenario, max_connections=6, max_connections_per_address=3)
+
+
+def test_connections_that_come_at_once_are_closed_at_once():
+    async def scenario(served, clients):
+        gc.disable()  # it would close what is left lying about
+        sockets = []
+        try:
+            for _ in range(40):  # the server accepts them in one turn of its loop
+                sockets.append(socket.create_connection(("127.0.0.1", served.server.port)))
+            await asyncio.sleep(0.5)
+            assert await clients.get("/health") == (200, False)
+            open_ones = 0
+            for client in sockets:
+                client.setblocking(False)
+                try:
+                    assert client.recv(1) == b""
+                except BlockingIOError:
+                    open_ones += 1
+                except ConnectionResetError:
+                    pass
+            assert open_ones == 3
+        finally:
+            gc.enable()
+            for client in sockets:
+                client.close()
+
+    run(scenario, max_connections=4, max_connections_per_address=4)
 
 
 def test_clients_by_address():
