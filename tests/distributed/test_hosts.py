@@ -30,6 +30,7 @@ from apt_jax.distributed.hosts import Follower, Hosts, Leader
 from apt_jax.distributed.messages import Plan
 from apt_jax.distributed.rendezvous import join
 from apt_jax.errors import ConfigError, HostError
+from apt_jax.frontend.builder import all_hosts
 from apt_jax.models import resolve_model
 from apt_jax.models.config import ModelConfig
 
@@ -529,6 +530,18 @@ def test_O8_the_coordinator_of_jax_is_bound_to_the_given_address(ranks, monkeypa
     pair(ranks)
     assert sorted(args for args, _ in calls) == [(f"127.0.0.1:{ranks.port + 1}", 2, rank) for rank in (0, 1)]
     assert {kwargs["coordinator_bind_address"] for _, kwargs in calls} == {f"127.0.0.1:{ranks.port + 1}"}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_O8_one_host_has_no_coordinator(monkeypatch, devices):
+    def unexpected(*_: Any, **__: Any) -> None:
+        raise AssertionError("JAX's coordinator is for several hosts")
+
+    monkeypatch.setattr(jax.distributed, "initialize", unexpected)
+    monkeypatch.setattr(rendezvous, "join", unexpected)
+    ours = ParallelConfig(tensor_parallel_size=devices)
+    with all_hosts(EngineConfig(model="tiny-opt", parallel=ours)) as hosts:
+        assert hosts is None
 
 
 def test_a_rank_0_that_does_not_have_the_key(key):
