@@ -381,7 +381,9 @@ class RequestStates(ColumnTable):
             self.release(row, WAITING)
             table.tokens_since_preemption[row] = 0
         # Requests that waited for their last token alone have it still to compute.
-        self.status[self.status == ENDING] = WAITING
+        ending = self.status == ENDING
+        table.tokens_since_preemption[ending] = 0
+        self.status[ending] = WAITING
         self._by_rank = None
         rows = np.flatnonzero((self.in_flight > 0) & (self.status != FREE))
         table.num_tokens[rows] -= self.in_flight[rows]

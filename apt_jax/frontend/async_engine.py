@@ -119,6 +119,10 @@ class AsyncEngine:
         self._engine.before_dispatch = self._drain_arrivals_before_dispatch
         self._thread = threading.Thread(target=self._run, name="apt-jax-engine", daemon=True)
         self._watchdog = Watchdog(self._thread, step_timeout_s, self._fail_all)
+        self._start()
+
+    def _start(self) -> None:
+        """Start the threads. The simulation in `tests/dst` calls `_run_iteration` from its event loop instead."""
         self._thread.start()
         self._watchdog.start()
 
@@ -315,9 +319,14 @@ class AsyncEngine:
     # --- the engine thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        while self._run_iteration():
+            pass
+
+    def _run_iteration(self) -> bool:
+        """Run one iteration of the loop, and after the last one end everything; returns False when it is over."""
         try:
-            while self._iterate():
-                pass
+            if self._iterate():
+                return True
             if not self._abandoned:
                 reason = self._engine.dead_reason
                 self._end_all(
@@ -328,13 +337,18 @@ class AsyncEngine:
         except BaseException as caught:
             logger.critical("the engine loop ends: %s", type(caught).__name__, exc_info=caught)
             self.fail("internal error")  # unless the watchdog was quicker
+        return False
+
+    def _is_due(self) -> bool:
+        """Return whether there is something to do; under the inbox's lock."""
+        return bool(self._inbox) or self._engine.has_work or self._closing
 
     def _iterate(self) -> bool:
         """Run one iteration of the loop; returns False when it is over."""
         engine = self._engine
         self._watchdog.pause()
         with self._work:
-            while not (self._inbox or engine.has_work or self._closing):
+            while not self._is_due():
                 self._work.wait()
             commands = self._drain_inbox()
             closing, drain_until_s = self._closing, self._drain_until_s
