@@ -22,6 +22,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may ask the hub
 # Every day the fuzz tests have other inputs (tests.support.fuzzing).
 os.environ.setdefault("APT_JAX_FUZZ_SEED", f"{datetime.datetime.now(datetime.UTC):%Y%m%d}")
+os.environ.setdefault("APT_JAX_SEED_BASE", f"{datetime.datetime.now(datetime.UTC):%Y%m%d}0000")
 
 import jax
 import numpy as np
@@ -50,10 +51,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say with which inputs the fuzz tests ran."""
+    """Say with which inputs the fuzz tests and the simulations ran."""
     seed = os.environ.get("APT_JAX_FUZZ_SEED")
     if seed is not None:
         terminalreporter.write_line(f"inputs of the fuzz tests: APT_JAX_FUZZ_SEED={seed}")
+    terminalreporter.write_line(f"seeds of the simulations: APT_JAX_SEED_BASE={os.environ['APT_JAX_SEED_BASE']}")
 
 
 @pytest.hookimpl(wrapper=True)

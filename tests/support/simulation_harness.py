@@ -39,6 +39,7 @@ from apt_jax.utils.clock import VirtualClock
 from tests.support.fake_executor import FakeExecutor, Fault, FaultKind, reference_tokens
 from tests.support.faults import fail_allocations
 from tests.support.random_plan_policy import PerturbedPolicy, RandomPlanPolicy, RandomPolicy
+from tests.support.recount import Recount
 from tests.support.sched_world import contents
 
 VOCAB_SIZE = 31
@@ -298,12 +299,15 @@ class Simulation:
             debug=scenario.debug and full_checks,
         )
         self._instrument()
+        self._recount = Recount(self.engine) if full_checks else None
         self.streams: dict[str, _Stream] = {}
         self.open: dict[str, _Stream] = {}
         self._digest = hashlib.sha256()
         self._metrics: dict[str, RequestMetrics] = {}
         self._preempted_before: dict[int, int] = {}  # preemptions up to the last token, by rank
         self._submitted = 0
+        self._num_idle = 0
+        """Iterations without faults since something was last run or delivered."""
         self.iterations = 0
 
     # --- faults ----------------------------------------------------------------------------------------------------
@@ -599,6 +603,8 @@ class Simulation:
             f"{len(self.open)} requests do not end within {DRAIN_ITERATIONS} iterations",
         )
         stats = engine.stats()
+        wrong = [] if self._recount is None else self._recount.check()
+        _expect(not wrong, "; ".join(wrong))
         _expect(not self.open, "a stream has no end")
         _expect(stats.free_blocks == stats.total_blocks, f"{stats.used_blocks} blocks are lost")
         _expect(
@@ -638,8 +644,11 @@ class Simulation:
         self.iterations += 1
         if self.rng.random() < 0.1:
             self.clock.advance_to(self.clock.now_s() + float(self.rng.choice([0.01, 1.0, 62.0])))
-        resets = self.executor.num_resets
+        resets, steps = self.executor.num_resets, self.executor.num_steps
         outputs = engine.step()
+        is_idle = steps == self.executor.num_steps and not outputs and engine.has_work and not self.faults_on
+        self._num_idle = self._num_idle + 1 if is_idle else 0
+        _expect(self._num_idle <= 8, f"nothing was run and nothing delivered in {self._num_idle} iterations")
         if self.executor.num_resets > resets:
             self._next_fault_s = self.clock.now_s() + 61.0 * (not self.scenario.second_failure)
         for output in outputs:
@@ -658,6 +667,9 @@ class Simulation:
             raise SimulationError("a dead engine made a step")
         if self.full_checks and not engine.debug:  # which has just checked it
             engine.check_integrity()
+        if self._recount is not None:
+            wrong = self._recount.check(gauges=self.iterations % 16 == 0)
+            _expect(not wrong, "; ".join(wrong))
         _expect(
             engine.num_live == len(self.open) or not outputs or any(s.aborted for s in self.open.values()),
             "live requests are miscounted",
