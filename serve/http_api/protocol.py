@@ -156,11 +156,7 @@ class LimitedHttpProtocol(H11Protocol):
     def eof_received(self) -> None:
         """See `asyncio.Protocol`. The application is told now: the connection closes only when all is written, which
         may be never."""
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True
-            cycle.message_event.set()
-            self.flow.resume_writing()
+        self._abandon_request()
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -225,8 +221,17 @@ class LimitedHttpProtocol(H11Protocol):
         logger.info("a client took nothing for %g s and is cut off", self._limits.write_stall_s)
         self.transport.abort()
 
+    def _abandon_request(self) -> None:
+        """Tell the application that its client has gone: nothing that it still sends is written."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self.flow.resume_writing()
+
     def _reject(self, status: int, code: str, message: str) -> None:
-        """Respond outside of any request, and close."""
+        """Respond outside of any request, and close. A request that is being answered ends: its connection is broken."""
+        self._abandon_request()
         failure = to_http_error(BadCallError(status, code, message, {"connection": "close"}), "")
         body = json_bytes(failure.body())
         headers = [

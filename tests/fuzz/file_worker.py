@@ -8,6 +8,7 @@ It writes a line before each case, and one after it: `loaded`, `refused` or `FAI
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -23,15 +24,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from markupsafe import _speedups
 from tokenizers import pre_tokenizers
 
 from apt_jax.config import EngineConfig
-from apt_jax.errors import AptJaxError
+from apt_jax.cpu import build
+from apt_jax.errors import AptJaxError, ModelLoadError
+from apt_jax.executor.calibrate import load_calibration, store_calibration
 from apt_jax.models import load_model
 from apt_jax.models.loading.gguf.model import open_gguf
 from apt_jax.text.chat import load_chat_template
 from apt_jax.text.detokenizer import IncrementalDetokenizer
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
+from apt_jax.utils.cache_dir import write_verified
+from apt_jax.utils.compile_cache import CompiledPrograms
 from tests.support.fuzzing import read_input
 from tests.support.gguf_models import hf_tensors, write_gguf
 from tests.support.mutations import mutate
@@ -40,6 +46,8 @@ from tests.support.opt_checkpoint import TINY, random_tensors, write_model
 MEMORY_BYTES = 48 << 20
 """Beside twice the size of the files."""
 _ADDRESS_SPACE = 3 << 30
+_PROGRAM = bytes(range(256)) * 8
+_LIBRARY = _speedups.__file__
 _TEXT = "The 3 naïve façades, 東京 👩\u200d👧 \n\n </s> <s>x"
 
 
@@ -147,6 +155,53 @@ def _load_gguf_tokenizer(path: Path) -> None:
     assert template is None or not template.close()
 
 
+def _make_cache(path: Path, _rng: random.Random) -> None:
+    from apt_jax.sched.costs.fit import CostModel, FitQuality
+    from apt_jax.sched.costs.model import StepCosts
+    from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
+
+    shapes = ProgramShapes(
+        decode_buckets=(1, 4), prefill_buckets=(16, 64), max_num_seqs=4, mixed=True, rows_per_tile=1, tokens_per_tile=16, query_tile=16, key_tile=16,
+    )  # fmt: skip
+    quality = FitQuality(**{field.name: 1 for field in dataclasses.fields(FitQuality)})
+    model = CostModel(
+        costs=StepCosts(prefill_base_s=1e-3, decode_base_s=1e-3),
+        programs=ProgramCosts(shapes=shapes, coefficients=(1e-3,) * len(shapes.feature_names())),
+        **{f.name: quality for f in dataclasses.fields(CostModel) if f.name.endswith("_quality")},
+    )
+    store_calibration(model, path / "calibration")
+    assert load_calibration(path / "calibration") == model
+    CompiledPrograms(path).put("key", _PROGRAM)
+    # Any shared library will do.
+    write_verified(path / "kernels.so", Path(_LIBRARY).read_bytes())
+
+
+def _load_cache(path: Path) -> None:
+    """Damaged entries are made again: each is as it was written, or absent."""
+    whole = _good_cache()
+    library = build._kept(path / "kernels.so") if (path / "kernels.so").is_file() else None
+    found = {
+        "calibration": load_calibration(path / "calibration"),
+        "key.program": CompiledPrograms(path).get("key"),
+        "kernels.so": library and "library",
+    }
+    assert all(value is None or value == whole[name] for name, value in found.items())
+    if None in found.values():
+        raise ModelLoadError("made again")
+
+
+@functools.cache
+def _good_cache() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made)
+        _make_cache(path, random.Random(0))
+        return {
+            "calibration": load_calibration(path / "calibration"),
+            "key.program": _PROGRAM,
+            "kernels.so": "library",
+        }
+
+
 def _make_template(path: Path, rng: random.Random) -> None:
     from tests.support import chat_templates
 
@@ -179,6 +234,7 @@ KINDS = {
     "gpt2-tokenizer": Kind(make=_make_gpt2, load=_load_tokenizer),
     "gguf": Kind(make=_make_gguf, load=_load_gguf),
     "gguf-tokenizer": Kind(make=_make_gguf_tokenizer, load=_load_gguf_tokenizer),
+    "cache": Kind(make=_make_cache, load=_load_cache),
     "template": Kind(make=_make_template, load=_load_template, changed=_is_one_of("chat_template.jinja")),
 }
 
@@ -208,7 +264,9 @@ class _Opened:
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if event != "open" or self.at is None or not isinstance(args[0], str | bytes):
             return
-        path = os.path.realpath(os.fsdecode(args[0]))
+        # A bare name is relative to a descriptor of the directory, which is not told.
+        name = os.fsdecode(args[0])
+        path = os.path.realpath(name if "/" in name else self.at / name)
         # Modules that are imported late, and what the machine says about itself.
         allowed = (str(self.at.resolve()), sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/null", "/usr/lib")
         if not path.startswith(allowed) and not path.endswith((".py", ".pyc")):

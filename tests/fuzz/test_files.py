@@ -31,6 +31,7 @@ _COUNTS = {
     "gpt2-tokenizer": cases(num_cases(40, 150), 300, 10_000),
     "gguf": cases(num_cases(40, 200), 500, 20_000),
     "gguf-tokenizer": cases(num_cases(60, 200), 500, 20_000),
+    "cache": cases(num_cases(30, 100), 300, 10_000),
     "template": cases(num_cases(5, 40), 500, 10_000),
 }
 
