@@ -569,6 +569,7 @@ class Replica:
         self.step_failures_s: list[float] = []
         self.row_faults = 0
         self.connections: list[Connection] = []
+        self._shutdowns: list[asyncio.Task[None]] = []
         self.executor = FakeExecutor(
             num_blocks=scenario.num_blocks,
             block_size=scenario.block_size,
@@ -833,8 +834,8 @@ class Replica:
         self.app.drain()
         started_s = world.loop.time()
         if world.scenario.second_signal and world.faults_on:
-            world.loop.call_later(0.02, lambda: world.spawn(self._hurry()))
-        await self.engine.shutdown(drain_s)
+            world.loop.call_later(0.02, lambda: world.spawn(self._shut_down(0.0)))
+        await self._shut_down(drain_s)
         if self.is_dead:
             return
         took_s = world.loop.time() - started_s
@@ -852,8 +853,13 @@ class Replica:
             self._check_clean()
         self.kill()
 
-    async def _hurry(self) -> None:
-        await self.engine.shutdown(0.0)
+    async def _shut_down(self, drain_s: float) -> None:
+        """Shut the engine down, unless the process is killed meanwhile."""
+        if self.is_dead:
+            return
+        task = self.world.loop.create_task(self.engine.shutdown(drain_s))
+        self._shutdowns.append(task)
+        await asyncio.wait([task])
 
     async def _settled(self) -> None:
         """Wait until every response has its end: readers that stall are cut after their time."""
@@ -901,6 +907,8 @@ class Replica:
         self.engine.is_over = True
         self.engine._watchdog.stop()
         self._watching.cancel()
+        for task in self._shutdowns:
+            task.cancel()
         for connection in self.connections:
             if not connection.task.done():
                 connection.reset()
