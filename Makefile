@@ -5,6 +5,7 @@
 #   make test-slow   the rest of it: slow tests, all random cases, programs optimised as in service
 #   make fuzz        fuzzed requests, connections, texts, files and flags (docs/design/failure_model.md), at most 15 minutes each; FUZZ=release: more
 #   make chaos       200 random faults in a fleet of real processes, with a ledger of every request; CHAOS_FLAGS='--seed 7 --json FILE'
+#   make mutants     break one defence after the other: a named test must fail each time (docs/design/mutants.md)
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
 #   make docs        the documentation as HTML in docs/_build/html, warnings as errors
@@ -47,7 +48,7 @@ PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python
 INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
 
-.PHONY: demo test test-slow fuzz chaos reference gate docs lint types audit check lock clean
+.PHONY: demo test test-slow fuzz chaos mutants reference gate docs lint types audit check lock clean
 
 demo: .venv/.ready
 	.venv/bin/apt-jax demo
@@ -71,6 +72,9 @@ fuzz: .venv/.ready .venv-fuzz/.ready
 
 chaos: .venv/.ready
 	.venv/bin/python -m benchmarks.server chaos $(CHAOS_FLAGS)
+
+mutants: .venv/.ready
+	.venv/bin/python -m tools.mutants --write
 
 reference: .venv-ref/.ready
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-ref/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity

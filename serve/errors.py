@@ -4,7 +4,7 @@ Exception
 ├── CommandError          a command cannot go on
 ├── PortInUseError        the address cannot be bound
 └── of one call, mapped by `serve.http_api.errors` and `serve.grpc_api.errors`:
-    UnknownModelError, SlowReaderError, NoTokenizerError, ProfilerStateError, RequestFailedError
+    UnknownModelError, SlowReaderError, NoTokenizerError, ProfilerStateError, ProfileWriteError, RequestFailedError
 """
 
 
@@ -38,6 +38,10 @@ class OperatorKeyError(Exception):
 
 class ProfilerStateError(Exception):
     """A profile is to start while one is running, or to stop while none is."""
+
+
+class ProfileWriteError(Exception):
+    """A profile could not be written; one line with the directory and, if it is known, the reason."""
 
 
 class RequestFailedError(Exception):

@@ -79,8 +79,8 @@ class AsyncEngine:
     Args:
         parts: the engine and its components, from `apt_jax.build_engine`; from now on this object owns them.
         observer: receives the end of every request.
-        step_timeout_s: an iteration that takes longer, and longer than 20 times the 99th percentile of the last steps,
-            is taken to never end: every request fails with `EngineDeadError`, and `wait_ended` returns. The thread
+        step_timeout_s: an iteration that takes longer, and longer than 20 times the 99th percentile of the last steps
+            or the calibrated time of a full one, is taken to never end: every request fails with `EngineDeadError`, and `wait_ended` returns. The thread
             cannot be ended; end the process. None: no limit.
         decision_log: number of requests for which `decisions` is kept; 0: none.
     """
@@ -118,7 +118,8 @@ class AsyncEngine:
         self._feed = IterationFeed(parts.engine, self._log)
         self._engine.before_dispatch = self._drain_arrivals_before_dispatch
         self._thread = threading.Thread(target=self._run, name="apt-jax-engine", daemon=True)
-        self._watchdog = Watchdog(self._thread, step_timeout_s, self._fail_all)
+        full_step_s = self._engine.admission.prefill_s(scheduler.max_num_batched_tokens, 1, self._engine.costs)
+        self._watchdog = Watchdog(self._thread, step_timeout_s, self._fail_all, full_step_s)
         self._start()
 
     def _start(self) -> None:

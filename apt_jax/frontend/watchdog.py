@@ -24,18 +24,24 @@ class Watchdog:
         thread: whose stack is logged.
         timeout_s: time that any iteration may take; None: no limit, nothing is reported.
         on_timeout: called in the thread of the watchdog with `started_s` and a message.
+        expected_step_s: what a step of full size should take, before any has been measured; 0: not known.
 
     Attributes:
         started_s: start of the measurement, on the monotonic clock; None: the thread is idle.
     """
 
     def __init__(
-        self, thread: threading.Thread, timeout_s: float | None, on_timeout: Callable[[float, str], None]
+        self,
+        thread: threading.Thread,
+        timeout_s: float | None,
+        on_timeout: Callable[[float, str], None],
+        expected_step_s: float = 0.0,
     ) -> None:
         self.started_s: float | None = None
         self._thread = thread
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
+        self._expected_step_s = expected_step_s
         self._stopped = threading.Event()
         self._steps_s: list[float] = []  # a ring: the watchdog reads it while the thread writes
         self._num_steps = 0
@@ -48,7 +54,7 @@ class Watchdog:
         steps_s = sorted(self._steps_s)
         # Below a hundred steps all but the longest: a single hiccup is no measure.
         p99_s = steps_s[int(0.99 * (len(steps_s) - 1))] if steps_s else 0.0
-        return max(self._timeout_s, _TIMES_P99 * p99_s)
+        return max(self._timeout_s, _TIMES_P99 * max(p99_s, self._expected_step_s))
 
     def start(self) -> None:
         if self._timeout_s is not None:

@@ -4,6 +4,7 @@ A command is a module with `add_arguments(parser)` and `run(args) -> int`; only 
 codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
 
+import difflib
 import importlib
 import os
 import shlex
@@ -31,6 +32,19 @@ _COMMANDS = {
     "convert": ("serve.cli.commands.convert", "rewrite a model's files as Orbax or safetensors"),
     "calibrate": ("serve.cli.commands.calibrate", "measure what steps cost on this machine"),
 }  # fmt: skip
+
+_PREFIX = "APT_JAX_"
+_VARIABLES = ("APT_JAX_CACHE_DIR", "APT_JAX_KERNEL_FLAGS")
+
+
+def _misspelt_variable() -> str | None:
+    """A line on a variable that is nearly one of ours; others may be of somebody else."""
+    known = {name.removeprefix(_PREFIX): name for name in _VARIABLES}
+    for name in sorted(set(os.environ) - set(_VARIABLES)):
+        near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1) if name.startswith(_PREFIX) else []
+        if near:
+            return f"unknown environment variable {name:.60}; did you mean {known[near[0]]}?"
+    return None
 
 
 def _usage() -> str:
@@ -91,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"apt-jax {__version__}\n")
         return 0
     command = argv[0]
+    if error := _misspelt_variable():
+        return _fail("apt-jax", error, 2)
     if command not in _COMMANDS:
         kind = "flag" if command.startswith("-") else "command"
         known = ["--help", "--version"] if kind == "flag" else list(_COMMANDS)

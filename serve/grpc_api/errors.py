@@ -22,6 +22,7 @@ from serve.errors import (
     NoTokenizerError,
     OperatorKeyError,
     ProfilerStateError,
+    ProfileWriteError,
     RequestFailedError,
     SlowReaderError,
     UnknownModelError,
@@ -74,6 +75,8 @@ def to_grpc_status(error: BaseException, request_id: str) -> Status:
             return _final(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
         case asyncio.CancelledError():
             return Status(code=grpc.StatusCode.CANCELLED, message="cancelled")
+        case ProfileWriteError():
+            return _final(grpc.StatusCode.INTERNAL, str(error))
         case RequestFailedError():
             return _final(grpc.StatusCode.INTERNAL, f"{error} (request {request_id})")
     return _final(grpc.StatusCode.INTERNAL, f"internal error (request {request_id})")

@@ -16,7 +16,13 @@ from apt_jax.errors import (
     QueueFullError,
     UnknownRequestError,
 )
-from serve.errors import OperatorKeyError, ProfilerStateError, RequestFailedError, UnknownModelError
+from serve.errors import (
+    OperatorKeyError,
+    ProfilerStateError,
+    ProfileWriteError,
+    RequestFailedError,
+    UnknownModelError,
+)
 
 
 class BadCallError(Exception):
@@ -80,6 +86,8 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
             return _final(403, str(error), "invalid_request_error", "operator_key_required")
         case ProfilerStateError():  # not 409, which clients try again
             return _final(400, str(error), "invalid_request_error", "profiler_state")
+        case ProfileWriteError():
+            return _final(500, str(error), "server_error", "profile_not_written")
         case QueueFullError():
             return _later(429, str(error), "rate_limit_error", "queue_full", error.retry_after_s)
         case MemoryError():

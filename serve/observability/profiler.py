@@ -7,13 +7,17 @@ of their own; the engine goes on. Python calls are not recorded, which would slo
 import asyncio
 import concurrent.futures
 import datetime
+import errno
 import logging
+import os
+import re
+import shutil
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 from apt_jax.errors import ConfigError
-from serve.errors import ProfilerStateError
+from serve.errors import ProfilerStateError, ProfileWriteError
 from serve.observability.call_log import log_failure
 
 logger = logging.getLogger(__name__)
@@ -21,6 +25,9 @@ logger = logging.getLogger(__name__)
 FLAG = "--profiler-dir"
 
 _MAX_S = 60.0
+_MAX_KEPT = 20
+"""Number of profiles that stay on disk."""
+_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d\.\d{6}")
 _CLOSE_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
@@ -32,18 +39,20 @@ class Profiler:
     Args:
         directory: each profile gets a private directory in it; made if it does not exist.
         max_s: a profile stops by itself after this time.
+        max_kept: when a profile has been written, older ones than so many are removed.
 
     Raises:
         ConfigError: the directory cannot be made.
     """
 
-    def __init__(self, directory: str | Path, *, max_s: float = _MAX_S) -> None:
+    def __init__(self, directory: str | Path, *, max_s: float = _MAX_S, max_kept: int = _MAX_KEPT) -> None:
         self._root = Path(directory).absolute()
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{directory}: cannot be made ({error.strerror}) ({FLAG})") from None
         self.max_s = max_s
+        self._max_kept = max_kept
         self._running: Path | None = None
         self._end: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()
@@ -59,6 +68,7 @@ class Profiler:
 
         Raises:
             ProfilerStateError: one is running.
+            ProfileWriteError: its directory cannot be made.
         """
         if self._running is not None:
             raise ProfilerStateError(
@@ -71,6 +81,7 @@ class Profiler:
 
         Raises:
             ProfilerStateError: none is running.
+            ProfileWriteError: it is lost, and nothing of it is kept.
         """
         return await self._whole(self._stop())
 
@@ -104,7 +115,7 @@ class Profiler:
             end.cancel()
             try:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._thread, _stop_trace)
+                await loop.run_in_executor(self._thread, self._finish, directory)
             finally:
                 self._running = None
         logger.info("a profile has been written: %s", directory)
@@ -119,13 +130,26 @@ class Profiler:
     def _begin(self) -> Path:
         name = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H-%M-%S.%f}"
         directory = self._root / name
-        directory.mkdir(mode=0o700)
+        try:
+            directory.mkdir(mode=0o700)
+        except OSError as error:
+            raise _not_written(directory, error) from error
         import jax  # here: reading flags needs no JAX
 
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         jax.profiler.start_trace(directory, profiler_options=options)
         return directory
+
+    def _finish(self, directory: Path) -> None:
+        try:
+            _stop_trace()
+        except Exception as error:  # JAX's own types and those of Python's files
+            shutil.rmtree(directory, ignore_errors=True)  # a part of one cannot be read, and its room may be needed
+            raise _not_written(directory, error) from error
+        kept = sorted(path for path in self._root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
+        for old in kept[: -self._max_kept]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def _stop_by_itself(self) -> None:
         async def stop() -> None:
@@ -146,6 +170,14 @@ class Profiler:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _not_written(directory: Path, error: Exception) -> ProfileWriteError:
+    """Name the reason where the system has given one; other texts are for the log."""
+    full = os.strerror(errno.ENOSPC)
+    reason = error.strerror if isinstance(error, OSError) else full if full in str(error) else None
+    logger.error("%s: the profile could not be written", directory, exc_info=error)
+    return ProfileWriteError(f"{directory}: the profile could not be written" + (f" ({reason})" if reason else ""))
 
 
 def _stop_trace() -> None:

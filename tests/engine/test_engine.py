@@ -504,6 +504,22 @@ class TestOverlap:
         h.drain()
         h.assert_all_as_expected()
 
+    def test_E11_a_new_request_in_the_row_of_a_dropped_one(self):
+        h = Harness(max_num_seqs=2)
+        expected = reference_tokens(np.random.default_rng(0).integers(0, VOCAB_SIZE, 4), 2, vocab_size=VOCAB_SIZE)
+        h.add(prompt_len=4, max_tokens=9, stop_token_ids=(expected[0],))
+        row = h.engine.states.by_id["r0"].row
+        while "r0" not in h.last or not h.last["r0"].finished:
+            h.step()
+        h.add(prompt_len=4, max_tokens=9)  # a token of r0 is still on its way
+        state = h.engine.states.by_id["r1"]
+        assert state.row == row
+        h.step()
+        assert h.engine.states.in_flight[row] >= 0
+        assert h.engine.table.num_tokens[row] == state.num_known + h.engine.states.in_flight[row]
+        h.drain()
+        h.assert_all_as_expected()
+
     def test_a_preempted_request_keeps_its_token_in_flight(self):
         h = Harness(prefix_caching=False)
         h.add(max_tokens=6)

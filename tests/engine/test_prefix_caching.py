@@ -266,6 +266,20 @@ def test_M9_a_shared_group_is_copied_before_it_is_written_into(overlap):
     served.assert_as_expected()
 
 
+def test_M5_M9_a_step_that_would_write_into_a_block_of_another_never_runs(overlap):
+    """As a server runs it: the check of the host is all that is left."""
+    served = Served(overlap=overlap, debug=False)
+    name = served.add(prompt(6), 9)
+    served.step()
+    cache, states = served.engine.cache, served.engine.states
+    slot = states.slot[states.by_id[name].row]
+    cache.num_refs[cache.tables[slot, 0, 1]] += 1  # positions 4 to 7: somebody else holds them as well
+    num = len(served.batches)
+    served.step()
+    assert served.engine.dead_reason == "internal error: CacheIntegrityError"
+    assert len(served.batches) == num
+
+
 class TestEviction:
     def test_takes_what_was_used_longest_ago_and_the_end_of_a_prefix_first(self):
         served = Served(num_blocks=24, offered=(True, False))

@@ -21,6 +21,7 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.frontend.watchdog import Watchdog
 from apt_jax.request import EngineRequest
+from apt_jax.sched.costs.model import StepCosts
 from apt_jax.validation import build_request
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.faults import JumpingClock
@@ -249,6 +250,7 @@ def test_C3_leaving_mid_stream_frees_the_blocks_and_bystanders_go_on():
         await outputs.aclose()
         await until(lambda: engine.parts.engine.num_live <= 1)
         assert await bystander == expected_tokens(other)
+        assert engine.parts.engine.stats().finished == {"abort": 1, "length": 1}
 
     run(scenario, step_s=0.002)
 
@@ -261,6 +263,7 @@ def test_a_cancelled_task_ends_its_request():
         with pytest.raises(asyncio.CancelledError):
             await task
         await until(lambda: engine.parts.engine.num_live == 0)
+        assert engine.parts.engine.stats().finished == {"abort": 1}
 
     run(scenario, step_s=0.002)
 
@@ -501,6 +504,11 @@ def test_D7_E4_the_limit_is_20_times_what_99_of_100_steps_took(monkeypatch):
     assert steps(5, 10.0) == pytest.approx(40.0)
     assert steps(1, 10.0) == pytest.approx(200.0)  # now they are more than one in a hundred
     assert steps(512, 0.02) == 30.0
+    parts = toy_parts()
+    parts.engine.costs = StepCosts(prefill_base_s=1.0, prefill_per_token_s=0.5)  # 33 s for the 64 tokens of a full step
+    engine = AsyncEngine(parts, step_timeout_s=30.0)
+    assert engine._watchdog.limit_s == pytest.approx(20 * 33.0)  # before the first step
+    engine.close()
     assert Watchdog(threading.current_thread(), None, lambda started_s, message: None).limit_s == float("inf")
 
 

@@ -269,6 +269,9 @@ def test_text_that_may_become_a_stop_string_is_kept_back():
     assert checker.push("d") == ("\n\nUsed", None)
     assert checker.push("!\n") == ("!", None)
     assert checker.flush() == "\n"
+    checker = StopChecker(["\n\nUser:", "<end>"])  # the shorter one as well
+    assert checker.push("Hi<e") == ("Hi", None)
+    assert checker.push("nd>") == ("", "<end>")
 
 
 def test_overlapping_stop_strings_take_the_one_that_ends_first():

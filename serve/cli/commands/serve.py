@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--step-timeout", type=options.positive(float), metavar="S", default=30.0,
-        help="step watchdog timeout in seconds, or 20 times the 99th percentile of the last steps if that is longer; the server then tells its clients and exits with 1",
+        help="step watchdog timeout in seconds, or 20 times the 99th percentile of the last steps (at first: of the calibrated time of a full one) if that is longer; the server then tells its clients and exits with 1",
     )  # fmt: skip
     group.add_argument(
         "--client-timeout", type=options.positive(float), metavar="S", default=4.0,

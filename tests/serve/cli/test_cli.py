@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import errno
 import importlib
 import io
 import json
@@ -162,6 +163,16 @@ def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     assert err.startswith("apt-jax")
     assert err.count("\n") == 1
     assert "compil" not in err  # before a model is loaded
+
+
+def test_O2_a_misspelt_variable_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("APT_JAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("APT_JAX_TEST_CASES", "all")
+    monkeypatch.setenv("APT_JAX_FUZZ", "1")
+    assert run("serve", "--help")[0] == 0
+    monkeypatch.setenv("APT_JAX_CACH_DIR", "x")
+    says = "apt-jax: unknown environment variable APT_JAX_CACH_DIR; did you mean APT_JAX_CACHE_DIR?\n"
+    assert run("frobnicate") == (2, "", says)
 
 
 def test_O1_an_address_that_others_reach_is_refused_or_warned_of_at_each_start(caplog):
@@ -615,6 +626,20 @@ def test_H10_a_port_in_use_is_found_before_the_model_is_loaded():
                     build=build,
                 )
             )
+
+
+def test_H10_a_port_that_needs_privileges_is_found_before_the_model_is_loaded(monkeypatch):
+    def bind(self, address):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    def build():
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    with pytest.raises(CommandError, match=r"cannot listen on 127.0.0.1:443 \(Permission denied\).*--grpc-port"):
+        asyncio.run(
+            serve_command.serve(EngineConfig(model="toy"), ServerConfig(port=443), shutdown_timeout_s=1.0, build=build)
+        )
 
 
 def test_an_http_port_in_use_is_one_line_and_leaves_nothing_open():

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,35 @@ def test_R16_a_message_too_large(serve_toy):
     async def scenario(served):
         error = await status_of_call(served.client.generate("x" * (5 << 20)))
         assert error.code() is Code.RESOURCE_EXHAUSTED
+        assert served.server.num_open == 0
+
+    serve_toy(scenario)
+
+
+def test_R16_compressed_messages_and_metadata_that_are_too_large(serve_toy):
+    """A message counts with its size once it is unpacked, and is not unpacked further than that."""
+
+    async def scenario(served):
+        bomb = make_request("x" * (64 << 20)).SerializeToString()
+        options = [("grpc.max_send_message_length", -1), ("grpc.max_metadata_size", 1 << 20)]
+        async with grpc.aio.insecure_channel(served.target, options, compression=grpc.Compression.Gzip) as channel:
+            method = channel.unary_stream(f"/{SERVICE}/Generate", response_deserializer=pb.GenerateResponse.FromString)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            for _ in range(3):
+                error = await status_of_call(method(bomb))
+                assert error.code() is Code.RESOURCE_EXHAUSTED
+                assert "larger than max" in details(error)
+            assert (
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+            )  # KiB; the client's part is one
+            request = make_request("fine", max_tokens=3, **GREEDY).SerializeToString()
+            error = await status_of_call(method(request, metadata=(("x-large", "y" * 40_000),)))
+            assert error.code() is Code.RESOURCE_EXHAUSTED
+            assert "metadata" in details(error)
+            tokens = [
+                t async for chunk in method(request, metadata=(("x-small", "y" * 4000),)) for t in chunk.token_ids
+            ]
+        assert tokens == expected(served, "fine", 3)
         assert served.server.num_open == 0
 
     serve_toy(scenario)

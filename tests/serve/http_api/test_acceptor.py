@@ -123,7 +123,7 @@ def test_health_has_a_reserve_when_every_connection_has_a_request():
         await served.idle()
         assert await clients.get("/v1/models") == (200, False)
 
-    run(scenario, max_connections=3, max_connections_per_address=3)
+    run(scenario, max_connections=3, max_connections_per_address=60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs several addresses of the loopback interface")

@@ -74,7 +74,7 @@ def test_the_host_is_checked_before_the_key():
         ("127.0.0.1", ("*",), ("evil.example",), ()),
         ("127.0.0.1", ("fe80::1",), ("[fe80::1]:80",), ("[fe80::2]",)),
         ("0.0.0.0", (), ("evil.example",), ()),
-        ("0.0.0.0", ("apt.example",), ("apt.example", "127.0.0.1:1"), ("evil.example", "0.0.0.0:8000x")),
+        ("0.0.0.0", ("apt.example",), ("apt.example", "127.0.0.1:1"), ("evil.example", "0.0.0.0:8000x", "my-apt.example", "apt.example.evil")),
         ("10.1.2.3", ("apt.example",), ("10.1.2.3:8000", "apt.example"), ("10.1.2.4",)),
     ],
 )  # fmt: skip

@@ -70,6 +70,46 @@ def test_R14_R15_bodies_that_are_no_object():
     run(scenario)
 
 
+CONVERTIBLE: dict[str, list[Any]] = {
+    "max_tokens": ["2", True, 2.5, [2], {"tokens": 2}],
+    "temperature": ["0.5", True, [0.5]],
+    "n": ["1", True, 1.5],
+    "seed": ["7", True, 7.5],
+    "stream": ["yes", "true", 1, 0],
+    "echo": ["no", 1],
+    "stop": [5, True, [5], {"a": "b"}],
+    "logprobs": ["1", True],
+    "ignore_eos": ["true", 1],
+    "logit_bias": [[1], {"5": "1"}, {"5": True}],
+    "prompt": [5, True, {"a": "b"}, [["5"]], [True]],
+    "slo": ["fast", {"ttft_ms": "5"}, {"ttft_ms": True}, {"ttft_mss": 5}],
+}
+"""Values that a lax reader would take for one of the right type, by field."""
+
+
+def test_R14_no_value_is_converted():
+    async def scenario(served):
+        for field, value in ((field, value) for field, values in CONVERTIBLE.items() for value in values):
+            response = await served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, field: value})
+            assert response.status_code == 400, (field, value)
+            assert error_of(response.json())["param"].startswith(field), (field, value)
+        assert served.parts.engine.stats().finished == {}
+
+    run(scenario)
+
+
+def test_R14_names_that_nobody_knows_are_ignored():
+    """Clients send fields of other servers; a wrong value of one of ours must not hide behind that."""
+
+    async def scenario(served):
+        body = {"prompt": "a", "max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
+        plain = (await served.post("/v1/completions", body)).json()["choices"]
+        unknown = {"max_tokenz": 99, "metadata": {"deep": [1, {"2": None}]}, "service_tier": "auto", "": 1}
+        assert (await served.post("/v1/completions", body | unknown)).json()["choices"] == plain
+
+    run(scenario)
+
+
 def test_R15_text_with_lone_surrogates_and_zero_bytes():
     async def scenario(served):
         response = await served.http.post(
@@ -209,6 +249,7 @@ def test_a_head_without_an_end_is_cut():
         b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         b"GET /health HTTP/1.1\r\nhost: x\r\nbad header: 1\r\n\r\n",
         b"\x00" * 50 + b"\r\n\r\n",
     ],

@@ -472,6 +472,16 @@ def planned(*argv: str, env: dict[str, str] | None = None) -> launch_command.Pla
     return launch_command.plan(parser.parse_args(argv), argv, env or {})
 
 
+@needs_gateway
+def test_O1_a_gateway_that_others_reach_is_refused_or_warned_of(caplog):
+    flags = ("tiny-opt", "--replicas", "2", "--host", "0.0.0.0", "--grpc-port", "0", "--http-port", "0")
+    with pytest.raises(ConfigError, match=r"by everybody.*--insecure-open"):
+        planned(*flags)
+    assert caplog.text == ""
+    planned(*flags, "--insecure-open")
+    assert "0.0.0.0 can be reached from other machines, by everybody" in caplog.text
+
+
 def test_without_the_gateway_installed_the_extra_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "smg" else find(n))

@@ -200,3 +200,47 @@ def test_a_directory_that_cannot_be_made_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--profiler-dir"):
         Profiler(tmp_path / "file" / "profiles")
+
+
+@pytest.mark.parametrize("says", ["No space left on device", "something of JAX"])
+def test_a_profile_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, says):
+    stop_trace = jax.profiler.stop_trace
+
+    def failing() -> None:
+        stop_trace()
+        raise RuntimeError(f"UNKNOWN: {says}; /some/where")
+
+    async def scenario(served: HttpServed) -> None:
+        monkeypatch.setattr(jax.profiler, "stop_trace", failing)
+        directory = (await served.http.post("/start_profile", json={})).json()["directory"]
+        answer = await served.http.post("/stop_profile", json={})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (500, "profile_not_written")
+        reason = f" ({says})" if says.startswith("No space") else ""
+        assert error["message"] == f"{directory}: the profile could not be written{reason}"
+        assert not Path(directory).exists()
+        await rpc(served, "StartProfile")
+        code, text, again = await refusal(rpc(served, "StopProfile"))
+        assert (code, again) == (Code.INTERNAL, "-1")
+        assert "the profile could not be written" in text
+        monkeypatch.setattr(jax.profiler, "stop_trace", stop_trace)
+        assert (await served.ask("after", max_tokens=3))["usage"]["completion_tokens"] == 3
+        await served.http.post("/start_profile", json={})
+        assert_readable((await served.http.post("/stop_profile", json={})).json()["directory"])
+
+    run(scenario, Profiler(tmp_path))
+
+
+def test_the_newest_profiles_are_kept_and_nothing_else_is_touched(tmp_path):
+    (tmp_path / "of somebody else").mkdir()
+
+    async def scenario() -> None:
+        profiler = Profiler(tmp_path, max_kept=2)
+        made = []
+        for _ in range(4):
+            await profiler.start()
+            made.append(await profiler.stop())
+        await profiler.close()
+        assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "of somebody else", *made[-2:]])
+
+    asyncio.run(scenario())
