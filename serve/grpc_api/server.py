@@ -20,6 +20,7 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from serve.errors import PortInUseError
 from serve.grpc_api.calls import GrpcCalls
 from serve.grpc_api.key_interceptor import KeyInterceptor
+from serve.grpc_api.request_timeout import RequestTimeout
 from serve.grpc_api.service import SERVICE, AptServe
 from serve.grpc_api.vllm_service import SERVICE as VLLM_SERVICE
 from serve.grpc_api.vllm_service import VllmEngine
@@ -49,6 +50,8 @@ class ServerConfig:
     max_connections: int = 1024 + 64 + 64
     """Further connections are closed at once."""
     max_message_bytes: int = 4 << 20
+    request_timeout_s: float = 30.0
+    """Time for the whole request of an RPC."""
     keepalive_time_s: float = 1.5
     """A silent connection is probed after this time."""
     keepalive_timeout_s: float = 2.5
@@ -139,7 +142,10 @@ class GrpcServer:
         self._server = server = grpc.aio.server(
             options=config.options(),
             maximum_concurrent_rpcs=config.max_concurrent_rpcs,
-            interceptors=[] if config.keys is None else [KeyInterceptor(config.keys, self._calls.service.log)],
+            interceptors=[
+                RequestTimeout(config.request_timeout_s),
+                *([] if config.keys is None else [KeyInterceptor(config.keys, self._calls.service.log)]),
+            ],
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
         _probe(config.host, config.port)
