@@ -1,7 +1,7 @@
 """Many histories of the simulations, in resumable chunks: `python -m tests.dst.run --seeds 40000`.
 
 Results are appended to a file, a line a chunk; chunks that are in it are not run again. At the end there is a summary,
-which `--summary FILE` writes as Markdown (benchmarks/results/simulation.md has that of the last release). Exit code 1
+which `--summary FILE` writes as Markdown (benchmarks/results has those that were run). Exit code 1
 where a seed failed.
 """
 
