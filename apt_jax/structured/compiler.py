@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from apt_jax.errors import AptJaxError, InvalidRequestError, QueueFullError
 from apt_jax.request import StructuredOutputsParams, TokenConstraint
+from apt_jax.utils.memory import spare_memory_bytes
 from apt_jax.utils.worker_process import (
     ChildDiedError,
     ChildGoneError,
@@ -73,6 +74,8 @@ _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _START_LIMIT_S = 60.0  # importing llguidance and reading a large tokenizer on a busy machine
 _WAIT_LIMIT_S = 10.0
 _STACK_BYTES = 64 << 20
+_MEMORY_LEFT_BYTES = _STACK_BYTES + (64 << 20)
+"""Memory that a compilation leaves to others, its stack among it."""
 _LEAST_ENTRY_BYTES = 16 << 10
 _STACK_SIZE = threading.Lock()  # the size is one of the whole process
 _WORN_MASKS = 5_000
@@ -422,6 +425,7 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: it cannot be used; the field names the constraint.
             QueueFullError: too many grammars are being tried.
+            MemoryError: there is not enough memory for it now.
         """
         grammar = self.begin(wanted, ends_at_eos=ends_at_eos)
         return grammar.compile() if isinstance(grammar, PendingGrammar) else grammar
@@ -529,6 +533,9 @@ class GrammarCompiler:
         if error is not None:
             line = _line(error)
             return _Entry(error=line, source=None, num_bytes=len(line) + 1024)
+        # llguidance ends its process where it gets no memory: the child's end was harmless, this one's would not be.
+        if spare_memory_bytes() < 2 * num_bytes + _MEMORY_LEFT_BYTES:
+            raise MemoryError("for a grammar")
         source = _Source(vocabulary, text)
         if source.error is not None:
             # llguidance's limits count work, not time: the child would have said the same.

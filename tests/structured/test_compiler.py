@@ -5,6 +5,8 @@ import importlib.resources
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -287,6 +289,27 @@ def test_R11_memory_of_a_trial_is_bounded(tokenizer, monkeypatch):
         made.compile(StructuredOutputsParams(json=json.dumps({"anyOf": [SAME] * 300})))
     made.compile(checked(choice=["still there"]))
     made.close()
+
+
+def test_a_constraint_is_not_compiled_where_memory_is_short(tokenizer, monkeypatch):
+    made = compiler_of(tokenizer)
+    monkeypatch.setattr(grammar_module, "spare_memory_bytes", lambda: 100 << 20)
+    with pytest.raises(MemoryError):
+        made.compile(checked(choice=["yes"]))
+    monkeypatch.undo()
+    assert made.compile(checked(choice=["yes"]))  # nothing was remembered
+    made.close()
+
+
+def test_spare_memory_ends_at_the_limit_of_the_process():
+    code = (
+        "import resource; from apt_jax.utils.memory import spare_memory_bytes\n"
+        "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + (50 << 20),) * 2)\n"
+        "print(spare_memory_bytes())"
+    )
+    spare = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+    assert 30 << 20 < spare <= 50 << 20
 
 
 def test_deep_constraints_that_the_child_survives_do_not_end_this_process(compiler):
