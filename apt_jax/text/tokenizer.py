@@ -29,6 +29,7 @@ from apt_jax.text.long_texts import LONG_CHARS, LongTextTokenizer
 
 _logger = logging.getLogger(__name__)
 _MAX_FILE_BYTES = 256 << 20
+_MAX_VOCAB_SIZE = 1 << 22  # the largest vocabularies have under a million tokens
 _QUICK_CHARS = 1024
 _QUICK_TOKENS = 1024
 """More is encoded and decoded as a batch of one: only then the library lets other threads of Python run."""
@@ -63,7 +64,6 @@ class Tokenizer:
 
     Attributes:
         vocab_size: ids are in [0, vocab_size).
-        has_unique_ids: no two tokens share an id.
         path: the directory or GGUF file that it was read from, if any.
     """
 
@@ -75,7 +75,6 @@ class Tokenizer:
         self.path = path
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        self.has_unique_ids = len(set(vocab.values())) == len(vocab)
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -233,11 +232,10 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
         file, backend = source, _from_gguf(source)
     else:
         file, backend = _from_directory(source)
+    _check_ids(file, backend)
     tokenizer = Tokenizer(backend, source)
     if tokenizer.vocab_size == 0:
         raise ModelLoadError(f"{file}: the vocabulary is empty")
-    if not tokenizer.has_unique_ids:
-        raise ModelLoadError(f"{file}: damaged, {_first_shared_id(backend)}")
     if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
         raise ModelLoadError(
             f"{file}: token ids up to {tokenizer.vocab_size - 1}, but the model has {model_vocab_size}; "
@@ -246,14 +244,19 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
     return tokenizer
 
 
-def _first_shared_id(backend: tokenizers.Tokenizer) -> str:
-    """Two tokens that share an id: the library would write one of them for both, and cannot copy such a tokenizer."""
+def _check_ids(file: Path, backend: tokenizers.Tokenizer) -> None:
+    """Refuse ids that the library accepts and cannot write again: an id of two tokens, of which it writes one, and ids
+    beyond any use, up to which it counts."""
     seen: dict[int, str] = {}
-    for token, token_id in sorted(backend.get_vocab(with_added_tokens=True).items()):
+    for token, token_id in backend.get_vocab(with_added_tokens=True).items():
+        if token_id >= _MAX_VOCAB_SIZE:
+            raise ModelLoadError(
+                f"{file}: damaged, the token {token!a:.40} has the id {token_id}; ids must be below {_MAX_VOCAB_SIZE}"
+            )
         if token_id in seen:
-            return f"the tokens {seen[token_id]!a:.40} and {token!a:.40} have the same id {token_id}"
+            names = " and ".join(f"{name!a:.40}" for name in sorted((seen[token_id], token)))
+            raise ModelLoadError(f"{file}: damaged, the tokens {names} have the same id {token_id}")
         seen[token_id] = token
-    raise AssertionError("all ids are different")
 
 
 def _from_gguf(path: Path) -> tokenizers.Tokenizer:

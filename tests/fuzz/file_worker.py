@@ -212,7 +212,8 @@ def _make_template(path: Path, rng: random.Random) -> None:
 
 def _load_template(path: Path) -> None:
     template = load_chat_template(path)
-    assert template is not None
+    if template is None:  # its file was left out
+        return
     with contextlib.closing(template):
         template.validate()
 
@@ -267,8 +268,18 @@ class _Opened:
         # A bare name is relative to a descriptor of the directory, which is not told.
         name = os.fsdecode(args[0])
         path = os.path.realpath(name if "/" in name else self.at / name)
-        # Modules that are imported late, and what the machine says about itself.
-        allowed = (str(self.at.resolve()), sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/null", "/usr/lib")
+        # Compiled programs, modules that are imported late, and what the machine says about itself.
+        programs = jax.config.jax_compilation_cache_dir or "/dev/null"
+        allowed = (
+            str(self.at.resolve()),
+            programs,
+            sys.prefix,
+            sys.base_prefix,
+            "/proc/",
+            "/sys/",
+            "/dev/null",
+            "/usr/lib",
+        )
         if not path.startswith(allowed) and not path.endswith((".py", ".pyc")):
             self.outside.append(path)
 

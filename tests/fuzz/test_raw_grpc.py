@@ -9,6 +9,7 @@ import select
 import socket
 import struct
 import time
+from typing import Any
 
 import grpc
 import psutil
@@ -24,7 +25,7 @@ from tests.support.toy_serving import expected_tokens
 
 _LIMIT_S = 30.0
 _SETTLE_S = 0.02
-_MEMORY_BYTES = 96 << 20
+_MEMORY_BYTES = 24 << 20
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -280,7 +281,7 @@ class Port:
         self.fuzzed = fuzzed
         self.port = fuzzed.served.grpc_server.port
         self.num_connections = self.num_answered = 0
-        self._base: tuple[int, int] | None = None
+        self._base: int | None = None
         self.check_alive()
 
     def check(self, pieces: list[bytes], end: str) -> None:
@@ -326,19 +327,25 @@ class Port:
             checked = channel.unary_unary(_HEALTH.decode())(b"", timeout=_LIMIT_S)
             assert health_pb2.HealthCheckResponse.FromString(checked).status == health_pb2.HealthCheckResponse.SERVING
             params = {"max_tokens": 4, "temperature": 0.0}
-            ask = channel.unary_stream(_GENERATE.decode())
-            answer = ask(make_request("hello", **params).SerializeToString(), timeout=_LIMIT_S)
-            token_ids = [i for part in answer for i in apt_serve_pb2.GenerateResponse.FromString(part).token_ids]
+            token_ids = self._generate(channel, params)
         assert token_ids == expected_tokens(self.fuzzed.parts.build_request(prompt="hello", params=params))
         self.fuzzed.check_clean()
-        memory, end_s = psutil.Process().memory_info().rss, time.monotonic() + _LIMIT_S
         if self._base is None:
-            self._base = memory, open_descriptors() + 4  # `check_clean` and this may keep a connection each, both ends
-        assert open_descriptors(at_most=self._base[1]) <= self._base[1]
-        while memory > self._base[0] + _MEMORY_BYTES and time.monotonic() < end_s:
-            time.sleep(0.1)
-            memory = psutil.Process().memory_info().rss
-        assert memory <= self._base[0] + _MEMORY_BYTES, f"{memory - self._base[0] >> 20} MiB more"
+            self._base = open_descriptors() + 4  # `check_clean` and this may keep a connection each, both ends
+        assert open_descriptors(at_most=self._base) <= self._base
+
+    def _generate(self, channel: grpc.Channel, params: dict[str, Any], attempts: int = 3) -> list[int]:
+        request = make_request("hello", **params).SerializeToString()
+        try:
+            answer = channel.unary_stream(_GENERATE.decode())(request, timeout=_LIMIT_S)
+            return [i for part in answer for i in apt_serve_pb2.GenerateResponse.FromString(part).token_ids]
+        except grpc.RpcError as error:
+            # While it tears down hundreds of calls of a lost connection, grpc.aio cancels one of another now and then,
+            # before it calls any handler; a server without a line of ours does so too.
+            if error.code() is not grpc.StatusCode.CANCELLED or attempts == 1:  # type: ignore[attr-defined]
+                raise
+        time.sleep(1.0)
+        return self._generate(channel, params, attempts - 1)
 
 
 @pytest.fixture(scope="module")
@@ -356,6 +363,34 @@ def test_any_frames_leave_the_server_as_it_was(fuzzed):
     port.check_alive()
     print(f"  {port.num_answered} connections had an answer of a call")
     assert port.num_answered > port.num_connections / 20
+
+
+_HEAD = b"".join(field(*pair) for pair in call_fields(_GENERATE))
+_FLOODS = {
+    "settings": frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 65_535)) * 2000,
+    "pings": frame(PING, 0, 0, b"12345678") * 2000,
+    "window updates": frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1") * 2000,
+    "priorities": frame(PRIORITY, 0, 1, struct.pack(">IB", 0, 255)) * 2000,
+    "resets": b"".join(
+        frame(HEADERS, END_HEADERS, 2 * i + 1, _HEAD) + frame(RST_STREAM, 0, 2 * i + 1, struct.pack(">I", 8)) for i in range(200)
+    ),
+    "headers without an end": frame(HEADERS, 0, 1, _HEAD) + frame(CONTINUATION, 0, 1, field(b"x", b"y" * 16_000)) * 200,
+    "calls without an end": b"".join(frame(HEADERS, END_HEADERS, 2 * i + 1, _HEAD) for i in range(200)),
+    "a message without an end": frame(HEADERS, END_HEADERS, 1, _HEAD) + frame(DATA, 0, 1, message(b"x" * 16_000, 2**31)),
+}  # fmt: skip
+
+
+def test_floods_take_no_memory(fuzzed):
+    """The server holds no more after many rounds than after the first."""
+    port = Port(fuzzed)
+    memory = []
+    for _ in range(3):
+        for _ in range(cases(6, 60)):
+            for flood in _FLOODS.values():
+                port.check([PREFACE + frame(SETTINGS, 0, 0), flood], "half")
+        port.check_alive()
+        memory.append(psutil.Process().memory_info().rss)
+    assert memory[2] - memory[1] < _MEMORY_BYTES, [size >> 20 for size in memory]
 
 
 def test_calls_cut_off_at_every_byte(fuzzed):

@@ -147,6 +147,17 @@ def test_two_tokens_with_one_id_are_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("token_id", [2**22, 2**31, 2**32 - 1])
+def test_an_id_beyond_any_use_is_refused(tmp_path, token_id):
+    """The library would count up to it, and end the process for want of memory."""
+    write_tokenizer(tmp_path)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    fields["model"]["vocab"]["he"] = token_id
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelLoadError, match=rf"the token 'he' has the id {token_id}; ids must be below"):
+        load_tokenizer(tmp_path)
+
+
 def test_code_named_in_the_config_is_not_obeyed(tmp_path, caplog):
     write_tokenizer(tmp_path, auto_map={"AutoTokenizer": "evil.Evil"})
     load_tokenizer(tmp_path)

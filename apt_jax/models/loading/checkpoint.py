@@ -155,7 +155,8 @@ def _parse_json(text: bytes, where: str) -> dict[str, Any]:
 
 def _inside(directory: Path, name: str, named_by: str) -> Path:
     """The path of a file that must lie in `directory` itself; `named_by` says where the name comes from."""
-    if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
+    # A file cannot have half a surrogate pair in its name.
+    if not name or name in (".", "..") or any(c in "/\\\0" or "\ud800" <= c <= "\udfff" for c in name):
         raise ModelLoadError(f"{named_by}: {name!r:.80} must be the name of a file in the same directory")
     path = directory / name
     try:
