@@ -6,7 +6,7 @@ import enum
 import http.client
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from benchmarks.server.fleet import Execution
@@ -66,6 +66,7 @@ def ask(
     number: int = 0,
     stream: bool = True,
     timeout_s: float = 60.0,
+    on_first: Callable[[], object] = lambda: None,
 ) -> Entry:
     """Send a completion and follow it to its end, however that comes.
 
@@ -76,6 +77,7 @@ def ask(
         number: index of the offline answer.
         stream: server-sent events, else one JSON object.
         timeout_s: maximum silence of the connection.
+        on_first: called when the first text of a stream has come.
     """
     entry = Entry(request_id=request_id, number=number, stream=stream, sent_s=time.time())
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
@@ -89,7 +91,7 @@ def ask(
             entry.error = response.read().decode(errors="replace")
             entry.outcome = Outcome.REFUSED
         elif stream:
-            _read_events(response, entry)
+            _read_events(response, entry, on_first)
         else:
             choice = json.loads(response.read())["choices"][0]
             entry.text, entry.finish_reason, entry.outcome = choice["text"], choice["finish_reason"], Outcome.OK
@@ -101,7 +103,7 @@ def ask(
     return entry
 
 
-def _read_events(response: http.client.HTTPResponse, entry: Entry) -> None:
+def _read_events(response: http.client.HTTPResponse, entry: Entry, on_first: Callable[[], object]) -> None:
     for line in response:
         if not line.startswith(b"data: ") or not line.endswith(b"\n"):
             continue
@@ -119,6 +121,7 @@ def _read_events(response: http.client.HTTPResponse, entry: Entry) -> None:
             entry.finish_reason = choice["finish_reason"] or entry.finish_reason
             if entry.text and entry.first_s is None:
                 entry.first_s = time.time()
+                on_first()
 
 
 def differences(entry: Entry, expected: Expected) -> list[str]:

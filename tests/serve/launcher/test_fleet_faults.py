@@ -4,8 +4,9 @@ link. Replicas are toy servers, whose answers are known; `make chaos` draws such
 import concurrent.futures
 import importlib.util
 import signal
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,19 @@ def fleet(lasting, liars) -> Generator[Fleet]:
 _count = 0
 
 
-def complete(fleet: Fleet, max_tokens: int, *, prompt: str = PROMPT, stream: bool = True, **more: Any) -> Entry:
+def complete(
+    fleet: Fleet,
+    max_tokens: int,
+    *,
+    prompt: str = PROMPT,
+    stream: bool = True,
+    on_first: Callable[[], object] = lambda: None,
+    **more: Any,
+) -> Entry:
     global _count
     _count += 1
     body = {"model": "toy", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
-    return ask(fleet.front.port, body, request_id=f"test-{_count}", stream=stream)
+    return ask(fleet.front.port, body, request_id=f"test-{_count}", stream=stream, on_first=on_first)
 
 
 def answer(max_tokens: int) -> str:
@@ -85,9 +94,14 @@ def num_running(fleet: Fleet) -> list[int]:
 
 
 def start(pool: concurrent.futures.Executor, fleet: Fleet, count: int, max_tokens: int = LONG) -> list[Any]:
-    """Start streams, and wait until all of them run, the same number on each replica."""
-    streams = [pool.submit(complete, fleet, max_tokens) for _ in range(count)]
-    assert until(lambda: num_running(fleet) == [count // 2] * 2, 10) is not None
+    """Start streams, and wait until all of them run, the same number on each replica, and their clients have got text.
+
+    Until then the gateway may send them again.
+    """
+    arrived = threading.Semaphore(0)
+    streams = [pool.submit(complete, fleet, max_tokens, on_first=arrived.release) for _ in range(count)]
+    assert all(arrived.acquire(timeout=10) for _ in streams)
+    assert num_running(fleet) == [count // 2] * 2
     return streams
 
 
