@@ -75,7 +75,11 @@ class RequestStream:
                 self._read_to_end = delta.finished
             elif self._error is not None and not self._read_to_end:
                 self._read_to_end = True
-                raise self._error
+                error, self._error = self._error, None
+                try:
+                    raise error
+                finally:
+                    del error  # no reference cycle through its traceback
             return delta
 
     @property

@@ -225,7 +225,7 @@ class _GrpcCall:
         return EngineCall(call_id, requests, deadline_s)
 
     def on_disconnect(self, cancel: Callable[[], None]) -> None:
-        self._context.add_done_callback(lambda _: cancel())  # type: ignore[arg-type]  # the stubs want a class
+        """gRPC cancels the coroutine of the call, and a callback of the context comes after its end."""
 
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         if group.ended:  # before the client knows: it may use the id again

@@ -136,7 +136,7 @@ class DisconnectWatcher:
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._action: Callable[[], object] | None = None
-        self._task = asyncio.create_task(self._wait())
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._wait())
         self.happened = False
 
     def on_disconnect(self, action: Callable[[], object]) -> None:
@@ -162,9 +162,12 @@ class DisconnectWatcher:
         finally:
             task.cancel()
             self._action = None
+            del task  # no reference cycle through the traceback of its error
 
     def close(self) -> None:
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None  # no reference cycle through the traceback of its cancellation
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
