@@ -8,7 +8,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 _ENGINE = "tests/support/simulation_harness.py"
-_SERVING = "tests/support/serving_simulation.py"
+_SERVING = "tests/support/serving_simulation/simulation.py"
+_ANSWERS = "tests/support/serving_simulation/answer_check.py"
+_REPLICA = "tests/support/serving_simulation/replica_checks.py"
+_ADMISSION = "tests/support/serving_simulation/admission_recount.py"
 _RECOUNT = "tests/support/recount.py"
 _FAKE = "tests/support/fake_executor.py"
 _CACHE = "apt_jax/cache/integrity.py"
@@ -44,27 +47,27 @@ CHECKED: dict[str, list[tuple[str, str]]] = {
     # no block is writable by two
     "I9": [(_FAKE, "a row writes into a block of another row"), (_CACHE, "a block is owned twice")],
     # token positions contiguous
-    "I10": [(_ENGINE, "num_outputs"), (_SERVING, "tokens differ")],
+    "I10": [(_ENGINE, "num_outputs"), (_ANSWERS, "tokens differ")],
     # one end, nothing after it, usage = tokens delivered
-    "I11": [(_SERVING, "something comes after the end"), (_SERVING, "goes on after its end"), (_SERVING, "usage")],
+    "I11": [(_ANSWERS, "something comes after the end"), (_ANSWERS, "goes on after its end"), (_ANSWERS, "usage")],
     # the stream is the reference
-    "I12": [(_ENGINE, "got == expected"), (_SERVING, "got == tokens")],
+    "I12": [(_ENGINE, "got == expected"), (_ANSWERS, "got == tokens")],
     # other traffic, preemptions and switches change no stream: the reference knows none of them
-    "I13": [(_FAKE, "computed without a cache"), (_ENGINE, "reference_tokens"), (_SERVING, "reference_tokens")],
+    "I13": [(_FAKE, "computed without a cache"), (_ENGINE, "reference_tokens"), (_ANSWERS, "reference_tokens")],
     # bounds of queues, of unread output and of buffers
     "I14": [
-        (_SERVING, "was admitted although the queue or its share is full"),
-        (_SERVING, "unread tokens"),
-        (_SERVING, "bytes were not read, and more written"),
-        (_SERVING, "bytes are left in buffers"),
+        (_ADMISSION, "was admitted although the queue or its share is full"),
+        (_REPLICA, "unread tokens"),
+        (_REPLICA, "bytes were not read, and more written"),
+        (_REPLICA, "bytes are left in buffers"),
     ],
     # a rejected request takes nothing
-    "I15": [(_ENGINE, "a refused request took blocks"), (_SERVING, "and it was run")],
+    "I15": [(_ENGINE, "a refused request took blocks"), (_ANSWERS, "and it was run")],
     # not scheduled after its deadline, its cancellation or its client's end
     "I16": [
-        (_SERVING, "is scheduled after its deadline"),
-        (_SERVING, "is scheduled although it was cancelled"),
-        (_SERVING, "after its client left"),
+        (_REPLICA, "is scheduled after its deadline"),
+        (_REPLICA, "is scheduled although it was cancelled"),
+        (_REPLICA, "after its client left"),
     ],
     # every cache read is of what was expected
     "I17": [(_FAKE, "wrong = (self._tag[block, slot] != tag)")],
@@ -79,14 +82,14 @@ CHECKED: dict[str, list[tuple[str, str]]] = {
         (_RECOUNT, '"recomputed_tokens"'),
         (_RECOUNT, "tokens_since_preemption"),
         (_RECOUNT, '"used_blocks"'),
-        (_SERVING, "num_rejected is"),
+        (_REPLICA, "num_rejected is"),
         (_ENGINE, "preemptions are miscounted"),
     ],
     # after the end nothing is left
     "I20": [
         (_SERVING, "tasks are left"),
         (_SERVING, "timers are left"),
-        (_SERVING, "assert_clean"),
+        (_REPLICA, "assert_clean"),
         (_ENGINE, "slots or rows are lost"),
     ],
     # block ids of a launch are in range
@@ -101,7 +104,7 @@ CHECKED: dict[str, list[tuple[str, str]]] = {
     "I26": [
         (_ENGINE, "metrics.finished_s >= metrics.arrival_s"),
         (_ENGINE, "token times"),
-        (_SERVING, "its deadline has not passed"),
+        (_ANSWERS, "its deadline has not passed"),
     ],
 }
 """By invariant: a file, and text of the check in it."""

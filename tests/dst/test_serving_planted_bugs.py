@@ -22,7 +22,8 @@ from serve.http_api.calls import DisconnectWatcher, HttpCall, ResponseWriter
 from serve.preprocessing import BodyBudget, FairQueue
 from tests.support.cases import ALL
 from tests.support.seeds import seed_base
-from tests.support.serving_simulation import Router, simulate_serving
+from tests.support.serving_simulation import simulate_serving
+from tests.support.serving_simulation.router import Router
 from tests.support.simulation_harness import SimulationError
 
 Bug = Callable[[], contextlib.AbstractContextManager[Any]]
