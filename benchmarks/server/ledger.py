@@ -77,7 +77,7 @@ def ask(
         number: index of the offline answer.
         stream: server-sent events, else one JSON object.
         timeout_s: maximum silence of the connection.
-        on_first: called when the first text of a stream has come.
+        on_first: called when the first text of a stream arrives.
     """
     entry = Entry(request_id=request_id, number=number, stream=stream, sent_s=time.time())
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)

@@ -14,6 +14,7 @@ import ipaddress
 import logging
 import os
 import resource
+import select
 import socket
 import ssl
 from collections.abc import Callable, Iterable
@@ -246,8 +247,22 @@ class Acceptor:
 
     def _end_silent_reserved(self) -> None:
         until_s = self._loop.time() - _RESERVED_SILENCE_S
-        silent = [other for other in self._reserved if not other.is_busy and other.since_s < until_s]
+        silent = [
+            other
+            for other in self._reserved
+            if not other.is_busy and other.since_s < until_s and not _is_readable(other)
+        ]
         self._end_first(silent, len(silent))
+
+
+def _is_readable(connection: Connection) -> bool:
+    """Return whether bytes wait that the loop has not read yet."""
+    descriptor = -1 if connection.transport is None else connection.transport.get_extra_info("socket").fileno()
+    if descriptor < 0:  # not connected yet, or closed
+        return False
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def client_of(address: str) -> str:

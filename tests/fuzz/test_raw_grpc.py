@@ -342,7 +342,8 @@ class Port:
         except grpc.RpcError as error:
             # While it tears down hundreds of calls of a lost connection, grpc.aio cancels one of another now and then,
             # before it calls any handler; a server without a line of ours does so too.
-            if error.code() is not grpc.StatusCode.CANCELLED or attempts == 1:  # type: ignore[attr-defined]
+            is_cancelled = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.CANCELLED
+            if not is_cancelled or attempts == 1:
                 raise
         time.sleep(1.0)
         return self._generate(channel, params, attempts - 1)

@@ -18,6 +18,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,8 @@ class _ProcessorFailure(Exception):
     """Raised by the simulated front end for some tokens."""
 
 
-def _expect(condition: object, message: str) -> None:
+def expect(condition: object, message: str) -> None:
+    """Raise a `SimulationError` unless a condition holds."""
     if not condition:
         raise SimulationError(message)
 
@@ -189,26 +191,26 @@ class _CheckedPolicy:
     def schedule(self, view: SchedulerView) -> Plan:
         table = view.table
         both = np.concatenate([view.waiting, view.running])
-        _expect(np.unique(both).size == both.size and table.live[both].all(), "view: rows twice or dead")
+        expect(np.unique(both).size == both.size and table.live[both].all(), "view: rows twice or dead")
         for rows in (view.waiting, view.running):
-            _expect((np.diff(table.rank[rows]) > 0).all(), "view: rows not by rank")
-        _expect((view.remaining(both) >= 1).all(), "view: a row with nothing to compute")
-        _expect(
+            expect((np.diff(table.rank[rows]) > 0).all(), "view: rows not by rank")
+        expect((view.remaining(both) >= 1).all(), "view: a row with nothing to compute")
+        expect(
             (table.num_outputs[both] < table.max_tokens_total[both] - table.prompt_len[both]).all(),
             "view: a row that has all its tokens",
         )
-        _expect(
+        expect(
             view.free_blocks + int(table.num_blocks[view.running].sum()) + view.shared_blocks == view.total_blocks,
             "view: blocks that nobody holds",
         )
-        _expect(
+        expect(
             (table.kind[view.waiting] == -1).all() and (table.kind[view.running] >= 0).all(),
             "view: kinds",
         )
         before = contents(table)
         plan = self.inner.schedule(view)
         check_plan(view, plan)
-        _expect(contents(table) == before, "the policy changed the table")
+        expect(contents(table) == before, "the policy changed the table")
         self._note["conversion planned"] += plan.convert.size
         if plan.rows.size:
             starts = table.num_cached[plan.rows] == 0
@@ -363,7 +365,7 @@ class Simulation:
             live = engine.states.by_row[row]
             if calm and live is not None:
                 waits = table.num_preemptions[row] - self._preempted_before.get(live.rank, 0)
-                _expect(waits <= 16, f"preempted {waits} times without a new token")
+                expect(waits <= 16, f"preempted {waits} times without a new token")
             note["preempted 3 times"] += bool(table.num_preemptions[row] == 3)
 
         def allocation_fails(num: int) -> bool:
@@ -482,14 +484,14 @@ class Simulation:
             self.engine.add_request(request)
         except InvalidRequestError:
             self.note["refused: never fits"] += 1
-            _expect(not fits, f"{request.request_id} was refused although it fits")
-            _expect(used == self.engine.cache.pool.num_used, "a refused request took blocks")
+            expect(not fits, f"{request.request_id} was refused although it fits")
+            expect(used == self.engine.cache.pool.num_used, "a refused request took blocks")
             return
         except QueueFullError as error:
             self.note["refused: queue full"] += 1
-            _expect(error.retry_after_s > 0, "retry at once")
+            expect(error.retry_after_s > 0, "retry at once")
             return
-        _expect(fits, f"{request.request_id} was accepted although it never fits")
+        expect(fits, f"{request.request_id} was accepted although it never fits")
         self.note["pinned to hidden"] += fits == [HIDDEN] and scenario.offered == (True, True)
         expected = reference_tokens(request.prompt_token_ids, params.max_tokens, vocab_size=VOCAB_SIZE, params=params)
         reason: str = "length"
@@ -541,13 +543,13 @@ class Simulation:
                     state = "prefill"
                 self.note[f"abort: {state}"] += 1
                 self.note["abort with a token in flight"] += bool(engine.states.in_flight[row] > 0)
-            _expect(engine.abort(request_id), "a live request could not be aborted")
+            expect(engine.abort(request_id), "a live request could not be aborted")
             stream.aborted = True
-            _expect(not engine.abort(request_id), "a request was aborted twice")
+            expect(not engine.abort(request_id), "a request was aborted twice")
         if rng.random() < 0.02:
-            _expect(not engine.abort("nobody"), "an unknown request was aborted")
+            expect(not engine.abort("nobody"), "an unknown request was aborted")
             ended = [s for s in self.streams.values() if s.finish is not None]
-            _expect(
+            expect(
                 not ended or not engine.abort(ended[-1].request.request_id),
                 "an ended request was aborted",
             )
@@ -584,7 +586,7 @@ class Simulation:
             self._disturb()
             if not self._step():
                 return
-            _expect(self.iterations < 20_000, "the first phase does not end")
+            expect(self.iterations < 20_000, "the first phase does not end")
         self.faults_on = False
         chaos = getattr(getattr(self.policy, "inner", self.policy), "chaos", None)
         if chaos is not None:
@@ -598,36 +600,36 @@ class Simulation:
                 break
             if not self._step():
                 return
-        _expect(
+        expect(
             not engine.has_work,
             f"{len(self.open)} requests do not end within {DRAIN_ITERATIONS} iterations",
         )
         stats = engine.stats()
         wrong = [] if self._recount is None else self._recount.check()
-        _expect(not wrong, "; ".join(wrong))
-        _expect(not self.open, "a stream has no end")
-        _expect(stats.free_blocks == stats.total_blocks, f"{stats.used_blocks} blocks are lost")
-        _expect(
+        expect(not wrong, "; ".join(wrong))
+        expect(not self.open, "a stream has no end")
+        expect(stats.free_blocks == stats.total_blocks, f"{stats.used_blocks} blocks are lost")
+        expect(
             engine.cache.num_free_slots == scenario.max_num_seqs and not engine.table.live.any(),
             "slots or rows are lost",
         )
-        _expect(sum(stats.finished.values()) == len(self.streams), "ends are miscounted")
-        _expect(
+        expect(sum(stats.finished.values()) == len(self.streams), "ends are miscounted")
+        expect(
             stats.generation_tokens == sum(len(s.got) for s in self.streams.values()),
             "tokens are miscounted",
         )
-        _expect(stats.num_invalid_plan_rows == 0, "the policy broke a promise")
-        _expect(
+        expect(stats.num_invalid_plan_rows == 0, "the policy broke a promise")
+        expect(
             stats.num_preemptions == sum(m.num_preemptions for m in self._metrics.values()),
             "preemptions are miscounted",
         )
-        _expect(
+        expect(
             stats.num_conversions == sum(m.num_conversions for m in self._metrics.values()),
             "conversions are miscounted",
         )
         if self.full_checks:
             put_off = self.note["conversion planned"] - stats.num_conversions
-            _expect(put_off >= 0, "a conversion that was not asked for")
+            expect(put_off >= 0, "a conversion that was not asked for")
             self.note["conversion put off"] += put_off
         self.note["a kind switch kv to hidden"] += stats.kind_switches["kv", "hidden"]
         self.note["a kind switch hidden to kv"] += stats.kind_switches["hidden", "kv"]
@@ -635,7 +637,7 @@ class Simulation:
         self.note["row deferred"] += stats.num_deferred_requests
         self.note["positions recomputed"] += stats.recomputed_tokens
         self.note["blocks cached at the end"] += stats.cached_blocks
-        _expect(0 <= stats.prefix_cache_hits <= stats.prefix_cache_queries, "hits are miscounted")
+        expect(0 <= stats.prefix_cache_hits <= stats.prefix_cache_queries, "hits are miscounted")
         engine.check_integrity()
 
     def _step(self) -> bool:
@@ -648,18 +650,18 @@ class Simulation:
         outputs = engine.step()
         is_idle = steps == self.executor.num_steps and not outputs and engine.has_work and not self.faults_on
         self._num_idle = self._num_idle + 1 if is_idle else 0
-        _expect(self._num_idle <= 8, f"nothing was run and nothing delivered in {self._num_idle} iterations")
+        expect(self._num_idle <= 8, f"nothing was run and nothing delivered in {self._num_idle} iterations")
         if self.executor.num_resets > resets:
             self._next_fault_s = self.clock.now_s() + 61.0 * (not self.scenario.second_failure)
         for output in outputs:
             self._take(output)
         if engine.dead_reason is not None:
-            _expect(
+            expect(
                 self.scenario.second_failure and self.num_step_faults >= 2,
                 f"the engine ended: {engine.dead_reason}",
             )
             self.note["engine ended after two failures"] += 1
-            _expect(not self.open, "the engine ended and a stream did not")
+            expect(not self.open, "the engine ended and a stream did not")
             try:
                 engine.step()
             except EngineDeadError:
@@ -669,8 +671,8 @@ class Simulation:
             engine.check_integrity()
         if self._recount is not None:
             wrong = self._recount.check(gauges=self.iterations % 16 == 0)
-            _expect(not wrong, "; ".join(wrong))
-        _expect(
+            expect(not wrong, "; ".join(wrong))
+        expect(
             engine.num_live == len(self.open) or not outputs or any(s.aborted for s in self.open.values()),
             "live requests are miscounted",
         )
@@ -678,25 +680,25 @@ class Simulation:
 
     def _take(self, output: StepOutput) -> None:
         stream = self.streams[output.request_id]
-        _expect(stream.finish is None, f"{output.request_id}: an output after the end")
+        expect(stream.finish is None, f"{output.request_id}: an output after the end")
         stream.got.extend(output.new_token_ids)
         live = self.engine.states.by_id.get(output.request_id)
         if live is not None and output.new_token_ids:
             self._preempted_before[live.rank] = output.metrics.num_preemptions
         got, expected = stream.got, stream.expected
         name = output.request_id
-        _expect(
+        expect(
             got == expected[: len(got)],
             f"{name}: got {got[-8:]} at {len(got)}, expected {expected[: len(got)][-8:]}",
         )
-        _expect(
+        expect(
             output.num_outputs == len(got),
             f"{name}: num_outputs {output.num_outputs}, {len(got)} came",
         )
         metrics = output.metrics
         self._metrics[name] = metrics
         if output.new_token_ids and stream.request.params.logprobs is not None:
-            _expect(
+            expect(
                 output.logprobs and output.logprobs[0].top_ids.size == stream.request.params.logprobs,
                 f"{name}: logprobs",
             )
@@ -707,29 +709,29 @@ class Simulation:
         del self.open[name]
         self.note[f"finish: {output.finish_reason}"] += 1
         times = metrics.token_times_s
-        _expect(
+        expect(
             len(times) == len(got) and times == sorted(times),
             f"{name}: token times",
         )
-        _expect(
+        expect(
             metrics.finished_s is not None and metrics.finished_s >= metrics.arrival_s,
             f"{name}: times",
         )
         if stream.finish in ("stop", "length"):
-            _expect(not stream.aborted, f"{name}: ended after its abort")
-            _expect(got == expected, f"{name}: ended after {len(got)} of {len(expected)} tokens")
+            expect(not stream.aborted, f"{name}: ended after its abort")
+            expect(got == expected, f"{name}: ended after {len(got)} of {len(expected)} tokens")
             reasons = output.finish_reason, output.stop_reason
-            _expect(
+            expect(
                 reasons == (stream.reason, stream.stop_reason),
                 f"{name}: {reasons}, expected {stream.reason, stream.stop_reason}",
             )
             total = int(stream.request.prompt_token_ids.size) + len(got)
             self.note["ends at a block border"] += total % self.scenario.block_size == 0
         elif stream.finish == "abort":
-            _expect(stream.aborted, f"{name}: aborted by nobody")
+            expect(stream.aborted, f"{name}: aborted by nobody")
         else:
             allowed = stream.processor_fails or self.row_faults_planted or self.engine.dead_reason
-            _expect(output.error and allowed, f"{name}: error {output.error!r} for no reason")
+            expect(output.error and allowed, f"{name}: error {output.error!r} for no reason")
 
 
 @contextlib.contextmanager
@@ -753,18 +755,23 @@ def simulate(seed: int, *, full_checks: bool = True, engine_class: type[Engine] 
     return simulation.run()
 
 
-def main(write: Callable[[str], object] = sys.stdout.write) -> None:
-    """Replay the seeds on the command line: `SEED` or `FIRST LAST`."""
+def replay(simulate: Callable[[int], Any], describe: Callable[[Any], str]) -> None:
+    """Replay the seeds on the command line, `SEED` or `FIRST LAST`, and print which rare states occurred.
+
+    Args:
+        simulate: runs one seed.
+        describe: its report in a line, for a single seed.
+    """
     first, last = int(sys.argv[1]), int(sys.argv[-1])
     total: collections.Counter[str] = collections.Counter()
     for seed in range(first, last + 1):
         report = simulate(seed)
         total += report.sometimes
         if first == last:
-            write(f"seed {seed}: {report.iterations} iterations, {report.digest}\n")
+            sys.stdout.write(f"seed {seed}: {describe(report)}\n")
     for name, count in sorted(total.items()):
-        write(f"{count:8d}  {name}\n")
+        sys.stdout.write(f"{count:8d}  {name}\n")
 
 
 if __name__ == "__main__":
-    main()
+    replay(simulate, lambda report: f"{report.iterations} iterations, {report.digest}")

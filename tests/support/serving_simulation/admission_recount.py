@@ -7,7 +7,7 @@ from apt_jax.engine.admission import TENANT_SHARE
 from apt_jax.engine.request_states import WAITING
 from apt_jax.errors import QueueFullError
 from apt_jax.request import EngineRequest
-from tests.support.serving_simulation.world import expect
+from tests.support.simulation_harness import expect
 
 if TYPE_CHECKING:
     from tests.support.serving_simulation.replica import Replica

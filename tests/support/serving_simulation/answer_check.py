@@ -12,7 +12,8 @@ from tests.support.fake_grammars import FakeGrammar
 from tests.support.serving_simulation.calls import Answer, Call, call_id_of
 from tests.support.serving_simulation.connection import Connection
 from tests.support.serving_simulation.replica import Replica
-from tests.support.serving_simulation.world import World, expect, tokenizer
+from tests.support.serving_simulation.world import World, tokenizer
+from tests.support.simulation_harness import expect
 from tests.support.toy_serving import VOCAB_SIZE
 
 

@@ -55,7 +55,7 @@ class Answer:
     ended: bool = False
     """The response is whole."""
     done: bool = False
-    """`[DONE]` has come, or the whole JSON."""
+    """`[DONE]` was received, or the whole JSON."""
     error: str | None = None
     """Code of an error event."""
     tokens: list[list[int]] = dataclasses.field(default_factory=list)

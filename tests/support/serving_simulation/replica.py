@@ -24,8 +24,8 @@ from tests.support.serving_simulation.engine import STEP_TIMEOUT_S, ReplicaClock
 from tests.support.serving_simulation.faults import ReplicaFaults
 from tests.support.serving_simulation.replica_checks import ReplicaChecks
 from tests.support.serving_simulation.scenario import ServingScenario
-from tests.support.serving_simulation.world import World, expect, tokenizer
-from tests.support.simulation_harness import SimulationError
+from tests.support.serving_simulation.world import World, tokenizer
+from tests.support.simulation_harness import SimulationError, expect
 from tests.support.toy_serving import EOS, VOCAB_SIZE
 
 MAX_MODEL_LEN = 96

@@ -7,7 +7,7 @@ from tests.support.recount import Recount
 from tests.support.serving_simulation.admission_recount import AdmissionRecount
 from tests.support.serving_simulation.calls import call_id_of
 from tests.support.serving_simulation.connection import HIGH_WATER_BYTES
-from tests.support.serving_simulation.world import expect
+from tests.support.simulation_harness import expect
 from tests.support.toy_serving import assert_clean
 
 if TYPE_CHECKING:

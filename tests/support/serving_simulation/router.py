@@ -10,7 +10,7 @@ from tests.support.serving_simulation.world import World
 
 class Router:
     """A small model of a gateway: round robin over replicas that are up, a circuit breaker for each, and retries on
-    another replica as long as nothing of a response has come."""
+    another replica as long as nothing of a response was received."""
 
     MAX_ATTEMPTS = 3
     OPENS_AFTER = 3

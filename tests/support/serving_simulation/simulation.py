@@ -13,8 +13,8 @@ from tests.support.serving_simulation.calls import Call, draw_call
 from tests.support.serving_simulation.client import run_client
 from tests.support.serving_simulation.processes import Processes
 from tests.support.serving_simulation.router import Router
-from tests.support.serving_simulation.world import World, expect
-from tests.support.simulation_harness import SimulationError
+from tests.support.serving_simulation.world import World
+from tests.support.simulation_harness import SimulationError, expect
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -129,7 +129,7 @@ class ServingSimulation:
 
     async def _check_nothing_left(self) -> None:
         """After the last process has ended: no task, no timer, no job, no error that nobody has seen."""
-        await asyncio.sleep(120.0)  # what has a time limit has come to it
+        await asyncio.sleep(120.0)  # longer than every time limit
         self.world.raise_failure()
         own = asyncio.current_task()
         tasks = [t for t in asyncio.all_tasks() if t is not own and not t.done()]

@@ -17,12 +17,6 @@ from tests.support.toy_serving import byte_tokenizer
 from tests.support.virtual_loop import VirtualLoop, VirtualPool
 
 
-def expect(condition: object, message: str) -> None:
-    """Raise a `SimulationError` unless a condition holds."""
-    if not condition:
-        raise SimulationError(message)
-
-
 @functools.cache
 def tokenizer() -> Tokenizer:
     """The tokenizer of bytes, made once."""
