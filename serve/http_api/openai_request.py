@@ -29,6 +29,7 @@ from apt_jax.validation import (
     check_sequences,
 )
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
+from serve.http_api.tool_calls.plan import OutputPlan
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
 
 Kind = Literal["completion", "chat"]
@@ -154,6 +155,8 @@ class CompletionCall:
     """Choices hold timings and SLO attainment."""
     renamed: Callable[[InvalidRequestError], InvalidRequestError]
     """Gives the field in an error the name that it has in the body."""
+    output: OutputPlan = OutputPlan()  # noqa: RUF009 - frozen
+    """How outputs are read: `output.parser()` makes the parser of one choice."""
 
 
 def is_slow(kind: Kind, body: Body) -> bool:

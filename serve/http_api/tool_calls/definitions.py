@@ -1,0 +1,113 @@
+"""What a client says about tools: the functions, and which of them the model may or must call."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from apt_jax.errors import InvalidRequestError
+from apt_jax.text.chat import checked_tools
+from apt_jax.validation import check_flag
+
+MAX_CALLS = 16
+"""Calls in one output: of a constraint, which ends after them; of text, where further ones stay content."""
+NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
+_NAME = re.compile(NAME_PATTERN)
+
+Mode = Literal["none", "auto", "required"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Function:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    """JSON schema of its arguments, which describes an object."""
+    strict: bool
+    """The arguments must follow the schema, not only where a call is required."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolSet:
+    """Functions, and how the model may use them."""
+
+    definitions: Sequence[Mapping[str, Any]] | None = None
+    """For the chat template, in OpenAI's form; None: the prompt shall not tell of tools."""
+    functions: Sequence[Function] = ()
+    """Those that may be called."""
+    mode: Mode = "none"
+    max_calls: int = MAX_CALLS
+
+
+NO_TOOLS = ToolSet()
+
+
+def read_tools(tools: object, choice: object = None, parallel: object = None) -> ToolSet:
+    """Check what a client says about tools.
+
+    Args:
+        tools: a list of ``{"type": "function", "function": {"name", "description", "parameters", "strict"}}``; None or
+            empty: there are none.
+        choice: ``"none"``, ``"auto"``, ``"required"``, or ``{"type": "function", "function": {"name": ...}}``; None:
+            auto.
+        parallel: False: one call at most; None: True.
+
+    Raises:
+        InvalidRequestError: one line; the field is ``tools``, ``tool_choice`` or ``parallel_tool_calls``.
+    """
+    checked = checked_tools(tools) or []
+    functions = [_function(number, tool["function"]) for number, tool in enumerate(checked)]
+    by_name = {function.name: function for function in functions}
+    if len(by_name) < len(functions):
+        raise InvalidRequestError("tools", "two functions have the same name")
+    several = parallel is None or check_flag("parallel_tool_calls", parallel)
+    named = _named(choice)
+    if named is None and choice not in (None, "none", "auto", "required"):
+        raise InvalidRequestError(
+            "tool_choice",
+            'must be none, auto, required, or {"type": "function", "function": {"name": ...}}',
+        )
+    if not functions:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequestError("tool_choice", "asks for a call; give the functions in tools")
+        return NO_TOOLS
+    if choice == "none":
+        return NO_TOOLS
+    if named is not None and named not in by_name:
+        raise InvalidRequestError("tool_choice", f"{named[:64]!r} is not the name of a function in tools")
+    return ToolSet(
+        definitions=[_for_template(tool) for tool in checked],
+        functions=functions if named is None else [by_name[named]],
+        mode="auto" if choice in (None, "auto") else "required",
+        max_calls=MAX_CALLS if several and named is None else 1,
+    )
+
+
+def _named(choice: object) -> str | None:
+    """The name in a choice that names a function."""
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _function(number: int, given: Mapping[str, Any]) -> Function:
+    name, parameters, strict = given["name"], given.get("parameters"), given.get("strict")
+    field = f"tools[{number}]"
+    if not _NAME.fullmatch(name):
+        raise InvalidRequestError(field, f"the name {name[:64]!r} must match {NAME_PATTERN}")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise InvalidRequestError(field, f"parameters of {name!r} must be a JSON schema of an object")
+    if "x-guidance" in parameters:
+        raise InvalidRequestError(field, "'x-guidance' is not accepted in parameters; leave it out")
+    if strict is not None:
+        strict = check_flag(f"{field}.strict", strict)
+    return Function(name=name, parameters=parameters, strict=bool(strict))
+
+
+def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The definition without what is no business of the model: models were trained without `strict`."""
+    function = {key: value for key, value in tool["function"].items() if key != "strict"}
+    return {**tool, "function": function}
