@@ -169,6 +169,12 @@ class EngineConfig:
     Q4_1 and Q8_0 (0.56 to 1.06 bytes); the cache keeps its dtype (default: weights as they are; docs/models.md)."""
     attention_backend: str | None = option(None, metavar="NAME")
     """Implementation of the attention kernels, see docs/kernels.md (default: the platform's)."""
+    tool_call_parser: str = "auto"
+    """How calls of tools are read in chat completions: ``auto`` (by the chat template), ``none``, or a name of
+    `serve.http_api.tool_calls.forms.PARSERS`."""
+    reasoning_parser: str = "auto"
+    """How reasoning is told apart in chat completions: ``auto`` (by the chat template), ``none``, or a name of
+    `serve.http_api.tool_calls.reasoning.PARSERS`."""
     seed: int = option(0, metavar="SEED", low=0, high=2**32 - 1, rule="lie in [0, 2**32)")
     """Random seed of dummy weights and of sampled requests that have none."""
     cache: CacheConfig = CacheConfig()

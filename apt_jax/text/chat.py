@@ -21,6 +21,7 @@ from typing import Any
 from apt_jax.errors import InvalidRequestError, ModelLoadError, one_line
 from apt_jax.text.long_texts import LONG_CHARS
 from apt_jax.text.tokenizer import Tokenizer, special_token, tokenizer_config
+from apt_jax.text.tool_messages import tools_as_text
 from apt_jax.utils.worker_process import ChildDiedError, ChildProcess, ChildTimeoutError
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ MAX_NAME_CHARS = 256
 """Length limit of a message's `name` and `tool_call_id`."""
 ROLE_PATTERN = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
 _ROLE = re.compile(ROLE_PATTERN)
-_MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _TOOLS_WORD = re.compile(r"\btools\b")
 _NO_WORD = re.compile(r"[^A-Za-z0-9_. -]")
 _PROBE = [{"role": "user", "content": "Hi"}]
@@ -175,8 +176,8 @@ class ChatTemplate:
                 special tokens.
         """
         checked, functions = _checked(messages), checked_tools(tools)
-        if functions and not self.takes_tools:
-            raise InvalidRequestError("tools", "the chat template of this model has no place for tools; leave them out")
+        if not self.takes_tools:  # what it does not render would be lost
+            checked, functions = tools_as_text(checked, functions), None
         nonce = "".join(secrets.choice("0123456789") for _ in range(12))
         marks: dict[str, str] = {}  # by the special token's text: few, however often they occur
 
@@ -382,6 +383,10 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
                 if not isinstance(given[name], str) or len(given[name]) > MAX_NAME_CHARS:
                     raise refuse(f"[{number}] has a {name} that is no short text")
                 made[name] = _plain("messages", given[name])
+        if "reasoning_content" in given:
+            if not isinstance(given["reasoning_content"], str):
+                raise refuse(f"[{number}] has a reasoning_content that is not text")
+            made["reasoning_content"] = _plain("messages", given["reasoning_content"])
         if calls:
             made["tool_calls"] = calls
         checked.append(made)

@@ -17,7 +17,6 @@ from typing import Any, Literal
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.text.chat import checked_tools
 from apt_jax.validation import (
     MAX_INTEGER,
     MAX_LOGPROBS,
@@ -29,7 +28,8 @@ from apt_jax.validation import (
     check_sequences,
 )
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
-from serve.http_api.tool_calls.plan import OutputPlan
+from serve.http_api.tool_calls.definitions import ToolSet, read_tools
+from serve.http_api.tool_calls.plan import OutputPlan, plan_output
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
 
 Kind = Literal["completion", "chat"]
@@ -206,13 +206,18 @@ def read_call(
     base_id = body.get("request_id")
     if base_id is None:
         base_id = f"req-{uuid.uuid4().hex}"
+    output = OutputPlan()
     try:
         prompts = _prompts(parts, body) if kind == "completion" else _conversation(parts, body)
+        if kind == "chat":
+            constraint = fields["params"].get("structured_outputs")
+            output = plan_output(parts, _tools(body), prompts[0]["prompt_token_ids"], constraint)
+            fields["params"].update(output.fields)
         n = check_sequences(len(prompts), 1 if body.get("n") is None else body["n"])
         _check_best_of(body, n)
         requests = _requests(parts, prompts, n, base_id, fields)
     except InvalidRequestError as error:
-        raise _renamed(error, kind, body) from None
+        raise _renamed(error, kind, body, output) from None
     deadline_ms = _slo_value(body, "deadline_ms", "deadline_ms")
     return CompletionCall(
         kind=kind,
@@ -229,7 +234,8 @@ def read_call(
         token_ids=flag(body, "return_token_ids"),
         tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
         timings=flag(body, "aptjax_timings"),
-        renamed=functools.partial(_renamed, kind=kind, body=body),
+        renamed=functools.partial(_renamed, kind=kind, body=body, output=output),
+        output=output,
     )
 
 
@@ -391,15 +397,13 @@ def _conversation(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:
     return [{"prompt_token_ids": ids}]
 
 
-def tools_of(body: Body) -> Any:
-    choice = body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise InvalidRequestError("tool_choice", "must be 'auto' or 'none': calls come as text")
-    tools = body.get("tools")
-    if choice == "none":
-        checked_tools(tools)  # invalid ones are rejected though they are not used
-        return None
-    return tools
+def tools_of(body: Body) -> Sequence[Mapping[str, Any]] | None:
+    """Definitions of the tools that the prompt tells of."""
+    return _tools(body).definitions
+
+
+def _tools(body: Body) -> ToolSet:
+    return read_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"))
 
 
 def generation_prompt(body: Body) -> bool:
@@ -437,7 +441,7 @@ def _echoes(parts: EngineComponents, body: Body, requests: Iterable[EngineReques
     ]
 
 
-def _renamed(error: InvalidRequestError, kind: Kind, body: Body) -> InvalidRequestError:
+def _renamed(error: InvalidRequestError, kind: Kind, body: Body, output: OutputPlan) -> InvalidRequestError:
     """Rename the field in an error to the name that the body has for it."""
     if isinstance(error, DuplicateRequestError):
         return error
@@ -450,6 +454,8 @@ def _renamed(error: InvalidRequestError, kind: Kind, body: Body) -> InvalidReque
         names["logprobs"] = "top_logprobs"
     if body.get("response_format") is not None and body.get("structured_outputs") is None:
         names |= {f: "response_format" for f in (name,) if f.startswith("structured_outputs")}
+    if output.constrains_calls and name.startswith("structured_outputs"):
+        names[name] = "tools"
     if name not in names:
         return error
     message = str(error).removeprefix(f"{error.field}: ")

@@ -9,6 +9,7 @@ from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
 from serve.compact_json import json_bytes
 from serve.http_api.openai_request import CompletionCall
+from serve.http_api.tool_calls.openai_message import OpenAIMessage
 
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have; as in vLLM."""
@@ -31,6 +32,8 @@ class CompletionResponseBuilder:
         """Characters of the token texts that `text_offset` has counted."""
         self._num_tokens = [0] * count
         self._num_cached = [0] * count
+        self._messages = [OpenAIMessage(call.output.parser()) for _ in range(count)] if self._is_chat else []
+        """What each choice of a chat says."""
         self._around: list[tuple[bytes, bytes] | None] = [None] * count
         """JSON before and after the text of each choice, for chunks that differ only in their text."""
 
@@ -43,7 +46,7 @@ class CompletionResponseBuilder:
         """Encode `chunk`. Chunks between the first and the last usually differ only in their text, so the rest is
         encoded once."""
         call, begun = self._call, self._begun[index]
-        varies = call.token_ids or call.continuous_usage or delta.logprobs is not None
+        varies = call.token_ids or call.continuous_usage or delta.logprobs is not None or not call.output.is_plain
         if varies or delta.finished or not begun:
             return json_bytes(self.chunk(index, delta))
         around, text = self._around[index], json_bytes(delta.text)
@@ -62,13 +65,18 @@ class CompletionResponseBuilder:
         choice: dict[str, Any] = {"index": index}
         text = delta.text
         first, self._begun[index] = not self._begun[index], True
+        finish_reason: str | None = delta.finish_reason
         if self._is_chat:
-            role = {"role": "assistant"} if first else {}
-            choice["delta"] = {**role, "content": text}
+            message = self._messages[index]
+            changes = message.push(text, delta.finished)
+            if self._call.output.is_plain:
+                changes = {"content": text}
+            choice["delta"] = {"role": "assistant", "content": "", **changes} if first else changes
+            finish_reason = message.finish_reason(finish_reason)
         else:
             choice["text"] = self._echo(index) + text if first else text
         choice["logprobs"] = self._logprobs(index, delta.token_ids, delta.logprobs)
-        choice["finish_reason"] = delta.finish_reason
+        choice["finish_reason"] = finish_reason
         if delta.finished:
             choice["stop_reason"] = delta.stop_reason
         if self._call.token_ids:
@@ -106,12 +114,16 @@ class CompletionResponseBuilder:
     def _choice(self, index: int, delta: OutputDelta) -> dict[str, Any]:
         self._count(index, delta)
         choice: dict[str, Any] = {"index": index}
+        finish_reason: str | None = delta.finish_reason
         if self._is_chat:
-            choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+            message = self._messages[index]
+            message.push(delta.text, True)
+            choice["message"] = message.whole()
+            finish_reason = message.finish_reason(finish_reason)
         else:
             choice["text"] = self._echo(index) + delta.text
         choice["logprobs"] = self._logprobs(index, delta.token_ids, delta.logprobs)
-        choice["finish_reason"] = delta.finish_reason
+        choice["finish_reason"] = finish_reason
         choice["stop_reason"] = delta.stop_reason
         if self._call.token_ids:
             choice["token_ids"] = delta.token_ids

@@ -7,6 +7,7 @@ SIGHUP reads API keys and the certificate again.
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import sys
@@ -25,6 +26,8 @@ from serve.http_api.browsers import HOSTS_FLAG, ORIGIN_FLAG, BrowserRules, brows
 from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits
 from serve.http_api.server import HttpConfig
+from serve.http_api.tool_calls.forms import PARSERS as CALL_PARSERS
+from serve.http_api.tool_calls.reasoning import PARSERS as REASONING_PARSERS
 from serve.memory_gate import MemoryGate, cgroup_limit_bytes
 from serve.observability import call_log as logs
 from serve.observability.profiler import FLAG as PROFILER_FLAG
@@ -61,6 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--http-host", metavar="HOST", help="HTTP address to listen on (default: --host)")
     group.add_argument("--no-http", action="store_true", help="disable HTTP, serve gRPC only")
+    group.add_argument(
+        "--tool-call-parser", choices=("auto", *CALL_PARSERS, "none"), default="auto",
+        help="how the calls that a model writes are read: auto: by its chat template; none: they stay text",
+    )  # fmt: skip
+    group.add_argument(
+        "--reasoning-parser", choices=("auto", *REASONING_PARSERS, "none"), default="auto",
+        help="how a model's reasoning is told from its answer: auto: by its chat template; deepseek_r1: outputs begin with it; none: it stays text",
+    )  # fmt: skip
     group.add_argument("--no-dashboard", action="store_true", help="disable the page at /dashboard")
     group.add_argument(FLAG, metavar="FILE", help="file of accepted API keys, one per line; /health needs none")
     group.add_argument(
@@ -197,7 +208,9 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
             raise ConfigError(
                 f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
             )
-    config = options.engine_config(args)
+    config = dataclasses.replace(
+        options.engine_config(args), tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser
+    )
     if args.headless != (args.node_rank > 0):
         why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"
         raise ConfigError(f"node_rank={args.node_rank} {why}")

@@ -4,7 +4,24 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from apt_jax.errors import InvalidRequestError
+from apt_jax.frontend.components import EngineComponents
+from apt_jax.validation.structured import checked_structured_outputs
+from serve.http_api.tool_calls.constrained import ConstrainedCalls
+from serve.http_api.tool_calls.definitions import ToolSet
 from serve.http_api.tool_calls.events import OutputParser, PlainText
+from serve.http_api.tool_calls.forms import JSON_FORM, CallForm, form_of
+from serve.http_api.tool_calls.grammar import Literal, after_reasoning, calls_grammar, literals_of
+from serve.http_api.tool_calls.reasoning import (
+    CLOSING,
+    OPENING,
+    ReasoningFirst,
+    begins_inside,
+    reasoning_parser_of,
+)
+
+_PROMPT_END = 16
+"""Tokens of the prompt that show whether reasoning has begun."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,3 +34,100 @@ class OutputPlan:
     """Makes the parser of one output."""
     is_plain: bool = True
     """The text is content alone."""
+    constrains_calls: bool = False
+    """The constraint is that of calls, from the schemas in `tools`."""
+
+
+def plan_output(parts: EngineComponents, tools: ToolSet, prompt_token_ids: list[int], constraint: object) -> OutputPlan:
+    """Plan the outputs of a conversation.
+
+    Args:
+        parts: of the engine.
+        tools: from `serve.http_api.tool_calls.definitions.read_tools`.
+        prompt_token_ids: of the prompt, made with the definitions of the tools.
+        constraint: value of `structured_outputs`, raw, or None.
+
+    Raises:
+        InvalidRequestError: the constraint is malformed, or cannot be had together with the tools or with reasoning.
+    """
+    template, tokenizer = parts.chat_template, parts.tokenizer
+    assert tokenizer is not None  # there is a prompt
+    source = "" if template is None else template.source
+    reasoning = _reasoning(parts, source, prompt_token_ids)
+    form = form_of(parts.config.tool_call_parser, source) if tools.functions else None
+    if tools.mode == "required":
+        form = form or JSON_FORM
+        if constraint is not None:
+            raise InvalidRequestError(
+                "tool_choice", "requires a call: leave out the constraint on the text, or the choice"
+            )
+    literal = literals_of(tokenizer)
+    fields: dict[str, Any] = {}
+    marks = [OPENING, CLOSING] if reasoning else []
+    make_inner: Callable[[], OutputParser] = PlainText
+    constrains = form is not None and constraint is None and _needs_grammar(tools)
+    if form is not None:
+        marks += [form.prefix, form.opening, form.middle, form.closing, *form.other_marks]
+        names = frozenset(function.name for function in tools.functions)
+        if constrains:
+            free_text = tools.mode == "auto"
+            fields["structured_outputs"] = {
+                "grammar": calls_grammar(
+                    form,
+                    tools.functions,
+                    literal,
+                    max_calls=tools.max_calls,
+                    free_text=free_text,
+                    reasoning=reasoning,
+                )
+            }
+            make_inner = _constrained(form, names, single=tools.max_calls == 1, free_text=free_text)
+        elif constraint is None:
+            make_inner = _free(form, names, tools.max_calls)
+    if reasoning is not None and constraint is not None:
+        fields["structured_outputs"] = _after_reasoning(constraint, literal, reasoning)
+    if tokenizer.special_pattern is not None and any(map(tokenizer.special_pattern.search, marks)):
+        fields["skip_special_tokens"] = False
+    if reasoning is None and make_inner is PlainText:
+        return OutputPlan(fields=fields)
+    parser = make_inner if reasoning is None else _reasoned(reasoning == "inside", make_inner)
+    return OutputPlan(fields=fields, parser=parser, is_plain=False, constrains_calls=constrains)
+
+
+def _needs_grammar(tools: ToolSet) -> bool:
+    return tools.mode == "required" or tools.max_calls == 1 or any(function.strict for function in tools.functions)
+
+
+def _reasoning(parts: EngineComponents, template: str, prompt_token_ids: list[int]) -> str | None:
+    """How reasoning stands in the output: the output begins ``inside`` of it, it is ``optional``, or there is none."""
+    parser = reasoning_parser_of(parts.config.reasoning_parser, template)
+    if parser is None or parts.tokenizer is None:
+        return None
+    end = parts.tokenizer.decode(prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
+    if begins_inside(parser, end):
+        return "inside"
+    return None if end.rstrip().endswith(CLOSING) else "optional"
+
+
+def _after_reasoning(constraint: object, literal: Literal, reasoning: str) -> object:
+    checked = checked_structured_outputs(constraint)
+    assert checked is not None
+    grammar = after_reasoning(checked, literal, reasoning)
+    if grammar is None:
+        raise InvalidRequestError(
+            "structured_outputs",
+            "this grammar cannot follow the model's reasoning; use a JSON schema, or start the server with --reasoning-parser none",
+        )
+    return {"grammar": grammar}
+
+
+def _constrained(form: CallForm, names: frozenset[str], *, single: bool, free_text: bool) -> Callable[[], OutputParser]:
+    return lambda: ConstrainedCalls(form, names, single=single, free_text=free_text)
+
+
+def _free(form: CallForm, names: frozenset[str], max_calls: int) -> Callable[[], OutputParser]:
+    return lambda: form.parser(names, max_calls)
+
+
+def _reasoned(inside: bool, make_inner: Callable[[], OutputParser]) -> Callable[[], OutputParser]:
+    return lambda: ReasoningFirst(inside, make_inner())

@@ -1,0 +1,54 @@
+"""Tools in conversations for chat templates that have no place for them: their definitions, calls and results as text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_INSTRUCTIONS = (
+    "You can call functions. To call one, answer with a JSON object alone that has its name and its arguments: "
+    '{"name": "FUNCTION", "arguments": {...}}. To call several, answer with an array of such objects. '
+    "The functions, one a line:"
+)
+
+
+def tools_as_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """The conversation with nothing in it but text: definitions at the end of the system message, or in one of their
+    own, calls in the content of the assistant's messages, results of tools in messages of the user.
+
+    Args:
+        messages: checked.
+        tools: checked; None or empty: none.
+    """
+    names: dict[str, str] = {}
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        names |= {call["id"]: call["function"]["name"] for call in calls if isinstance(call.get("id"), str)}
+        if message["role"] == "tool":
+            text = _result(message, names)
+            if made and made[-1].get("results"):  # templates want turns
+                made[-1]["content"] += f"\n\n{text}"
+            else:
+                made.append({"role": "user", "content": text, "results": True})
+            continue
+        plain = {key: value for key, value in message.items() if key != "tool_calls"}
+        if calls:
+            written = [{"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls]
+            text = json.dumps(written[0] if len(written) == 1 else written, ensure_ascii=False)
+            plain["content"] = "\n".join(filter(None, (plain["content"], text)))
+        made.append(plain)
+    made = [{key: value for key, value in message.items() if key != "results"} for message in made]
+    if tools:
+        definitions = "\n".join([_INSTRUCTIONS, *(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)])
+        if made[0]["role"] in ("system", "developer"):
+            made[0]["content"] = f"{made[0]['content']}\n\n{definitions}"
+        else:
+            made.insert(0, {"role": "system", "content": definitions})
+    return made
+
+
+def _result(message: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    name = message.get("name") or names.get(message.get("tool_call_id", ""))
+    return f"Result{f' of {name}' if name else ''}: {message['content']}"

@@ -1,0 +1,123 @@
+"""Calls in text that a grammar constrains (`serve.http_api.tool_calls.grammar`): its form is known to the character, so
+arguments come out as they are generated."""
+
+from serve.http_api.tool_calls.call_ids import new_call_id
+from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, OutputEvent
+from serve.http_api.tool_calls.forms import CallForm
+from serve.http_api.tool_calls.free_text import held_len, space_len
+from serve.http_api.tool_calls.json_text import JsonEnd
+
+
+class ConstrainedCalls:
+    """A parser of the calls of one form.
+
+    Args:
+        form: of the calls.
+        names: of the functions.
+        single: there is one call at most, without the form's prefix and suffix.
+        free_text: there may be content; where the form has no mark, content or calls.
+    """
+
+    def __init__(self, form: CallForm, names: frozenset[str], *, single: bool, free_text: bool) -> None:
+        self._form, self._names = form, sorted(names)
+        self._prefix, self._suffix = ("", "") if single else (form.prefix, form.suffix)
+        self._has_text = free_text and bool(form.mark)
+        self._text = ""
+        """Not given out yet."""
+        self._space = ""
+        """Whitespace before `_text`, which is none of the content if a call follows."""
+        self._state = "text" if self._has_text else "head"
+        self._num_calls = 0
+        self._end = JsonEnd()
+        self._value_len = 0
+        """Characters of the arguments that have been given out."""
+
+    def push(self, text: str, finished: bool) -> list[OutputEvent]:
+        """See `OutputParser`."""
+        self._text += text
+        events: list[OutputEvent] = []
+        steps = {"text": self._free, "head": self._head, "value": self._value, "close": self._close, "over": self._over}
+        while steps[self._state](events, finished):
+            pass
+        return events
+
+    def _free(self, events: list[OutputEvent], finished: bool) -> bool:
+        """Content up to the mark of a call."""
+        at = self._text.find(self._form.mark)
+        if at < 0:
+            size = len(self._text)
+            if not finished:
+                size -= held_len(self._text, self._form.mark)
+                size -= space_len(self._text[:size])
+            self._content(events, size)
+            return False
+        before = at - space_len(self._text[:at])
+        self._content(events, before)
+        self._space, self._text = self._text[: at - before], self._text[at - before :]
+        self._state = "head"
+        return True
+
+    def _head(self, events: list[OutputEvent], finished: bool) -> bool:
+        """What stands before the arguments, or the end of the calls."""
+        form, text = self._form, self._text
+        lead = self._prefix if not self._num_calls else form.separator
+        if self._has_text:  # each call stands alone
+            lead = ""
+        heads = {name: f"{lead}{form.opening}{name}{form.middle}" for name in self._names}
+        for name, head in heads.items():
+            if text.startswith(head):
+                call_id = new_call_id(form.alphanumeric_ids)
+                events.append(CallStart(self._num_calls, call_id, name))
+                self._num_calls += 1
+                self._space = ""
+                self._text, self._state = text[len(head) :], "value"
+                self._end, self._value_len = JsonEnd(), 0
+                return True
+        if self._num_calls and self._suffix and self._suffix.startswith(text):
+            if text == self._suffix or finished:
+                self._text = ""
+            return False
+        if not finished and any(head.startswith(text) for head in heads.values()):
+            return False
+        self._state = "over"
+        return True
+
+    def _value(self, events: list[OutputEvent], finished: bool) -> bool:
+        """The arguments; `_text` begins with what has been given out of them."""
+        del finished
+        end = self._end.find(self._text)
+        size = len(self._text) if end is None else end
+        if size > self._value_len:
+            events.append(CallArguments(self._num_calls - 1, self._text[self._value_len : size]))
+            self._value_len = size
+        if end is None:
+            return False
+        self._text, self._state = self._text[end:], "close"
+        return True
+
+    def _close(self, events: list[OutputEvent], finished: bool) -> bool:
+        """What stands after the arguments."""
+        del events
+        closing = self._form.closing
+        if self._text.startswith(closing):
+            self._text = self._text[len(closing) :]
+            self._state = "text" if self._has_text else "head"
+            return True
+        if closing.startswith(self._text):
+            if finished:  # cut off: the call is whole all the same
+                self._text = ""
+            return False
+        self._state = "over"
+        return True
+
+    def _over(self, events: list[OutputEvent], finished: bool) -> bool:
+        """What is no call, and what follows it."""
+        del finished
+        self._text, self._space = self._space + self._text, ""
+        self._content(events, len(self._text))
+        return False
+
+    def _content(self, events: list[OutputEvent], size: int) -> None:
+        text, self._text = self._text[:size], self._text[size:]
+        if text:
+            events.append(ContentText(text))

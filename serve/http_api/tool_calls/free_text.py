@@ -1,0 +1,165 @@
+"""Calls in text that nothing constrains: a call comes out when it is complete and parses, else it stays content."""
+
+import abc
+import dataclasses
+import re
+
+from serve.http_api.tool_calls.call_ids import new_call_id
+from serve.http_api.tool_calls.definitions import NAME_PATTERN
+from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, OutputEvent
+from serve.http_api.tool_calls.json_text import JsonEnd, ParsedCall
+
+MAX_CALL_CHARS = 2**16
+"""Longest text of a call; a longer one is content."""
+MAX_SPACE_CHARS = 64
+"""Whitespace between a call and content that is left out; more of it is content."""
+_NAME = re.compile(NAME_PATTERN)
+_MARKS_CHARS = 256
+"""More than what stands around the JSON of a call."""
+
+
+def held_len(text: str, mark: str) -> int:
+    """The number of characters at the end of a text that may be the beginning of a mark."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0
+
+
+def space_len(text: str) -> int:
+    """The length of the whitespace at the end of a text, `MAX_SPACE_CHARS` at most."""
+    end = text[-MAX_SPACE_CHARS:]
+    return len(end) - len(end.rstrip())
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Calls that have been read, or that there are none."""
+
+    end: int
+    """Place after them, or after what is no call."""
+    calls: list[ParsedCall]
+    """Empty: what was read is content."""
+
+
+class CallsInText(abc.ABC):
+    """A parser of content and calls; subclasses read the calls.
+
+    Args:
+        names: of the functions.
+        max_calls: more calls are content.
+    """
+
+    mark = ""
+    """Begins calls; empty: the output begins with them."""
+    alphanumeric_ids = False
+
+    def __init__(self, names: frozenset[str], max_calls: int) -> None:
+        self._names, self._max_calls = names, max_calls
+        self._text = ""
+        """Not given out yet."""
+        self._call_at: int | None = None
+        """Place in `_text` of what may be a call; before it there is whitespace alone."""
+        self._is_over = False
+        """No call may follow."""
+        self._num_calls = 0
+        self._after_call = False
+        """The last thing that was given out is a call: whitespace after it is none's."""
+        self._end = JsonEnd()
+
+    def push(self, text: str, finished: bool) -> list[OutputEvent]:
+        """See `OutputParser`."""
+        self._text += text
+        events: list[OutputEvent] = []
+        while self._step(events, finished):
+            pass
+        return events
+
+    @abc.abstractmethod
+    def _read(self, text: str, finished: bool) -> Found | None:
+        """Read the calls at the beginning of a text, after the mark. None: more text is needed, or would have been.
+        `_json_end` finds the end of the first value in it."""
+
+    def _json_end(self, text: str, start: int) -> int | None:
+        return self._end.find(text, start)
+
+    def _step(self, events: list[OutputEvent], finished: bool) -> bool:
+        """Take what can be taken from the text. Returns whether there may be more to take."""
+        if self._call_at is not None:
+            return self._call(events, finished)
+        if self._is_over:
+            self._content(events, len(self._text))
+            return False
+        if self.mark:
+            return self._find_mark(events, finished)
+        return self._find_start(events, finished)
+
+    def _find_mark(self, events: list[OutputEvent], finished: bool) -> bool:
+        text, at = self._text, self._text.find(self.mark)
+        if at < 0:
+            if finished:
+                self._content(events, len(text))
+                return False
+            held = held_len(text, self.mark)
+            self._content(events, len(text) - held - space_len(text[: len(text) - held]))
+            return False
+        before = at - space_len(text[:at])
+        self._content(events, before)
+        self._begin_call(at - before)
+        return True
+
+    def _find_start(self, events: list[OutputEvent], finished: bool) -> bool:
+        """Calls where the output begins, or where another has ended."""
+        stripped = self._text.lstrip()
+        at = len(self._text) - len(stripped)
+        if not stripped and not finished and at <= MAX_SPACE_CHARS:
+            return False
+        if stripped and at <= MAX_SPACE_CHARS:
+            self._begin_call(at)
+            return True
+        self._is_over = True
+        return True
+
+    def _begin_call(self, at: int) -> None:
+        self._call_at, self._end = at, JsonEnd()
+
+    def _call(self, events: list[OutputEvent], finished: bool) -> bool:
+        assert self._call_at is not None
+        start = self._call_at + len(self.mark)
+        body = self._text[start:]
+        found = self._read(body, finished)
+        if found is None and not finished and len(body) <= MAX_CALL_CHARS + _MARKS_CHARS:
+            return False
+        self._call_at = None
+        if found is None or found.end > MAX_CALL_CHARS:  # nothing is looked at twice, so the rest is content too
+            self._is_over = True
+            return True
+        is_call = (
+            bool(found.calls)
+            and self._num_calls + len(found.calls) <= self._max_calls
+            and all(self._is_name(call.name) for call in found.calls)
+        )
+        if not is_call:
+            self._content(events, start + found.end)
+            self._is_over = not self.mark
+            return True
+        for call in found.calls:
+            events.append(CallStart(self._num_calls, new_call_id(self.alphanumeric_ids), call.name))
+            events.append(CallArguments(self._num_calls, call.arguments))
+            self._num_calls += 1
+        self._text, self._after_call = self._text[start + found.end :], True
+        return True
+
+    def _is_name(self, name: str) -> bool:
+        """A mark says that it is a call, whatever the name: clients tell the model of its mistake. Without one an answer
+        in JSON could be taken for a call."""
+        return _NAME.fullmatch(name) is not None if self.mark else name in self._names
+
+    def _content(self, events: list[OutputEvent], size: int) -> None:
+        """Give out the first characters of the text as content; whitespace right after a call is left out."""
+        text, self._text = self._text[:size], self._text[size:]
+        if self._after_call:
+            text = text.lstrip()
+        if text:
+            self._after_call = False
+            events.append(ContentText(text))

@@ -1,0 +1,200 @@
+"""Grammars of outputs with calls, in llguidance's dialect of Lark.
+
+Every function has a rule of its own with its JSON schema in it, so that references in a schema stay within it. The text
+around the arguments is fixed to the character, and there is no whitespace in arguments but that of `json.dumps`, which
+models were trained on: `serve.http_api.tool_calls.constrained` reads what comes of it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from apt_jax.request import StructuredOutputsParams
+from apt_jax.structured.compiler import DEFAULT_WHITESPACE
+from apt_jax.text.tokenizer import Tokenizer
+from serve.http_api.tool_calls.definitions import Function
+from serve.http_api.tool_calls.forms import CallForm
+from serve.http_api.tool_calls.reasoning import CLOSING, OPENING
+
+_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY = "(?s:.*)"
+_SPACE = r"[ \t\r\n]"
+_FREE = "FREE"
+_NL = "\n"
+_COMPOSED = ("allOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties", "not")
+_SUBSCHEMAS = ("properties", "$defs", "definitions")
+_SUBSCHEMA = ("items", "additionalProperties")
+_LISTS = ("anyOf", "oneOf", "prefixItems")
+
+Literal = Callable[[str], str]
+"""Writes a text as a Lark expression."""
+
+
+def literals_of(tokenizer: Tokenizer) -> Literal:
+    """Texts as Lark expressions for this tokenizer: special tokens in them by their ids, as no text makes them."""
+    pattern = tokenizer.special_pattern
+
+    def literal(text: str) -> str:
+        pieces: list[str] = []
+        at = 0
+        for found in pattern.finditer(text) if pattern is not None else ():
+            token_id = tokenizer.backend.token_to_id(found[0])
+            if token_id is None:
+                continue
+            pieces += [json.dumps(text[at : found.start()])] if found.start() > at else []
+            pieces.append(f"<[{token_id}]>")
+            at = found.end()
+        if at < len(text) or not pieces:
+            pieces.append(json.dumps(text[at:]))
+        return " ".join(pieces)
+
+    return literal
+
+
+def calls_grammar(
+    form: CallForm,
+    functions: Sequence[Function],
+    literal: Literal,
+    *,
+    max_calls: int,
+    free_text: bool,
+    reasoning: str | None,
+) -> str:
+    """The grammar of outputs with calls.
+
+    Args:
+        form: how calls are written.
+        functions: which may be called.
+        literal: from `literals_of`.
+        max_calls: at most so many.
+        free_text: there may be content, and no call; else there is at least one call and no content.
+        reasoning: ``inside`` an output begins, ``optional``, or None for no reasoning.
+    """
+    rules = [_start(literal, reasoning)]
+    if free_text and form.mark:
+        rules += _marked(form, literal, max_calls, reasoning)
+        opening = form.opening.removeprefix(form.mark)
+    else:
+        if free_text:
+            rules += [f"output: calls | {_FREE}", _leading_text(form, reasoning)]
+        rules.append(f"{'calls' if free_text else 'output'}: {_sequence(form, literal, max_calls)}")
+        opening = form.opening
+    return "\n".join([*rules, *_call_rules(form, opening, functions, literal)]) + "\n"
+
+
+def after_reasoning(constraint: StructuredOutputsParams, literal: Literal, reasoning: str) -> str | None:
+    """The grammar of reasoning and then what a checked constraint allows; None: it cannot be expressed."""
+    if constraint.grammar is not None:
+        return None
+    if constraint.regex is not None:
+        body = "ANSWER\nANSWER: /" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", constraint.regex) + "/"
+        if "\n" in constraint.regex:
+            return None
+    elif constraint.choice is not None:
+        body = " | ".join(json.dumps(text) for text in constraint.choice)
+    else:
+        schema = json.loads(constraint.json) if isinstance(constraint.json, str) else {"type": "object"}
+        if schema is False or not isinstance(schema, dict):
+            schema = {} if schema else {"enum": []}
+        options: dict[str, Any] = (
+            {"whitespace_flexible": False}
+            if constraint.disable_any_whitespace
+            else {"whitespace_pattern": constraint.whitespace_pattern or DEFAULT_WHITESPACE}
+        )
+        body = "%json " + json.dumps({**schema, "x-guidance": options})
+    return f"{_start(literal, reasoning)}\noutput: {body}\n"
+
+
+def _start(literal: Literal, reasoning: str | None) -> str:
+    """The first rules: reasoning if there is some, then ``output``."""
+    if reasoning is None:
+        return "start: output"
+    closing = literal(CLOSING)
+    if closing.startswith('"'):
+        thought = rf"closed SPACE{_NL}closed[lazy]: /{_ANY}<\/think>/"
+    else:
+        thought = rf"THOUGHT {closing} SPACE{_NL}THOUGHT: /{_ANY}/"
+    start = "thought output" if reasoning == "inside" else f"(SPACE {literal(OPENING)} thought)? output"
+    return f"start: {start}\nthought: {thought}\nSPACE: /{_SPACE}{{0,4}}/"
+
+
+def _sequence(form: CallForm, literal: Literal, max_calls: int) -> str:
+    if max_calls == 1:
+        return "call"
+    separator = literal(form.separator) if form.separator else ""
+    prefix, suffix = (literal(text) if text else "" for text in (form.prefix, form.suffix))
+    return f"{prefix} call ({separator} call){{0,{max_calls - 1}}} {suffix}".strip()
+
+
+def _leading_text(form: CallForm, reasoning: str | None) -> str:
+    """Text that does not begin as a call, nor as reasoning where there may be some."""
+    openings = [rf'(\[{_SPACE}*)?\{{{_SPACE}*"name"'] if form.opening.startswith("{") else []
+    openings += [OPENING] if reasoning == "optional" else []
+    return f"{_FREE}: /{_ANY}/ & ~/{_SPACE}*({'|'.join(openings)}){_ANY}/"
+
+
+def _marked(form: CallForm, literal: Literal, max_calls: int, reasoning: str | None) -> list[str]:
+    """Content, and calls after their marks. After as many calls as are allowed nothing follows."""
+    mark = literal(form.mark)
+    # Reasoning is none of the content: a mark in it begins no call.
+    first = f" & ~/{_SPACE}*{OPENING}{_ANY}/" if reasoning == "optional" else ""
+    more = "first_call" if max_calls == 1 else (
+        f"first_call (more_call){{0,{max_calls - 1}}} | first_call (more_call){{0,{max_calls - 2}}} {_FREE}"
+    )  # fmt: skip
+    rules = [f"output: FIRST | {more}", f"FIRST: /{_ANY}/{first}", f"{_FREE}: /{_ANY}/"]
+    if mark.startswith('"'):
+        text = re.escape(form.mark).replace("/", r"\/")
+        rules += [
+            "first_call: first_mark call",
+            "first_mark[lazy]: FIRST_MARK",
+            f"FIRST_MARK: /{_ANY}{text}/{first}",
+        ]
+        if max_calls > 1:
+            rules += ["more_call: more_mark call", f"more_mark[lazy]: /{_ANY}{text}/"]
+    else:
+        rules.append(f"first_call: FIRST {mark} call")
+        if max_calls > 1:
+            rules.append(f"more_call: {_FREE} {mark} call")
+    return rules
+
+
+def _call_rules(form: CallForm, opening: str, functions: Sequence[Function], literal: Literal) -> list[str]:
+    names = " | ".join(f"function_{number}" for number in range(len(functions)))
+    parts = [literal(opening) if opening else "", f"({names})", literal(form.closing) if form.closing else ""]
+    rules = [f"call: {' '.join(filter(None, parts))}"]
+    for number, function in enumerate(functions):
+        schema = {"type": "object", **closed(function.parameters), "x-guidance": _WHITESPACE}
+        rules.append(f"function_{number}: {literal(function.name + form.middle)} %json {json.dumps(schema)}")
+    return rules
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema that allows no more than the given one: objects whose properties are listed have no others. Small models
+    would go on with new ones for ever."""
+
+    def composed(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return any(key in value for key in _COMPOSED) or any(map(composed, value.values()))
+        return isinstance(value, list) and any(map(composed, value))
+
+    def close(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        made = dict(value)
+        for key in _SUBSCHEMAS:
+            if isinstance(made.get(key), Mapping):
+                made[key] = {name: close(item) for name, item in made[key].items()}
+        for key in _SUBSCHEMA:
+            if key in made:
+                made[key] = close(made[key])
+        for key in _LISTS:
+            if isinstance(made.get(key), list):
+                made[key] = [close(item) for item in made[key]]
+        alone = not any(key in made for key in ("anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties"))
+        if isinstance(made.get("properties"), Mapping) and alone:
+            made["additionalProperties"] = False
+        return made
+
+    # What is composed of several schemas that each close themselves would allow nothing.
+    return dict(schema) if composed(schema) else close(schema)

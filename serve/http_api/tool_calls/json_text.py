@@ -1,0 +1,174 @@
+"""JSON values in text that grows."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+_IN_STRING = re.compile(r'["\\]')
+_OUTSIDE = re.compile(r'["{}\[\]]')
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class JsonEnd:
+    """Finds where an object or an array ends; text that was looked at is not looked at again."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        """Characters of the value that have been looked at."""
+        self._depth = 0
+        self._in_string = False
+        self._end: int | None = None
+        """After the value, from its start."""
+
+    def find(self, text: str, start: int = 0) -> int | None:
+        """Return the place after the value; None: it is still to come.
+
+        Args:
+            text: the same as before and more.
+            start: of the value, a bracket; always the same.
+        """
+        if self._end is not None:
+            return start + self._end
+        at = start + self._at
+        while at < len(text):
+            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+            if found is None:
+                at = len(text)
+                break
+            if found[0] == "\\":
+                if found.end() == len(text):  # what it escapes is still to come
+                    at = found.start()
+                    break
+                at = found.end() + 1
+                continue
+            at = found.end()
+            if found[0] == '"':
+                self._in_string = not self._in_string
+            elif found[0] in "{[":
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._end = at - start
+                    return at
+        self._at = at - start
+        return None
+
+
+class ParsedCall(NamedTuple):
+    """A call in the text of a model."""
+
+    name: str
+    arguments: str
+    """JSON text of an object, as the model wrote it."""
+
+
+def skip_space(text: str, at: int = 0) -> int:
+    """The place of the next character that is no whitespace."""
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
+
+
+def calls_in(text: str) -> list[ParsedCall] | None:
+    """The calls in a JSON text: an object with `name` and `arguments` or `parameters`, or an array of such objects.
+
+    Returns:
+        None: it is anything else.
+    """
+    try:
+        pieces = _items(text) if text.startswith("[") else [text]
+        calls = [_call(piece) for piece in pieces]
+    except (ValueError, RecursionError):
+        return None
+    return [call for call in calls if call is not None] if calls and None not in calls else None
+
+
+def is_object(text: str) -> bool:
+    """Return whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text, parse_constant=_no_constant), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _call(text: str) -> ParsedCall | None:
+    members = _members(text)
+    name, raw = members.get("name"), None
+    if name is None:
+        return None
+    for key in ("arguments", "parameters"):
+        if key in members:
+            raw = members[key]
+            break
+    else:
+        raw = "{}"  # models leave out what is empty
+    found = json.loads(name)
+    if not isinstance(found, str):
+        return None
+    if raw.startswith('"'):  # JSON in a string, as clients have it
+        raw = json.loads(raw)
+    return ParsedCall(found, raw) if isinstance(raw, str) and is_object(raw) else None
+
+
+def _members(text: str) -> dict[str, str]:
+    """The values of an object by key, as they are written.
+
+    Raises:
+        ValueError, RecursionError: it is not one.
+    """
+    members: dict[str, str] = {}
+    at = skip_space(text, _expect(text, 0, "{"))
+    if text.startswith("}", at):
+        _end(text, at + 1)
+        return members
+    while True:
+        key, at = _decode(text, at)
+        if not isinstance(key, str):
+            raise ValueError("a key that is not text")
+        start = skip_space(text, _expect(text, skip_space(text, at), ":"))
+        _, at = _decode(text, start)
+        members[key] = text[start:at]
+        at = skip_space(text, at)
+        if text.startswith("}", at):
+            _end(text, at + 1)
+            return members
+        at = skip_space(text, _expect(text, at, ","))
+
+
+def _items(text: str) -> list[str]:
+    """The values of an array, as they are written. Raises as `_members`."""
+    items: list[str] = []
+    at = skip_space(text, 1)
+    if text.startswith("]", at):
+        _end(text, at + 1)
+        return items
+    while True:
+        _, end = _decode(text, at)
+        items.append(text[at:end])
+        at = skip_space(text, end)
+        if text.startswith("]", at):
+            _end(text, at + 1)
+            return items
+        at = skip_space(text, _expect(text, at, ","))
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _decode(text: str, at: int) -> tuple[Any, int]:
+    return _DECODER.raw_decode(text, at)
+
+
+def _expect(text: str, at: int, character: str) -> int:
+    if not text.startswith(character, at):
+        raise ValueError(f"no {character!r}")
+    return at + 1
+
+
+def _end(text: str, at: int) -> None:
+    if skip_space(text, at) < len(text):
+        raise ValueError("more follows")

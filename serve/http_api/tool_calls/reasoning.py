@@ -1,0 +1,103 @@
+"""Reasoning of a model, told apart from what it says: ``<think>...</think>`` before the answer."""
+
+from serve.http_api.tool_calls.events import OutputEvent, OutputParser, ReasoningText
+from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, held_len, space_len
+
+PARSERS = ("think", "deepseek_r1")
+"""Names for `--reasoning-parser`, besides auto and none."""
+OPENING = "<think>"
+CLOSING = "</think>"
+
+
+def reasoning_parser_of(parser: str, template: str) -> str | None:
+    """The parser of a model's reasoning.
+
+    Args:
+        parser: one of `PARSERS`, ``auto`` for the template's, or ``none``.
+        template: text of the chat template; empty: there is none.
+    """
+    if parser == "auto":
+        return "think" if CLOSING in template or OPENING in template else None
+    return None if parser == "none" else parser
+
+
+def begins_inside(parser: str, prompt_end: str) -> bool:
+    """Return whether an output begins with reasoning, its opening not in it.
+
+    Args:
+        parser: one of `PARSERS`.
+        prompt_end: the end of the prompt's text.
+    """
+    if prompt_end.rstrip().endswith(OPENING):
+        return True
+    return parser == "deepseek_r1" and not prompt_end.rstrip().endswith(CLOSING)
+
+
+class ReasoningFirst:
+    """A parser of reasoning; what follows goes to another parser. Whitespace around the reasoning is left out.
+
+    Args:
+        inside: the output begins with reasoning; else only with its opening.
+        after: of what follows.
+    """
+
+    def __init__(self, inside: bool, after: OutputParser) -> None:
+        self._after = after
+        self._state = "start"
+        self._without_opening = "inside" if inside else "after"
+        self._text = ""
+        self._begun = False
+        """Some reasoning has come out."""
+
+    def push(self, text: str, finished: bool) -> list[OutputEvent]:
+        """See `OutputParser`."""
+        if self._state == "after":
+            return self._after.push(text, finished)
+        self._text += text
+        events: list[OutputEvent] = []
+        if self._state == "start":
+            self._start(finished)
+        if self._state == "inside":
+            self._inside(events, finished)
+        if self._state == "space":
+            self._space(finished)
+        if self._state == "after":
+            rest, self._text = self._text, ""
+            events += self._after.push(rest, finished)
+        return events
+
+    def _start(self, finished: bool) -> None:
+        """Look for the opening."""
+        stripped = self._text.lstrip()
+        if len(self._text) - len(stripped) > MAX_SPACE_CHARS:
+            self._state = self._without_opening
+        elif stripped.startswith(OPENING):  # some write it though the prompt has it
+            self._text, self._state = stripped[len(OPENING) :], "inside"
+        elif finished or not OPENING.startswith(stripped):
+            self._state = self._without_opening
+
+    def _inside(self, events: list[OutputEvent], finished: bool) -> None:
+        at = self._text.find(CLOSING)
+        if at >= 0:
+            self._reasoning(events, at - space_len(self._text[:at]))
+            self._text = self._text.partition(CLOSING)[2]
+            self._state = "space"
+        elif finished:  # it was cut off within
+            self._reasoning(events, len(self._text))
+            self._state = "after"
+        else:
+            size = len(self._text) - held_len(self._text, CLOSING)
+            self._reasoning(events, size - space_len(self._text[:size]))
+
+    def _reasoning(self, events: list[OutputEvent], size: int) -> None:
+        text, self._text = self._text[:size], self._text[size:]
+        if not self._begun:
+            text = text.lstrip()
+        if text:
+            self._begun = True
+            events.append(ReasoningText(text))
+
+    def _space(self, finished: bool) -> None:
+        self._text = self._text.lstrip()
+        if self._text or finished:
+            self._state = "after"

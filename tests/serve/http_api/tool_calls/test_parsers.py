@@ -1,0 +1,219 @@
+"""Parsers of tool calls and of reasoning: what they find, and that it does not depend on how the text is divided."""
+
+import itertools
+import json
+import random
+
+import pytest
+
+from serve.http_api.tool_calls.constrained import ConstrainedCalls
+from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, PlainText, ReasoningText
+from serve.http_api.tool_calls.forms import PARSERS, form_of
+from serve.http_api.tool_calls.free_text import MAX_CALL_CHARS
+from serve.http_api.tool_calls.openai_message import OpenAIMessage
+from serve.http_api.tool_calls.reasoning import ReasoningFirst
+from tests.support.cases import num_cases
+
+NAMES = frozenset({"f", "get_weather"})
+PARIS = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+
+
+def parser_of(name: str, max_calls: int = 16):
+    form = form_of(name, "[ARGS]")
+    assert form is not None
+    return form.parser(NAMES, max_calls)
+
+
+def read(parser, pieces):
+    """(content, reasoning, [(name, arguments)]) of a text in pieces."""
+    content, reasoning, calls = "", "", []
+    for number, piece in enumerate(pieces):
+        for event in parser.push(piece, number + 1 == len(pieces)):
+            match event:
+                case ContentText(text):
+                    content += text
+                case ReasoningText(text):
+                    reasoning += text
+                case CallStart(index, _, name):
+                    assert index == len(calls)
+                    calls.append([name, ""])
+                case CallArguments(index, text):
+                    assert index == len(calls) - 1
+                    calls[-1][1] += text
+    return content, reasoning, [tuple(call) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("hermes", "Hello.", "Hello.", []),
+        ("hermes", f"<tool_call>\n{PARIS}\n</tool_call>", "", [("get_weather", '{"city": "Paris"}')]),
+        ("hermes", f"I look.\n<tool_call>{PARIS}", "I look.", [("get_weather", '{"city": "Paris"}')]),
+        (
+            "hermes",
+            f"<tool_call>{PARIS}</tool_call>\n<tool_call>\n{PARIS}\n</tool_call>\nDone. ",
+            "Done. ",
+            [("get_weather", '{"city": "Paris"}')] * 2,
+        ),
+        ("hermes", "<tool_call>{broken}</tool_call> x", "<tool_call>{broken}</tool_call> x", []),
+        ("hermes", '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
+        ("hermes", "a <tool_call> b <", "a <tool_call> b <", []),
+        ("hermes", '<tool_call>{"name": "new one", "arguments": {}}', '<tool_call>{"name": "new one", "arguments": {}}', []),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}', "", [("unknown", "{}")]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [("f", '{"a": 1}')]),
+        ("hermes", '<tool_call>{"arguments": {"a": "</tool_call>"}, "name": "f"}', "", [("f", '{"a": "</tool_call>"}')]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+        (
+            "llama3_json",
+            ' {"name": "f", "parameters": {}}; {"name": "f", "parameters": {"b": 2}}',
+            "",
+            [("f", "{}"), ("f", '{"b": 2}')],
+        ),
+        ("llama3_json", '{"name": "g", "parameters": {}}', '{"name": "g", "parameters": {}}', []),
+        ("llama3_json", 'So {"name": "f", "parameters": {}}', 'So {"name": "f", "parameters": {}}', []),
+        ("llama3_json", '{"name": "f", "parameters": {}} and', "and", [("f", "{}")]),
+        ("json", f"[{PARIS}, {PARIS}]", "", [("get_weather", '{"city": "Paris"}')] * 2),
+        ("json", PARIS, "", [("get_weather", '{"city": "Paris"}')]),
+        ("json", '{"answer": 3}', '{"answer": 3}', []),
+        ("json", "[1, 2] is a list", "[1, 2] is a list", []),
+        ("mistral", f"[TOOL_CALLS] [{PARIS}]", "", [("get_weather", '{"city": "Paris"}')]),
+        (
+            "mistral",
+            'Hm.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{}',
+            "Hm.",
+            [("f", '{"a": 1}'), ("f", "{}")],
+        ),
+        ("mistral", 'f[TOOL_CALLS]f{"a": 1}', "f", [("f", '{"a": 1}')]),
+        ("mistral", "[TOOL_CALLS]f of x", "[TOOL_CALLS]f of x", []),
+    ],
+)  # fmt: skip
+def test_calls_are_found_and_nothing_else_is_lost(name, text, content, calls):
+    assert read(parser_of(name), [text]) == (content, "", calls)
+    assert read(parser_of(name), list(text)) == (content, "", calls)
+
+
+PIECES = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<think>", "</think>", PARIS,
+    '{"name": "f", "parameters": {"a": [1, "}\\""]}}', "{", "}", "[", "]", '"', "\\", "\n", " ", " " * 70, ";", ",", "f", "é",
+    '{"name": ', "null", "<tool", "[TOOL", "</",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*PARSERS, "reasoning", "constrained"])
+@pytest.mark.seeds
+def test_events_do_not_depend_on_pieces(name):
+    for seed in range(num_cases(150, 4000)):
+        random_ = random.Random(seed)
+        text = "".join(random_.choice(PIECES) for _ in range(random_.randrange(1, 14)))
+
+        def make(inside=random_.random() < 0.5):
+            form = form_of("hermes", "")
+            assert form is not None
+            if name == "constrained":
+                return ConstrainedCalls(form, NAMES, single=False, free_text=True)
+            return ReasoningFirst(inside, PlainText()) if name == "reasoning" else parser_of(name, 2)
+
+        whole = read(make(), [text])
+        cuts = sorted(random_.randrange(len(text) + 1) for _ in range(random_.randrange(6)))
+        pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+        assert read(make(), pieces) == whole, text
+        assert read(make(), [*text, ""]) == whole, text
+        kept = "".join([whole[0], whole[1], *itertools.chain(*whole[2])])
+        if not whole[2] and name != "reasoning":
+            assert kept == text
+
+
+def test_a_call_is_bounded():
+    text = '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * MAX_CALL_CHARS + '"}}</tool_call>'
+    assert read(parser_of("hermes"), [text]) == (text, "", [])
+    assert read(parser_of("hermes"), [text[i : i + 999] for i in range(0, len(text), 999)]) == (text, "", [])
+    many = f"<tool_call>{PARIS}</tool_call>" * 3
+    content, _, calls = read(parser_of("hermes", 2), [many])
+    assert (content, len(calls)) == (f"<tool_call>{PARIS}</tool_call>", 2)
+
+
+@pytest.mark.parametrize(
+    ("inside", "text", "content", "reasoning"),
+    [
+        (False, "<think>\nHm.\n</think>\n\nYes.", "Yes.", "Hm."),
+        (True, "Hm. </think>Yes.\n", "Yes.\n", "Hm."),
+        (True, "<think>Hm.", "", "Hm."),
+        (True, "Hm. <", "", "Hm. <"),
+        (False, "No <think> here</think>", "No <think> here</think>", ""),
+        (False, "<thin", "<thin", ""),
+        (False, "<think></think>", "", ""),
+    ],
+)
+def test_reasoning_is_told_apart(inside, text, content, reasoning):
+    for pieces in ([text], list(text)):
+        assert read(ReasoningFirst(inside, PlainText()), pieces) == (content, reasoning, [])
+
+
+def test_constrained_arguments_come_as_they_are_written():
+    form = form_of("json", "")
+    assert form is not None
+    parser = ConstrainedCalls(form, NAMES, single=False, free_text=False)
+    text = '[{"name": "f", "arguments": {"a": "b"}}, {"name": "get_weather", "arguments": {}}]'
+    events = [parser.push(character, False) for character in text]
+    assert [len(e) for e in events[:30]].count(1) == 3  # the name, then a character each
+    assert isinstance(events[text.index("{", 2) - 1][0], CallStart)
+    assert parser.push("", True) == []
+    parser = ConstrainedCalls(form, NAMES, single=False, free_text=False)
+    assert read(parser, [text]) == ("", "", [("f", '{"a": "b"}'), ("get_weather", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('[{"name": "f", "argum', '[{"name": "f", "argum', []),
+        ('[{"name": "f", "arguments": {"a', "", [("f", '{"a')]),
+        ('[{"name": "f", "arguments": {}', "", [("f", "{}")]),
+        ('[{"name": "f", "arguments": {}}, {"na', ', {"na', [("f", "{}")]),
+    ],
+)
+def test_what_is_cut_off_is_not_lost(text, content, calls):
+    form = form_of("json", "")
+    assert form is not None
+    for pieces in ([text], list(text)):
+        parser = ConstrainedCalls(form, NAMES, single=False, free_text=False)
+        assert read(parser, pieces) == (content, "", calls)
+
+
+def test_the_deltas_of_a_message_add_up_to_it():
+    text = f"<think>a</think>b<tool_call>{PARIS}</tool_call>"
+    made = {"content": "", "reasoning_content": "", "arguments": ""}
+    message = OpenAIMessage(ReasoningFirst(False, parser_of("hermes")))
+    for number, character in enumerate(text):
+        delta = message.push(character, number + 1 == len(text))
+        for key in ("content", "reasoning_content"):
+            made[key] += delta.get(key, "")
+        for call in delta.get("tool_calls", []):
+            made["arguments"] += call["function"]["arguments"]
+    whole = message.whole()
+    (call,) = whole["tool_calls"]
+    assert made == {"content": "b", "reasoning_content": "a", "arguments": call["function"]["arguments"]}
+    assert (whole["content"], whole["reasoning_content"]) == ("b", "a")
+    assert call["id"].startswith("call_")
+    assert call["type"] == "function"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert message.finish_reason("stop") == "tool_calls"
+    assert message.finish_reason("length") == "length"
+
+
+@pytest.mark.parametrize(
+    ("template", "mark"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "<tool_call>"),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "[TOOL_CALLS]"),
+        ("{% if tools %}<|python_tag|>{% endif %}", ""),
+        ("{{ messages }}", ""),
+    ],
+)
+def test_the_form_is_the_templates(template, mark):
+    form = form_of("auto", template)
+    assert form is not None
+    assert form.mark == mark
+    assert form_of("none", template) is None
