@@ -33,7 +33,6 @@ from serve.http_api import openapi
 from serve.http_api.calls import (
     CALLER_KEY,
     CLOSE_HEADERS,
-    PATHS,
     STREAM_HEADERS,
     AppConfig,
     DisconnectWatcher,
@@ -43,8 +42,10 @@ from serve.http_api.calls import (
     read_body,
     require_json,
 )
-from serve.http_api.errors import BadCallError, HttpError, to_http_error
-from serve.http_api.openai_request import Body, Kind, parse_json
+from serve.http_api.endpoints import ENDPOINTS, Endpoint, request_id_of
+from serve.http_api.errors import BadCallError, HttpError, error_body, to_http_error
+from serve.http_api.messages.request import count_tokens
+from serve.http_api.openai_request import Body, parse_json
 from serve.http_api.openai_response import model_card
 from serve.http_api.tokenization import detokenize, tokenize
 from serve.observability.call_log import log_failure
@@ -83,7 +84,8 @@ class HttpApp:
         ]
         self._routes = Starlette(
             routes=[
-                *(Route(path, self._generate(kind), methods=["POST"]) for kind, path in PATHS.items()),
+                *(Route(endpoint.path, self._generate(endpoint), methods=["POST"]) for endpoint in ENDPOINTS),
+                Route("/v1/messages/count_tokens", _safely(self._count_tokens), methods=["POST"]),
                 Route("/v1/models", _safely(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", _safely(self._model), methods=["GET"]),
                 Route("/v1/requests/{request_id}/decisions", _safely(self._decisions), methods=["GET"]),
@@ -169,7 +171,7 @@ class HttpApp:
         record.failed(error, str(error.status), error.code, internal=False)
         record.close(None, None)
         self._service.log.write(record)
-        await ResponseWriter(send).fail(to_http_error(error, NO_ID))
+        await ResponseWriter(send).fail(to_http_error(error, NO_ID), scope["path"])
 
     def _path_of(self, scope: Scope) -> str:
         """The path of the call's route, as it is written in `_routes`."""
@@ -197,20 +199,20 @@ class HttpApp:
             raise BadCallError(
                 401,
                 "invalid_api_key",
-                "no valid API key; send 'authorization: Bearer KEY'",
+                "no valid API key; send 'authorization: Bearer KEY' or 'x-api-key: KEY'",
                 {"www-authenticate": "Bearer"},
             )
         scope[CALLER_KEY] = caller
 
-    def _generate(self, kind: Kind) -> Callable[[Request], Awaitable[ASGIApp]]:
+    def _generate(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[ASGIApp]]:
         async def generate(scope: Scope, receive: Receive, send: Send) -> None:
-            call = HttpCall(kind, self._config, self._service, scope, receive, send)
+            call = HttpCall(endpoint, self._config, self._service, scope, receive, send)
             await run_generate(call, self._service)
 
-        async def endpoint(request: Request) -> ASGIApp:
+        async def serve(request: Request) -> ASGIApp:
             return generate
 
-        return endpoint
+        return serve
 
     # --- models and tokens -----------------------------------------------------------------------------------------
 
@@ -229,6 +231,9 @@ class HttpApp:
     async def _detokenize(self, request: Request) -> Response:
         return await self._with_body(request, detokenize)
 
+    async def _count_tokens(self, request: Request) -> Response:
+        return await self._with_body(request, count_tokens)
+
     async def _with_body(self, request: Request, function: Callable[[EngineComponents, Body], bytes]) -> Response:
         parts, work, owner = self._service.admit().parts, self._service.work, owner_of(request.scope)
         with work.bodies.lease(owner) as lease:
@@ -243,7 +248,7 @@ class HttpApp:
     async def _decisions(self, request: Request) -> Response:
         """The scheduler's decisions on a request of the caller, or of anybody for operators."""
         given, caller = request.path_params["request_id"], _caller(request)
-        bare = given.removeprefix("chatcmpl-" if given.startswith("chatcmpl-") else "cmpl-")
+        bare = request_id_of(given)
         engine, found = self._service.engine(), None
         for request_id in (given, bare, f"{bare}-0"):  # the first of several prompts
             found = found or await engine.decisions(caller.engine_id(request_id))
@@ -269,7 +274,7 @@ class HttpApp:
         try:
             viewer = self._dashboard.join(scope[CALLER_KEY])
         except QueueFullError as error:
-            await writer.fail(to_http_error(error, NO_ID))
+            await writer.fail(to_http_error(error, NO_ID), scope["path"])
             return
         watcher = DisconnectWatcher(receive)
         try:
@@ -337,9 +342,13 @@ def _http_method_of(scope: Scope) -> str | None:
 
 
 def _caller_of(keys: ApiKeys, scope: Scope) -> Caller | None:
-    """The owner of the call's API key; None: it has no valid one."""
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    return keys.caller_of(given[0]) if len(given) == 1 else None
+    """The owner of the call's API key; None: it has no valid one. Of two headers both must hold the same key."""
+    bearers = [value for name, value in scope["headers"] if name == b"authorization"]
+    bare = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
+    if len(bearers) > 1 or len(bare) > 1:
+        return None
+    owners = {keys.caller_of(value) for value in (*bearers, *bare)}
+    return owners.pop() if len(owners) == 1 else None
 
 
 def _caller(request: Request) -> Caller:
@@ -360,7 +369,7 @@ def _safely(
             failure = to_http_error(error, NO_ID)
             if failure.status == 500:
                 log_failure(logger, method.__name__.strip("_"), error)
-            return _error_response(failure)
+            return _error_response(failure, request)
 
     return endpoint
 
@@ -369,9 +378,9 @@ def _json(value: Any) -> Response:
     return Response(json_bytes(value), media_type="application/json")
 
 
-def _error_response(error: HttpError) -> Response:
+def _error_response(error: HttpError, request: Request) -> Response:
     return Response(
-        json_bytes(error.body()),
+        json_bytes(error_body(error, request.scope["path"])),
         status_code=error.status,
         headers=dict(error.headers),
         media_type="application/json",
@@ -386,4 +395,4 @@ async def _on_routing_error(request: Request, error: Exception) -> Response:
     }
     code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
     rejected = BadCallError(error.status_code, code, message, error.headers)
-    return _error_response(to_http_error(rejected, NO_ID))
+    return _error_response(to_http_error(rejected, NO_ID), request)

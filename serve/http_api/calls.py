@@ -1,13 +1,14 @@
-"""Completion calls over HTTP: limits, reading bodies, writing responses and noticing disconnects.
+"""Calls that generate text over HTTP: limits, reading bodies, writing responses and noticing disconnects.
 
 The status is sent with the first token, so that a call that is rejected, or fails while it waits, gets the right one.
-After that an error is an event of its own, and the stream ends without `[DONE]`.
+After that an error is an event of its own, and the stream ends without what ends a good one.
+What differs between the endpoints is in `serve.http_api.endpoints`.
 """
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -19,11 +20,10 @@ from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.frontend.streams import RequestStreamGroup
 from serve.compact_json import json_bytes
 from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall
-from serve.http_api import openai_request
 from serve.http_api.browsers import BrowserRules
-from serve.http_api.errors import BadCallError, HttpError, to_http_error
-from serve.http_api.openai_request import Body, CompletionCall, Kind
-from serve.http_api.openai_response import CompletionResponseBuilder
+from serve.http_api.endpoints import Endpoint, ResponseBuilder, TextCall
+from serve.http_api.errors import BadCallError, HttpError, error_body, to_http_error
+from serve.http_api.openai_request import Body, parse_json
 from serve.memory_gate import MemoryGate
 from serve.observability.call_record import CallRecord
 from serve.observability.profiler import Profiler
@@ -41,7 +41,6 @@ STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-PATHS: dict[Kind, str] = {"completion": "/v1/completions", "chat": "/v1/chat/completions"}
 
 T = TypeVar("T")
 
@@ -193,41 +192,34 @@ class ResponseWriter:
     async def body(self, data: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def json(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
-        data = json_bytes(value)
+    async def json(self, status: int, data: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Send a whole response; `data` is JSON."""
         fixed = {"content-type": "application/json", "content-length": str(len(data))}
         await self.start(status, {**fixed, **(headers or {})})
         await self.body(data)
 
-    async def event(self, data: bytes) -> None:
-        await self.body(b"data: " + data + b"\n\n", more=True)
-
-    async def fail(self, error: HttpError) -> None:
-        """Send an error; after a stream has started it is an event, and the stream's end."""
-        if not self.status:
-            await self.json(error.status, error.body(), dict(error.headers))
-        else:
-            await self.event(json_bytes(error.body()))
-            await self.body(b"")
+    async def fail(self, error: HttpError, path: str) -> None:
+        """Send an error, in the format of this path, as the whole response."""
+        await self.json(error.status, json_bytes(error_body(error, path)), error.headers)
 
 
 class HttpCall:
-    """One completion or chat completion, a `serve.generate_call.Transport`."""
+    """One call to an endpoint that generates text, a `serve.generate_call.Transport`."""
 
     def __init__(
-        self, kind: Kind, config: AppConfig, service: CallService, scope: Scope, receive: Receive, send: Send
+        self, endpoint: Endpoint, config: AppConfig, service: CallService, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        self._kind: Kind = kind
+        self._endpoint = endpoint
         self._config, self._service = config, service
         self._request, self._writer = Request(scope, receive), ResponseWriter(send)
         caller: Caller = scope[CALLER_KEY]
         self._tenant = caller.tenant
         self._owner = owner_of(scope)
-        self.record = CallRecord(protocol="http", method=PATHS[kind], http_method="POST", tenant=self._tenant)
+        self.record = CallRecord(protocol="http", method=endpoint.path, http_method="POST", tenant=self._tenant)
         self.record.set_trace_parent(self._request.headers)
         self._watcher: DisconnectWatcher | None = None
-        self._call: CompletionCall
-        self._response: CompletionResponseBuilder
+        self._call: TextCall
+        self._response: ResponseBuilder
         self._collected: dict[int, OutputDelta] = {}
         """Output by request, if it is not streamed."""
 
@@ -236,7 +228,7 @@ class HttpCall:
             data = await read_body(self._config, self._request, lease)
             self._watcher = DisconnectWatcher(self._request.receive)
             self._call = call = await self._watcher.watch(self._build(engine, data))
-        self._response = CompletionResponseBuilder(engine.parts, call)
+        self._response = self._endpoint.respond(engine.parts, call)
         return EngineCall(call.call_id, call.requests, call.deadline_s)
 
     def on_disconnect(self, cancel: Callable[[], None]) -> None:
@@ -245,23 +237,22 @@ class HttpCall:
 
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         if self._call.stream:
+            events = self._response.events(index, delta)
             if not self._writer.status:
                 await self._writer.start(200, {**STREAM_HEADERS, **self._headers()})
-            await self._writer.event(self._response.event(index, delta))
+            if events:
+                await self._writer.body(events, more=True)
         elif index in self._collected:
             self._collected[index].merge(delta)
         else:
             self._collected[index] = delta
 
     async def finish(self) -> None:
-        if not self._call.stream:
-            ordered = [self._collected[index] for index in range(len(self._call.requests))]
-            await self._writer.json(200, self._response.whole(ordered), self._headers())
+        if self._call.stream:
+            await self._writer.body(self._response.end())
             return
-        last = self._response.last_chunk()
-        if last is not None:
-            await self._writer.event(json_bytes(last))
-        await self._writer.body(b"data: [DONE]\n\n")
+        ordered = [self._collected[index] for index in range(len(self._call.requests))]
+        await self._writer.json(200, self._response.whole(ordered), self._headers())
 
     def disconnect_reason(self, error: Exception) -> str | None:
         happened = self._watcher is not None and self._watcher.happened
@@ -272,7 +263,10 @@ class HttpCall:
         failure = to_http_error(error, self.record.request_id)
         internal = failure.status >= 500
         self.record.failed(error, str(failure.status), failure.code, internal=internal)
-        await self._writer.fail(failure)
+        if self._writer.status:
+            await self._writer.body(self._response.failure(failure))
+        else:
+            await self._writer.fail(failure, self._endpoint.path)
 
     def close(self) -> None:
         if self._watcher is not None:
@@ -281,19 +275,19 @@ class HttpCall:
     def _headers(self) -> dict[str, str]:
         return {"x-request-id": self._call.call_id}
 
-    async def _build(self, engine: AsyncEngine, data: bytes) -> CompletionCall:
-        parts, work = engine.parts, self._service.work
+    async def _build(self, engine: AsyncEngine, data: bytes) -> TextCall:
+        parts, work, endpoint = engine.parts, self._service.work, self._endpoint
         arrival_s = parts.clock.now_s()
         headers = dict(self._request.headers)
 
-        def read(body: Body) -> CompletionCall:
-            return openai_request.read_call(parts, self._kind, body, headers, arrival_s, self._tenant)
+        def read(body: Body) -> TextCall:
+            return endpoint.read(parts, body, headers, arrival_s, self._tenant)
 
         if len(data) > LONG_PROMPT_CHARS:
-            call = await work.run(lambda: read(openai_request.parse_json(data)), self._owner, num_bytes=len(data))
+            call = await work.run(lambda: read(parse_json(data)), self._owner, num_bytes=len(data))
         else:
-            body = openai_request.parse_json(data)
-            if openai_request.is_slow(self._kind, body):
+            body = parse_json(data)
+            if endpoint.is_slow(body):
                 call = await work.run(lambda: read(body), self._owner, num_bytes=len(data))
             else:
                 call = read(body)
@@ -301,4 +295,4 @@ class HttpCall:
             requests = await work.compile_grammars(call.requests, self._owner)
         except InvalidRequestError as error:
             raise call.renamed(error) from None
-        return dataclasses.replace(call, requests=requests)
+        return call.with_requests(requests)

@@ -1,4 +1,5 @@
-"""The only mapping from errors to HTTP responses in OpenAI's format; `serve.grpc_api.errors` is its twin for gRPC.
+"""The only mapping from errors to HTTP responses, in OpenAI's format and Anthropic's; `serve.grpc_api.errors` is its
+twin for gRPC.
 
 Clients see the texts of our own errors, which are written for them, and never that of any other exception. Responses to
 requests that would fail again have `x-should-retry: false`, which clients respect before they look at the status; those
@@ -63,6 +64,29 @@ class HttpError:
                 "code": self.code,
             }
         }
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_body(error: HttpError) -> dict[str, Any]:
+    """The body of an error in Anthropic's format."""
+    usual = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, usual)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_body(error: HttpError, path: str) -> dict[str, Any]:
+    """The body of an error in the format that clients of this path expect."""
+    return anthropic_body(error) if path.startswith("/v1/messages") else error.body()
 
 
 def to_http_error(error: BaseException, request_id: str) -> HttpError:

@@ -158,6 +158,9 @@ class CompletionCall:
     output: OutputPlan = OutputPlan()  # noqa: RUF009 - frozen
     """How outputs are read: `output.parser()` makes the parser of one choice."""
 
+    def with_requests(self, requests: Sequence[EngineRequest]) -> "CompletionCall":
+        return dataclasses.replace(self, requests=requests)
+
 
 def is_slow(kind: Kind, body: Body) -> bool:
     """Return whether `read_call` waits for other processes or tokenizes much, and so belongs in a thread."""
@@ -456,7 +459,10 @@ def _renamed(error: InvalidRequestError, kind: Kind, body: Body, output: OutputP
         names |= {f: "response_format" for f in (name,) if f.startswith("structured_outputs")}
     if output.constrains_calls and name.startswith("structured_outputs"):
         names[name] = "tools"
-    if name not in names:
-        return error
+    return error if name not in names else with_field(error, names[name] + bracket + rest)
+
+
+def with_field(error: InvalidRequestError, field: str) -> InvalidRequestError:
+    """The same error under another name of its field."""
     message = str(error).removeprefix(f"{error.field}: ")
-    return InvalidRequestError(names[name] + bracket + rest, message, code=error.code)
+    return InvalidRequestError(field, message, code=error.code)

@@ -8,6 +8,7 @@ from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
 from serve.compact_json import json_bytes
+from serve.http_api.errors import HttpError
 from serve.http_api.openai_request import CompletionCall
 from serve.http_api.tool_calls.openai_message import OpenAIMessage
 
@@ -170,10 +171,9 @@ class CompletionResponseBuilder:
     ) -> dict[str, Any] | None:
         if entries is None:
             return None
-        most = self._call.requests[index].params.logprobs or 0
-        pairs = list(zip(token_ids, entries, strict=True))
         if self._is_chat:
-            return {"content": [self._chat_logprob(t, entry, most) for t, entry in pairs]}
+            return {"content": self.chat_logprobs(index, token_ids, entries)}
+        pairs = list(zip(token_ids, entries, strict=True))
         tokens = [self._token(t, entry[t]) for t, entry in pairs]
         offsets = []
         for token in tokens:
@@ -185,6 +185,13 @@ class CompletionResponseBuilder:
             "top_logprobs": [self._by_text(entry) for _, entry in pairs],
             "text_offset": offsets,
         }
+
+    def chat_logprobs(
+        self, index: int, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]]
+    ) -> list[dict[str, Any]]:
+        """Log probabilities of tokens of choice `index`, in the form of chat completions."""
+        most = self._call.requests[index].params.logprobs or 0
+        return [self._chat_logprob(t, entry, most) for t, entry in zip(token_ids, entries, strict=True)]
 
     def _by_text(self, entry: dict[int, Logprob]) -> dict[str, float]:
         """Log probabilities by text; of tokens with one text the sampled one, else the most likely one, which come
@@ -218,6 +225,31 @@ class CompletionResponseBuilder:
         if tokenizer is not None and tokenizer.is_byte_level:
             return list(tokenizer.piece(token_id))
         return list((one.decoded_token or "").encode())
+
+
+class CompletionResponse:
+    """The response as it is sent, a `serve.http_api.endpoints.ResponseBuilder`: chunks are events, and `[DONE]` is the
+    last one."""
+
+    def __init__(self, parts: EngineComponents, call: CompletionCall) -> None:
+        self._builder = CompletionResponseBuilder(parts, call)
+
+    def events(self, index: int, delta: OutputDelta) -> bytes:
+        return _event(self._builder.event(index, delta))
+
+    def end(self) -> bytes:
+        last = self._builder.last_chunk()
+        return (b"" if last is None else _event(json_bytes(last))) + _event(b"[DONE]")
+
+    def failure(self, error: HttpError) -> bytes:
+        return _event(json_bytes(error.body()))
+
+    def whole(self, deltas: Sequence[OutputDelta]) -> bytes:
+        return json_bytes(self._builder.whole(deltas))
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: %s\n\n" % data
 
 
 def _finite(logprob: float) -> float:

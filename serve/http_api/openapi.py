@@ -8,7 +8,7 @@ compile. Fields that no schema names are ignored, where a schema does not close 
 are for people and not described.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import apt_jax
@@ -18,17 +18,26 @@ from apt_jax.text import chat
 from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, RequestLimits
 from serve import slo_headers as objectives
 from serve.http_api import openai_request as openai_api
+from serve.http_api.json_schemas import COUNT as _COUNT
+from serve.http_api.json_schemas import FLAG as _FLAG
+from serve.http_api.json_schemas import NULL as _NULL
+from serve.http_api.json_schemas import STRING as _STRING
+from serve.http_api.json_schemas import Schema
+from serve.http_api.json_schemas import closed as _all
+from serve.http_api.json_schemas import integer as _integer
+from serve.http_api.json_schemas import list_of as _list
+from serve.http_api.json_schemas import many as _many
+from serve.http_api.json_schemas import number as _number
+from serve.http_api.json_schemas import object_of as _object
+from serve.http_api.json_schemas import or_null as _or_null
+from serve.http_api.json_schemas import ref as _ref
+from serve.http_api.messages import schemas as messages_schemas
 from serve.http_api.openai_request import Kind
-
-Schema = dict[str, Any]
+from serve.http_api.responses import schemas as responses_schemas
 
 _JSON = "application/json"
-_NULL: Schema = {"type": "null"}
-_STRING: Schema = {"type": "string"}
 _TEXT: Schema = {"type": "string", "minLength": 1}
-_FLAG: Schema = {"type": "boolean"}
 _NUMBER: Schema = {"type": "number"}
-_COUNT: Schema = {"type": "integer", "minimum": 0}
 _OPEN: Schema = {"type": "object"}
 
 _ERRORS: dict[int, tuple[str, str]] = {
@@ -73,7 +82,7 @@ def document(
             "title": "apt-jax",
             "version": apt_jax.__version__,
             "description": (
-                "OpenAI's completions and chat completions with latency objectives. Fields that no schema names are ignored. "
+                "OpenAI's completions, chat completions and responses, and Anthropic's messages, with latency objectives. Fields that no schema names are ignored. "
                 "A request that its schema allows may be refused with 400 all the same, for what a schema cannot say: the "
                 "prompt and `max_tokens` together exceed the model's length, two fields exclude each other, a grammar does "
                 "not compile, 1.0 is given for an integer."
@@ -82,8 +91,12 @@ def document(
         "paths": _paths(names, has_keys, profiles),
         "components": {
             "schemas": {**_requests(limits, names), **_answers()},
-            "responses": {name: _error(status) for status, (name, _) in _ERRORS.items()},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "responses": {
+                prefix + name: _error(status, schema)
+                for prefix, schema in (("", "Error"), (messages_schemas.PREFIX, messages_schemas.ERROR))
+                for status, (name, _) in _ERRORS.items()
+            },
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "Or `x-api-key: KEY`."}},
         },
     }
 
@@ -131,6 +144,9 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
     return {
         "/v1/completions": post("Completion", "Continue prompts.", _generated("Completion", decisions), 429, parameters=_slo_headers()),
         "/v1/chat/completions": post("ChatCompletion", "Answer a conversation.", _generated("ChatCompletion", decisions), 429, parameters=_slo_headers()),
+        "/v1/responses": post("Responses", "Answer a conversation (OpenAI's Responses API); nothing is stored.", _generated("Responses", decisions, responses_schemas.EVENT), 429, parameters=_slo_headers()),
+        "/v1/messages": post("Messages", "Answer a conversation (Anthropic's Messages API).", _generated("Messages", decisions, messages_schemas.EVENT), 429, parameters=_slo_headers()),
+        "/v1/messages/count_tokens": post("CountTokens", "Length of the prompt that a conversation makes.", _good("CountTokens")),
         "/v1/models": get("Models", "The one model that is served.", {**_good("Models"), "links": {"model": model}}, 503),
         "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may hold slashes.")]),
         "/v1/requests/{request_id}/decisions": get(
@@ -152,7 +168,8 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
 
 def _operation(name: str, summary: str, good: Schema, more: Iterable[int], needs_key: bool) -> Schema:
     statuses = sorted({*_ALWAYS, *more, *((401,) if needs_key else ())})
-    bad = {str(s): {"$ref": f"#/components/responses/{_ERRORS[s][0]}"} for s in statuses}
+    prefix = messages_schemas.PREFIX if name in messages_schemas.OPERATIONS else ""
+    bad = {str(s): {"$ref": f"#/components/responses/{prefix}{_ERRORS[s][0]}"} for s in statuses}
     if name.removesuffix("Head") in ("Health", "Ready"):
         bad["503"] = {"description": "No; without a body."}
     return {
@@ -167,13 +184,17 @@ def _good(name: str) -> Schema:
     return {"description": "The answer.", "content": {_JSON: {"schema": _ref(name)}}}
 
 
-def _generated(name: str, link: Schema) -> Schema:
-    """The answer of a completion, whole or in events."""
+def _generated(name: str, link: Schema, event: str | None = None) -> Schema:
+    """The answer of a completion, whole or in events, of this schema if they are no chunks."""
     good = _good(name)
-    good["content"]["text/event-stream"] = {
-        "x-event-schema": {"anyOf": [_ref(f"{name}Chunk"), _ref("Error")]},
-        "x-last-event": "data: [DONE]; after an error there is none",
-    }
+    good["content"]["text/event-stream"] = (
+        {"x-event-schema": _ref(event)}
+        if event
+        else {
+            "x-event-schema": {"anyOf": [_ref(f"{name}Chunk"), _ref("Error")]},
+            "x-last-event": "data: [DONE]; after an error there is none",
+        }
+    )
     return {
         **good,
         "description": "The answer; with `stream` as server-sent events, sent as it grows.",
@@ -182,7 +203,7 @@ def _generated(name: str, link: Schema) -> Schema:
     }
 
 
-def _error(status: int) -> Schema:
+def _error(status: int, schema: str) -> Schema:
     headers = {"retry-after": _header("Seconds after which to come again.", _COUNT | {"minimum": 1})}
     if status not in _LATER:
         headers = {"x-should-retry": _header("The same would fail again.", {"const": "false"})}
@@ -193,7 +214,7 @@ def _error(status: int) -> Schema:
     return {
         "description": _ERRORS[status][1],
         "headers": headers,
-        "content": {_JSON: {"schema": _ref("Error")}},
+        "content": {_JSON: {"schema": _ref(schema)}},
     }
 
 
@@ -237,6 +258,9 @@ _EXAMPLES: dict[str, Schema] = {
         "text": {"value": {"messages": _HELLO, "max_completion_tokens": 8}},
         "form": {"value": {"messages": _HELLO, "max_tokens": 8, "response_format": {"type": "json_object"}, "stream": True}},
     },
+    "Responses": responses_schemas.EXAMPLES,
+    "Messages": messages_schemas.EXAMPLES,
+    "CountTokens": messages_schemas.COUNT_EXAMPLES,
     "Tokenize": {"text": {"value": {"prompt": "Hello"}}, "conversation": {"value": {"messages": _HELLO}}},
     "Detokenize": {"ids": {"value": {"tokens": [1, 2, 3]}}},
 }  # fmt: skip
@@ -283,6 +307,8 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
     return {
         "CompletionRequest": _object(completion, required=("prompt",)),
         "ChatCompletionRequest": _object(answer, required=("messages",)),
+        **responses_schemas.requests(answer),
+        **messages_schemas.requests(answer),
         "TokenizeRequest": {
             "anyOf": [
                 _object(text, required=("prompt",)),
@@ -497,6 +523,8 @@ def _answers() -> Schema:
     error = {"message": _TEXT, "type": _STRING, "param": maybe_text, "code": maybe_text}
     return {
         **made,
+        **responses_schemas.answers(served, _many(_all({**named, "top_logprobs": _many(_all(named))}))),
+        **messages_schemas.answers(served),
         "Model": model,
         "Models": _all({"object": {"const": "list"}, "data": _many(_ref("Model"))}),
         "Decisions": _all({
@@ -510,47 +538,3 @@ def _answers() -> Schema:
         "StopProfile": _all({"directory": _STRING}),
         "Error": _all({"error": _all(error)}),
     }  # fmt: skip
-
-
-# --- schemas -------------------------------------------------------------------------------------------------------
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _integer(low: float | None, high: float | None) -> Schema:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def _number(low: float | None, high: float | None) -> Schema:
-    return {"type": "number", "minimum": low, "maximum": high}
-
-
-def _list(item: Schema, least: int, most: float | None) -> Schema:
-    return {"type": "array", "items": item, "minItems": least, "maxItems": most}
-
-
-def _many(item: Schema) -> Schema:
-    return {"type": "array", "items": item}
-
-
-def _object(fields: Mapping[str, Schema], *, required: tuple[str, ...] = (), closed: bool = False) -> Schema:
-    made: Schema = {"type": "object", "properties": dict(fields), "required": list(required)}
-    return made | ({"additionalProperties": False} if closed else {})
-
-
-def _all(fields: Mapping[str, Schema], *, optional: tuple[str, ...] = ()) -> Schema:
-    """A closed object that has all of the fields, but for those that are optional."""
-    required = tuple(name for name in fields if name not in optional)
-    return _object(fields, required=required, closed=True)
-
-
-def _or_null(schema: Schema) -> Schema:
-    """Also null, which is the same as absent."""
-    kind = schema.get("type")
-    if isinstance(kind, str) and not schema.keys() & {"anyOf", "oneOf", "enum", "const"}:
-        return {**schema, "type": [kind, "null"]}
-    if "enum" in schema:
-        return {**schema, "enum": [*schema["enum"], None]}
-    return {"anyOf": [schema, _NULL]}

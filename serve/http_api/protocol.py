@@ -291,7 +291,7 @@ def _health_only(app: Any) -> ASGIApp:
         if scope["raw_path"] in HEALTH_PATHS:
             await app(scope, receive, send_and_close)
         else:
-            await ResponseWriter(send).fail(to_http_error(_TOO_MANY, NO_ID))
+            await ResponseWriter(send).fail(to_http_error(_TOO_MANY, NO_ID), scope["path"])
 
     return serve
 

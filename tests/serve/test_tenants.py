@@ -20,6 +20,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 from apt_jax.text.chat import ChatTemplate
 from serve.grpc_api import messages
 from serve.grpc_api.vllm_service import SERVICE as VLLM
+from serve.http_api.endpoints import request_id_of
 from serve.observability.profiler import Profiler
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.security.api_keys import ApiKeys
@@ -143,12 +144,23 @@ def for_operators(body: Any = None) -> Check:
     return check
 
 
+HELLO = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 2},
+}
+
+
 async def completes_by_tenant_and_id(world: World, http_method: str, path: str) -> None:
-    body: dict[str, Any] = {"max_tokens": 2}
-    body |= {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    body = BODIES[path]
     for live in ("ones-http", "ones-grpc"):
         status, data = await world.http(http_method, path, ONE, {**body, "request_id": live})
-        assert (status, json.loads(data)["error"]["code"]) == (400, "duplicate_id")
+        error = json.loads(data)["error"]
+        assert status == 400
+        assert error.get("code") == (None if path == "/v1/messages" else "duplicate_id")
+        assert "already in use" in error["message"]
         assert tenant_of(ONE).encode() not in data
         for key in (TWO, OPERATOR):
             status, data = await world.http(
@@ -156,8 +168,9 @@ async def completes_by_tenant_and_id(world: World, http_method: str, path: str) 
             )
             assert status == 200
             found = json.loads(data)
-            assert found["id"].removeprefix("chat").removeprefix("cmpl-") == live
-            assert found["choices"][0]["aptjax"]["request_id"] == live
+            assert request_id_of(found["id"]) == live
+            served = found["choices"][0] if "choices" in found else found
+            assert served["aptjax"]["request_id"] == live
     await shows_nothing(body)(world, http_method, path)
 
 
@@ -203,6 +216,9 @@ async def events_by_tenant(world: World, http_method: str, path: str) -> None:
 HTTP: dict[tuple[str, str], Check] = {
     ("POST", "/v1/completions"): completes_by_tenant_and_id,
     ("POST", "/v1/chat/completions"): completes_by_tenant_and_id,
+    ("POST", "/v1/responses"): completes_by_tenant_and_id,
+    ("POST", "/v1/messages"): completes_by_tenant_and_id,
+    ("POST", "/v1/messages/count_tokens"): shows_nothing({"messages": HELLO}),
     ("GET", "/v1/models"): shows_nothing(),
     ("GET", "/v1/models/{name:path}"): shows_nothing(path="/v1/models/toy"),
     ("GET", "/v1/requests/{request_id}/decisions"): decides_by_tenant_and_id,

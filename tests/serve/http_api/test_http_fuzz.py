@@ -28,6 +28,9 @@ OBJECTIVES = {"slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", TIER_KEY}
 EXAMPLES = {
     "Completion": cases(num_cases(7, 14), 2000, 16_000),
     "ChatCompletion": cases(num_cases(5, 10), 1300, 10_000),
+    "Responses": cases(num_cases(4, 8), 1000, 8_000),
+    "Messages": cases(num_cases(4, 8), 1000, 8_000),
+    "CountTokens": cases(num_cases(2, 4), 400, 3_000),
     "Tokenize": cases(num_cases(3, 6), 900, 7_000),
     "Detokenize": cases(num_cases(3, 6), 900, 7_000),
 }
@@ -73,6 +76,9 @@ def streams_are_whole(ctx: Any, response: Any, case: Any) -> None:
     *events, last, rest = response.content.decode().split("\n\n")
     assert rest == ""
     document = case.operation.schema.raw_schema
+    if not case.path.endswith("completions"):
+        named_events_are_whole(document, "Responses" if case.path == "/v1/responses" else "Messages", [*events, last])
+        return
     name = "ChatCompletion" if case.path.startswith("/v1/chat") else "Completion"
     schemas = {"components": document["components"]}
     chunk = jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}Chunk", **schemas})
@@ -85,6 +91,24 @@ def streams_are_whole(ctx: Any, response: Any, case: Any) -> None:
     choices = [choice for value in values for choice in value["choices"]]
     ends = [choice["index"] for choice in choices if choice["finish_reason"] is not None]
     assert sorted(ends) == sorted({choice["index"] for choice in choices})
+
+
+ENDS = ("response.completed", "response.incomplete", "response.failed", "message_stop", "error")
+
+
+def named_events_are_whole(document: Any, name: str, events: list[str]) -> None:
+    """Every event is one of the API, under its name, and only the last one is an end."""
+    schemas = {"components": document["components"]}
+    event = jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}Event", **schemas})
+    kinds = []
+    for text in events:
+        kind, _, data = text.removeprefix("event: ").partition("\ndata: ")
+        value = json.loads(data)
+        event.validate(value)
+        assert value["type"] == kind
+        kinds.append(kind)
+    assert kinds[-1] in ENDS
+    assert not {*ENDS} & {*kinds[:-1]} - {"error"}
 
 
 CHECKS = [
@@ -173,12 +197,15 @@ NO_JSON = st.binary(max_size=200) | st.sampled_from(
 )
 
 
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+
+
 def check_no_json(client: httpx2.Client, data: bytes) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in (*PATHS, "/v1/messages", "/v1/messages/count_tokens"):
         response = client.post(path, content=data, headers={"content-type": "application/json"})
         assert response.status_code == 400
         error = response.json()["error"]
-        assert list(error) == ["message", "type", "param", "code"]
+        assert list(error) == (["message", "type", "param", "code"] if path in PATHS else ["type", "message"])
         assert "\n" not in error["message"]
 
 

@@ -16,7 +16,7 @@ from serve.http_api import openai_request as openai_api
 from serve.http_api import openapi
 from serve.http_api.app import HttpApp
 from serve.http_api.calls import AppConfig
-from serve.http_api.openai_request import Kind
+from serve.http_api.endpoints import ENDPOINTS, Endpoint
 from serve.observability.profiler import Profiler
 from serve.security.api_keys import ApiKeys
 from tests.support.chat_templates import WITH_TOOLS
@@ -111,19 +111,26 @@ BESIDE: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "min_tokens": {"max_tokens": None},
 }
-NOT_ALONE = {"min_tokens", "max_tokens", "max_completion_tokens", "best_of"}
+NOT_ALONE = {"min_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens", "best_of"}
 """Schemas allow what the length of the prompt, or `n`, does not."""
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_every_bound_of_a_field_is_the_servers(parts, document, kind: Kind):
-    name = "CompletionRequest" if kind == "completion" else "ChatCompletionRequest"
+READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "/v1/completions": ("CompletionRequest", {"prompt": "hi"}),
+    "/v1/chat/completions": ("ChatCompletionRequest", {"messages": HELLO, "max_tokens": 4}),
+    "/v1/responses": ("ResponsesRequest", {"input": "hi", "max_output_tokens": 4}),
+    "/v1/messages": ("MessagesRequest", {"messages": HELLO, "max_tokens": 4}),
+}
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
+def test_every_bound_of_a_field_is_the_servers(parts, document, endpoint: Endpoint):
+    name, base = READERS[endpoint.path]
     schema = document["components"]["schemas"][name]
     validator = jsonschema.Draft202012Validator(schema)
-    base = {"prompt": "hi"} if kind == "completion" else {"messages": HELLO, "max_tokens": 4}
     seen = {True: 0, False: 0}
     for field, properties in schema["properties"].items():
-        if field in base and field != "max_tokens":
+        if field in base and field not in NOT_ALONE:
             continue
         for value in bounds(properties):
             body = {**base, **BESIDE.get(field, {}), field: value}
@@ -132,7 +139,7 @@ def test_every_bound_of_a_field_is_the_servers(parts, document, kind: Kind):
             read = openai_api.parse_json(json.dumps(body).encode())
             problem = None
             try:
-                openai_api.read_call(parts, kind, read, {}, 0.0)
+                endpoint.read(parts, read, {}, 0.0, None)
             except (InvalidRequestError, UnknownModelError) as error:
                 problem = str(error)
             if allowed:

@@ -1,0 +1,130 @@
+"""Messages of Anthropic's API, made of content blocks, to those of a chat completion.
+
+A user's message may hold results of tools beside text: they become messages of their own, in the order of the blocks.
+Consecutive messages of one role are one turn, as Anthropic says. Thinking blocks become `reasoning_content`, which chat
+templates show or leave out as their model was trained.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.errors import InvalidRequestError
+from serve.http_api.translation import check_items, quoted
+
+ROLES = ("user", "assistant", "system")
+_UNSUPPORTED = {"image": "images", "document": "documents", "search_result": "search results"}
+BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+"""Types of blocks by role."""
+BETWEEN_TURNS = "\n\n"
+"""Between texts of consecutive messages of one role."""
+
+Message = dict[str, Any]
+
+
+def messages_of(system: object, given: object) -> list[Message]:
+    """The conversation of a body.
+
+    Args:
+        system: a text or text blocks, or None; the conversation begins with it.
+        given: `messages`.
+
+    Raises:
+        InvalidRequestError: something in it is malformed, or not supported.
+    """
+    made: list[Message] = []
+    if system is not None:
+        made.append({"role": "system", "content": _texts("system", system)})
+    if given is None:
+        raise InvalidRequestError("messages", "missing; give a list of messages")
+    for number, message in enumerate(check_items("messages", given)):
+        field = f"messages[{number}]"
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(message, Mapping) or role not in ROLES:
+            raise InvalidRequestError(field, f"role {quoted(role)} must be one of {', '.join(ROLES)}")
+        content = message.get("content")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if not isinstance(content, list):
+            raise InvalidRequestError(field, "has content that is neither a text nor a list of blocks")
+        turn = _turn(made, role, content)
+        for at, block in enumerate(content):
+            turn = _add(made, turn, role, f"{field}.content[{at}]", block)
+    return made
+
+
+def _turn(made: list[Message], role: str, blocks: list[Any]) -> Message:
+    """The message that these blocks belong to."""
+    if made and made[-1]["role"] == role and role != "system":
+        turn = made[-1]
+        text_first = blocks and isinstance(blocks[0], Mapping) and blocks[0].get("type") == "text"
+        if turn["content"] and text_first:
+            turn["content"].append({"type": "text", "text": BETWEEN_TURNS})
+        return turn
+    made.append({"role": role, "content": []})
+    return made[-1]
+
+
+def _add(made: list[Message], turn: Message, role: str, field: str, block: object) -> Message:
+    """Add a block of a message; returns the message that the next one belongs to."""
+    if not isinstance(block, Mapping):
+        raise InvalidRequestError(field, f"{type(block).__name__} is not a block")
+    kind = block.get("type")
+    if isinstance(kind, str) and kind in _UNSUPPORTED:
+        raise InvalidRequestError(field, f"{_UNSUPPORTED[kind]} are not supported; send text")
+    if kind not in BLOCKS[role]:
+        allowed = ", ".join(BLOCKS[role])
+        raise InvalidRequestError(
+            field, f"type {quoted(kind)} is not supported in messages of this role; only {allowed} are"
+        )
+    if kind == "text":
+        if turn["role"] == "tool":
+            turn = {"role": role, "content": []}
+            made.append(turn)
+        turn["content"].append({"type": "text", "text": _text(field, block.get("text"))})
+    elif kind == "thinking":
+        thought = _text(field, block.get("thinking"))
+        turn["reasoning_content"] = "\n\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+    elif kind == "tool_use":
+        name, call_id, arguments = _text(field, block.get("name")), _text(field, block.get("id")), block.get("input")
+        if not isinstance(arguments, Mapping):
+            raise InvalidRequestError(field, "input is not an object")
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        turn.setdefault("tool_calls", []).append(call)
+    elif kind == "tool_result":
+        if turn["role"] != "tool" and not turn["content"]:
+            made.pop()  # no text of the user comes before
+        call_id, content = _text(field, block.get("tool_use_id")), block.get("content")
+        turn = {
+            "role": "tool",
+            "tool_call_id": call_id,
+            "content": "" if content is None else _texts(f"{field}.content", content),
+        }
+        made.append(turn)
+    return turn
+
+
+def _texts(field: str, content: object) -> object:
+    """A text, or text blocks as chat completions have them."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(field, f"{type(content).__name__} is neither a text nor a list of blocks")
+    parts = []
+    for at, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if isinstance(kind, str) and kind in _UNSUPPORTED:
+            raise InvalidRequestError(f"{field}[{at}]", f"{_UNSUPPORTED[kind]} are not supported; send text")
+        if not isinstance(block, Mapping) or kind != "text":
+            raise InvalidRequestError(f"{field}[{at}]", f"type {quoted(kind)} is not supported; only text is")
+        parts.append({"type": "text", "text": _text(f"{field}[{at}]", block.get("text"))})
+    return parts
+
+
+def _text(field: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(field, f"{type(value).__name__} is not text")
+    return value

@@ -1,0 +1,63 @@
+"""Tools of Anthropic's API to those of a chat completion: those of the client, none that the server would have to run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.errors import InvalidRequestError
+from apt_jax.text.chat import MAX_TOOLS
+from apt_jax.validation import check_flag
+from serve.http_api.translation import quoted
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+Tool = dict[str, Any]
+
+
+def chat_tools(tools: object) -> list[Tool]:
+    """The tools as chat completions have them.
+
+    Raises:
+        InvalidRequestError: they are malformed, or one is run by the server.
+    """
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        raise InvalidRequestError("tools", f"{type(tools).__name__} is not a list of tools")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError("tools", f"{len(tools)} tools; at most {MAX_TOOLS}")
+    made = []
+    for number, tool in enumerate(tools):
+        field = f"tools[{number}]"
+        if not isinstance(tool, Mapping):
+            raise InvalidRequestError(field, 'must be {"name": ..., "input_schema": ...}')
+        if tool.get("type") not in (None, "custom"):
+            kind = quoted(tool["type"])
+            raise InvalidRequestError(field, f"the tool {kind} is not supported; only those with an input_schema are")
+        name, schema, strict = tool.get("name"), tool.get("input_schema"), tool.get("strict")
+        if not isinstance(name, str) or not isinstance(schema, Mapping):
+            raise InvalidRequestError(field, "must have a name and an input_schema, which is an object")
+        facts = {"name": name, "description": tool.get("description"), "parameters": schema}
+        if strict is not None:
+            facts["strict"] = check_flag(f"{field}.strict", strict)
+        made.append({"type": "function", "function": {k: v for k, v in facts.items() if v is not None}})
+    return made
+
+
+def chat_choice(choice: object) -> tuple[object, bool | None]:
+    """Return `tool_choice` and `parallel_tool_calls` as chat completions have them.
+
+    Raises:
+        InvalidRequestError: it is malformed.
+    """
+    if choice is None:
+        return None, None
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if not isinstance(choice, Mapping) or not isinstance(kind, str) or kind not in (*_CHOICES, "tool"):
+        raise InvalidRequestError("tool_choice", "must be {'type': ...} with one of auto, any, tool, none")
+    alone = choice.get("disable_parallel_tool_use")
+    parallel = None if alone is None else not check_flag("tool_choice.disable_parallel_tool_use", alone)
+    if kind != "tool":
+        return _CHOICES[kind], parallel
+    if not isinstance(choice.get("name"), str):
+        raise InvalidRequestError("tool_choice", "names no tool")
+    return {"type": "function", "function": {"name": choice["name"]}}, parallel

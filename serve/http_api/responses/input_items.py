@@ -1,0 +1,125 @@
+"""Input items of the Responses API to the messages of a chat completion.
+
+Function calls become calls of the assistant's message before them, or of one without text. Reasoning becomes the
+`reasoning_content` of the assistant's message after it, which chat templates show or leave out as their model was
+trained.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.errors import InvalidRequestError
+from serve.http_api.translation import check_items, quoted
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text")
+_PARTS_WITHOUT_TEXT = {"input_image": "images", "input_file": "files", "input_audio": "audio"}
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+Message = dict[str, Any]
+
+
+def messages_of(instructions: object, given: object) -> list[Message]:
+    """The conversation of a body.
+
+    Args:
+        instructions: a text, or None; the conversation begins with it.
+        given: `input`: a text of the user, or a list of items.
+
+    Raises:
+        InvalidRequestError: something in it is malformed, or not supported.
+    """
+    messages: list[Message] = []
+    if instructions is not None:
+        if not isinstance(instructions, str):
+            raise InvalidRequestError("instructions", f"{type(instructions).__name__} is not text")
+        messages.append({"role": "system", "content": instructions})
+    if given is None:
+        raise InvalidRequestError("input", "missing; give a text or a list of items")
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    for number, item in enumerate(check_items("input", given)):
+        _add(messages, f"input[{number}]", item)
+    return messages
+
+
+def _add(messages: list[Message], field: str, item: object) -> None:
+    if not isinstance(item, Mapping):
+        raise InvalidRequestError(field, f"{type(item).__name__} is not an item")
+    kind = item.get("type")
+    match "message" if kind is None else kind:
+        case "message":
+            role = item.get("role")
+            if role not in ROLES:
+                raise InvalidRequestError(field, f"role {quoted(role)} must be one of {', '.join(ROLES)}")
+            content = _content(f"{field}.content", item.get("content"))
+            if role == "assistant" and _is_thought(messages):
+                messages[-1]["content"] = content
+            else:
+                messages.append({"role": role, "content": content})
+        case "function_call":
+            names = ("call_id", "name", "arguments")
+            call_id, name, arguments = (_text(f"{field}.{key}", item.get(key)) for key in names)
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            call_id = _text(f"{field}.call_id", item.get("call_id"))
+            content = _content(f"{field}.output", item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        case "reasoning":
+            text = _reasoning(field, item)
+            if text:
+                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        case "item_reference":
+            raise InvalidRequestError(field, "no item is stored here; send the item itself")
+        case _:
+            raise InvalidRequestError(field, f"type {quoted(kind)} is not supported; only {', '.join(ITEMS)} are")
+
+
+def _is_thought(messages: list[Message]) -> bool:
+    """True if the last message is reasoning, and nothing has followed from it yet."""
+    last = messages[-1] if messages else {}
+    return "reasoning_content" in last and not last["content"] and "tool_calls" not in last
+
+
+def _reasoning(field: str, item: Mapping[str, Any]) -> str:
+    """The text of a reasoning item: what was thought, or else its summary."""
+    for name in ("content", "summary"):
+        parts = item.get(name)
+        if parts is None or parts == []:
+            continue
+        at = f"{field}.{name}"
+        if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+            raise InvalidRequestError(at, "is not a list of parts")
+        return "\n\n".join(_text(at, part.get("text")) for part in parts)
+    return ""
+
+
+def _content(field: str, content: object) -> object:
+    """A text, or text parts as chat completions have them."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(field, f"{type(content).__name__} is neither a text nor a list of parts")
+    parts = []
+    for number, part in enumerate(content):
+        at = f"{field}[{number}]"
+        if not isinstance(part, Mapping):
+            raise InvalidRequestError(at, f"{type(part).__name__} is not a part")
+        kind = part.get("type")
+        if isinstance(kind, str) and kind in _PARTS_WITHOUT_TEXT:
+            raise InvalidRequestError(at, f"{_PARTS_WITHOUT_TEXT[kind]} are not supported; send text")
+        if kind != "refusal" and kind not in TEXT_PARTS:
+            raise InvalidRequestError(at, f"type {quoted(kind)} is not supported; only {', '.join(TEXT_PARTS)} are")
+        parts.append({"type": "text", "text": _text(at, part.get("refusal" if kind == "refusal" else "text"))})
+    return parts
+
+
+def _text(field: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(
+            field, f"{'missing; give a text' if value is None else f'{type(value).__name__} is not text'}"
+        )
+    return value
