@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.chat_templates import LLAMA2
 from tests.support.small_models import write_shallow_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -69,8 +70,10 @@ def test_every_example_is_here():
     names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
     assert names == {
         "custom_policy.py",
+        "messages_client.py",
         "offline.py",
         "openai_client.py",
+        "responses_client.py",
         "structured_output.py",
         "two_replicas.md",
         "what_if.py",
@@ -119,6 +122,21 @@ def test_openai_client(capsys):
     with running("serve", "tiny-opt", *flags, ready=f"http://127.0.0.1:{http}/ready"):
         run("openai_client.py", f"http://127.0.0.1:{http}/v1")
     assert len(capsys.readouterr().out) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_clients_of_chat_apis(capsys, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(LLAMA2)
+    http, grpc = free_ports(2)
+    flags = ("--port", str(http), "--grpc-port", str(grpc), "--chat-template", str(template), *SMALL_SERVER)
+    with running("serve", "tiny-opt", *flags, ready=f"http://127.0.0.1:{http}/ready"):
+        run("responses_client.py", f"http://127.0.0.1:{http}/v1")
+        assert len(capsys.readouterr().out) > 100
+        pytest.importorskip("anthropic")
+        run("messages_client.py", f"http://127.0.0.1:{http}")
+        assert "tokens of the prompt" in capsys.readouterr().out
 
 
 @pytest.mark.slow
