@@ -35,6 +35,11 @@ def address(target: str) -> str:
     Raises:
         ValueError: anything else.
     """
+    if target.startswith(("http://", "https://")):
+        raise ValueError(
+            f"{target!r:.80} is an HTTP address; this command speaks gRPC: give grpc://HOST:PORT, by default port 50051 "
+            "(`apt-jax serve` prints both)"
+        )
     bare = target.removeprefix("grpc://")
     host, colon, port = bare.rpartition(":")
     if not colon or not host or not port.isdecimal() or "//" in bare:
@@ -225,6 +230,11 @@ class AsyncAptClient(_Client):
     @property
     def channel(self) -> grpc.aio.Channel:
         return self._channel
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Sent with every call: the API key, if there is one."""
+        return self._metadata
 
     async def generate(
         self,

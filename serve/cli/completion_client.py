@@ -16,6 +16,7 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.chat import Message
 from serve.cli.options import access, engine_config
 from serve.cli.output import starting_bars
+from serve.cli.server_chat import ServerChat, fetch_chat
 from serve.client import AsyncAptClient
 from serve.grpc_api import messages
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
@@ -86,14 +87,19 @@ class LocalCompleter:
 
 
 class RemoteCompleter:
-    """Over a running server."""
+    """Over a running server.
 
-    def __init__(self, client: AsyncAptClient) -> None:
-        self._client = client
+    Args:
+        client: of the server.
+        chat: its tokenizer and chat template; None: texts only.
+    """
+
+    def __init__(self, client: AsyncAptClient, chat: ServerChat | None = None) -> None:
+        self._client, self._chat = client, chat
 
     @property
     def has_chat(self) -> bool:
-        return False  # the service accepts only text
+        return self._chat is not None
 
     async def stream(
         self,
@@ -103,8 +109,13 @@ class RemoteCompleter:
         slo_tbt_ms: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[TextChunk]:
-        assert isinstance(prompt, str)
-        call = self._client.generate(prompt, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling)
+        given: str | list[int]
+        if isinstance(prompt, str):
+            given = prompt
+        else:
+            assert self._chat is not None
+            given = await asyncio.to_thread(self._chat.prompt, prompt)
+        call = self._client.generate(given, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling)
         try:
             async with contextlib.aclosing(call):
                 async for message in call:
@@ -121,11 +132,21 @@ class RemoteCompleter:
 
 
 @contextlib.asynccontextmanager
-async def open_completer(args: Any) -> AsyncIterator[Completer]:
-    """Open the completer for `--target`, or for the engine flags."""
+async def open_completer(args: Any, *, chat: bool = False) -> AsyncIterator[Completer]:
+    """Open the completer for `--target`, or for the engine flags.
+
+    Args:
+        args: of the command.
+        chat: fetch the chat template of the server too.
+    """
     if args.target is not None:
         async with AsyncAptClient(args.target, **access(args)) as client:
-            yield RemoteCompleter(client)
+            template = await fetch_chat(client) if chat else None
+            try:
+                yield RemoteCompleter(client, template)
+            finally:
+                if template is not None:
+                    template.close()
         return
     quiet = getattr(args, "quiet", False)
     engine = AsyncEngine(_build(engine_config(args), warm_up=not args.no_warm_up, quiet=quiet))

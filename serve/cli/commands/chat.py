@@ -16,7 +16,7 @@ from serve.cli.completion_client import Completer, open_completer, verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_argument(parser)
+    options.add_model_argument(parser, say_default=True)
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="MODEL, as a flag")
     options.add_target_argument(parser)
     parser.add_argument("--you", metavar="NAME", default="User", help="your name in the transcript")
@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     args.model = args.model_flag or args.model
+    if args.model is None and args.target is None:
+        sys.stderr.write(f"apt-jax chat: {options.no_model_given('chat')}\n")
     return asyncio.run(_talk(args))
 
 
@@ -124,12 +126,14 @@ class Transcript:
 async def _talk(args: argparse.Namespace) -> int:
     fields = options.request_fields(args)
     shown, code = sys.stdin.isatty(), 0
-    async with open_completer(args) as completer:
+    async with open_completer(args, chat=True) as completer:
         longest = await completer.max_model_len()
         if args.max_tokens >= longest:
             raise InvalidRequestError(
                 "max_tokens", f"{args.max_tokens} leaves no room for a question: the model takes {longest} in all (--max-tokens)"
             )  # fmt: skip
+        if not completer.has_chat and (args.model is not None or args.target is not None):
+            sys.stderr.write("apt-jax chat: the model has no chat template: it goes on with a plain transcript\n")
         talk: ChatSession = (
             Conversation(args.system) if completer.has_chat else Transcript(args.you, args.name, args.system)
         )
