@@ -14,6 +14,8 @@ from apt_jax.errors import InvalidRequestError
 from serve.cli import options
 from serve.cli.completion_client import Completer, open_completer, verdict
 
+NO_TEMPLATE = "apt-jax chat: this model has no chat template: it is given a plain transcript to go on with"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser, say_default=True)
@@ -133,7 +135,7 @@ async def _talk(args: argparse.Namespace) -> int:
                 "max_tokens", f"{args.max_tokens} leaves no room for a question: the model takes {longest} in all (--max-tokens)"
             )  # fmt: skip
         if not completer.has_chat and (args.model is not None or args.target is not None):
-            sys.stderr.write("apt-jax chat: the model has no chat template: it goes on with a plain transcript\n")
+            sys.stderr.write(f"{NO_TEMPLATE}\n")
         talk: ChatSession = (
             Conversation(args.system) if completer.has_chat else Transcript(args.you, args.name, args.system)
         )

