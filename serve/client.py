@@ -47,6 +47,11 @@ def address(target: str) -> str:
     return bare
 
 
+def is_http_port(details: str | None) -> bool:
+    """Return whether a failed call says, by its details, that its port speaks HTTP/1 and not gRPC."""
+    return details is not None and ("http1.x server" in details or "Failed parsing HTTP/2" in details)
+
+
 def channel_credentials(tls_ca: str | None) -> grpc.ChannelCredentials | None:
     """TLS credentials of a channel from a PEM file of CAs; None: plaintext. Raises ConfigError: it cannot be read."""
     if tls_ca is None:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import http.server
 import importlib
 import io
 import json
@@ -423,6 +424,29 @@ def test_a_server_that_is_not_there():
         code, _, err = run("info", "--target", target)
     assert code == 1
     assert "UNAVAILABLE" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("info",), "this port speaks HTTP; give the server's gRPC port (--target), 50051 by default"),
+        (("chat",), "this port speaks HTTP"),
+        (("bench", "--request-rate", "1", "--num-prompts", "1"), "or --backend openai --target http://127.0.0.1:"),
+    ],
+)
+def test_an_http_port_is_told_apart_from_one_of_grpc(argv, says):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
+        thread = threading.Thread(target=other.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            code, out, err = run(*argv, "--target", f"127.0.0.1:{other.server_port}")
+        finally:
+            other.shutdown()
+            thread.join()
+    assert (code, out) == (2, "")
+    lines = [line for line in err.splitlines() if line.startswith("apt-jax")]
+    assert len(lines) == 1
+    assert says in lines[0]
 
 
 def test_chat_keeps_the_talk_and_ends_at_the_end_of_input(server):
