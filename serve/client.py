@@ -29,13 +29,16 @@ _OPTIONS = [
 _CLASSES = {None: pb.SLO_CLASS_UNSPECIFIED, "rt": pb.SLO_CLASS_RT, "be": pb.SLO_CLASS_BE}
 
 
+HTTP_SCHEMES = ("http://", "https://")
+
+
 def address(target: str) -> str:
     """Convert ``grpc://HOST:PORT`` or ``HOST:PORT`` to gRPC's form.
 
     Raises:
         ValueError: anything else.
     """
-    if target.startswith(("http://", "https://")):
+    if target.startswith(HTTP_SCHEMES):
         raise ValueError(
             f"{target!r:.80} is an HTTP address; this command speaks gRPC: give grpc://HOST:PORT, by default port 50051 "
             "(`apt-jax serve` prints both)"

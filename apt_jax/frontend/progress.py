@@ -92,7 +92,8 @@ class ProgressBars:
             if activity is not None:
                 self._report(f"{activity}: {now_s - self._begun:.0f} s since the start")
             elif self._bar is None:
-                self._report(f"starting: {now_s - self._begun:.0f} s since the start")
+                what = f"{self._DONE[self._stage][1]}, finishing the start" if self._stage in self._DONE else "starting"
+                self._report(f"{what}: {now_s - self._begun:.0f} s since the start")
             elif not self._bar.disable:
                 self._reported = now_s
                 self._bar.refresh()  # its clock goes on

@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -14,40 +13,14 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.chat import Message
-from serve.cli.options import access, engine_config
+from serve.cli.completer import Completer, TextChunk
+from serve.cli.http_completer import open_http
+from serve.cli.options import access, engine_config, read_api_key
 from serve.cli.output import starting_bars
 from serve.cli.server_chat import ServerChat, fetch_chat
-from serve.client import AsyncAptClient
+from serve.client import HTTP_SCHEMES, AsyncAptClient
 from serve.grpc_api import messages
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextChunk:
-    """New text of a completion; the last piece has a `finish`."""
-
-    text: str
-    finish: pb.Finish | None = None
-
-
-class Completer(Protocol):
-    """Completes texts, and conversations if `has_chat`."""
-
-    @property
-    def has_chat(self) -> bool:
-        """True if there is a chat template, so that `stream` takes messages too."""
-        ...
-
-    def stream(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        slo_ttft_ms: float | None = None,
-        slo_tbt_ms: float | None = None,
-        **sampling: Any,
-    ) -> AsyncGenerator[TextChunk]: ...
-
-    async def max_model_len(self) -> int: ...
 
 
 class LocalCompleter:
@@ -139,6 +112,11 @@ async def open_completer(args: Any, *, chat: bool = False) -> AsyncIterator[Comp
         args: of the command.
         chat: fetch the chat template of the server too.
     """
+    if args.target is not None and args.target.startswith(HTTP_SCHEMES):
+        key = read_api_key(args.api_key_file)
+        async with open_http(args.target, model=args.model, api_key=key, tls_ca=args.tls_ca) as completer:
+            yield completer
+        return
     if args.target is not None:
         async with AsyncAptClient(args.target, **access(args)) as client:
             template = await fetch_chat(client) if chat else None

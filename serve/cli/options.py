@@ -17,7 +17,7 @@ from apt_jax.sched import POLICIES, check_policy
 from apt_jax.validation import MAX_INTEGER, RequestLimits, build_request
 from serve.cli import flags
 from serve.cli.flags import Parser, natural, not_negative, positive
-from serve.client import address, channel_credentials
+from serve.client import HTTP_SCHEMES, address, channel_credentials
 
 __all__ = ["Parser", "natural", "not_negative", "positive"]
 
@@ -238,12 +238,18 @@ def _target(text: str) -> str:
     return text
 
 
-def add_target_argument(parser: argparse.ArgumentParser) -> None:
+def _target_or_url(text: str) -> str:
+    return text if text.startswith(HTTP_SCHEMES) else _target(text)
+
+
+def add_target_argument(parser: argparse.ArgumentParser, *, http: bool = False) -> None:
+    """The flag `--target`; `http`: it may be a URL too."""
     parser.add_argument(
         "--target",
-        type=_target,
-        metavar="grpc://HOST:PORT",
-        help="use a running server instead of loading a model here",
+        type=_target_or_url if http else _target,
+        metavar="[grpc://]HOST:PORT|URL" if http else "grpc://HOST:PORT",
+        help="use a running server instead of loading a model here"
+        + (", by gRPC or, with a URL, by HTTP" if http else ""),
     )
     add_access_arguments(parser)
 

@@ -157,6 +157,7 @@ function following(change) {
 }
 
 async function answer(question) {
+  const conversation = messages; // "New chat" begins another one meanwhile
   const body = bodyOf(question), controller = answering = new AbortController();
   const asked = addTurn("user", question), { turn, body: text } = addTurn("assistant", "");
   const timeline = new Timeline(body.slo);
@@ -201,7 +202,7 @@ async function answer(question) {
     asked.turn.classList.add("unanswered");
     if (!$("question").value) $("question").value = question;
     if (!tokens) timeline.node.remove();
-  } else messages.push({ role: "user", content: question }, { role: "assistant", content: written });
+  } else conversation.push({ role: "user", content: question }, { role: "assistant", content: written });
   following(() => timeline.draw());
   if (id !== null) await explain(id, timeline);
 }

@@ -39,8 +39,10 @@ from serve.errors import CommandError
 from serve.grpc_api.server import ServerConfig
 from serve.http_api.server import HttpConfig
 from serve.observability import call_log as logs
+from serve.security.api_keys import ApiKeys
 from tests.support.caches import calibrations_apart
 from tests.support.chat_templates import CHATML
+from tests.support.http_serving import run as run_serving
 from tests.support.small_models import SMALL_ENGINE, write_small_model
 from tests.support.toy_serving import executor_of, expected_tokens, toy_parts
 
@@ -484,22 +486,64 @@ def test_a_long_talk_goes_on_without_its_beginning(server):
     assert err == f"{NO_TEMPLATE}\n"
 
 
-@pytest.mark.parametrize("server", [{"chat_template": ChatTemplate(CHATML)}], indirect=True)
-def test_chat_with_a_server_uses_its_template(server):
-    target, parts = server
-    code, out, err = run("chat", "--target", target, "--max-tokens", "12", "--system", "Be brief.", stdin="hi\nthen\n")
-    assert (code, err) == (0, "")
-    messages = [{"role": "system", "content": "Be brief."}]
-    wanted = ""
-    for question in ("hi", "then"):
-        messages.append({"role": "user", "content": question})
-        ids = parts.chat_prompt(messages)
-        params = {"max_tokens": 12, "temperature": 0.0}
-        tokens = expected_tokens(parts.build_request(prompt_token_ids=ids, params=params))
-        text = parts.tokenizer.decode([t for t in tokens if t not in parts.limits.eos_token_ids])
-        messages.append({"role": "assistant", "content": text.strip()})
-        wanted += text.lstrip() + "\n"
-    assert out == wanted
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_chat_with_a_server_uses_its_template(protocol):
+    argv = ("--max-tokens", "12", "--system", "Be brief.", "--timings", "--slo-ttft-ms", "60000")
+
+    async def scenario(served):
+        parts = served.parts
+        target = {"grpc": f"127.0.0.1:{served.grpc_server.port}", "http": f"http://127.0.0.1:{served.server.port}/v1"}
+        code, out, err = await asyncio.to_thread(
+            run, "chat", "--target", target[protocol], *argv, stdin="hi\n" + "x" * 300 + "\nthen\n"
+        )
+        messages, wanted = [{"role": "system", "content": "Be brief."}], ""
+        for question in ("hi", "then"):
+            messages.append({"role": "user", "content": question})
+            params = {"max_tokens": 12, "temperature": 0.0}
+            tokens = expected_tokens(parts.build_request(prompt_token_ids=parts.chat_prompt(messages), params=params))
+            text = parts.tokenizer.decode([t for t in tokens if t not in parts.limits.eos_token_ids])
+            messages.append({"role": "assistant", "content": text.strip()})
+            wanted += text.lstrip() + "\n"
+            if question == "hi":
+                del messages[1:]  # what did not fit made room for itself, and was refused
+        assert (code, out) == (1, wanted)
+        lines = err.splitlines()
+        assert len(lines) == 3
+        for line in (lines[0], lines[2]):
+            assert "and 12 output tokens, ended by length, TTFT " in line
+            assert "objectives attained, kv cache" in line
+        assert lines[1].startswith("apt-jax chat: ")
+
+    run_serving(scenario, chat_template=ChatTemplate(CHATML))
+
+
+def test_chat_over_http_says_what_is_wrong_in_one_line():
+    async def scenario(served):
+        url = f"http://127.0.0.1:{served.server.port}"
+        for argv, code, says in (
+            (("--target", url), 1, "401: no valid API key"),
+            (("--target", url, "--tls-ca", "/no/file"), 2, "(--tls-ca)"),
+            (("--target", f"{url}/other"), 1, "401: no valid API key"),
+        ):
+            got, out, err = await asyncio.to_thread(run, "chat", *argv, stdin="hi\n")
+            assert (got, out) == (code, "")
+            assert says in err
+            assert err.count("\n") == 1
+
+    async def without_template(served):
+        url = f"http://127.0.0.1:{served.server.port}"
+        code, out, err = await asyncio.to_thread(run, "chat", "--target", url, "--max-tokens", "5", stdin="hi\n")
+        assert (code, err) == (0, f"{NO_TEMPLATE}\n")
+        assert out
+        code, out, err = await asyncio.to_thread(run, "chat", "other", "--target", url, stdin="hi\n")
+        assert (code, out) == (2, "")
+        assert "model 'other' is not served at" in err
+
+    run_serving(scenario, app={"keys": ApiKeys(["sk-0123456789abcdefghij"])})
+    run_serving(without_template)
+    code, _, err = run("chat", "--target", "http://127.0.0.1:9")
+    assert code == 1
+    assert err.count("\n") == 1
 
 
 def archive_of(**files: str) -> bytes:
