@@ -17,6 +17,7 @@ import grpc
 from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, nearest
 from apt_jax.version import __version__
 from serve.cli.flags import Parser
+from serve.client import is_http_port
 from serve.errors import CommandError
 
 _COMMANDS = {
@@ -84,6 +85,8 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
     except grpc.RpcError as error:
         code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
         details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else ""
+        if is_http_port(details):
+            return _fail(prog, "this port speaks HTTP; give the server's gRPC port (--target), 50051 by default", 2)
         usage = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
         name = code.name if code is not None else "RPC failed"
         return _fail(prog, f"{name}: {details}", 2 if usage else 1)

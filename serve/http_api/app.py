@@ -57,7 +57,8 @@ from serve.security.api_keys import ANYBODY, ApiKeys, Caller, require_operator
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = (b"/health", b"/ready", *(path.encode() for path in page.FILES))
-"""Paths that need no key, matched exactly: health, and the dashboard's page, which holds no data."""
+"""Paths that need no key, matched exactly: health, and the pages of the dashboard and the chat, which
+hold no data."""
 
 _SCRAPE_TIMEOUT_S = 10.0
 

@@ -65,7 +65,7 @@ class AppConfig:
     profiler: Profiler | None = None
     """None: there are no paths for it."""
     dashboard: bool = True
-    """Serve the dashboard at `/dashboard`."""
+    """Serve the pages at `/dashboard` and `/chat`."""
     browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
 
 

