@@ -14,7 +14,7 @@ from apt_jax.config import (
 from apt_jax.errors import ConfigError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.sched import POLICIES, check_policy
-from apt_jax.validation import MAX_INTEGER, RequestLimits, build_request
+from apt_jax.validation import MAX_INTEGER, MAX_STOP_STRINGS, RequestLimits, build_request
 from serve.cli import flags
 from serve.cli.flags import Parser, natural, not_negative, positive
 from serve.client import address, channel_credentials
@@ -157,7 +157,7 @@ class _AnyText:
 
     vocab_size = MAX_INTEGER
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [0]
 
     def min_tokens(self, text: str) -> int:
@@ -174,7 +174,11 @@ def request_fields(args: argparse.Namespace) -> dict[str, Any]:
     sampling = sampling_fields(args)
     slo = {"slo_ttft_ms": args.slo_ttft_ms, "slo_tbt_ms": args.slo_tbt_ms}
     build_request(
-        RequestLimits(vocab_size=MAX_INTEGER, max_model_len=MAX_INTEGER),
+        RequestLimits(
+            vocab_size=MAX_INTEGER,
+            max_model_len=MAX_INTEGER,
+            max_stop_strings=getattr(args, "max_stop_strings", MAX_STOP_STRINGS),
+        ),
         _AnyText(),
         prompt_token_ids=[0],
         params=sampling,

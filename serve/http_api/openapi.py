@@ -14,11 +14,13 @@ from typing import Any
 import apt_jax
 from apt_jax import validation
 from apt_jax.request import SamplingParams
-from apt_jax.text import chat
+from apt_jax.text import chat, template_kwargs
 from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, RequestLimits
 from serve import slo_headers as objectives
+from serve.http_api import constraint_fields
 from serve.http_api import openai_request as openai_api
 from serve.http_api.openai_request import Kind
+from serve.http_api.unsupported_fields import UNSUPPORTED
 
 Schema = dict[str, Any]
 
@@ -250,11 +252,12 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         most = min(longest, limits.max_pool_tokens - 1)
     token = _integer(0, vocab)
     ids = _list(token, 1, longest)
-    texts = _list(_TEXT, 1, REQUEST_FIELDS["n"].max)
+    sequences = REQUEST_FIELDS["n"].max if limits is None else limits.max_sequences
+    texts = _list(_TEXT, 1, sequences)
     completion = {
         **_common("completion", models, token, most),
         "prompt": {
-            "anyOf": [_TEXT, texts, ids, _list(ids, 1, REQUEST_FIELDS["n"].max)],
+            "anyOf": [_TEXT, texts, ids, _list(ids, 1, sequences)],
             "description": "A text, texts, token ids, or lists of them.",
         },
         "max_tokens": _or_null(_integer(1, most)) | {"default": SamplingParams().max_tokens},
@@ -267,6 +270,19 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "tools": _or_null(_list(_tool(), 0, chat.MAX_TOOLS)),
         "tool_choice": {"enum": ["auto", "none", None]},
         "add_generation_prompt": _or_null(_FLAG),
+        "continue_final_message": _or_null(_FLAG)
+        | {"description": "Go on with the last message; then without `add_generation_prompt`."},
+        "chat_template_kwargs": _or_null(
+            {
+                "type": "object",
+                "maxProperties": template_kwargs.MAX_KWARGS,
+                "propertyNames": {
+                    "pattern": "^[A-Za-z][A-Za-z0-9_]{0,63}$",
+                    "not": {"enum": sorted(template_kwargs.RESERVED)},
+                },
+                "description": "Variables of the chat template.",
+            }
+        ),
     }
     answer = {
         **_common("chat", models, token, most),
@@ -310,6 +326,7 @@ def _common(kind: Kind, models: list[str], token: Schema, most: int) -> Schema:
         "model": _model(models),
         "logit_bias": _or_null(_field("logit_bias", token, most)),
         "structured_outputs": _or_null(_structured_outputs()),
+        **_constraint_names(),
         "response_format": _or_null(_response_format()),
         "n": _or_null(_field("n")) | {"description": f"With the prompts at most {REQUEST_FIELDS['n'].max} answers."},
         "best_of": _or_null(_field("n")) | {"description": "Equal to `n`, or left out."},
@@ -326,7 +343,7 @@ def _common(kind: Kind, models: list[str], token: Schema, most: int) -> Schema:
         "add_special_tokens": {"enum": [special, None]},
         **{
             name: {"enum": [*values, None], "description": "Not supported; these values ask for nothing."}
-            for name, values in openai_api.UNSUPPORTED.items()
+            for name, values in UNSUPPORTED.items()
         },
     }  # fmt: skip
 
@@ -362,39 +379,55 @@ def _model(models: list[str]) -> Schema:
     return {"enum": [*models, "", None]} if models else {"type": ["string", "null"]}
 
 
-def _structured_outputs() -> Schema:
-    """Return the schema of `structured_outputs`: closed, with exactly one constraint."""
+def _constraints() -> dict[str, Schema]:
+    """Return the schemas of constraints, by the name that they have in `structured_outputs`."""
     text = {"type": "string", "minLength": 1, "maxLength": validation.MAX_GRAMMAR_BYTES}
-    pattern = {
-        "type": "string",
-        "minLength": 1,
-        "maxLength": validation.MAX_WHITESPACE_PATTERN_BYTES,
-    }
-    schema = {"anyOf": [text, {"type": ["object", "boolean"]}]}
-    constraints = {
-        "json": schema,
+    return {
+        "json": {"anyOf": [text, {"type": ["object", "boolean"]}]},
         "regex": text,
         "choice": _list(text, 1, validation.MAX_CHOICES),
         "grammar": text,
         "json_object": {"const": True},
     }
+
+
+def _whitespace() -> Schema:
+    return {"type": "string", "minLength": 1, "maxLength": validation.MAX_WHITESPACE_PATTERN_BYTES}
+
+
+def _structured_outputs() -> Schema:
+    """Return the schema of `structured_outputs`: closed, with exactly one constraint."""
+    constraints = _constraints()
     given = {name: _object({name: wanted}, required=(name,)) for name, wanted in constraints.items()}
-    options = {"disable_any_whitespace": _FLAG, "whitespace_pattern": _or_null(pattern)}
+    options = {"disable_any_whitespace": _FLAG, "whitespace_pattern": _or_null(_whitespace())}
     fields = {**{name: _or_null(wanted) for name, wanted in constraints.items()}, **options}
     fields["json_object"] = _or_null(_FLAG)
     return {**_object(fields, closed=True), "oneOf": list(given.values())}
 
 
+def _constraint_names() -> dict[str, Schema]:
+    """Return the schemas of constraints under the names of other servers."""
+    constraints = _constraints()
+    made = {
+        name: _or_null(constraints[ours]) | {"description": f"The same as `structured_outputs.{ours}`; instead of it."}
+        for name, ours in constraint_fields.OTHER_NAMES.items()
+    }
+    whitespace = _or_null(_whitespace()) | {
+        "description": "With `guided_json`: `structured_outputs.whitespace_pattern`."
+    }
+    return {**made, "guided_whitespace_pattern": whitespace}
+
+
 def _response_format() -> Schema:
     schema = {"type": ["object", "boolean", "string"]}
     named = _object({"schema": schema}, required=("schema",))
-    plain = {"type": {"enum": ["text", "json_object"]}}
     return {
         "anyOf": [
-            _object(plain, required=("type",)),
+            _object({"type": {"const": "text"}}, required=("type",)),
+            _object({"type": {"const": "json_object"}, "schema": _or_null(schema)}, required=("type",)),
+            _object({"type": {"const": "json_schema"}, "json_schema": named}, required=("type", "json_schema")),
             _object(
-                {"type": {"const": "json_schema"}, "json_schema": named},
-                required=("type", "json_schema"),
+                {"type": {"const": "json_schema"}, "schema": schema, "json_schema": _NULL}, required=("type", "schema")
             ),
         ]
     }
