@@ -13,7 +13,40 @@ MAX_KWARGS = 64
 _MAX_CHARS = 2**14
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 RESERVED = frozenset(
-    ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "return_dict", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token", "additional_special_tokens", "raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner", "loop", "self", "true", "false", "none", "True", "False", "None"]
+    [
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "return_dict",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "pad_token",
+        "sep_token",
+        "cls_token",
+        "mask_token",
+        "additional_special_tokens",
+        "raise_exception",
+        "strftime_now",
+        "namespace",
+        "range",
+        "dict",
+        "lipsum",
+        "cycler",
+        "joiner",
+        "loop",
+        "self",
+        "true",
+        "false",
+        "none",
+        "True",
+        "False",
+        "None",
+    ]
 )
 """Names that are set by others: fields of the request, the model's tokens, and functions of templates."""
 

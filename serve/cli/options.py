@@ -32,6 +32,17 @@ POLICY_HELP = (
 )
 
 
+def add_served_model_argument(parser: argparse.ArgumentParser) -> None:
+    """MODEL in its place or as a flag; `engine_config` puts the bundled one in the place of None."""
+    parser.set_defaults(model=None)
+    group = parser.add_mutually_exclusive_group()
+    # SUPPRESS: the place does not undo the flag.
+    group.add_argument(
+        "model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+    )
+    group.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help="MODEL, as a flag")
+
+
 def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """The positional MODEL; not required: the bundled one."""
     parser.add_argument(
@@ -43,8 +54,8 @@ def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = Fals
     )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the engine; `engine_config` reads them."""
+def add_engine_arguments(parser: argparse.ArgumentParser, *, several_names: bool = False) -> None:
+    """Flags of the engine; `engine_config` reads them. `several_names`: the model may be served under more than one."""
     flags.add_options(parser.add_argument_group("cache"), CacheConfig)
     group = parser.add_argument_group("scheduling")
     flags.add_options(group, SchedulerConfig, policy={"help": f"scheduling policy: {POLICY_HELP}"})
@@ -57,7 +68,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
             help=flags.request_help(name, " (default: none, always attained)"),
         )
     group = parser.add_argument_group("model")
-    flags.add_options(group, EngineConfig)
+    names: dict[str, Any] = {"help": "name that requests use; answers have the first (default: MODEL)", "nargs": "+"}
+    flags.add_options(group, EngineConfig, served_model_name=names if several_names else {})
     flags.add_field(group, ParallelConfig, "tensor_parallel_size")
 
 
@@ -85,12 +97,21 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
     check_policy(args.scheduling_policy)
     default_slo = SLO(seconds(args.default_slo_ttft_ms), seconds(args.default_slo_tbt_ms))
+    fields = flags.read_options(EngineConfig, args)
+    names = fields["served_model_name"]
+    if isinstance(names, list):
+        if args.model is None and len(names) > 1:
+            raise ConfigError(
+                f"which of {', '.join(names)} is the model? Give it first or by --model (--served-model-name)"
+            )
+        fields["served_model_name"], *aliases = names
+        fields["served_model_aliases"] = tuple(aliases)
     return EngineConfig(
-        model=args.model,
+        model=args.model or DEFAULT_MODEL,
         cache=CacheConfig(**flags.read_options(CacheConfig, args)),
         scheduler=SchedulerConfig(**flags.read_options(SchedulerConfig, args), default_slo=default_slo),
         parallel=ParallelConfig(**flags.read_options(ParallelConfig, args)),
-        **flags.read_options(EngineConfig, args),
+        **fields,
     )
 
 
