@@ -471,11 +471,9 @@ class AsyncEngine:
                 self._engine.abort(stream.request.request_id)
 
     def _queued_too_long(self, request: EngineRequest) -> QueueFullError:
-        limit_s, own_s = self._max_queue_s, request.max_queue_s
-        is_own = own_s is not None and own_s < limit_s
-        if is_own:
-            limit_s = own_s
-        says = "as long as it asks to" if is_own else "--max-queue-s"
+        limit_s, says = self._max_queue_s, "--max-queue-s"
+        if request.max_queue_s is not None and request.max_queue_s < limit_s:
+            limit_s, says = request.max_queue_s, "as long as it asks to"
         return QueueFullError(f"the request has waited for {limit_s:g} s ({says})", limit_s, has_waited=True)
 
     def _note_rejected(self, request: EngineRequest) -> None:

@@ -193,8 +193,9 @@ class ChatTemplate:
         if pattern is not None:
             marked = _changed_messages(checked, lambda text: pattern.sub(take_out, text))
             marked_tools = _changed(functions, lambda text: pattern.sub(take_out, text))
-            # Values alone: their names are checked, and the template's.
-            marked_variables = {k: _changed(v, lambda text: pattern.sub(take_out, text)) for k, v in variables.items()}
+            # Of variables the values alone: their names are checked, and the template's.
+            changed = _changed(list(variables.values()), lambda text: pattern.sub(take_out, text))
+            marked_variables = dict(zip(variables, changed, strict=True))
         # The same conversation with nothing in it shows how many special tokens are the template's own. Names and words
         # of tools stay, since templates look at them, without the characters that special tokens are made of.
         bare_tools = _changed(functions, lambda text: _NO_WORD.sub("_", text))

@@ -67,8 +67,6 @@ class FieldSpec:
     max: float | None = None
     open_min: bool = False
     """True: `min` itself is excluded."""
-    or_zero: bool = False
-    """True: 0 is accepted besides the range."""
     max_items: int | None = None
     """Greatest length of a list or map."""
     max_chars: int | None = None
@@ -99,7 +97,7 @@ class FieldSpec:
         parts = [
             f"at most {self.max_items}" if self.max_items else "",
             f"{'of ' if self.max_items else ''}1 to {self.max_chars} characters" if self.max_chars else "",
-            f"{'0 or ' if self.or_zero else ''}{'values in ' if self.max_items else ''}{self.range}" if self.range else "",
+            f"{'values in ' if self.max_items else ''}{self.range}" if self.range else "",
             " or ".join(self.choices),
         ]  # fmt: skip
         return ", ".join(filter(None, parts))
@@ -111,7 +109,7 @@ class FieldSpec:
             return self.rule
         if self.type == "integer":
             return f"be {'' if self.max == MAX_INTEGER else 'an integer in '}{self.range}"
-        return f"{'be 0 (greedy) or ' if self.or_zero else ''}lie in {self.range}{self.note}"
+        return f"lie in {self.range}{self.note}"
 
     @property
     def default(self) -> Any:
