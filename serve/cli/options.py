@@ -40,7 +40,9 @@ def add_served_model_argument(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
     )
-    group.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help="MODEL, as a flag")
+    group.add_argument(
+        "--model", metavar="MODEL", default=argparse.SUPPRESS, help=f"MODEL, as a flag (default: {DEFAULT_MODEL})"
+    )
 
 
 def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
