@@ -177,7 +177,7 @@ class OpenStreams:
         self.by_request: dict[EngineRequest, RequestStream] = {}
         self._deadlines: dict[EngineRequest, float] = {}
         self._own_queue_limits: dict[EngineRequest, float] = {}
-        """Of requests that may wait for less than `max_queue_s`, and have not waited for so long; seconds."""
+        """Seconds that requests may wait for where these are fewer than `max_queue_s`, until they have waited for so long."""
         self._awaiting_first_schedule: dict[EngineRequest, RequestStream] = {}
         self._updated: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
 

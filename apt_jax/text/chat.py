@@ -272,7 +272,7 @@ def _with_end(messages: Sequence[dict[str, Any]], mark: str) -> list[dict[str, A
 
 
 def _up_to_end(text: str, mark: str) -> str:
-    """What was rendered before the mark, without spaces at its end if the template takes them from contents."""
+    """Return the text before the mark, without spaces at its end if the template takes them from contents."""
     before, found, after = text.rpartition(mark)
     if not found:
         raise InvalidRequestError(

@@ -332,7 +332,7 @@ class HttpApp:
         return _error_response(to_http_error(rejected, NO_ID))
 
     def _hint(self, path: str) -> str:
-        """What a client with a wrong base URL means; empty: not known."""
+        """Name the path that a client with a wrong base URL means; empty: not known."""
         known = {known for _, known in self.paths}
         meant = [other for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")) if other in known]
         return f"; did you mean {meant[0]}?" if meant else ""

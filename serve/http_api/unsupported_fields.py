@@ -113,5 +113,5 @@ def reject_unsupported(body: Mapping[str, Any]) -> None:
 
 
 def _same(value: object, neutral: object) -> bool:
-    """Whether two values are equal in JSON, where 1 is 1.0 and not true."""
+    """Return whether two values are equal in JSON, where 1 is 1.0 and not true."""
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)

@@ -1,4 +1,4 @@
-"""What clients of other servers send and look at: names, values, paths and headers."""
+"""Names, values, paths and headers that clients of other servers send and look at."""
 
 import asyncio
 import dataclasses
