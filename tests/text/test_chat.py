@@ -521,7 +521,7 @@ def test_variables_reach_the_template_as_plain_text():
         assert encoded(template, hello, template_kwargs={"enable_thinking": False}) == f"{plain}<think></think>"
         tokenizer = _byte_level()
         special = next(iter(tokenizer.special_ids))
-        mark = tokenizer.backend.id_to_token(special)
+        mark = tokenizer.backend.id_to_token(special) or ""
         with_hint = template.encode(tokenizer, hello, template_kwargs={"hint": mark})
         without = template.encode(tokenizer, hello)
         assert tokenizer.decode(with_hint, skip_special_tokens=False).endswith(mark)
