@@ -18,7 +18,9 @@ CacheMode = Literal["kv", "hidden", "hybrid"]
 HiddenAttention = Literal["auto", "reproject", "absorb"]
 """Algorithm of attention over a hidden cache; `auto` takes `absorb` wherever it is exact."""
 
-DType = Literal["float32", "bfloat16", "float16"]
+DType = Literal["float32", "bfloat16", "float16", "auto"]
+DEFAULT_MAX_SEQUENCES = 128
+DEFAULT_MAX_STOP_STRINGS = 16
 LoadFormat = Literal["auto", "safetensors", "orbax", "gguf", "pt", "dummy"]
 
 
@@ -155,13 +157,20 @@ class EngineConfig:
     chat_template: str | None = option(None, metavar="FILE")
     """File of the chat template (Jinja), or none (default: the model's)."""
     dtype: DType = option("float32")
-    """Data type of weights, activations and cache."""
+    """Data type of weights, activations and cache; auto: float32 on CPUs, else the 16-bit type of the model's files,
+    bfloat16 where they have none."""
     load_format: LoadFormat = option("auto")
     """Checkpoint format; dummy: random weights; pt: PyTorch .bin files, opened with weights_only loading."""
     max_model_len: int | None = option(None, metavar="TOKENS", low=2)
     """Maximum length of prompt plus output in tokens (default: the model's limit)."""
     served_model_name: str | None = option(None, metavar="NAME")
     """Model name that requests use (default: MODEL)."""
+    served_model_aliases: tuple[str, ...] = ()
+    """Further names that requests may use."""
+    max_sequences_per_call: int = option(DEFAULT_MAX_SEQUENCES, metavar="N", low=1, high=1024)
+    """Maximum number of outputs of one call, its prompts times n."""
+    max_stop_strings: int = option(DEFAULT_MAX_STOP_STRINGS, metavar="N", low=1, high=256)
+    """Maximum number of stop strings of a request."""
     quantization: Quantization = option(
         None, metavar="{int8,gguf}", rule="be int8 or gguf, or left out for weights as they are"
     )

@@ -20,6 +20,7 @@ from apt_jax.request import EngineRequest, FinishReason, RequestMetrics
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, ColumnTable, RequestTable, column
 from apt_jax.sched.view import CacheKindSpec, SchedulerView
+from apt_jax.structured.token_rules import start_constraint
 from apt_jax.utils.clock import Clock
 
 
@@ -248,7 +249,7 @@ class RequestStates(ColumnTable):
         """
         prompt_len = int(request.prompt_token_ids.size)
         params = request.params
-        constraint = None if request.grammar is None else request.grammar.start()
+        constraint = start_constraint(request)
         row = self.table.add(
             arrival_s=request.arrival_s,
             rank=self._next_rank,

@@ -361,8 +361,7 @@ class AsyncEngine:
         for stream in self._streams.past_deadline(now_s):
             self._drop(stream, TimeoutError("the deadline has passed"))
         for stream in self._streams.queued_too_long(now_s, engine.has_been_scheduled):
-            message = f"the request has waited for {self._max_queue_s:g} s (--max-queue-s)"
-            self._drop(stream, QueueFullError(message, self._max_queue_s))
+            self._drop(stream, self._queued_too_long(stream.request))
         if engine.has_work:
             outputs = self._step()
             if outputs is None or engine.dead_reason is not None:
@@ -470,6 +469,12 @@ class AsyncEngine:
             self._streams.fail(stream, cancelled_error() if error is None else error)
             if self._engine.is_live(stream.request):
                 self._engine.abort(stream.request.request_id)
+
+    def _queued_too_long(self, request: EngineRequest) -> QueueFullError:
+        limit_s, says = self._max_queue_s, "--max-queue-s"
+        if request.max_queue_s is not None and request.max_queue_s < limit_s:
+            limit_s, says = request.max_queue_s, "as long as it asks to"
+        return QueueFullError(f"the request has waited for {limit_s:g} s ({says})", limit_s, has_waited=True)
 
     def _note_rejected(self, request: EngineRequest) -> None:
         self._engine.note_refused()

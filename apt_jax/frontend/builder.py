@@ -72,6 +72,7 @@ def build_engine(
     # JAX takes a second to import; validation and simulation do not need it.
     from apt_jax.distributed.hosts import Leader
     from apt_jax.executor.calibrate import calibration_path, load_calibration, load_or_calibrate
+    from apt_jax.models.loading.auto_dtype import with_auto_dtype
 
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
     started = time.monotonic()
@@ -80,6 +81,7 @@ def build_engine(
         if leader is not None:
             on_joined(leader)
         loaded, mesh = load_weights(config)
+        config = with_auto_dtype(config, loaded.hf_config)
         tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
         template = None if tokenizer is None else _find_template(config, tokenizer)
         executor = make_executor(config, loaded, mesh, conversion=converts(policy))

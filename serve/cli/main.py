@@ -19,6 +19,7 @@ from apt_jax.version import __version__
 from serve.cli.flags import Parser
 from serve.client import is_http_port
 from serve.errors import CommandError
+from serve.security.single_key import KEY_VARIABLE, without_key
 
 _COMMANDS = {
     "serve": ("serve.cli.commands.serve", "serve a model over HTTP and gRPC"),
@@ -35,7 +36,7 @@ _COMMANDS = {
 }  # fmt: skip
 
 _PREFIX = "APT_JAX_"
-_VARIABLES = ("APT_JAX_CACHE_DIR", "APT_JAX_KERNEL_FLAGS")
+_VARIABLES = (KEY_VARIABLE, "APT_JAX_CACHE_DIR", "APT_JAX_KERNEL_FLAGS")
 
 
 def _misspelt_variable() -> str | None:
@@ -75,7 +76,7 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
     parser = Parser(prog=prog, description=(module.__doc__ or "").strip().split("\n\n")[0])
     module.add_arguments(parser)
     args = parser.parse_args(argv)
-    args.command_line = shlex.join(["apt-jax", command, *argv])
+    args.command_line = shlex.join(["apt-jax", command, *without_key(list(argv))])
     try:
         return int(module.run(args) or 0)
     except (ConfigError, InvalidRequestError) as error:

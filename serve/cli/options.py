@@ -14,7 +14,7 @@ from apt_jax.config import (
 from apt_jax.errors import ConfigError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.sched import POLICIES, check_policy
-from apt_jax.validation import MAX_INTEGER, RequestLimits, build_request
+from apt_jax.validation import MAX_INTEGER, MAX_STOP_STRINGS, RequestLimits, build_request
 from serve.cli import flags
 from serve.cli.flags import Parser, natural, not_negative, positive
 from serve.client import HTTP_SCHEMES, address, channel_credentials
@@ -33,6 +33,19 @@ POLICY_HELP = (
     f"{', '.join(sorted(POLICIES))}, an installed one, or package.module:Class; with options as in 'apt?violation_decay=0.4' "
     "(docs/policies.md)"
 )
+
+
+def add_served_model_argument(parser: argparse.ArgumentParser) -> None:
+    """MODEL in its place or as a flag; `engine_config` puts the bundled one in the place of None."""
+    parser.set_defaults(model=None)
+    group = parser.add_mutually_exclusive_group()
+    # SUPPRESS: the place does not undo the flag.
+    group.add_argument(
+        "model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+    )
+    group.add_argument(
+        "--model", metavar="MODEL", default=argparse.SUPPRESS, help=f"MODEL, as a flag (default: {DEFAULT_MODEL})"
+    )
 
 
 def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False, say_default: bool = False) -> None:
@@ -60,8 +73,8 @@ def no_model_given(command: str) -> str:
     )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the engine; `engine_config` reads them."""
+def add_engine_arguments(parser: argparse.ArgumentParser, *, several_names: bool = False) -> None:
+    """Flags of the engine; `engine_config` reads them. `several_names`: the model may be served under more than one."""
     flags.add_options(parser.add_argument_group("cache"), CacheConfig)
     group = parser.add_argument_group("scheduling")
     flags.add_options(group, SchedulerConfig, policy={"help": f"scheduling policy: {POLICY_HELP}"})
@@ -74,7 +87,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
             help=flags.request_help(name, " (default: none, always attained)"),
         )
     group = parser.add_argument_group("model")
-    flags.add_options(group, EngineConfig)
+    names: dict[str, Any] = {"help": "name that requests use; answers have the first (default: MODEL)", "nargs": "+"}
+    flags.add_options(group, EngineConfig, served_model_name=names if several_names else {})
     flags.add_field(group, ParallelConfig, "tensor_parallel_size")
 
 
@@ -102,12 +116,21 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
     check_policy(args.scheduling_policy)
     default_slo = SLO(seconds(args.default_slo_ttft_ms), seconds(args.default_slo_tbt_ms))
+    fields = flags.read_options(EngineConfig, args)
+    names = fields["served_model_name"]
+    if isinstance(names, list):
+        if args.model is None and len(names) > 1:
+            raise ConfigError(
+                f"which of {', '.join(names)} is the model? Give it first or by --model (--served-model-name)"
+            )
+        fields["served_model_name"], *aliases = names
+        fields["served_model_aliases"] = tuple(aliases)
     return EngineConfig(
         model=args.model or DEFAULT_MODEL,
         cache=CacheConfig(**flags.read_options(CacheConfig, args)),
         scheduler=SchedulerConfig(**flags.read_options(SchedulerConfig, args), default_slo=default_slo),
         parallel=ParallelConfig(**flags.read_options(ParallelConfig, args)),
-        **flags.read_options(EngineConfig, args),
+        **fields,
     )
 
 
@@ -174,7 +197,7 @@ class _AnyText:
 
     vocab_size = MAX_INTEGER
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [0]
 
     def min_tokens(self, text: str) -> int:
@@ -191,7 +214,11 @@ def request_fields(args: argparse.Namespace) -> dict[str, Any]:
     sampling = sampling_fields(args)
     slo = {"slo_ttft_ms": args.slo_ttft_ms, "slo_tbt_ms": args.slo_tbt_ms}
     build_request(
-        RequestLimits(vocab_size=MAX_INTEGER, max_model_len=MAX_INTEGER),
+        RequestLimits(
+            vocab_size=MAX_INTEGER,
+            max_model_len=MAX_INTEGER,
+            max_stop_strings=getattr(args, "max_stop_strings", MAX_STOP_STRINGS),
+        ),
         _AnyText(),
         prompt_token_ids=[0],
         params=sampling,

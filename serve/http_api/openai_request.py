@@ -1,8 +1,8 @@
 """Bodies of OpenAI's completions and chat completions, and the engine requests that they ask for.
 
 This module decides what a field means, `apt_jax.validation` whether its value is valid, as for every other protocol.
-Unknown fields are ignored, as in vLLM. Known fields that would change the output and are not supported are rejected: a
-response that silently ignores them would be worse than none.
+Unknown fields are ignored, as in vLLM. Known fields that would change the output and are not supported are rejected
+(`serve.http_api.unsupported_fields`): a response that silently ignores them would be worse than none.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from apt_jax.text.chat import checked_tools
 from apt_jax.validation import (
     MAX_INTEGER,
     MAX_LOGPROBS,
-    MAX_SEQUENCES,
     check_deadline_ms,
     check_flag,
     check_integer,
@@ -29,7 +28,9 @@ from apt_jax.validation import (
     check_sequences,
 )
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
-from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
+from serve.http_api.constraint_fields import OWN_FIELD, read_constraint
+from serve.http_api.unsupported_fields import reject_unsupported
+from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, max_queue_s, milliseconds
 
 Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]
@@ -46,41 +47,6 @@ PLAIN = tuple(
     if field.name not in ("max_tokens", "logprobs", "logit_bias", "structured_outputs")
 )
 
-# Fields that would change the output and are not supported, with the values that change nothing.
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "cache_salt": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": ({},),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
-    "modalities": (["text"],),
-    "priority": (0,),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "repetition_detection": (),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-}
-_HINTS = {
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), "use structured_outputs"),
-    **dict.fromkeys(("functions", "function_call"), "use tools"),
-}  # fmt: skip
 ADD_SPECIAL_TOKENS = {"completion": True, "chat": False}
 
 
@@ -199,14 +165,15 @@ def read_call(
         "tenant": tenant,
         "grammars": parts.pending_grammars,
         **_slo_fields(body, headers),
+        "max_queue_s": max_queue_s(headers),
     }
     base_id = body.get("request_id")
     if base_id is None:
         base_id = f"req-{uuid.uuid4().hex}"
     try:
         prompts = _prompts(parts, body) if kind == "completion" else _conversation(parts, body)
-        n = check_sequences(len(prompts), 1 if body.get("n") is None else body["n"])
-        _check_best_of(body, n)
+        n = check_sequences(parts.limits, len(prompts), 1 if body.get("n") is None else body["n"])
+        _check_best_of(parts, body, n)
         requests = _requests(parts, prompts, n, base_id, fields)
     except InvalidRequestError as error:
         raise _renamed(error, kind, body) from None
@@ -250,12 +217,7 @@ def flag(body: Body, name: str, prefix: str = "") -> bool:
 
 
 def _reject_unsupported(kind: Kind, body: Body) -> None:
-    for name in body.keys() & UNSUPPORTED.keys():
-        value = body[name]
-        if value is None or any(value == v and type(value) is type(v) for v in UNSUPPORTED[name]):
-            continue
-        hint = f"; {_HINTS[name]}" if name in _HINTS else ""
-        raise InvalidRequestError(name, f"is not supported{hint}")
+    reject_unsupported(body)
     if kind == "chat" and flag(body, "echo"):
         raise InvalidRequestError("echo", "is not supported for chats")
     add_special = body.get("add_special_tokens")
@@ -268,9 +230,9 @@ def _reject_unsupported(kind: Kind, body: Body) -> None:
             )
 
 
-def _check_best_of(body: Body, n: int) -> None:
+def _check_best_of(parts: EngineComponents, body: Body, n: int) -> None:
     best_of = body.get("best_of")
-    if best_of is not None and check_integer("best_of", best_of, 1, MAX_SEQUENCES) != n:
+    if best_of is not None and check_integer("best_of", best_of, 1, parts.limits.max_sequences) != n:
         raise InvalidRequestError("best_of", "is not supported beyond n; leave it out")
 
 
@@ -279,9 +241,9 @@ def _sampling_fields(kind: Kind, body: Body) -> dict[str, Any]:
     fields = {name: body[name] for name in PLAIN if body.get(name) is not None}
     if body.get("logit_bias") is not None:
         fields["logit_bias"] = _logit_bias(body["logit_bias"])
-    constraint = _structured_output(body)
+    constraint = read_constraint(body)
     if constraint is not None:
-        fields["structured_outputs"] = constraint
+        fields["structured_outputs"] = constraint.value
     most = body.get("max_tokens")
     if kind == "completion":
         if most is not None:
@@ -309,31 +271,6 @@ def _logit_bias(value: object) -> object:
     if len(changed) != len(value):
         raise InvalidRequestError("logit_bias", "a token id comes twice")
     return changed
-
-
-def _structured_output(body: Body) -> object | None:
-    """The value of `structured_outputs`, or its equivalent for `response_format`, raw."""
-    constraint, answer = body.get("structured_outputs"), body.get("response_format")
-    if answer is None:
-        return constraint
-    answer = check_mapping("response_format", answer)
-    wanted: dict[str, object] | None
-    match answer.get("type"):
-        case "text":
-            wanted = None
-        case "json_object":
-            wanted = {"json_object": True}
-        case "json_schema":
-            named = check_mapping("response_format.json_schema", answer.get("json_schema"))
-            schema = named.get("schema")
-            if schema is None:
-                raise InvalidRequestError("response_format.json_schema", "has no schema")
-            wanted = {"json": schema}
-        case _:
-            raise InvalidRequestError("response_format", "type must be one of text, json_object, json_schema")
-    if wanted is not None and constraint is not None:
-        raise InvalidRequestError("response_format", "cannot be given together with structured_outputs")
-    return constraint if wanted is None else wanted
 
 
 _SLO_PARTS = ("ttft_ms", "tbt_ms", "class", "deadline_ms")
@@ -384,7 +321,8 @@ def _conversation(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:
     messages = body.get("messages")
     if messages is None:
         raise InvalidRequestError("messages", "missing; give a list of messages")
-    ids = parts.chat_prompt(messages, tools=tools_of(body), add_generation_prompt=generation_prompt(body))
+    truncated = body.get("truncate_prompt_tokens") is not None
+    ids = parts.chat_prompt(messages, tools=tools_of(body), truncated=truncated, **template_options(body))
     return [{"prompt_token_ids": ids}]
 
 
@@ -399,9 +337,24 @@ def tools_of(body: Body) -> Any:
     return tools
 
 
-def generation_prompt(body: Body) -> bool:
-    value = body.get("add_generation_prompt")
-    return True if value is None else check_flag("add_generation_prompt", value)
+def template_options(body: Body) -> dict[str, Any]:
+    """How the chat template is used: arguments of `EngineComponents.chat_prompt`.
+
+    Raises:
+        InvalidRequestError: the last message is to be continued and another one to be begun.
+    """
+    continues = flag(body, "continue_final_message")
+    given = body.get("add_generation_prompt")
+    begins = not continues if given is None else check_flag("add_generation_prompt", given)
+    if continues and begins:
+        raise InvalidRequestError(
+            "continue_final_message", "goes with add_generation_prompt=false alone: the answer is no new message"
+        )
+    return {
+        "add_generation_prompt": begins,
+        "continue_final_message": continues,
+        "template_kwargs": body.get("chat_template_kwargs"),
+    }
 
 
 def _requests(
@@ -445,8 +398,10 @@ def _renamed(error: InvalidRequestError, kind: Kind, body: Body) -> InvalidReque
         names["max_tokens"] = "max_completion_tokens"
     if kind == "chat":
         names["logprobs"] = "top_logprobs"
-    if body.get("response_format") is not None and body.get("structured_outputs") is None:
-        names |= {f: "response_format" for f in (name,) if f.startswith("structured_outputs")}
+    if name.startswith(OWN_FIELD):
+        constraint = read_constraint(body)
+        if constraint is not None and constraint.field != OWN_FIELD:
+            names[name] = constraint.field
     if name not in names:
         return error
     message = str(error).removeprefix(f"{error.field}: ")

@@ -250,10 +250,10 @@ def _since(metrics: RequestMetrics, at_s: float | None) -> float | None:
     return None if at_s is None else _ms(at_s - metrics.arrival_s)
 
 
-def model_card(parts: EngineComponents, created_s: int) -> dict[str, Any]:
+def model_card(parts: EngineComponents, created_s: int, name: str) -> dict[str, Any]:
     """An entry of ``/v1/models``."""
     return {
-        "id": parts.model_name,
+        "id": name,
         "object": "model",
         "created": created_s,
         "owned_by": "apt-jax",

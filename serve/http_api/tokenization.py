@@ -11,7 +11,7 @@ from serve.http_api.openai_request import (
     Body,
     check_model,
     flag,
-    generation_prompt,
+    template_options,
     tools_of,
 )
 
@@ -30,9 +30,12 @@ def tokenize(parts: EngineComponents, body: Body) -> bytes:
     if tokenizer is None:
         raise InvalidRequestError("prompt", "this model has no tokenizer")
     if body.get("messages") is not None:
-        ids = parts.chat_prompt(body["messages"], tools=tools_of(body), add_generation_prompt=generation_prompt(body))
+        ids = parts.chat_prompt(body["messages"], tools=tools_of(body), **template_options(body))
     else:
         text = body.get("prompt")
+        if text is None:
+            hint = "; llama.cpp's 'content' is 'prompt' here" if body.get("content") is not None else ""
+            raise InvalidRequestError("prompt", f"missing; give prompt, a text, or messages{hint}")
         special = body.get("add_special_tokens")
         special = True if special is None else check_flag("add_special_tokens", special)
         if text == "":

@@ -40,6 +40,7 @@ from serve.grpc_api.server import ServerConfig
 from serve.http_api.server import HttpConfig
 from serve.observability import call_log as logs
 from serve.security.api_keys import ApiKeys
+from serve.security.single_key import KEY_VARIABLE, take_api_key, without_key
 from tests.support.caches import calibrations_apart
 from tests.support.chat_templates import CHATML
 from tests.support.http_serving import run as run_serving
@@ -153,6 +154,16 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--tls-client-ca", "ca.pem"), "(--tls-cert)"),
         (("serve", "--tls-cert", "/no/cert", "--tls-key", "/no/key"), "(--tls-cert)"),
         (("serve", "tiny-opt", "surplus"), "unexpected argument 'surplus'"),
+        (("serve", "tiny-opt", "--model", "other"), "--model: not allowed with argument"),
+        (("serve", "--served-model-name", "a", "b"), "which of a, b is the model? Give it first or by --model"),
+        (("serve", "--enable-lora"), "'--enable-lora'; "),
+        (("serve", "--enable-auto-tool-choice"), "tools need no flag"),
+        (("serve", "--mem-fraction-static", "0.8"), "; it is --device-memory-utilization here"),
+        (("launch", "--trust-remote-code"), "code from model directories is never run"),
+        (("info", "--enforce-eager"), "programs are compiled at the start"),
+        (("serve", "--max-sequences-per-call", "0"), "(--max-sequences-per-call)"),
+        (("serve", "--max-stop-strings", "0"), "(--max-stop-strings)"),
+        (("serve", "--api-key", "short"), "(--api-key, APT_JAX_API_KEY)"),
         (("serve", "--max-num-batched-tokens", "3"), "(--max-num-batched-tokens)"),
         (("calibrate", "tiny-opt", "--describe", "here.txt"), "--describe: 'here.txt' must end in .json"),
         (("generate", "tiny-opt"), "PROMPT"),
@@ -165,7 +176,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         ),
         (("chat", "tiny-opt", "--top-p", "5"), "top_p: 5.0"),
         (("chat", "tiny-opt", "--slo-ttft-ms", "-1"), "slo_ttft_ms: -1.0"),
-        (("chat", "tiny-opt", *("--stop", "x") * 5), "stop: 5 strings"),
+        (("chat", "tiny-opt", *("--stop", "x") * 17), "stop: 17 strings"),
     ],
 )
 def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
@@ -175,7 +186,7 @@ def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     assert says in err
     assert err.startswith("apt-jax")
     assert err.count("\n") == 1
-    assert "compil" not in err  # before a model is loaded
+    assert "compiling" not in err  # before a model is loaded
 
 
 def test_O2_a_misspelt_variable_is_one_line(monkeypatch, tmp_path):
@@ -205,19 +216,84 @@ def test_O1_an_address_that_others_reach_is_refused_or_warned_of_at_each_start(c
 
 
 @pytest.mark.parametrize("command", sorted(_COMMANDS))
-def test_O5_no_flag_takes_a_key(command):
+def test_O5_no_flag_but_one_takes_a_key(command):
     """Every user of the machine can read argv."""
     parser = Parser()
     importlib.import_module(_COMMANDS[command][0]).add_arguments(parser)
     flags = {flag: action for action in parser._actions for flag in action.option_strings}
     secret = {flag for flag in flags if re.search("key|secret|password|credential|auth", flag)}
-    assert all(flags[flag].metavar == "FILE" for flag in secret), secret
+    in_argv = {flag for flag in secret if flags[flag].metavar != "FILE"}
+    assert in_argv == ({"--api-key"} if command in ("serve", "launch") else set())
     assert command != "serve" or {"--api-key-file", "--operator-key-file", "--join-key-file"} <= secret
     value = "sk-0123456789abcdefghij"
-    for argv in (("--api-key", value), (f"--api-key={value}",), ("--key", value), (f"--operator-key={value}",)):
+    wrong = [("--key", value), (f"--operator-key={value}",)]
+    if not in_argv:
+        wrong += [("--api-key", value), (f"--api-key={value}",)]
+    for argv in wrong:
         code, out, err = run(command, *argv)
         assert code == 2
         assert value not in out + err
+
+
+def test_O5_the_key_of_the_variable_is_taken_out_and_that_of_the_flag_warned_of(caplog):
+    value, other = "sk-0123456789abcdefghij", "sk-another-key-of-20-chars"
+    env = {KEY_VARIABLE: value, "HOME": "/"}
+    assert take_api_key(None, env) == value
+    assert env == {"HOME": "/"}
+    assert take_api_key(None, env) is None
+    assert not caplog.records
+    assert take_api_key(value, env) == value
+    assert "every user of this machine can read the key" in caplog.text
+    with pytest.raises(ConfigError, match="two API keys") as caught:
+        take_api_key(value, {KEY_VARIABLE: other})
+    assert value not in caplog.text + str(caught.value)
+    assert other not in str(caught.value)
+    assert without_key(["m", "--api-key", value, "-x", f"--api-key={value}"]) == [
+        "m", "--api-key", "***", "-x", "--api-key=***",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["", "short", "with a space in its middle", "x" * 19])
+def test_O9_a_single_key_that_is_no_key_is_refused(monkeypatch, value):
+    monkeypatch.setenv(KEY_VARIABLE, value)
+    code, out, err = run("serve")
+    assert (code, out) == (2, "")
+    assert "20 or more printable ASCII characters without spaces (--api-key, APT_JAX_API_KEY)" in err
+    assert not value or value not in err.replace("short", "") or value == "short"
+
+
+def test_a_single_key_is_one_of_the_keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("sk-key-of-the-file-0123456789\n")
+    file.chmod(0o600)
+    parser = argparse.ArgumentParser()
+    serve_command.add_arguments(parser)
+    argv = ["--api-key", "sk-0123456789abcdefghij", "--api-key-file", str(file), "--host", "0.0.0.0"]
+    _, keys, _ = serve_command.check(parser.parse_args(argv))
+    assert keys is not None
+    assert keys.accepts("Bearer sk-0123456789abcdefghij")
+    assert keys.accepts("Bearer sk-key-of-the-file-0123456789")
+    assert not keys.accepts("Bearer sk-0123456789abcdefghi")
+
+
+@pytest.mark.parametrize(
+    ("argv", "model", "names"),
+    [
+        ((), "tiny-opt", None),
+        (("opt-125m",), "opt-125m", None),
+        (("--model", "opt-125m"), "opt-125m", None),
+        (("--model=opt-125m", "--served-model-name", "a", "b"), "opt-125m", ("a", "b")),
+        (("opt-125m", "--served-model-name", "a", "b", "--dtype", "auto"), "opt-125m", ("a", "b")),
+        (("--served-model-name", "a"), "tiny-opt", ("a",)),
+    ],
+)
+def test_the_model_and_its_names(argv, model, names):
+    parser = Parser()
+    serve_command.add_arguments(parser)
+    config, _, _ = serve_command.check(parser.parse_args(argv))
+    assert config.model == model
+    first = () if config.served_model_name is None else (config.served_model_name,)
+    assert (*first, *config.served_model_aliases) == (names or ())
 
 
 @pytest.mark.parametrize(
@@ -781,7 +857,9 @@ def test_H10_a_port_that_needs_privileges_is_found_before_the_model_is_loaded(mo
         raise AssertionError("loaded")
 
     monkeypatch.setattr(socket.socket, "bind", bind)
-    with pytest.raises(CommandError, match=r"cannot listen on 127.0.0.1:443 \(Permission denied\).*--grpc-port"):
+    with pytest.raises(
+        CommandError, match=r"cannot listen on 127.0.0.1:443 for gRPC \(Permission denied\).*--grpc-port"
+    ):
         asyncio.run(
             serve_command.serve(EngineConfig(model="toy"), ServerConfig(port=443), shutdown_timeout_s=1.0, build=build)
         )
