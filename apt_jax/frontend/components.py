@@ -172,6 +172,7 @@ def build_components(
         max_pool_tokens=pool_tokens,
         eos_token_ids=tuple(eos_token_ids),
         default_slo=config.scheduler.default_slo,
+        max_prompt_logprobs=config.scheduler.max_prompt_logprobs,
     )
     grammars = None
     if tokenizer is not None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from apt_jax.config import SLO
+from apt_jax.config import SLO, SchedulerConfig
 from apt_jax.errors import InvalidRequestError
 from apt_jax.options import field_docs
 from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
@@ -141,6 +141,7 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="include_stop_str_in_output", type="boolean"),
         FieldSpec(name="skip_special_tokens", type="boolean"),
         FieldSpec(name="logprobs", type="integer", min=0, max=MAX_LOGPROBS),
+        FieldSpec(name="prompt_logprobs", type="integer", min=0, max=MAX_LOGPROBS),
         FieldSpec(name="structured_outputs", type="object"),
         FieldSpec(name="n", type="integer", min=1, max=MAX_SEQUENCES, text="Number of outputs per prompt."),
         FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among live requests of a tenant."),
@@ -195,12 +196,13 @@ class RequestLimits:
     """Ids that end an output unless `ignore_eos`."""
     default_slo: SLO = SLO()  # noqa: RUF009 - frozen
     """Default SLO, for requests that have none."""
+    max_prompt_logprobs: int = SchedulerConfig.max_prompt_logprobs
+    """Log probabilities of prompt tokens that a call may ask for."""
 
 
 _TEXT_ALONE = "the model takes text alone; leave it out"
 _ONE_PLACE = "a request is computed in one place; leave it out"
 UNSUPPORTED = {
-    "prompt_logprobs": "log probabilities of prompt tokens are not computed; leave it out",
     "truncate_prompt_tokens": "prompts are never cut; leave it out and send what shall be read",
     "structural_tag": "structural tags are not supported; use json, regex, choice or grammar",
     "mm_inputs": _TEXT_ALONE,
