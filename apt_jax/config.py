@@ -92,6 +92,9 @@ class SchedulerConfig:
     """Maximum number of waiting requests; more are rejected."""
     max_num_queued_tokens: int | None = option(None, metavar="TOKENS", low=1)
     """Maximum number of prompt tokens of waiting requests; more are rejected (default: unlimited)."""
+    max_prompt_logprobs: int = option(262_144, metavar="NUMBERS", low=1)
+    """Maximum number of log probabilities that a call may ask for of its prompts, `prompt_logprobs` + 1 for each
+    token."""
     max_queue_s: float = option(600.0, metavar="S", positive=True)
     """Maximum queueing time in seconds; a server rejects requests that were not scheduled by then."""
     slo_admission: Literal["off", "warn", "on"] = option("off", rule="be 'off', 'warn' or 'on'")

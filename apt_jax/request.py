@@ -81,6 +81,9 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     logprobs: int | None = None
     """Return the log probabilities of the sampled token and of this many most likely ones."""
+    prompt_logprobs: int | None = None
+    """Return the log probability of each token of the prompt after the first, and of this many most likely ones in its
+    place."""
     structured_outputs: StructuredOutputsParams | None = None
     """Structured output constraint: tokens that lead to no allowed output are masked at every step."""
     bad_words: tuple[str, ...] = ()
@@ -198,6 +201,20 @@ class Logprob:
     decoded_token: str | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptLogprobs:
+    """Log probabilities of m tokens of a prompt, each given the tokens before it; natural logarithms."""
+
+    logprob: NDArray[np.float32]
+    """(m,)"""
+    rank: NDArray[np.int32]
+    """(m,) 1 where no token was more likely."""
+    top_ids: NDArray[np.int32]
+    """(m, k) most likely tokens in its place, best first."""
+    top_logprobs: NDArray[np.float32]
+    """(m, k)"""
+
+
 @dataclasses.dataclass(kw_only=True)
 class RequestMetrics:
     """Times of one request, on the engine's clock."""
@@ -274,3 +291,6 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     """Reason for which it ended with `finish_reason == "error"`."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry per prompt token where the request asked for it, None for the first: the token and the most likely
+    ones in its place."""

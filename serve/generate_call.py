@@ -172,6 +172,7 @@ async def run_generate(transport: Transport, service: CallService) -> None:
         engine = service.admit()
         call = await transport.read(engine)
         record.request_id = call.call_id
+        await engine.prepare(call.requests)
         group = engine.submit_batch(call.requests, deadline_s=call.deadline_s)
         transport.on_disconnect(group.cancel)
         reasons: set[str] = set()

@@ -108,6 +108,8 @@ class AsyncEngine:
         self._drain_until_s = 0.0
         self._end_error: EngineDeadError | None = None
         self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._prompts_prepared: concurrent.futures.Future[None] | None = None
+        """Set once the programs for log probabilities of prompts are compiled; None: nobody has asked for any."""
         self._abandoned = False
         """All streams were ended while a step was running, which may never end."""
         self._log: TimelineLog | None = None
@@ -150,6 +152,30 @@ class AsyncEngine:
         self._submit(streams)
         return RequestStreamGroup(streams, updated)
 
+    async def prepare(self, requests: Sequence[EngineRequest]) -> None:
+        """Compile what the requests need and few servers do, while the engine runs; call it before they are submitted.
+
+        Nothing happens where it has been compiled. A request that is submitted without it waits for the compiler as all
+        others do.
+        """
+        if all(request.params.prompt_logprobs is None for request in requests):
+            return
+        with self._work:
+            prepared = self._prompts_prepared
+            if prepared is None:
+                prepared = self._prompts_prepared = concurrent.futures.Future()
+                threading.Thread(target=self._prepare_prompts, args=(prepared,), daemon=True).start()
+        await asyncio.shield(asyncio.wrap_future(prepared))  # others wait for it too
+
+    def _prepare_prompts(self, prepared: "concurrent.futures.Future[None]") -> None:
+        try:
+            self.parts.executor.prepare_prompt_logprobs()
+        except Exception as error:
+            self._prompts_prepared = None  # the next request tries again
+            prepared.set_exception(error)
+        else:
+            prepared.set_result(None)
+
     async def generate(
         self, request: EngineRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[RequestOutput]:
@@ -158,7 +184,7 @@ class AsyncEngine:
         Leaving the loop early and closing the generator ends the request.
         """
         stream = self.submit(request, deadline_s=deadline_s)
-        state = RequestState(request)
+        state = RequestState(request, self.parts.assembler.token_text)
         try:
             async for delta in stream:
                 state.add(delta)

@@ -190,6 +190,7 @@ def build_components(
         max_sequences=config.max_sequences_per_call,
         max_stop_strings=config.max_stop_strings,
         default_slo=config.scheduler.default_slo,
+        max_prompt_logprobs=config.scheduler.max_prompt_logprobs,
     )
     grammars = None
     if tokenizer is not None:

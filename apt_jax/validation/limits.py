@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from apt_jax.config import DEFAULT_MAX_SEQUENCES, DEFAULT_MAX_STOP_STRINGS, SLO
+from apt_jax.config import DEFAULT_MAX_SEQUENCES, DEFAULT_MAX_STOP_STRINGS, SLO, SchedulerConfig
 from apt_jax.errors import InvalidRequestError
 from apt_jax.options import field_docs
 from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
@@ -143,6 +143,7 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="include_stop_str_in_output", type="boolean"),
         FieldSpec(name="skip_special_tokens", type="boolean"),
         FieldSpec(name="logprobs", type="integer", min=0, max=MAX_LOGPROBS),
+        FieldSpec(name="prompt_logprobs", type="integer", min=0, max=MAX_LOGPROBS),
         FieldSpec(name="structured_outputs", type="object"),
         FieldSpec(name="bad_words", type="strings", max_items=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS),
         FieldSpec(name="allowed_token_ids", type="token ids", max_items=MAX_ALLOWED_TOKEN_IDS),
@@ -204,12 +205,13 @@ class RequestLimits:
     """Stop strings of a request."""
     default_slo: SLO = SLO()  # noqa: RUF009 - frozen
     """Default SLO, for requests that have none."""
+    max_prompt_logprobs: int = SchedulerConfig.max_prompt_logprobs
+    """Log probabilities of prompt tokens that a call may ask for."""
 
 
 _TEXT_ALONE = "the model takes text alone; leave it out"
 _ONE_PLACE = "a request is computed in one place; leave it out"
 UNSUPPORTED = {
-    "prompt_logprobs": "log probabilities of prompt tokens are not computed; leave it out",
     "structural_tag": "structural tags are not supported; use json, regex, choice or grammar",
     "mm_inputs": _TEXT_ALONE,
     "extra_mm_inputs": _TEXT_ALONE,

@@ -89,6 +89,7 @@ def build_request(
     if checked_params.max_tokens == AS_MANY_AS_FIT:
         checked_params = with_room_filled(limits, checked_params, token_ids.size)
     check_length(limits, token_ids.size, checked_params.max_tokens)
+    check_prompt_logprobs(limits, [(token_ids.size, checked_params)])
     grammar = None
     if checked_params.structured_outputs is not None:  # the slowest check, last
         if grammars is None:
@@ -187,6 +188,25 @@ def _kept_tokens(limits: RequestLimits, params: SamplingParams) -> int | None:
     longest = min(limits.max_model_len, limits.max_pool_tokens or limits.max_model_len)
     output = max(params.min_tokens, 1) if params.max_tokens == AS_MANY_AS_FIT else params.max_tokens
     return max(longest - output, 1)  # where there is no room the length check says so
+
+
+def check_prompt_logprobs(limits: RequestLimits, requests: Sequence[tuple[int, SamplingParams]]) -> None:
+    """Check how many log probabilities the requests of a call ask for.
+
+    Args:
+        limits: of the engine.
+        requests: length of the prompt, and parameters, of each.
+
+    Raises:
+        InvalidRequestError: more than `RequestLimits.max_prompt_logprobs`.
+    """
+    wanted = sum(size * (p.prompt_logprobs + 1) for size, p in requests if p.prompt_logprobs is not None)
+    if wanted > limits.max_prompt_logprobs:
+        raise InvalidRequestError(
+            "prompt_logprobs",
+            f"the prompts ask for {wanted} log probabilities, at most {limits.max_prompt_logprobs} are returned at once; "
+            "send shorter or fewer prompts, or ask for fewer tokens at each place",
+        )
 
 
 def check_token_ids(limits: RequestLimits, field: str, value: object, most: int) -> list[int]:

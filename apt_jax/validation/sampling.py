@@ -96,6 +96,7 @@ def checked_sampling_params(
         include_stop_str_in_output=check_flag("include_stop_str_in_output", params.include_stop_str_in_output),
         skip_special_tokens=check_flag("skip_special_tokens", params.skip_special_tokens),
         logprobs=None if params.logprobs is None else _checked("logprobs", params.logprobs),
+        prompt_logprobs=None if params.prompt_logprobs is None else _checked("prompt_logprobs", params.prompt_logprobs),
         structured_outputs=checked_structured_outputs(params.structured_outputs),
         bad_words=_bad_words(tokenizer, params.bad_words),
         allowed_token_ids=_allowed_token_ids(limits, params.allowed_token_ids),

@@ -230,7 +230,10 @@ class _GrpcCall:
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         if group.ended:  # before the client knows: it may use the id again
             self.close()
-        for message in self._codec.messages(index, delta):
+        encoded = self._codec.messages(index, delta)
+        if delta.prompt_logprobs is not None:  # they may be many
+            encoded = await asyncio.to_thread(list, encoded)
+        for message in encoded:
             await self._send(message, group)
 
     async def finish(self) -> None:

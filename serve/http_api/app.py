@@ -47,7 +47,7 @@ from serve.http_api.calls import (
 from serve.http_api.errors import DROPPED_REASON_KEYS, BadCallError, HttpError, to_http_error
 from serve.http_api.openai_request import Body, Kind, parse_json
 from serve.http_api.openai_response import model_card
-from serve.http_api.tokenization import detokenize, tokenize
+from serve.http_api.tokenization import detokenize, tokenize, tokenizer_info
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import NO_ID, CallRecord
 from serve.observability.profiler import Profiler
@@ -91,6 +91,7 @@ class HttpApp:
                 Route("/v1/requests/{request_id}/decisions", _safely(self._decisions), methods=["GET"]),
                 Route("/tokenize", _safely(self._tokenize), methods=["POST"]),
                 Route("/detokenize", _safely(self._detokenize), methods=["POST"]),
+                Route("/tokenizer_info", _safely(self._tokenizer_info), methods=["GET"]),
                 Route("/health", _safely(self._health), methods=["GET"]),
                 Route("/ping", _safely(self._health), methods=["GET", "POST"]),
                 Route("/version", _safely(self._version), methods=["GET"]),
@@ -234,6 +235,10 @@ class HttpApp:
 
     async def _detokenize(self, request: Request) -> Response:
         return await self._with_body(request, detokenize)
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        body = await asyncio.to_thread(tokenizer_info, self._service.engine().parts)  # it reads files
+        return Response(body, media_type="application/json")
 
     async def _with_body(self, request: Request, function: Callable[[EngineComponents, Body], bytes]) -> Response:
         parts, work, owner = self._service.admit().parts, self._service.work, owner_of(request.scope)

@@ -25,6 +25,7 @@ from apt_jax.validation import (
     check_flag,
     check_integer,
     check_mapping,
+    check_prompt_logprobs,
     check_sequences,
 )
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
@@ -112,6 +113,12 @@ class CompletionCall:
     """Every chunk of a stream has the usage so far."""
     echoes: Sequence[str] | None
     """Text before the completion, by prompt."""
+    echo_logprobs: bool = False
+    """Log probabilities begin with those of the prompt."""
+    prompt_logprobs: bool = False
+    """Choices hold the log probabilities of the prompt."""
+    without_output: bool = False
+    """The response is about the prompt alone: the one token that was generated is left out."""
     token_ids: bool
     """Choices hold token ids."""
     tokens_as_ids: bool
@@ -175,9 +182,11 @@ def read_call(
         n = check_sequences(parts.limits, len(prompts), 1 if body.get("n") is None else body["n"])
         _check_best_of(parts, body, n)
         requests = _requests(parts, prompts, n, base_id, fields)
+        check_prompt_logprobs(parts.limits, [(r.prompt_token_ids.size, r.params) for r in requests])
     except InvalidRequestError as error:
         raise _renamed(error, kind, body) from None
     deadline_ms = _slo_value(body, "deadline_ms", "deadline_ms")
+    echoes = _echoes(parts, body, requests[::n]) if kind == "completion" else None
     return CompletionCall(
         kind=kind,
         call_id=f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{base_id}",
@@ -189,7 +198,10 @@ def read_call(
         stream=stream,
         include_usage=options is not None and flag(options, "include_usage", "stream_options."),
         continuous_usage=options is not None and flag(options, "continuous_usage_stats", "stream_options."),
-        echoes=_echoes(parts, body, requests[::n]) if kind == "completion" else None,
+        echoes=echoes,
+        echo_logprobs=echoes is not None and body.get("logprobs") is not None,
+        prompt_logprobs=body.get("prompt_logprobs") is not None,
+        without_output=kind == "completion" and body.get("max_tokens") == 0,
         token_ids=flag(body, "return_token_ids"),
         tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
         timings=flag(body, "aptjax_timings"),
@@ -245,11 +257,17 @@ def _sampling_fields(kind: Kind, body: Body) -> dict[str, Any]:
     if constraint is not None:
         fields["structured_outputs"] = constraint.value
     most = body.get("max_tokens")
+    if fields.get("prompt_logprobs") is not None and flag(body, "stream"):
+        raise InvalidRequestError("prompt_logprobs", "is not available with stream=true")
     if kind == "completion":
         if most is not None:
             fields["max_tokens"] = most
         if body.get("logprobs") is not None:
             fields["logprobs"] = body["logprobs"]
+            if flag(body, "echo"):
+                fields.setdefault("prompt_logprobs", body["logprobs"])
+        if most == 0 and type(most) is int and (flag(body, "echo") or "prompt_logprobs" in fields):
+            fields["max_tokens"] = 1  # the least that the engine computes; the response leaves it out
         return fields
     newer = body.get("max_completion_tokens")
     if newer is not None and most is not None:
@@ -377,8 +395,6 @@ def _requests(
 def _echoes(parts: EngineComponents, body: Body, requests: Iterable[EngineRequest]) -> Sequence[str] | None:
     if not flag(body, "echo"):
         return None
-    if body.get("logprobs") is not None:
-        raise InvalidRequestError("echo", "is not supported together with logprobs")
     if parts.tokenizer is None:
         raise InvalidRequestError("echo", "this model has no tokenizer, so its prompts have no text")
     return [

@@ -142,6 +142,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
         ),
         "/tokenize": post("Tokenize", "Text or a conversation to token ids.", {**_good("Tokenize"), "links": {"detokenize": detokenize}}),
         "/detokenize": post("Detokenize", "Token ids to text.", _good("Detokenize")),
+        "/tokenizer_info": get("TokenizerInfo", "Settings of the tokenizer.", _good("TokenizerInfo"), 404, 503),
         "/health": get("Health", "Liveness: 200 also while loading and draining.", {"description": "Alive."}, 503, open_=True),
         "/ping": {
             **get("Ping", "The same as /health, as SageMaker asks for it.", {"description": "Alive."}, 503, open_=True),
@@ -275,7 +276,8 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
             "anyOf": [_TEXT, texts, ids, _list(ids, 1, sequences)],
             "description": "A text, texts, token ids, or lists of them.",
         },
-        "max_tokens": _or_null(_integer(1, most)) | {"default": SamplingParams().max_tokens},
+        "max_tokens": _or_null(_integer(0, most))
+        | {"default": SamplingParams().max_tokens, "description": "0 with `echo` or `prompt_logprobs` alone."},
         "logprobs": _or_null(_field("logprobs")),
         "echo": _or_null(_FLAG),
     }
@@ -515,14 +517,19 @@ def _answers() -> Schema:
     of_chat = {"content": _many(_all({**named, "top_logprobs": _many(_all(named))}))}
     of_text = {
         "tokens": _many(_STRING),
-        "token_logprobs": _many(_NUMBER),
-        "top_logprobs": _many({"type": "object", "additionalProperties": _NUMBER}),
+        "token_logprobs": _many(maybe_number),
+        "top_logprobs": _many(_or_null({"type": "object", "additionalProperties": _NUMBER})),
         "text_offset": _many(_COUNT),
     }
     end = {
         "finish_reason": {"enum": ["stop", "length", "abort"]},
         "stop_reason": {"type": ["integer", "string", "null"]},
     }
+    of_prompt = _many(_or_null({
+        "type": "object",
+        "additionalProperties": _all({"logprob": _NUMBER, "rank": _COUNT, "decoded_token": _or_null(_STRING)}),
+    }))  # fmt: skip
+    prompt = {"prompt_logprobs": _or_null(of_prompt)}
     more = {"token_ids": _many(_COUNT), "prompt_token_ids": _many(_COUNT), "aptjax": served}
     made: Schema = {}
     for name, kind, logprobs in (
@@ -535,9 +542,14 @@ def _answers() -> Schema:
         whole = {"message": _all({**said, "refusal": _NULL})} if is_chat else {"text": _STRING}
         piece = {"delta": _all(said, optional=("role",))} if is_chat else {"text": _STRING}
         going = {"finish_reason": _or_null(end["finish_reason"]), "stop_reason": end["stop_reason"]}
-        choice = _all({**common, **whole, **end, **more}, optional=tuple(more))
+        of_choice = more if is_chat else {**more, **prompt}
+        choice = _all({**common, **whole, **end, **of_choice}, optional=tuple(of_choice))
         chunk_choice = _all({**common, **piece, **going, **more}, optional=("stop_reason", *more))
-        made[name] = _all({**head, "object": {"const": kind}, "choices": _many(choice), "usage": usage})
+        of_call = prompt if is_chat else {}
+        made[name] = _all(
+            {**head, "object": {"const": kind}, "choices": _many(choice), "usage": usage, **of_call},
+            optional=tuple(of_call),
+        )
         kind += ".chunk" if is_chat else ""
         made[f"{name}Chunk"] = _all(
             {**head, "object": {"const": kind}, "choices": _many(chunk_choice), "usage": _or_null(usage)},
@@ -566,6 +578,7 @@ def _answers() -> Schema:
         }),
         "Detokenize": _all({"prompt": _STRING}),
         "Version": _all({"version": _STRING}),
+        "TokenizerInfo": _object({"tokenizer_class": _STRING, "model_max_length": _COUNT}),
         "StartProfile": _all({"directory": _STRING, "ends_after_s": _NUMBER}),
         "StopProfile": _all({"directory": _STRING}),
         "Error": _all({"error": _all(error)}),

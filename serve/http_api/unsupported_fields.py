@@ -26,7 +26,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "mm_processor_kwargs": ({},),
     "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (-1,),

@@ -64,6 +64,7 @@ SAMPLING: dict[str, list[Any]] = {
     "include_stop_str_in_output": [True, False],
     "skip_special_tokens": [True, False],
     "logprobs": [*at(0, V.MAX_LOGPROBS), 3, 2**31 - 1],
+    "prompt_logprobs": [*at(0, V.MAX_LOGPROBS), 3, 2**31 - 1],
     "structured_outputs": [
         {}, {"json_object": False}, {"json_object": True}, {"disable_any_whitespace": True}, {"json": "{}"}, {"json": "{"}, {"json": ""}, {"json": "3"},
         {"json": '{"type": "strin"}'}, {"json": '{"x-guidance": 1}'}, {"regex": "a+"}, {"regex": "("}, {"regex": ""}, {"choice": ["yes"]},
@@ -103,7 +104,7 @@ REQUESTS: list[Request] = [
 ]  # fmt: skip
 # Of VllmEngine's sampling parameters.
 CONSTRAINTS = {"json_schema", "regex", "grammar", "json_object", "choice"}
-ELSEWHERE = {"n", "prompt_logprobs", "truncate_prompt_tokens", "structural_tag"}
+ELSEWHERE = {"n", "truncate_prompt_tokens", "structural_tag"}
 NOT_IN_APTSERVE = {"bad_words", "allowed_token_ids", "truncate_prompt_tokens"}
 NO_EFFECT = {"spaces_between_special_tokens", "grammar_from_first_token"}
 

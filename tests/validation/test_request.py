@@ -274,6 +274,7 @@ BAD = {
     "include_stop_str_in_output": [0, "yes", None],
     "skip_special_tokens": [1, "no", None],
     "logprobs": [-1, 21, HUGE, *NOT_INTEGERS],
+    "prompt_logprobs": [-1, 21, HUGE, *NOT_INTEGERS],
     "structured_outputs": [
         5, "{}", True, [], {}, {"json": None}, {"json_object": False}, {"jsn": "{}"}, {1: 2}, {"json": "{}", "regex": "a"},
         {"json_object": True, "choice": ["a"]}, StructuredOutputsParams(), StructuredOutputsParams(json={}, grammar="a"),
@@ -319,6 +320,8 @@ GOOD = [
     {"stop_token_ids": tuple(range(16))},
     {"logprobs": 0},
     {"logprobs": 20},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": 20},
 ]
 
 
@@ -438,7 +441,6 @@ def test_R6_n_outputs_are_n_requests():
 
 
 def test_what_other_engines_take_is_refused_with_the_reason():
-    assert "not computed" in refused("prompt_logprobs", params={"prompt_logprobs": 1})
     refused("structural_tag", params={"structured_outputs": {"structural_tag": "{}"}})
     assert str(unsupported("mm_inputs")).startswith("mm_inputs: the model takes text alone")
 

@@ -287,7 +287,7 @@ async def serving_parts(parts) -> AsyncIterator[Served]:
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("n", {"sampling_params": {"n": 129}}),
     ("n", {"sampling_params": {"n": 2**32 - 1}}),
-    ("prompt_logprobs", {"sampling_params": {"prompt_logprobs": 0}}),
+    ("prompt_logprobs", {"sampling_params": {"prompt_logprobs": 21}}),
     ("truncate_prompt_tokens", {"sampling_params": {"truncate_prompt_tokens": -2}}),
     ("structural_tag", {"sampling_params": {"structural_tag": "{}"}}),
     ("mm_inputs", {"mm_inputs": {"mm_hashes": ["x"]}}),
