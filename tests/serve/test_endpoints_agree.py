@@ -129,8 +129,9 @@ class Endpoints:
     async def agree(self, case: Request) -> None:
         """Send a case to every endpoint that can express it; require the same verdict in the same words, or the same
         tokens and text."""
-        # The engine's own seeds count requests.
-        case = {**case, "params": {"seed": 11} | dict(case["params"])}
+        # The engine's own seeds count requests, and -1 is another one each time.
+        params = {"seed": 11} | dict(case["params"])
+        case = {**case, "params": params | {"seed": 11} if params["seed"] == -1 else params}
         python = ask_python(self._llm, case)
         self.counts[f"python {python[0]}"] += 1
         for name, ask in (("http", ask_http), ("aptserve", ask_aptserve), ("vllm", ask_vllm)):
