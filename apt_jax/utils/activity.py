@@ -1,4 +1,4 @@
-"""What this process does for long without parts that could be counted, for those who report it meanwhile.
+"""Names of what this process does for long without parts that could be counted, for those who report it meanwhile.
 
 with activity("compiling the CPU kernels"):
     ...
@@ -26,6 +26,6 @@ def activity(what: str) -> Iterator[None]:
 
 
 def current_activity() -> str | None:
-    """What is done now; None: nothing that has a name."""
+    """Return what is done now; None: nothing that has a name."""
     with _lock:
         return _current[-1] if _current else None
