@@ -64,7 +64,7 @@ class AppConfig:
     profiler: Profiler | None = None
     """None: there are no paths for it."""
     dashboard: bool = True
-    """Serve the dashboard at `/dashboard`."""
+    """Serve the pages at `/dashboard` and `/chat`."""
     browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
 
 
@@ -237,7 +237,10 @@ class HttpCall:
 
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         if self._call.stream:
-            events = self._response.events(index, delta)
+            if delta.prompt_logprobs is None:
+                events = self._response.events(index, delta)
+            else:  # they may be large
+                events = await asyncio.to_thread(self._response.events, index, delta)
             if not self._writer.status:
                 await self._writer.start(200, {**STREAM_HEADERS, **self._headers()})
             if events:
@@ -252,7 +255,11 @@ class HttpCall:
             await self._writer.body(self._response.end())
             return
         ordered = [self._collected[index] for index in range(len(self._call.requests))]
-        await self._writer.json(200, self._response.whole(ordered), self._headers())
+        if all(delta.prompt_logprobs is None for delta in ordered):
+            data = self._response.whole(ordered)
+        else:  # it may be large
+            data = await asyncio.to_thread(self._response.whole, ordered)
+        await self._writer.json(200, data, self._headers())
 
     def disconnect_reason(self, error: Exception) -> str | None:
         happened = self._watcher is not None and self._watcher.happened

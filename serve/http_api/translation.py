@@ -82,6 +82,14 @@ def field_renamer(
     return rename
 
 
+def set_thinking(chat: dict[str, Any], wanted: bool) -> None:
+    """Tell the chat template whether the model shall think, by the variable that most templates have for it; one that
+    the body sets itself stays."""
+    given = chat.get("chat_template_kwargs")
+    if given is None or isinstance(given, Mapping):
+        chat["chat_template_kwargs"] = {"enable_thinking": wanted, **(given or {})}
+
+
 def check_items(field: str, value: object) -> Sequence[Any]:
     """Return a list that is not empty, of no more items than a conversation may have messages.
 

@@ -15,7 +15,7 @@ from serve.http_api.json_schemas import Schema
 from serve.http_api.messages.content import messages_of
 from serve.http_api.messages.tools import chat_choice, chat_tools
 from serve.http_api.openai_request import Body, CompletionCall
-from serve.http_api.translation import chat_fields, chat_schemas, field_renamer, quoted
+from serve.http_api.translation import chat_fields, chat_schemas, field_renamer, quoted, set_thinking
 
 ID_PREFIX = "msg_"
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 
 _TAKEN = ("cache_control", "max_tokens", "messages", "metadata", "output_config", "output_format", "service_tier",
           "stop_sequences", "system", "temperature", "thinking", "tool_choice", "tools")  # fmt: skip
-_OWN = (*_TAKEN, *REFUSED)
+_OWN = (*_TAKEN, *REFUSED, "add_generation_prompt", "continue_final_message")
 _OF_CHAT = {
     "functions": "tools",
     "function_call": "tool_choice",
@@ -46,6 +46,7 @@ _OF_CHAT = {
     "top_logprobs": "/v1/chat/completions",
 }
 _NAMES = {
+    "continue_final_message": "messages",
     "parallel_tool_calls": "tool_choice",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
@@ -125,7 +126,8 @@ def count_tokens(parts: EngineComponents, body: Body) -> bytes:
     openai_request.check_model(parts, body)
     chat = _conversation(body)
     try:
-        ids = parts.chat_prompt(chat["messages"], tools=openai_request.tools_of(chat))
+        tools, options = openai_request.tools_of(chat), openai_request.template_options(chat)
+        ids = parts.chat_prompt(chat["messages"], tools=tools, **options)
     except InvalidRequestError as error:
         raise field_renamer(_NAMES)(error) from None
     return json_bytes({"input_tokens": len(ids)})
@@ -144,8 +146,8 @@ def _conversation(body: Body) -> dict[str, Any]:
             raise InvalidRequestError(name, "is not supported")
     chat = chat_fields(body, _OWN, _OF_CHAT)
     chat["messages"] = messages = messages_of(body.get("system"), body.get("messages"))
-    if messages[-1]["role"] == "assistant":
-        raise InvalidRequestError("messages", "a last message of the assistant is not continued; end with the user's")
+    if messages[-1]["role"] == "assistant":  # the answer goes on with it
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     tools = chat_tools(body.get("tools"))
     choice, parallel = chat_choice(body.get("tool_choice"))
     if tools:
@@ -154,7 +156,7 @@ def _conversation(body: Body) -> dict[str, Any]:
         chat["tool_choice"] = choice
     _take_output_config(body, chat)
     _check_metadata(body.get("metadata"))
-    _check_thinking(body.get("thinking"))
+    _take_thinking(body, chat)
     tier = body.get("service_tier")
     if tier is not None and tier not in SERVICE_TIERS:
         raise InvalidRequestError("service_tier", f"{quoted(tier)} must be one of {', '.join(SERVICE_TIERS)}")
@@ -187,17 +189,20 @@ def _check_metadata(metadata: object) -> None:
         raise InvalidRequestError("metadata.user_id", f"must be a text of at most {MAX_USER_ID_CHARS} characters")
 
 
-def _check_thinking(thinking: object) -> None:
-    """Check `thinking`: blocks of it come wherever the model thinks, and no budget bounds them."""
-    if thinking is None:
+def _take_thinking(body: Body, chat: dict[str, Any]) -> None:
+    """Tell the chat template whether the model shall think. Blocks of it come wherever it does, and no budget bounds
+    them."""
+    if body.get("thinking") is None:
         return
-    fields = check_mapping("thinking", thinking)
-    if fields.get("type") not in THINKING:
-        raise InvalidRequestError("thinking", f"type {quoted(fields.get('type'))} must be one of {', '.join(THINKING)}")
+    fields = check_mapping("thinking", body["thinking"])
+    kind = fields.get("type")
+    if kind not in THINKING:
+        raise InvalidRequestError("thinking", f"type {quoted(kind)} must be one of {', '.join(THINKING)}")
     if fields.get("budget_tokens") is not None:
         check_integer("thinking.budget_tokens", fields["budget_tokens"], 1, MAX_INTEGER)
     if fields.get("display") not in (None, *DISPLAYS):
         raise InvalidRequestError("thinking.display", f"must be one of {', '.join(DISPLAYS)}")
+    set_thinking(chat, kind != "disabled")
 
 
 def _hides_thinking(body: Body) -> bool:

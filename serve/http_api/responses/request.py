@@ -17,7 +17,7 @@ from serve.http_api.json_schemas import Schema
 from serve.http_api.openai_request import Body, CompletionCall
 from serve.http_api.responses.input_items import messages_of
 from serve.http_api.responses.tools import chat_choice, chat_tools
-from serve.http_api.translation import chat_fields, chat_schemas, field_renamer, quoted
+from serve.http_api.translation import chat_fields, chat_schemas, field_renamer, quoted, set_thinking
 
 ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
@@ -218,6 +218,7 @@ def _reasoning(body: Body, chat: dict[str, Any]) -> dict[str, Any]:
     shown = {name: _short_text(f"reasoning.{name}", reasoning.get(name)) for name in ("effort", "summary")}
     if shown["effort"] is not None:
         chat["reasoning_effort"] = shown["effort"]
+        set_thinking(chat, shown["effort"] != "none")
     return shown
 
 
