@@ -139,6 +139,36 @@ def test_tokens_are_counted_as_the_prompt_is():
     run(scenario, parts=parts())
 
 
+def test_a_last_message_of_the_assistant_goes_on():
+    async def scenario(served):
+        begun = [*HELLO, {"role": "assistant", "content": "Well"}]
+        want = await chat(served, begun, continue_final_message=True, add_generation_prompt=False)
+        answer = await ask(served, messages=begun)
+        assert answer["content"][0]["text"] == want["choices"][0]["message"]["content"]
+        count = await served.post("/v1/messages/count_tokens", {"messages": begun})
+        assert count.json()["input_tokens"] == want["usage"]["prompt_tokens"]
+
+    run(scenario, parts=parts())
+
+
+def test_thinking_sets_the_variable_of_the_template():
+    template = ChatTemplate("{{ messages[0].content }}{% if enable_thinking is false %} briefly{% endif %}")
+
+    async def scenario(served):
+        async def length(**fields: Any) -> int:
+            response = await served.post("/v1/messages/count_tokens", {"messages": HELLO, **fields})
+            return response.json()["input_tokens"]
+
+        plain = await length()
+        assert await length(thinking={"type": "enabled", "budget_tokens": 2000}) == plain
+        assert await length(thinking={"type": "disabled"}) == plain + len(" briefly")
+        kept = {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}
+        assert await length(**kept) == plain + len(" briefly")
+        template.close()
+
+    run(scenario, parts=toy_parts(chat_template=template))
+
+
 def test_a_json_schema_holds_by_both_names():
     pytest.importorskip("llguidance")
     schema = {
