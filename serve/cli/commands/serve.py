@@ -7,6 +7,7 @@ SIGHUP reads API keys and the certificate again.
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import sys
@@ -221,6 +222,10 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
                 f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
             )
     config = options.engine_config(args)
+    if args.batch_dir is not None:  # requests of batches are best effort
+        config = dataclasses.replace(
+            config, scheduler=dataclasses.replace(config.scheduler, best_effort_last=True)
+        )
     if args.headless != (args.node_rank > 0):
         why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"
         raise ConfigError(f"node_rank={args.node_rank} {why}")
