@@ -107,8 +107,10 @@ class BatchFeeder:
         if engine is None:
             return
         if self._window is None:
-            places = engine.parts.config.scheduler.max_num_seqs
-            self._window = FeedWindow(places, min(self._store.config.max_concurrency or places, places))
+            parts = engine.parts
+            places = parts.config.scheduler.max_num_seqs
+            most = min(self._store.config.max_concurrency or places, places)
+            self._window = FeedWindow(places, most, None if parts.cost_model is None else parts.cost_model.costs)
         own = sum(max(call.num_requests, 1) for call in self._calls)
         submitted = sum(call.num_requests for call in self._calls)
         room = self._window.room(now_s, max(engine.num_open - submitted, 0), own)

@@ -9,6 +9,11 @@ from apt_jax.sched.request_table import KV, NO_KIND
 from apt_jax.sched.step_packer import Rows, allowed_kinds, held_blocks_for, start_blocks_for, target_tokens
 from apt_jax.sched.view import Plan, Policy, SchedulerView, converts
 
+MEMORY_S = 15.0
+KEPT_SHARE = 0.9
+LEAST_PIECE = 64
+"""Tokens."""
+
 
 class RealTimeFirst:
     """Two classes under a policy that does not tell them apart (most do not; BROS §2.2 has what becomes of that).
@@ -19,7 +24,11 @@ class RealTimeFirst:
     3. To any other step a second instance of the policy adds best-effort requests, within the tokens, blocks and slots
        that are left. None begins while a real-time request waits.
 
-    With requests of one class alone it decides as the policy does.
+    4. Prompts of best-effort requests are computed in short pieces while there are real-time requests, and for
+       `MEMORY_S` after the last: a first token waits for the step that runs when its request comes. A piece has as many
+       tokens as `KEPT_SHARE` of the throughput of full prefill steps needs, by the costs of steps.
+
+    With requests of one class alone it decides as the policy does, but for rule 4.
 
     Args:
         first: decides for real-time requests.
@@ -30,14 +39,18 @@ class RealTimeFirst:
         self.name = first.name
         self.first, self.rest = first, rest
         self.converts = converts(first)
+        self._last_s = -np.inf
+        """When there was a real-time request."""
 
     def schedule(self, view: SchedulerView) -> Plan:
         best_effort = view.table.best_effort
         low_running, low_waiting = best_effort.take(view.running), best_effort.take(view.waiting)
+        if low_running.all() and low_waiting.all():
+            recent = view.now_s - self._last_s < MEMORY_S
+            return self.rest.schedule(_in_short_steps(view) if recent else view)
+        self._last_s = view.now_s
         if not low_running.any() and not low_waiting.any():
             return self.first.schedule(view)
-        if low_running.all() and low_waiting.all():
-            return self.rest.schedule(view)
         others = view.running[low_running]
         own = dataclasses.replace(
             view,
@@ -74,7 +87,7 @@ class RealTimeFirst:
             max_num_seqs=view.max_num_seqs - kept,
             max_num_batched_tokens=tokens,
         )
-        more = _fitting(left, self.rest.schedule(left))
+        more = _fitting(left, self.rest.schedule(_in_short_steps(left)))
         if not plan.rows.size:
             return dataclasses.replace(more, preempt=np.concatenate([plan.preempt, more.preempt]))
         if not more.rows.size:
@@ -87,6 +100,18 @@ class RealTimeFirst:
             iteration="decode" if more.iteration == "decode" else "mixed",
             convert=np.concatenate([plan.convert, more.convert]),
         )
+
+
+def _in_short_steps(view: SchedulerView) -> SchedulerView:
+    """The view with as many tokens of a step as its running requests decode, and a short piece of prompts."""
+    most, costs = view.max_num_batched_tokens, view.costs
+    base_s, token_s = max(costs.prefill_base_s, 0.0), max(costs.prefill_per_token_s, 0.0)
+    if base_s + token_s <= 0:
+        return view
+    wanted = KEPT_SHARE * most / (base_s + most * token_s)  # tokens per second
+    piece = int(np.ceil(wanted * base_s / (1 - wanted * token_s)))
+    piece = max(piece, LEAST_PIECE) + view.running.size
+    return view if piece >= most else dataclasses.replace(view, max_num_batched_tokens=piece)
 
 
 def _victims(own: SchedulerView, others: Rows) -> Rows:

@@ -223,9 +223,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
             )
     config = options.engine_config(args)
     if args.batch_dir is not None:  # requests of batches are best effort
-        config = dataclasses.replace(
-            config, scheduler=dataclasses.replace(config.scheduler, best_effort_last=True)
-        )
+        config = dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, best_effort_last=True))
     if args.headless != (args.node_rank > 0):
         why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"
         raise ConfigError(f"node_rank={args.node_rank} {why}")
