@@ -36,7 +36,7 @@ class _BatchRun(NamedTuple):
     ended_s: float
     tokens: int
     custom_ids: list[str]
-    """Of its output file."""
+    """Ids in its output file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -41,7 +41,7 @@ class RunningBatch:
     done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Every request has an outcome on disk, or the batch is to end for another reason."""
     failure: BaseException | None = None
-    """What ends it."""
+    """Error that ends it."""
 
 
 class BatchFeeder:

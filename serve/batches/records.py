@@ -151,7 +151,7 @@ class RequestLine:
     """A request of a batch: one line of its input file."""
 
     number: int
-    """Of the line, from 1."""
+    """Number of the line, from 1."""
     custom_id: str
     offset: int
     """Its first byte in the file."""
@@ -161,7 +161,7 @@ class RequestLine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What has become of one request of a batch."""
+    """Result of one request of a batch."""
 
     is_error: bool
     """It belongs to the error file."""

@@ -204,7 +204,7 @@ class BatchStore:
     def files(
         self, tenant: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> tuple[list[FileRecord], bool]:
-        """A page of files, and whether more follow. Raises NotFoundError: there is no file `after`."""
+        """A page of files, and whether more follow. Raises NotFoundError: none is called `after`."""
         where, values = ("AND purpose = ?", (purpose,)) if purpose is not None else ("", ())
         rows, more = self._page("files", tenant, where, values, after, limit, newest_first)
         return [file_of(row) for row in rows], more
@@ -249,7 +249,7 @@ class BatchStore:
         return batch_of(row)
 
     def batches(self, tenant: str, *, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
-        """A page of batches, newest first, and whether more follow. Raises NotFoundError: there is none `after`."""
+        """A page of batches, newest first, and whether more follow. Raises NotFoundError: none is called `after`."""
         rows, more = self._page("batches", tenant, "", (), after, limit, True)
         return [batch_of(row) for row in rows], more
 

@@ -22,9 +22,9 @@ from serve.http_api.errors import BadCallError
 _MAX_FIELDS = 8
 _MAX_FIELD_BYTES = 1024
 _MAX_HEADER_BYTES = 4096
-"""Of the headers of one part."""
+"""Limit of the headers of one part."""
 _OVERHEAD_BYTES = 64 << 10
-"""What the form may have besides the file."""
+"""Limit of a form without its file."""
 _WRITE_BYTES = 256 << 10
 
 
@@ -35,7 +35,7 @@ class Form:
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     filename: str = ""
     path: Path | None = None
-    """Where the content is; None: there is no file."""
+    """Where the content is; None: the form has none."""
     num_bytes: int = 0
 
 

@@ -32,18 +32,18 @@ def store_at(path: Path, **bounds: Any) -> BatchStore:
     return BatchStore(BatchConfig(directory=path, **bounds))
 
 
-async def upload(client: openai.AsyncOpenAI, data: bytes, name: str = "in.jsonl") -> str:
+async def upload(client: Any, data: bytes, name: str = "in.jsonl") -> str:
     return (await client.files.create(file=(name, io.BytesIO(data)), purpose="batch")).id
 
 
-async def create(client: openai.AsyncOpenAI, data: bytes, window: Any = "24h", **fields: Any) -> Any:
+async def create(client: Any, data: bytes, window: Any = "24h", **fields: Any) -> Any:
     file_id = await upload(client, data)
     return await client.batches.create(
         input_file_id=file_id, endpoint="/v1/completions", completion_window=window, **fields
     )
 
 
-async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
+async def ended(client: Any, batch_id: str) -> Any:
     async with asyncio.timeout(30):
         while True:
             batch = await client.batches.retrieve(batch_id)
@@ -52,7 +52,7 @@ async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
             await asyncio.sleep(0.005)
 
 
-async def lines_of(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+async def lines_of(client: Any, file_id: str | None) -> list[dict[str, Any]]:
     if file_id is None:
         return []
     content = (await client.files.content(file_id)).text
@@ -64,7 +64,7 @@ def test_a_batch_gives_what_calls_give_and_an_error_for_each_line_that_cannot_ru
     bad = [line("long", max_tokens=10_000), line("stream", stream=True), line("unknown", best_of=3)]
 
     async def scenario(served: HttpServed) -> None:
-        client = served.openai
+        client: Any = served.openai
         batch = await create(client, jsonl([*good, *bad]), metadata={"job": "night"})
         assert batch.status in ("validating", "in_progress")
         assert batch.expires_at - batch.created_at == 24 * 3600
@@ -100,7 +100,7 @@ def test_a_batch_gives_what_calls_give_and_an_error_for_each_line_that_cannot_ru
 
 def test_files_are_kept_listed_by_pages_and_deleted(tmp_path):
     async def scenario(served: HttpServed) -> None:
-        client = served.openai
+        client: Any = served.openai
         made = [await client.files.create(file=(f"{i}.jsonl", b"%d\n" % i), purpose="batch") for i in range(7)]
         assert [(f.filename, f.bytes, f.status) for f in made] == [(f"{i}.jsonl", 2, "processed") for i in range(7)]
         listed = [file.id async for file in client.files.list(limit=3)]
@@ -144,7 +144,7 @@ BAD_LINES = [
 
 def test_what_is_wrong_with_the_lines_fails_the_batch_and_runs_nothing(tmp_path):
     async def scenario(served: HttpServed) -> None:
-        client = served.openai
+        client: Any = served.openai
         for lines, code, number, param in BAD_LINES:
             batch = await ended(client, (await create(client, jsonl(lines))).id)
             assert batch.status == "failed"
@@ -163,7 +163,8 @@ def test_what_is_wrong_with_the_lines_fails_the_batch_and_runs_nothing(tmp_path)
 
 def test_what_cannot_be_asked_for_is_refused_in_one_line(tmp_path):
     async def scenario(served: HttpServed) -> None:
-        client, http = served.openai, served.http
+        client: Any = served.openai
+        http = served.http
         file_id = await upload(client, jsonl([line("a")]))
         good = {"input_file_id": file_id, "endpoint": COMPLETIONS, "completion_window": "24h"}
         for change, param in (
@@ -199,7 +200,8 @@ def test_what_cannot_be_asked_for_is_refused_in_one_line(tmp_path):
 
 def test_another_key_finds_neither_files_nor_batches(tmp_path):
     async def scenario(served: HttpServed) -> None:
-        mine, theirs = (served.openai.with_options(api_key=key) for key in (KEY, OTHER))
+        clients: list[Any] = [served.openai.with_options(api_key=key) for key in (KEY, OTHER)]
+        mine, theirs = clients
         batch = await ended(mine, (await create(mine, jsonl([line("a")]))).id)
         assert batch.status == "completed"
         files = [file.id async for file in mine.files.list()]
@@ -224,7 +226,7 @@ def test_another_key_finds_neither_files_nor_batches(tmp_path):
 
 def test_a_batch_is_cancelled_and_keeps_what_it_has(tmp_path):
     async def scenario(served: HttpServed) -> None:
-        client = served.openai
+        client: Any = served.openai
         executor_of(served.parts).step_s = 0.01
         batch = await create(client, jsonl([line(f"r{i}", max_tokens=20) for i in range(60)]))
         await until_some(client, batch.id)
@@ -245,7 +247,7 @@ def test_a_batch_is_cancelled_and_keeps_what_it_has(tmp_path):
     run(scenario, app={"batches": store_at(tmp_path)})
 
 
-async def until_some(client: openai.AsyncOpenAI, batch_id: str, least: int = 1) -> None:
+async def until_some(client: Any, batch_id: str, least: int = 1) -> None:
     async with asyncio.timeout(20):
         while (await client.batches.retrieve(batch_id)).request_counts.completed < least:
             await asyncio.sleep(0.005)
@@ -253,11 +255,12 @@ async def until_some(client: openai.AsyncOpenAI, batch_id: str, least: int = 1) 
 
 def test_at_the_deadline_the_rest_is_reported_as_expired(tmp_path):
     async def scenario(served: HttpServed) -> None:
-        client = served.openai
+        client: Any = served.openai
         executor_of(served.parts).step_s = 0.01
         batch = await create(client, jsonl([line(f"r{i}", max_tokens=20) for i in range(60)]), "1m")
         await until_some(client, batch.id)
-        running = served.server.app._batches._running[batch.id]
+        runner: Any = served.server.app._batches
+        running = runner._running[batch.id]
         running.record.expires_at -= 60  # a minute later
         running.done.set()
         batch = await ended(client, batch.id)
@@ -281,7 +284,7 @@ def test_a_stop_loses_nothing_and_the_next_start_runs_only_the_rest(tmp_path):
             await until_some(served.openai, batch.id, 3)
         parts = toy_parts(debug=True)
         async with http_serving(parts, app={"batches": store_at(tmp_path)}) as served:
-            client = served.openai
+            client: Any = served.openai
             before = (await client.batches.retrieve(batch.id)).request_counts.completed
             after = await ended(client, batch.id)
             assert after.status == "completed"
@@ -298,7 +301,7 @@ def test_a_stop_loses_nothing_and_the_next_start_runs_only_the_rest(tmp_path):
 
 def test_a_full_disk_stops_the_batch_and_not_the_server(tmp_path):
     async def scenario(served: HttpServed) -> None:
-        client = served.openai
+        client: Any = served.openai
         batch = await ended(client, (await create(client, jsonl([line(f"r{i}") for i in range(20)]))).id)
         assert batch.status == "failed"
         (problem,) = batch.errors.data
@@ -327,7 +330,7 @@ def test_without_the_flag_the_answer_names_it():
 
 def test_metrics_count_batches_and_requests(tmp_path):
     async def scenario(served: HttpServed) -> None:
-        client = served.openai
+        client: Any = served.openai
         await ended(client, (await create(client, jsonl([line("a"), line("b", max_tokens=9999)]))).id)
         text = (await served.http.get("/metrics")).text
         assert 'aptjax:batch_requests_total{engine="0",model_name="toy",outcome="completed"} 1.0' in text

@@ -62,7 +62,8 @@ def test_forms_that_cannot_be_taken_leave_nothing(tmp_path, chunked):
             response = await served.http.post("/v1/files", content=PURPOSE + FILE + END, headers={"content-type": kind})
             assert response.status_code == 415, kind
         assert os.listdir(tmp_path / "files") == []
-        response = await served.http.post("/v1/files", content=in_pieces(FILE + PURPOSE + END, 1), headers=FORM_TYPE)
+        pieces: Any = in_pieces(FILE + PURPOSE + END, 1)
+        response = await served.http.post("/v1/files", content=pieces, headers=FORM_TYPE)
         assert response.json()["bytes"] == 3  # whatever the order and the pieces
 
     run(scenario, app={"batches": BatchStore(BatchConfig(directory=tmp_path, max_file_bytes=5000))})
