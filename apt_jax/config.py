@@ -102,6 +102,9 @@ class SchedulerConfig:
     rejects."""
     default_slo: SLO = SLO()
     """Default SLO, for requests that have none."""
+    best_effort_last: bool = False
+    """Requests of class "be" run in what those of class "rt" leave, under policies that do not tell them apart too
+    (`apt_jax.sched.policies.real_time_first`)."""
     overlap: bool = True
     """Dispatch the next step before the last one's tokens are fetched."""
 

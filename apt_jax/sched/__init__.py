@@ -17,13 +17,14 @@ from apt_jax.sched.policies.fastgen import FastGenPolicy
 from apt_jax.sched.policies.fcfs import FcfsPolicy
 from apt_jax.sched.policies.fcfs_hybrid import FcfsHybridPolicy
 from apt_jax.sched.policies.random_order import RandomPolicy
+from apt_jax.sched.policies.real_time_first import RealTimeFirst
 from apt_jax.sched.policies.round_robin import RoundRobinPolicy
 from apt_jax.sched.policies.tgi import TgiPolicy
 from apt_jax.sched.policies.unified import UnifiedPolicy
 from apt_jax.sched.policies.vllm_v1 import HrrnPolicy, LeastComputedPolicy, VllmV1Policy, VtcPolicy
 from apt_jax.sched.registry import ENTRY_POINTS, PolicyMaker, find_policy, make, source_digest
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, RequestTable
-from apt_jax.sched.view import INTERFACE_VERSION, CacheKindSpec, Plan, Policy, SchedulerView
+from apt_jax.sched.view import INTERFACE_VERSION, CacheKindSpec, Plan, Policy, SchedulerView, has_classes
 
 __all__ = [
     "ENTRY_POINTS",
@@ -53,6 +54,7 @@ __all__ = [
     "PolicyMaker",
     "QoServePolicy",
     "RandomPolicy",
+    "RealTimeFirst",
     "RequestTable",
     "RoundRobinPolicy",
     "Schedule",
@@ -137,7 +139,11 @@ def make_policy(name: str | None = None, config: SchedulerConfig | None = None, 
         ConfigError: no policy has this name, or it cannot be made; one line.
     """
     config = SchedulerConfig() if config is None else config
-    return make(config.policy if name is None else name, POLICIES, config, seed)
+    text = config.policy if name is None else name
+    policy = make(text, POLICIES, config, seed)
+    if config.best_effort_last and not has_classes(policy):
+        return RealTimeFirst(policy, make(text, POLICIES, config, seed))
+    return policy
 
 
 def check_policy(name: str) -> None:

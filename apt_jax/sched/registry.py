@@ -69,7 +69,7 @@ class PolicyMaker:
 
 def is_bundled(policy: Policy) -> bool:
     """Return True if a policy is of this package: its plans keep their promises, by its tests."""
-    return _is_ours(type(policy).__module__)
+    return _is_ours(type(getattr(policy, "first", policy)).__module__)
 
 
 def _is_ours(module: str) -> bool:

@@ -178,6 +178,11 @@ class Policy(Protocol):
         ...
 
 
+def has_classes(policy: Policy) -> bool:
+    """Return True if a policy tells real-time requests from best-effort ones (`RequestTable.best_effort`)."""
+    return bool(getattr(policy, "has_classes", False))
+
+
 def converts(policy: Policy) -> bool:
     """Return True if a policy may use `Plan.convert`."""
     return bool(getattr(policy, "converts", False))

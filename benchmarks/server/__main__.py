@@ -4,6 +4,7 @@
     python -m benchmarks.server overload    10 times its capacity for 2 minutes: fast rejections, accepted requests within their SLO
     python -m benchmarks.server stop        SIGTERM, kill -9 and the death of the engine thread, under load
     python -m benchmarks.server chaos       200 faults of links, replicas and the gateway, with a ledger of every request
+    python -m benchmarks.server batch       1,000 requests of a batch beside interactive traffic: latency of the one, throughput of both
     python -m benchmarks.server overhead    overhead of each API over the bare engine, 64 streams
 
 Each starts the server itself, prints a summary, and writes JSON (`--json FILE`). Exit code 1: a guarantee was violated.
@@ -14,10 +15,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.server import chaos, overhead, overload, soak
+from benchmarks.server import batch, chaos, overhead, overload, soak
 from benchmarks.server import shutdown as stop
 
-_RUNS = {"soak": soak, "overload": overload, "stop": stop, "chaos": chaos, "overhead": overhead}
+_RUNS = {"soak": soak, "overload": overload, "stop": stop, "chaos": chaos, "batch": batch, "overhead": overhead}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -141,9 +141,11 @@ def _fields(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _http() -> str:
+    from serve.batches.config import BatchConfig
     from serve.http_api import openapi
 
-    document = openapi.document(profiles=True, has_keys=True)
+    batches = BatchConfig(directory=Path())
+    document = openapi.document(profiles=True, has_keys=True, batches=batches)
     lines = [_escape(document["info"]["description"]), "", "## Paths", ""]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -154,7 +156,8 @@ def _http() -> str:
                 text = _escape(parameter.get("description", ""))
                 where = parameter["in"]
                 lines += [f"`{parameter['name']}` ({where})", f": {_bounds(parameter['schema'])}. {text}".rstrip(), ""]
-            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            body = operation.get("requestBody", {}).get("content", {})
+            body = body.get("application/json") or body.get("multipart/form-data")
             if body:
                 lines += [f"Body: {_bounds(body['schema'])}.", ""]
             for status, response in operation["responses"].items():

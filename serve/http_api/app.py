@@ -6,6 +6,7 @@ and, by its path as it was sent, its API key.
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,6 +27,8 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.validation import RequestLimits
 from apt_jax.version import __version__
+from serve.batches.config import FLAG as BATCH_FLAG
+from serve.batches.runner import BatchRunner
 from serve.compact_json import json_bytes
 from serve.dashboard import page
 from serve.dashboard.feed import DashboardFeed
@@ -79,6 +82,16 @@ class HttpApp:
         self._metrics: ServerMetrics | None = None
         self._created_s = int(time.time())
         profiling = [] if config.profiler is None else self._profiling(config.profiler)
+        self._batches: BatchRunner | None = None
+        batches: list[Route] = []
+        if config.batches is not None:
+            from serve.http_api.batches import BatchEndpoints  # nothing else needs its parser of forms
+
+            self._batch_service = CallService(
+                logging.getLogger("serve.batches"), config.tracer, self._service.work, config.memory
+            )
+            self._batches = BatchRunner(config.batches, self._batch_service)
+            batches = BatchEndpoints(config, self._service, self._batches).routes(_safely)
         self._dashboard = DashboardFeed()
         dashboard = [
             *(Route(path, _safely(self._page), methods=["GET"]) for path in page.FILES),
@@ -100,6 +113,7 @@ class HttpApp:
                 Route("/ready", _safely(self._ready), methods=["GET"]),
                 Route("/metrics", _safely(self._scrape), methods=["GET"]),
                 Route("/openapi.json", _safely(self._openapi), methods=["GET"]),
+                *batches,
                 *profiling,
                 *(dashboard if config.dashboard else ()),
             ],
@@ -111,7 +125,7 @@ class HttpApp:
             self._checked = CORSMiddleware(
                 self._answer,
                 allow_origins=sorted(config.browsers.origins),
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=("x-request-id", "x-should-retry", "retry-after", *DROPPED_REASON_KEYS),
             )
@@ -133,18 +147,29 @@ class HttpApp:
         self._service.attach_engine(engine)
         self._metrics = metrics
         self._dashboard.use(engine, metrics)
+        if self._batches is not None:
+            self._batch_service.attach_engine(engine)
+            self._batches.start()
+            if metrics is not None:
+                metrics.batches = self._batches.counters
         parts = engine.parts
         self._describe(parts.limits, (*parts.model_names, parts.config.model))
 
     def _describe(self, limits: RequestLimits | None = None, models: Sequence[str] = ()) -> None:
         has_keys, profiles = self._config.keys is not None, self._config.profiler is not None
-        made = openapi.document(limits, models, has_keys=has_keys, profiles=profiles)
+        batches = None if self._config.batches is None else self._config.batches.config
+        made = openapi.document(limits, models, has_keys=has_keys, profiles=profiles, batches=batches)
         self._document = json_bytes(made)
 
     def drain(self) -> None:
         """Reject new calls."""
         self._service.drain()
         self._dashboard.drain()
+
+    async def stop_batches(self) -> None:
+        """Stop the requests of batches, which go on after the next start."""
+        if self._batches is not None:
+            await self._batches.stop()
 
     async def close_event_streams(self) -> None:
         """End the event streams of the dashboard."""
@@ -339,6 +364,8 @@ class HttpApp:
             405: ("method_not_allowed", f"{path!r:.200} does not take this method"),
         }
         code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
+        if error.status_code == 404 and self._batches is None and path.startswith(("/v1/files", "/v1/batches")):
+            message = f"this server has no files and batches: start it with {BATCH_FLAG} DIR"
         rejected = BadCallError(error.status_code, code, message, error.headers)
         return _error_response(to_http_error(rejected, NO_ID), request)
 

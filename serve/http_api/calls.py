@@ -18,6 +18,7 @@ from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.frontend.streams import RequestStreamGroup
+from serve.batches.store import BatchStore
 from serve.compact_json import json_bytes
 from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall
 from serve.http_api.browsers import BrowserRules
@@ -66,6 +67,8 @@ class AppConfig:
     dashboard: bool = True
     """Serve the pages at `/dashboard` and `/chat`."""
     browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
+    batches: BatchStore | None = None
+    """None: there are no paths for files and batches."""
 
 
 def require_json(headers: Headers) -> None:

@@ -9,7 +9,7 @@ and the chat are for people and not described.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import apt_jax
 from apt_jax import validation
@@ -38,6 +38,9 @@ from serve.http_api.openai_request import Kind
 from serve.http_api.responses import schemas as responses_schemas
 from serve.http_api.unsupported_fields import UNSUPPORTED
 
+if TYPE_CHECKING:
+    from serve.batches.config import BatchConfig
+
 _JSON = "application/json"
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _NUMBER: Schema = {"type": "number"}
@@ -57,6 +60,7 @@ _ERRORS: dict[int, tuple[str, str]] = {
     431: ("HeadTooLarge", "The head of the request is too large."),
     500: ("Failed", "This request failed because of its own content; do not send it again."),
     503: ("Unavailable", "Starting, draining, or the engine has ended."),
+    507: ("DiskFull", "There is no room on the disk, or in the key's share of it: delete files."),
 }  # fmt: skip
 _LATER = (429, 503)
 _ALWAYS = (400, 403, 405, 408, 421, 431, 500)
@@ -69,6 +73,7 @@ def document(
     *,
     has_keys: bool = False,
     profiles: bool = False,
+    batches: "BatchConfig | None" = None,
 ) -> Schema:
     """The whole document.
 
@@ -77,6 +82,7 @@ def document(
         models: names that requests may use; none: any.
         has_keys: requests need one.
         profiles: there are paths for profiles (`serve.observability.profiler`).
+        batches: bounds of files and batches; None: there are no paths for them.
     """
     names = sorted(set(models))
     return {
@@ -91,9 +97,9 @@ def document(
                 "not compile, 1.0 is given for an integer."
             ),
         },
-        "paths": _paths(names, has_keys, profiles),
+        "paths": _paths(names, has_keys, profiles, batches is not None),
         "components": {
-            "schemas": {**_requests(limits, names), **_answers()},
+            "schemas": {**_requests(limits, names), **_answers(), **_of_batches(batches)},
             "responses": {
                 prefix + name: _error(status, schema)
                 for prefix, schema in (("", "Error"), (messages_schemas.PREFIX, messages_schemas.ERROR))
@@ -107,7 +113,7 @@ def document(
 # --- paths ---------------------------------------------------------------------------------------------------------
 
 
-def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
+def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> Schema:
     def get(name: str, summary: str, good: Schema, *more: int, open_: bool = False, parameters: Any = ()) -> Schema:
         operation = _operation(name, summary, good, more, has_keys and not open_)
         operation["parameters"] = list(parameters)
@@ -122,13 +128,22 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
 
     def post(name: str, summary: str, good: Schema, *more: int, parameters: Any = ()) -> Schema:
         operation = _operation(name, summary, good, (*_OF_BODIES, 503, *more), has_keys)
-        content = {"schema": _ref(f"{name}Request"), "examples": _EXAMPLES[name]}
+        content = {"schema": _ref(f"{name}Request"), "examples": {**_EXAMPLES, **examples}[name]}
         body = {"required": True, "content": {_JSON: content}}
         return {"post": {**operation, "parameters": list(parameters), "requestBody": body}}
 
     def profile(name: str, summary: str) -> Schema:  # without a body
         return {"post": _operation(name, summary, _good(name), (415,), has_keys)}
 
+    examples: dict[str, Schema] = {}
+    files: Schema = {}
+    if batches:
+        from serve.http_api import openapi_batches  # nothing else needs its parser of forms
+
+        examples = openapi_batches.EXAMPLES
+        files = openapi_batches.paths(
+            lambda name, summary, good, more: _operation(name, summary, good, more, has_keys), get, post
+        )
     profiling = {
         "/start_profile": profile("StartProfile", "Begin a profile; 400 where one is being taken."),
         "/stop_profile": profile("StopProfile", "End the profile; 400 where none is being taken."),
@@ -171,8 +186,17 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
             "content": {name: {"schema": _STRING} for name in ("text/plain", "application/openmetrics-text")},
         }, 503),
         "/openapi.json": get("OpenApi", "This document.", {"description": "OpenAPI 3.1.", "content": {_JSON: {"schema": _OPEN}}}),
+        **files,
         **(profiling if profiles else {}),
     }  # fmt: skip
+
+
+def _of_batches(batches: "BatchConfig | None") -> Schema:
+    if batches is None:
+        return {}
+    from serve.http_api import openapi_batches
+
+    return {**openapi_batches.requests(batches), **openapi_batches.answers()}
 
 
 def _operation(name: str, summary: str, good: Schema, more: Iterable[int], needs_key: bool) -> Schema:

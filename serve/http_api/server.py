@@ -178,6 +178,7 @@ class HttpServer:
         """Turn not ready, reject new completions, end in-flight ones within `drain_s`, close. A second call may shorten
         the time."""
         self.app.drain()
+        await self.app.stop_batches()
         if self._engine is not None:
             await self._engine.shutdown(drain_s)
         await self.app.close_event_streams()

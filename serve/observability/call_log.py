@@ -36,7 +36,8 @@ def configure(log_format: Format, level: str) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for name in ("apt_jax", "serve"):
         logging.getLogger(name).setLevel(level.upper())
-    logging.getLogger("uvicorn").setLevel("ERROR")  # it warns of every line that is no HTTP
+    for name in ("uvicorn", "python_multipart"):  # they warn of every line that is no HTTP or no form
+        logging.getLogger(name).setLevel("ERROR")
 
 
 def announcer(log_format: Format) -> Callable[[str], None]:

@@ -23,7 +23,7 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 class CallRecord:
     """One call; its endpoint fills it in and closes it."""
 
-    protocol: Literal["http", "grpc"]
+    protocol: Literal["http", "grpc", "batch"]
     method: str
     """The path or the gRPC method; one of ours, never what a client wrote."""
     http_method: str | None = None

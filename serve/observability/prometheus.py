@@ -9,7 +9,7 @@ import asyncio
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -28,6 +28,8 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import Distribution, RequestRecord
 from apt_jax.request import EngineRequest
+from serve.batches.records import OPEN, STATUSES
+from serve.batches.runner import OUTCOMES, BatchCounters
 from serve.memory_gate import MemoryGate
 
 # vLLM's buckets, seconds.
@@ -90,6 +92,8 @@ class ServerMetrics:
 
     def __init__(self, parts: EngineComponents, memory: MemoryGate | None = None) -> None:
         self._parts, self._memory = parts, memory
+        self.batches: Callable[[], BatchCounters] | None = None
+        """Counts of batches; None: there are none."""
         lens = token_buckets(parts.limits.max_model_len)
         self._sums = _Sums(
             ttft_s=Distribution(TTFT_S),
@@ -151,7 +155,8 @@ class ServerMetrics:
     def read(self) -> Collector:
         """Copy all metrics now; called in the engine's thread, used in any."""
         rejected = 0 if self._memory is None else self._memory.num_rejected
-        return _Scrape(self._parts, self._parts.engine.stats(), self._sums.copy(), rejected)
+        batches = None if self.batches is None else self.batches()
+        return _Scrape(self._parts, self._parts.engine.stats(), self._sums.copy(), rejected, batches)
 
     async def scrape(self, engine: AsyncEngine, accept: str = "") -> tuple[bytes, str]:
         """The exposition in a format that the scraper accepts, and its content type."""
@@ -165,8 +170,15 @@ class ServerMetrics:
 class _Scrape(Collector):
     """The metrics of one moment."""
 
-    def __init__(self, parts: EngineComponents, stats: EngineStats, sums: _Sums, rejected_by_memory: int) -> None:
-        self._parts, self._stats, self._sums = parts, stats, sums
+    def __init__(
+        self,
+        parts: EngineComponents,
+        stats: EngineStats,
+        sums: _Sums,
+        rejected_by_memory: int,
+        batches: BatchCounters | None,
+    ) -> None:
+        self._parts, self._stats, self._sums, self._batches = parts, stats, sums, batches
         self._rejected_by_memory = rejected_by_memory
         self._values = (parts.model_name, "0")
 
@@ -175,6 +187,23 @@ class _Scrape(Collector):
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()
+        if self._batches is not None:
+            yield from self._of_batches(self._batches)
+
+    def _of_batches(self, batches: BatchCounters) -> Iterable[Metric]:
+        open_ones = [((status,), batches.open[status]) for status in OPEN]
+        yield self._gauge("aptjax:batches", "Batches that have not ended, by state.", open_ones, ("status",))
+        ends = [((status,), batches.ended[status]) for status in STATUSES if status not in OPEN]
+        yield self._counter("aptjax:batches_ended", "Batches that have ended, by last state.", ends, ("status",))
+        yield self._gauge(
+            "aptjax:batch_requests_running",
+            "Requests of batches that are being read, wait or run.",
+            [((), batches.num_in_flight)],
+        )
+        outcomes = [((outcome,), batches.requests[outcome]) for outcome in OUTCOMES]
+        yield self._counter(
+            "aptjax:batch_requests", "Requests of batches whose outcome is on disk.", outcomes, ("outcome",)
+        )
 
     def _gauge(
         self,

@@ -187,6 +187,7 @@ class BrosPolicy:
     """
 
     name = "bros"
+    has_classes = True
 
     def __init__(
         self,

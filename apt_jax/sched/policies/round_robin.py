@@ -38,6 +38,7 @@ class RoundRobinPolicy:
     """
 
     name = "round-robin"
+    has_classes = True
 
     def __init__(self, *, mixed: bool = True) -> None:
         self._best_effort_next = False

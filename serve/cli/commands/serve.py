@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apt_jax.config import EngineConfig, ParallelConfig
@@ -19,6 +20,9 @@ from apt_jax.errors import AptJaxError, ConfigError, one_line
 from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S
 from apt_jax.frontend.headless import run_headless
 from apt_jax.frontend.progress import ProgressBars
+from serve.batches.config import FLAG as BATCH_FLAG
+from serve.batches.config import BatchConfig
+from serve.batches.store import BatchStore
 from serve.cli import flags, options
 from serve.errors import CommandError
 from serve.grpc_api.server import ServerConfig
@@ -149,6 +153,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         PROFILER_FLAG, metavar="DIR",
         help="directory for JAX profiles, taken by POST /start_profile and /stop_profile (default: profiling disabled)",
     )  # fmt: skip
+    group = parser.add_argument_group("batches")
+    group.add_argument(
+        BATCH_FLAG, metavar="DIR",
+        help="directory of files and batches, which survive restarts; enables /v1/files and /v1/batches (default: disabled)",
+    )  # fmt: skip
+    group.add_argument(
+        "--batch-max-file", type=options.positive(int), metavar="MIB", default=100, help="MiB of one uploaded file"
+    )
+    group.add_argument(
+        "--batch-max-requests", type=options.positive(int), metavar="N", default=50_000, help="requests of one batch"
+    )
+    group.add_argument(
+        "--batch-disk", type=options.positive(float), metavar="GIB", default=4.0,
+        help="GiB of disk for files and batches of all API keys, of which one key can take half",
+    )  # fmt: skip
+    group.add_argument(
+        "--batch-concurrency", type=options.positive(int), metavar="N",
+        help="requests of batches in the engine at once, of those that interactive ones leave (default: --max-num-seqs)",
+    )  # fmt: skip
     group = parser.add_argument_group("several hosts")
     names = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout_s", "join_key_file")
     flags.add_options(group, ParallelConfig, names)
@@ -217,6 +240,8 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
     config = dataclasses.replace(
         options.engine_config(args), tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser
     )
+    if args.batch_dir is not None:  # requests of batches are best effort
+        config = dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, best_effort_last=True))
     if args.headless != (args.node_rank > 0):
         why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"
         raise ConfigError(f"node_rank={args.node_rank} {why}")
@@ -244,7 +269,7 @@ def _run(args: argparse.Namespace) -> int:
         ),
         app=AppConfig(
             keys=keys, tracer=tracer, memory=memory, profiler=profiler, dashboard=not args.no_dashboard,
-            browsers=_browsers(args),
+            browsers=_browsers(args), batches=None if args.no_http else _batches(args),
         ),
     )  # fmt: skip
     num_http = 0 if args.no_http else http.connections.max_connections
@@ -310,6 +335,20 @@ def _tracer(endpoint: str | None) -> "Tracer | None":
             raise
         raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'apt-jax[otel]'") from None
     return Tracer(endpoint)
+
+
+def _batches(args: argparse.Namespace) -> BatchStore | None:
+    if args.batch_dir is None:
+        return None
+    return BatchStore(
+        BatchConfig(
+            directory=Path(args.batch_dir),
+            max_file_bytes=args.batch_max_file << 20,
+            max_requests=args.batch_max_requests,
+            max_disk_bytes=int(args.batch_disk * 2**30),
+            max_concurrency=args.batch_concurrency,
+        )
+    )
 
 
 def _browsers(args: argparse.Namespace) -> BrowserRules:

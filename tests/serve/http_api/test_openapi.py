@@ -11,6 +11,8 @@ import schemathesis
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.text.chat import ChatTemplate
+from serve.batches.config import BatchConfig
+from serve.batches.store import BatchStore
 from serve.errors import UnknownModelError
 from serve.http_api import openai_request as openai_api
 from serve.http_api import openapi
@@ -52,6 +54,17 @@ def test_the_paths_of_profiles_are_described_where_they_are_served(tmp_path):
     described = openapi.document(profiles=True)["paths"]
     assert {"/start_profile", "/stop_profile"} <= paths & set(described)
     assert len(paths) == len(described)
+
+
+def test_the_paths_of_batches_are_described_where_they_are_served(tmp_path):
+    store = BatchStore(BatchConfig(directory=tmp_path))
+    routed = HttpApp(AppConfig(batches=store, dashboard=False)).paths
+    described = openapi.document(batches=store.config)
+    schemathesis.openapi.from_dict(described).validate()
+    assert sorted((m.upper(), path) for path, methods in described["paths"].items() for m in methods) == sorted(
+        (m, path.replace(":path}", "}")) for m, path in routed
+    )
+    store.close()
 
 
 def test_the_document_is_openapi_and_its_schemas_are_json_schemas(document):

@@ -1,0 +1,154 @@
+"""One request of a batch, served as a call over HTTP is: the same reading, validation, life and response.
+
+`ENDPOINTS` has what can be asked for. Requests run as best effort (`slo_class` "be") and without objectives of their
+own: the deadline of a batch is that of the whole.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from apt_jax.errors import InvalidRequestError
+from apt_jax.frontend.async_engine import AsyncEngine
+from apt_jax.frontend.outputs import OutputDelta
+from apt_jax.frontend.streams import RequestStreamGroup
+from apt_jax.request import EngineRequest
+from serve.batches.records import Outcome
+from serve.generate_call import CallService, EngineCall, run_generate
+from serve.http_api.endpoints import ENDPOINTS as HTTP_ENDPOINTS
+from serve.http_api.endpoints import Endpoint, ResponseBuilder
+from serve.http_api.errors import to_http_error
+from serve.http_api.openai_request import Body, CompletionCall, flag, parse_json
+from serve.observability.call_record import CallRecord
+from serve.slo_headers import TIER_KEY
+
+TEMPORARY = (429, 503)
+"""Statuses with which a request has no outcome yet: it runs again."""
+_OBJECTIVES = ("slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", TIER_KEY)
+
+
+class BatchCall:
+    """A completion or chat completion of a batch, a `serve.generate_call.Transport` that collects the response.
+
+    Args:
+        endpoint: that it would be sent to.
+        service: the engine and the queues before it.
+        data: the line of the request.
+        tenant: owner of the batch; empty: there are no API keys.
+        on_read: called when its requests are about to go to the engine.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, service: CallService, data: bytes, tenant: str, on_read: Callable[[], object]
+    ) -> None:
+        self._endpoint = endpoint
+        self._service, self._data, self._tenant = service, data, tenant or None
+        self.record = CallRecord(protocol="batch", method=endpoint.path, tenant=self._tenant)
+        self.outcome: Outcome | None = None
+        """None: none yet; run the request again."""
+        self.retry_after_s: float | None = None
+        """The engine or the queues before it are full: seconds after which to run it again."""
+        self.num_requests = 0
+        """Requests that it has given to the engine."""
+        self._on_read = on_read
+        self._call: CompletionCall
+        self._response: ResponseBuilder
+        self._collected: dict[int, OutputDelta] = {}
+
+    async def read(self, engine: AsyncEngine) -> EngineCall:
+        """See `serve.generate_call.Transport`. Its owner in the queues is not that of the tenant's interactive calls."""
+        owner, work = ("batch", self._tenant), self._service.work
+        parts, arrival_s = engine.parts, engine.parts.clock.now_s()
+
+        def read() -> CompletionCall:
+            body = parse_json(self._data)["body"]
+            if flag(body, "stream"):
+                raise InvalidRequestError("stream", "is not possible in a batch; leave it out")
+            call = self._endpoint.read(parts, _as_best_effort(body), {}, arrival_s, self._tenant)
+            return dataclasses.replace(call, requests=[_without_objectives(request) for request in call.requests])
+
+        call = await work.run(read, owner, num_bytes=len(self._data))
+        try:
+            requests = await work.compile_grammars(call.requests, owner)
+        except InvalidRequestError as error:
+            raise call.renamed(error) from None
+        self._call = dataclasses.replace(call, requests=requests)
+        self._response = self._endpoint.respond(parts, self._call)
+        self.num_requests = len(requests)
+        self._on_read()
+        return EngineCall(call.call_id, requests, call.deadline_s)
+
+    def on_disconnect(self, cancel: Callable[[], None]) -> None:
+        """See `serve.generate_call.Transport`; whoever runs it cancels its task."""
+
+    async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
+        """See `serve.generate_call.Transport`."""
+        if index in self._collected:
+            self._collected[index].merge(delta)
+        else:
+            self._collected[index] = delta
+
+    async def finish(self) -> None:
+        """See `serve.generate_call.Transport`."""
+        body = json.loads(self._response.whole([self._collected[index] for index in range(len(self._call.requests))]))
+        usage = body["usage"]
+        self.outcome = _response(
+            200,
+            self._call.call_id,
+            body,
+            input_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            output_tokens=usage["completion_tokens"],
+        )
+
+    def disconnect_reason(self, error: Exception) -> str | None:
+        """See `serve.generate_call.Transport`."""
+        return None
+
+    async def fail(self, error: Exception) -> None:
+        """See `serve.generate_call.Transport`."""
+        failure = to_http_error(error, self.record.request_id)
+        self.record.failed(error, str(failure.status), failure.code, internal=failure.status >= 500)
+        if failure.status in TEMPORARY:
+            self.retry_after_s = float(failure.headers["retry-after"])
+            return
+        self.outcome = _response(failure.status, self.record.request_id, failure.body(), is_error=True)
+
+    def close(self) -> None:
+        """See `serve.generate_call.Transport`."""
+
+    async def run(self) -> None:
+        """Serve it to its end, which `outcome` and `retry_after_s` tell. A task that is cancelled leaves no outcome."""
+        await run_generate(self, self._service)
+
+
+def _as_best_effort(body: Body) -> dict[str, Any]:
+    return {**{name: value for name, value in body.items() if name not in _OBJECTIVES}, "slo_class": "be"}
+
+
+def _without_objectives(request: EngineRequest) -> EngineRequest:
+    return dataclasses.replace(request, slo=type(request.slo)())
+
+
+def _response(
+    status: int, request_id: str, body: Mapping[str, Any], *, is_error: bool = False, **tokens: int
+) -> Outcome:
+    value = {"response": {"status_code": status, "request_id": request_id, "body": body}, "error": None}
+    return Outcome(is_error=is_error, value=value, **tokens)
+
+
+def failed_outcome(code: str, message: str) -> Outcome:
+    """The outcome of a request that never ran."""
+    return Outcome(is_error=True, value={"response": None, "error": {"code": code, "message": message}})
+
+
+EXPIRED = failed_outcome("batch_expired", "This request could not be executed before the completion window expired.")
+CANCELLED = failed_outcome("batch_cancelled", "The batch was cancelled before this request was executed.")
+ENDPOINTS: Mapping[str, Callable[[CallService, bytes, str, Callable[[], object]], BatchCall]] = {
+    endpoint.path: functools.partial(BatchCall, endpoint)
+    for endpoint in HTTP_ENDPOINTS
+    if endpoint.path in ("/v1/completions", "/v1/chat/completions")
+}
+"""Paths that a batch may ask for, and what serves one of their requests (`BatchCall`)."""

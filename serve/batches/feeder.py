@@ -1,0 +1,177 @@
+"""Gives the requests of running batches to the engine, a few at a time.
+
+Interactive requests come first everywhere: in the engine by class and by the places that `FeedWindow` leaves them,
+before it because at most `MAX_READING` requests of batches are read and tokenized at once.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+
+from serve.batches.calls import ENDPOINTS, BatchCall
+from serve.batches.records import BatchRecord, Outcome, RequestLine
+from serve.batches.store import BatchStore
+from serve.batches.window import FeedWindow
+from serve.generate_call import CallService
+
+MAX_READING = 2
+_TICK_S = 0.02
+"""How soon places that interactive requests have left are noticed."""
+_PAGE = 256
+_PAGE_BYTES = 4 << 20
+_LONGEST_PAUSE_S = 5.0
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class RunningBatch:
+    """A batch whose requests run."""
+
+    record: BatchRecord
+    pending: collections.deque[tuple[RequestLine, bytes]] = dataclasses.field(default_factory=collections.deque)
+    """Read ahead from disk, with their lines."""
+    last: int = 0
+    """Number of the last line that has been read ahead."""
+    is_read: bool = False
+    """Nothing is left to be read ahead."""
+    reading: asyncio.Task[None] | None = None
+    calls: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
+    done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Every request has an outcome on disk, or the batch is to end for another reason."""
+    failure: BaseException | None = None
+    """Error that ends it."""
+
+
+class BatchFeeder:
+    """Runs requests of batches; one event loop.
+
+    Args:
+        store: where the lines are.
+        service: the engine and the queues before it.
+        on_outcome: takes the outcome of a request.
+        num_uncommitted: outcomes that wait to be stored; nothing is added while they are many.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        service: CallService,
+        on_outcome: Callable[[RunningBatch, RequestLine, Outcome], None],
+        num_uncommitted: Callable[[], int],
+    ) -> None:
+        self._store, self._service = store, service
+        self._on_outcome, self._num_uncommitted = on_outcome, num_uncommitted
+        self._batches: list[RunningBatch] = []
+        """Oldest first."""
+        self._wake = asyncio.Event()
+        self._calls: set[BatchCall] = set()
+        self._by_tenant: collections.Counter[str] = collections.Counter()
+        """Calls in flight."""
+        self._paused_until_s = 0.0
+        self._window: FeedWindow | None = None
+
+    @property
+    def num_calls(self) -> int:
+        """Requests of batches that are being read, wait or run."""
+        return len(self._calls)
+
+    def add(self, batch: RunningBatch) -> None:
+        self._batches.append(batch)
+        self._wake.set()
+
+    async def remove(self, batch: RunningBatch) -> None:
+        """Run nothing more of a batch; what is in flight ends without an outcome."""
+        if batch in self._batches:
+            self._batches.remove(batch)
+        tasks = [*batch.calls, *([] if batch.reading is None else [batch.reading])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Add requests whenever there is room for them, for ever."""
+        while True:
+            self._wake.clear()
+            self._fill()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S if self._batches else None):
+                    await self._wake.wait()
+
+    def _fill(self) -> None:
+        now_s, engine = time.monotonic(), self._service.attached
+        if engine is None:
+            return
+        if self._window is None:
+            parts = engine.parts
+            places = parts.config.scheduler.max_num_seqs
+            most = min(self._store.config.max_concurrency or places, places)
+            self._window = FeedWindow(places, most, None if parts.cost_model is None else parts.cost_model.costs)
+        own = sum(max(call.num_requests, 1) for call in self._calls)
+        submitted = sum(call.num_requests for call in self._calls)
+        room = self._window.room(now_s, max(engine.num_open - submitted, 0), own)
+        if now_s < self._paused_until_s or self._num_uncommitted() >= _PAGE:
+            return
+        num_reading = sum(not call.num_requests for call in self._calls)
+        while room > 0 and num_reading < MAX_READING:
+            batch = self._next()
+            if batch is None:
+                return
+            self._start(batch)
+            room, num_reading = room - 1, num_reading + 1
+
+    def _next(self) -> RunningBatch | None:
+        """The batch whose request runs next: the oldest of the tenant with the fewest requests in flight."""
+        first: dict[str, RunningBatch] = {}
+        for batch in self._batches:
+            if batch.pending or not batch.is_read:
+                first.setdefault(batch.record.tenant, batch)
+        for batch in first.values():
+            if len(batch.pending) < _PAGE // 4 and not batch.is_read and batch.reading is None:
+                batch.reading = asyncio.create_task(self._read_ahead(batch))
+        ready = [batch for batch in first.values() if batch.pending]
+        return min(ready, key=lambda batch: self._by_tenant[batch.record.tenant], default=None)
+
+    async def _read_ahead(self, batch: RunningBatch) -> None:
+        record, after = batch.record, batch.last
+        try:
+            found = await self._store.run(lambda: self._store.pending(record, after, _PAGE, _PAGE_BYTES))
+        except OSError as error:
+            batch.failure = error
+            batch.done.set()
+            return
+        finally:
+            batch.reading = None
+        batch.is_read = not found
+        if found:
+            batch.pending.extend(found)
+            batch.last = found[-1][0].number
+        self._wake.set()
+
+    def _start(self, batch: RunningBatch) -> None:
+        line, data = batch.pending.popleft()
+        record = batch.record
+        call = ENDPOINTS[record.endpoint](self._service, data, record.tenant, self._wake.set)
+        self._calls.add(call)
+        self._by_tenant[record.tenant] += 1
+        task = asyncio.create_task(self._serve(batch, line, data, call))
+        batch.calls.add(task)
+        task.add_done_callback(batch.calls.discard)
+
+    async def _serve(self, batch: RunningBatch, line: RequestLine, data: bytes, call: BatchCall) -> None:
+        try:
+            await call.run()
+        finally:
+            self._calls.discard(call)
+            self._by_tenant[batch.record.tenant] -= 1
+            self._wake.set()
+        if call.outcome is not None:
+            self._on_outcome(batch, line, call.outcome)
+            return
+        batch.pending.appendleft((line, data))
+        pause_s = min(call.retry_after_s or 1.0, _LONGEST_PAUSE_S)
+        self._paused_until_s = max(self._paused_until_s, time.monotonic() + pause_s)

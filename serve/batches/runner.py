@@ -1,0 +1,419 @@
+"""The life of batches: validated, run, and written to their output files; resumed at the next start.
+
+Each batch that has not ended is a task (`_live`). What it has reached is on disk before it goes on, so that a task can
+begin in any state: that is how batches are resumed. `BatchFeeder` runs the requests of all; outcomes are committed in
+groups, as many as have come while the last group was synced.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import functools
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from serve.batches.calls import CANCELLED, EXPIRED
+from serve.batches.feeder import BatchFeeder, RunningBatch
+from serve.batches.input_file import InputRead, read_input
+from serve.batches.records import (
+    OUTPUT_PURPOSE,
+    BatchRecord,
+    FileRecord,
+    Outcome,
+    RequestLine,
+    Status,
+    new_id,
+    now_s,
+)
+from serve.batches.store import BatchStore, DiskFullError, InUseError, NotFoundError
+from serve.generate_call import CallService
+from serve.http_api.openai_request import check_model
+from serve.observability.call_log import log_failure
+
+logger = logging.getLogger(__name__)
+
+OUTCOMES = ("completed", "failed", "expired", "cancelled")
+_HOUSEKEEPING_S = 60.0
+_SAVE_AGAIN_S = 5.0
+
+
+class BatchStateError(Exception):
+    """The state of a batch does not allow what is asked for; one line."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class BatchCounters:
+    """Counts since the start of the server, for its metrics."""
+
+    open: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
+    """Batches that have not ended, by state."""
+    ended: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
+    """Batches that have ended, by state."""
+    requests: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
+    """Requests that have an outcome on disk: completed, failed, expired, cancelled."""
+    num_in_flight: int = 0
+    """Requests that are being read, wait or run."""
+
+
+class BatchRunner:
+    """Runs the batches of a store; one event loop.
+
+    Args:
+        store: files and batches; closed by `stop`.
+        service: the engine, once there is one, and the queues before it.
+    """
+
+    def __init__(self, store: BatchStore, service: CallService) -> None:
+        self.store, self._service = store, service
+        self._counters = BatchCounters()
+        self._running: dict[str, RunningBatch] = {}
+        self._lives: set[asyncio.Task[None]] = set()
+        self._loops: list[asyncio.Task[None]] = []
+        self._outcomes: list[tuple[RunningBatch, RequestLine, Outcome]] = []
+        self._committing = 0
+        self._has_outcomes = asyncio.Event()
+        self._feeder = BatchFeeder(store, service, self._note, lambda: len(self._outcomes) + self._committing)
+        self._validating = asyncio.Lock()
+        self._ended: asyncio.Task[None] | None = None
+
+    def counters(self) -> BatchCounters:
+        """A copy of the counts, with the gauges of now."""
+        by_state = collections.Counter(batch.record.status for batch in self._running.values())
+        return BatchCounters(
+            open=collections.Counter(by_state), ended=self._counters.ended.copy(),
+            requests=self._counters.requests.copy(), num_in_flight=self._feeder.num_calls,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Resume what is on disk, and run; the engine is there."""
+        for life in (self._resume(), self._feeder.run(), self._commit(), self._keep_house()):
+            self._loops.append(asyncio.create_task(life))
+
+    async def stop(self) -> None:
+        """Run nothing more, and close the store. What is in flight has no outcome and runs after the next start."""
+        if self._ended is None:
+            self._ended = asyncio.create_task(self._end())
+        await asyncio.shield(self._ended)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._ended is not None
+
+    async def _end(self) -> None:
+        self._service.drain()
+        tasks = [*self._loops, *self._lives, *(call for batch in self._running.values() for call in batch.calls)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._outcomes:
+            try:
+                await self._commit_group()
+            except Exception as error:
+                log_failure(logger, "the last outcomes of batches", error)
+        await asyncio.to_thread(self.store.close)
+        self._service.log.close()
+
+    # --- for endpoints -----------------------------------------------------------------------------------------------
+
+    def add(self, record: BatchRecord) -> None:
+        """Run a batch that has just been stored."""
+        self._begin(record)
+
+    def current(self, record: BatchRecord) -> BatchRecord:
+        """The batch as it is now: the disk may be too full to say that it has failed."""
+        batch = self._running.get(record.id)
+        return batch.record if batch is not None and batch.record.status == "failed" else record
+
+    async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Begin to cancel a batch; returns its new state.
+
+        Raises:
+            NotFoundError: the tenant has no batch of this id.
+            BatchStateError: it has ended, or is about to.
+            DiskFullError: the new state cannot be stored.
+        """
+        batch = self._running.get(batch_id)
+        if batch is None or batch.record.tenant != tenant:
+            record = self.current(await self.store.run(lambda: self.store.batch(tenant, batch_id)))
+            raise BatchStateError(f"a batch that is {record.status} cannot be cancelled")
+        record = batch.record
+
+        def cancel() -> None:
+            if record.status == "cancelling":
+                return
+            if record.status not in ("validating", "in_progress"):
+                raise BatchStateError(f"a batch that is {record.status} cannot be cancelled")
+            before = record.status
+            record.status, record.cancelling_at = "cancelling", now_s()
+            try:
+                self.store.save(record)
+            except BaseException:
+                record.status, record.cancelling_at = before, None
+                raise
+
+        await self.store.run(cancel)
+        batch.done.set()
+        return dataclasses.replace(record)
+
+    # --- lives -------------------------------------------------------------------------------------------------------
+
+    async def _resume(self) -> None:
+        for record in await self.store.run(self.store.open_batches):
+            if record.id not in self._running:
+                logger.info("batch %s: resumed (%s)", record.id, record.status, extra=_fields(record))
+                self._begin(record)
+
+    def _begin(self, record: BatchRecord) -> None:
+        if self.is_stopped:  # it is stored, and runs after the next start
+            return
+        batch = self._running[record.id] = RunningBatch(record=record)
+        task = asyncio.create_task(self._live(batch))
+        self._lives.add(task)
+        task.add_done_callback(self._lives.discard)
+
+    async def _live(self, batch: RunningBatch) -> None:
+        record = batch.record
+        try:
+            if record.status == "validating":
+                await self._validate(batch)
+            if record.status == "in_progress":
+                await self._serve(batch)
+            if record.status in ("finalizing", "cancelling"):
+                await self._finalize(record)
+        except Exception as error:
+            if not isinstance(error, DiskFullError | OSError):
+                log_failure(logger, "batch", error)
+            await self._fail(record, error)
+        finally:
+            if not self.is_stopped:
+                del self._running[record.id]
+        self._counters.ended[record.status] += 1
+        logger.info(
+            "batch %s: %s, %d of %d requests completed, %d failed",
+            record.id, record.status, record.completed, record.total, record.failed, extra=_fields(record),
+        )  # fmt: skip
+
+    async def _validate(self, batch: RunningBatch) -> None:
+        record, store = batch.record, self.store
+        parts = self._service.engine().parts
+        async with self._validating:  # it takes a core for a while
+            found = await asyncio.to_thread(
+                read_input,
+                store.path(record.input_file_id),
+                record.endpoint,
+                store.config,
+                lambda body: check_model(parts, body),
+            )
+
+        def begin() -> None:
+            if record.status != "validating":  # it was cancelled meanwhile
+                return
+            self._take(record, found)
+            try:
+                if found.errors:
+                    store.save(record)
+                else:
+                    store.begin(record, found.lines)
+            except BaseException:
+                record.status = "validating"
+                raise
+
+        await store.run(begin)
+        if record.status == "in_progress":
+            logger.info("batch %s: in_progress, %d requests", record.id, record.total, extra=_fields(record))
+
+    @staticmethod
+    def _take(record: BatchRecord, found: InputRead) -> None:
+        record.model = found.model
+        if found.errors:
+            record.status, record.failed_at, record.errors = "failed", now_s(), found.errors
+        else:
+            record.status, record.in_progress_at, record.total = "in_progress", now_s(), len(found.lines)
+
+    async def _serve(self, batch: RunningBatch) -> None:
+        """Run the requests until all have outcomes, the deadline has passed or the batch is cancelled."""
+        record = batch.record
+        self._set_done_if_whole(batch)
+        self._feeder.add(batch)
+        try:
+            while not batch.done.is_set() and (left_s := record.expires_at - time.time()) > 0:
+                try:  # in short waits, as the wall clock may be set
+                    async with asyncio.timeout(min(left_s, _HOUSEKEEPING_S)):
+                        await batch.done.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            await self._feeder.remove(batch)
+        if batch.failure is not None:
+            raise batch.failure
+
+        def finalize() -> None:
+            if record.status == "in_progress":
+                record.status, record.finalizing_at = "finalizing", now_s()
+                if record.completed + record.failed < record.total:
+                    record.expired_at = now_s()
+                self.store.save(record)
+
+        while self._outcomes_of(batch):
+            await asyncio.sleep(0.01)
+        if batch.failure is not None:
+            raise batch.failure
+        await self.store.run(finalize)
+
+    def _outcomes_of(self, batch: RunningBatch) -> bool:
+        return bool(self._committing) or any(one is batch for one, _, _ in self._outcomes)
+
+    async def _finalize(self, record: BatchRecord) -> None:
+        """Write the output files and end the batch."""
+        store = self.store
+
+        def finalize() -> None:
+            before = record.failed
+            left = "cancelled" if record.status == "cancelling" else "expired"
+            if record.status == "cancelling" or record.expired_at is not None:
+                store.end_pending(record, CANCELLED if record.status == "cancelling" else EXPIRED)
+            self._counters.requests[left] += record.failed - before
+            files, paths = self._outputs(record)
+            last: Status = "completed" if record.expired_at is None else "expired"
+            self._end_as(record, "cancelled" if record.status == "cancelling" else last, files, paths)
+
+        await store.run(finalize)
+
+    def _outputs(self, record: BatchRecord) -> tuple[list[FileRecord], list[Path]]:
+        """Write what has outcomes; sets the ids in the record."""
+        files: list[FileRecord] = []
+        paths: list[Path] = []
+        created = now_s()
+        try:
+            for errors, name in ((False, "output"), (True, "error")):
+                written = self.store.write_output(record, errors=errors)
+                if written is None:
+                    continue
+                path, num_bytes = written
+                paths.append(path)
+                expires = None if record.output_ttl_s is None else created + record.output_ttl_s
+                files.append(
+                    FileRecord(
+                        id=new_id("file-"), tenant=record.tenant, purpose=OUTPUT_PURPOSE,
+                        filename=f"{record.id}_{name}.jsonl", bytes=num_bytes, created_at=created, expires_at=expires,
+                    )
+                )  # fmt: skip
+                setattr(record, f"{name}_file_id", files[-1].id)
+        except BaseException:
+            for path in paths:
+                path.unlink(missing_ok=True)
+            record.output_file_id = record.error_file_id = None
+            raise
+        return files, paths
+
+    def _end_as(self, record: BatchRecord, status: Status, files: list[FileRecord], paths: list[Path]) -> None:
+        before = record.status
+        record.status = status
+        if getattr(record, f"{status}_at") is None:
+            setattr(record, f"{status}_at", now_s())
+        try:
+            self.store.end(record, files, paths)
+        except BaseException:
+            record.status, record.output_file_id, record.error_file_id = before, None, None
+            raise
+
+    async def _fail(self, record: BatchRecord, error: Exception) -> None:
+        """End a batch that cannot go on; the outcomes that it has are written if there is room."""
+        code, message = "internal_error", "The batch failed because of an internal error."
+        if isinstance(error, DiskFullError):
+            code, message = "disk_full", f"The batch was stopped: {error}."
+        elif isinstance(error, OSError):
+            code, message = "input_file_unreadable", f"The input file cannot be read ({error.strerror})."
+        logger.error("batch %s: failed (%s)", record.id, code, extra=_fields(record))
+
+        def fail(with_files: bool) -> None:
+            files, paths = self._outputs(record) if with_files else ([], [])
+            record.status, record.failed_at = "failed", record.failed_at or now_s()
+            record.errors = [{"code": code, "line": None, "message": message, "param": None}]
+            try:
+                self.store.end(record, files, paths)
+            except BaseException:
+                record.output_file_id = record.error_file_id = None
+                raise
+
+        with_files = True
+        while True:
+            try:
+                await self.store.run(functools.partial(fail, with_files))
+                return
+            except Exception as again:
+                if with_files:
+                    with_files = False
+                    continue
+                if not isinstance(again, DiskFullError):
+                    log_failure(logger, "batch", again)
+            # Clients are told already (`current`); the disk will be when there is room.
+            await asyncio.sleep(_SAVE_AGAIN_S)
+
+    # --- outcomes ----------------------------------------------------------------------------------------------------
+
+    def _note(self, batch: RunningBatch, line: RequestLine, outcome: Outcome) -> None:
+        self._outcomes.append((batch, line, outcome))
+        self._has_outcomes.set()
+
+    async def _commit(self) -> None:
+        while True:
+            await self._has_outcomes.wait()
+            self._has_outcomes.clear()
+            await self._commit_group()
+            self._feeder.wake()
+
+    async def _commit_group(self) -> None:
+        """Store what has come so far, in one transaction a batch."""
+        group, self._outcomes = self._outcomes, []
+        by_batch: dict[RunningBatch, list[tuple[RequestLine, Outcome]]] = {}
+        for batch, line, outcome in group:
+            by_batch.setdefault(batch, []).append((line, outcome))
+        self._committing = len(group)
+        try:
+            for batch, outcomes in by_batch.items():
+                record = batch.record
+                rows = [(record, line, outcome) for line, outcome in outcomes]
+                try:
+                    await asyncio.shield(
+                        asyncio.ensure_future(self.store.run(lambda rows=rows: self.store.commit(rows)))
+                    )
+                except Exception as error:
+                    batch.failure = error
+                    batch.done.set()
+                    continue
+                for _, outcome in outcomes:
+                    self._counters.requests["failed" if outcome.is_error else "completed"] += 1
+                self._set_done_if_whole(batch)
+        finally:
+            self._committing = 0
+
+    @staticmethod
+    def _set_done_if_whole(batch: RunningBatch) -> None:
+        record = batch.record
+        if record.completed + record.failed >= record.total:
+            batch.done.set()
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    async def _keep_house(self) -> None:
+        """Delete files whose life is over."""
+        while True:
+            try:
+                num = await self.store.run(lambda: self.store.delete_expired_files(now_s()))
+                if num:
+                    logger.info("%d files of batches have expired", num)
+            except (DiskFullError, OSError, NotFoundError, InUseError) as error:
+                log_failure(logger, "the deletion of expired files", error)
+            await asyncio.sleep(_HOUSEKEEPING_S)
+
+
+def _fields(record: BatchRecord) -> dict[str, Any]:
+    """Fields of a log line."""
+    fields = {
+        "batch_id": record.id, "tenant": record.tenant or None, "status": record.status, "endpoint": record.endpoint,
+        "requests": record.total, "completed": record.completed, "failed": record.failed,
+    }  # fmt: skip
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,490 @@
+"""Files, batches and the outcomes of their requests on disk: SQLite for what must be committed once, files for content.
+
+What a crash at any moment leaves:
+
+* SQLite commits with a synced log (`synchronous=FULL`): a transaction is there whole or not at all.
+* An outcome is written where there is none (``outcome IS NULL``) in the transaction that counts it, so a request has at
+  most one, and what has one never runs again.
+* A file is written beside its name, synced and renamed before its row is committed. Files without a row are removed at
+  the next start, so that an upload or an output file that was cut off leaves nothing.
+* The outcomes of a batch are deleted in the transaction that registers its output files and ends it. A crash before
+  has the files written again from the same outcomes.
+
+Methods block: call them in a thread (`BatchStore.run`).
+"""
+
+# ruff: noqa: S608 - statements are put together of our own names of tables, columns and states; values are bound
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import errno
+import fcntl
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from apt_jax.errors import ConfigError
+from serve.batches.config import FLAG, BatchConfig
+from serve.batches.records import (
+    OPEN,
+    BatchRecord,
+    FileRecord,
+    Outcome,
+    RequestLine,
+    batch_of,
+    file_of,
+    new_id,
+    to_row,
+)
+from serve.compact_json import json_bytes
+
+T = TypeVar("T")
+
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE files (
+  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, purpose TEXT NOT NULL,
+  filename TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER);
+CREATE INDEX files_by_tenant ON files (tenant, number);
+CREATE TABLE batches (
+  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, endpoint TEXT NOT NULL,
+  input_file_id TEXT NOT NULL, completion_window TEXT NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL,
+  status TEXT NOT NULL, metadata TEXT, model TEXT, errors TEXT, output_file_id TEXT, error_file_id TEXT,
+  output_ttl_s INTEGER, in_progress_at INTEGER, finalizing_at INTEGER, completed_at INTEGER, failed_at INTEGER,
+  expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER, total INTEGER NOT NULL, completed INTEGER NOT NULL,
+  failed INTEGER NOT NULL, input_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL);
+CREATE INDEX batches_by_tenant ON batches (tenant, number);
+CREATE TABLE requests (
+  batch_id TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, offset INTEGER NOT NULL,
+  size INTEGER NOT NULL, is_error INTEGER, outcome BLOB, PRIMARY KEY (batch_id, number), UNIQUE (batch_id, custom_id));
+"""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_COPY_BYTES = 1 << 20
+
+
+class DiskFullError(Exception):
+    """There is no room on the disk, or in the share of it that batches may take."""
+
+
+class NotFoundError(Exception):
+    """The tenant has no file or batch of this id."""
+
+
+class InUseError(Exception):
+    """A batch that has not ended reads the file."""
+
+
+class BatchStore:
+    """The directory of a server; only one process at a time can have it.
+
+    Args:
+        config: directory and bounds.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+
+    def __init__(self, config: BatchConfig) -> None:
+        self.config = config
+        self.files_dir = config.directory / "files"
+        """Where files are; whoever writes one begins it here under another name (`add_file`)."""
+        try:
+            config.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.files_dir.mkdir(exist_ok=True, mode=0o700)
+            self._lock = os.open(config.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{config.directory}: cannot be used ({error.strerror}) ({FLAG})") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise ConfigError(f"{config.directory}: another server uses it ({FLAG})") from None
+        try:
+            self._open()
+        except (sqlite3.Error, OSError) as error:
+            os.close(self._lock)
+            raise ConfigError(f"{config.directory}: cannot be used ({error}) ({FLAG})") from None
+        except ConfigError:
+            os.close(self._lock)
+            raise
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="apt-jax-batches")
+
+    def _open(self) -> None:
+        path = self.config.directory / "batches.sqlite3"
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        self._db = db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        db.row_factory = sqlite3.Row
+        db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
+        elif version != _VERSION:
+            raise ConfigError(f"{self.config.directory}: written by another version of apt-jax ({FLAG})")
+        known, there = {row["id"] for row in db.execute("SELECT id FROM files")}, set(os.listdir(self.files_dir))
+        for name in there - known:
+            (self.files_dir / name).unlink()
+        for file_id in known - there:  # the server ended while it deleted them
+            db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        rows = db.execute(
+            "SELECT b.tenant, SUM(LENGTH(r.outcome)) AS bytes FROM requests r JOIN batches b ON b.id = r.batch_id"
+            " WHERE r.outcome IS NOT NULL GROUP BY b.tenant"
+        )
+        self._outcome_bytes = collections.Counter({row["tenant"]: row["bytes"] for row in rows})
+        """Bytes of stored outcomes, by tenant."""
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call a function that uses this store in its thread; calls run one after another."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def close(self) -> None:
+        """Wait for what runs, and give the directory up."""
+        self._thread.shutdown(cancel_futures=True)
+        self._db.close()
+        os.close(self._lock)
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def path(self, file_id: str) -> Path:
+        return self.files_dir / file_id
+
+    def check_room(self, tenant: str, num_bytes: int) -> None:
+        """Check that a tenant may have more bytes on disk.
+
+        Raises:
+            DiskFullError: it has its share, or all have theirs; one line that names the way out.
+        """
+        total, own = self._used_bytes(tenant)
+        if own + num_bytes > self.config.disk_share_bytes(tenant):
+            share = self.config.disk_share_bytes(tenant) >> 20
+            raise DiskFullError(f"files and batches of this API key fill its {share} MiB: delete files (--batch-disk)")
+        if total + num_bytes > self.config.max_disk_bytes:
+            whole = self.config.max_disk_bytes >> 20
+            raise DiskFullError(
+                f"files and batches fill the {whole} MiB that they may take: delete files (--batch-disk)"
+            )
+
+    def _used_bytes(self, tenant: str) -> tuple[int, int]:
+        """Bytes of all tenants, and of one."""
+        total = self._one("SELECT COALESCE(SUM(bytes), 0) FROM files") + self._outcome_bytes.total()
+        own = self._one("SELECT COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ?", tenant)
+        return total, own + self._outcome_bytes[tenant]
+
+    def add_file(self, record: FileRecord, written: Path) -> None:
+        """Register a file whose content has been written to a path of this directory.
+
+        Raises:
+            DiskFullError: as `check_room`, or the tenant has too many files.
+        """
+        try:
+            self.check_room(record.tenant, record.bytes)
+            if self._one("SELECT COUNT(*) FROM files WHERE tenant = ?", record.tenant) >= self.config.max_files:
+                raise DiskFullError(f"there are {self.config.max_files} files of this API key: delete some")
+            with _disk_errors():
+                _sync(written)
+                os.replace(written, self.path(record.id))
+                _sync(self.files_dir)
+                self._insert("files", to_row(record))
+        except BaseException:
+            for path in (written, self.path(record.id)):
+                path.unlink(missing_ok=True)
+            raise
+
+    def file(self, tenant: str, file_id: str) -> FileRecord:
+        """Raises NotFoundError."""
+        row = self._db.execute("SELECT * FROM files WHERE tenant = ? AND id = ?", (tenant, file_id)).fetchone()
+        if row is None:
+            raise NotFoundError
+        return file_of(row)
+
+    def files(
+        self, tenant: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
+    ) -> tuple[list[FileRecord], bool]:
+        """A page of files, and whether more follow. Raises NotFoundError: none is called `after`."""
+        where, values = ("AND purpose = ?", (purpose,)) if purpose is not None else ("", ())
+        rows, more = self._page("files", tenant, where, values, after, limit, newest_first)
+        return [file_of(row) for row in rows], more
+
+    def delete_file(self, tenant: str, file_id: str) -> None:
+        """Raises NotFoundError or InUseError."""
+        self.file(tenant, file_id)
+        if self._in_use(file_id):
+            raise InUseError
+        self.path(file_id).unlink(missing_ok=True)  # first: on a full disk there is then room for what follows
+        with _disk_errors():
+            self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+    def delete_expired_files(self, now_s: int) -> int:
+        """Delete the files whose life is over, but for those that a batch still reads; returns their number."""
+        rows = self._db.execute("SELECT id, tenant FROM files WHERE expires_at <= ?", (now_s,)).fetchall()
+        expired = [row for row in rows if not self._in_use(row["id"])]
+        for row in expired:
+            self.delete_file(row["tenant"], row["id"])
+        return len(expired)
+
+    def _in_use(self, file_id: str) -> bool:
+        return bool(self._one(f"SELECT COUNT(*) FROM batches WHERE input_file_id = ? AND status IN {OPEN}", file_id))
+
+    # --- batches -----------------------------------------------------------------------------------------------------
+
+    def add_batch(self, record: BatchRecord) -> None:
+        """Register a batch. The oldest of those that have ended are forgotten beyond `max_ended_batches`."""
+        with self._transaction():
+            self._insert("batches", to_row(record))
+            self._db.execute(
+                f"DELETE FROM batches WHERE number IN (SELECT number FROM batches WHERE tenant = ? AND status NOT IN {OPEN}"
+                " ORDER BY number DESC LIMIT -1 OFFSET ?)",
+                (record.tenant, self.config.max_ended_batches),
+            )
+
+    def batch(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Raises NotFoundError."""
+        row = self._db.execute("SELECT * FROM batches WHERE tenant = ? AND id = ?", (tenant, batch_id)).fetchone()
+        if row is None:
+            raise NotFoundError
+        return batch_of(row)
+
+    def batches(self, tenant: str, *, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
+        """A page of batches, newest first, and whether more follow. Raises NotFoundError: none is called `after`."""
+        rows, more = self._page("batches", tenant, "", (), after, limit, True)
+        return [batch_of(row) for row in rows], more
+
+    def open_batches(self) -> list[BatchRecord]:
+        """Batches of all tenants that have not ended, oldest first."""
+        return [
+            batch_of(row) for row in self._db.execute(f"SELECT * FROM batches WHERE status IN {OPEN} ORDER BY number")
+        ]
+
+    def num_open_batches(self, tenant: str) -> int:
+        return self._one(f"SELECT COUNT(*) FROM batches WHERE tenant = ? AND status IN {OPEN}", tenant)
+
+    def begin(self, batch: BatchRecord, lines: Sequence[RequestLine]) -> None:
+        """Store the requests of a batch that has been validated, with its new state, in one transaction."""
+        with self._transaction():
+            self._db.executemany(
+                "INSERT INTO requests (batch_id, number, custom_id, offset, size) VALUES (?, ?, ?, ?, ?)",
+                ((batch.id, line.number, line.custom_id, line.offset, line.size) for line in lines),
+            )
+            self._save(batch)
+
+    def save(self, batch: BatchRecord) -> None:
+        """Store the state of a batch."""
+        with self._transaction():
+            self._save(batch)
+
+    # --- outcomes ----------------------------------------------------------------------------------------------------
+
+    def pending(self, batch: BatchRecord, after: int, most: int, most_bytes: int) -> list[tuple[RequestLine, bytes]]:
+        """The next requests without an outcome, behind line `after`, with their lines; at least one if there is any.
+
+        Raises:
+            OSError: the input file cannot be read.
+        """
+        rows = self._db.execute(
+            "SELECT number, custom_id, offset, size FROM requests WHERE batch_id = ? AND number > ? AND outcome IS NULL"
+            " ORDER BY number LIMIT ?",
+            (batch.id, after, most),
+        ).fetchall()
+        found: list[tuple[RequestLine, bytes]] = []
+        if not rows:
+            return found
+        with self.path(batch.input_file_id).open("rb") as file:
+            for row in rows:
+                most_bytes -= row["size"]
+                if found and most_bytes < 0:
+                    break
+                file.seek(row["offset"])
+                found.append((RequestLine(**dict(row)), file.read(row["size"])))
+        return found
+
+    def commit(self, outcomes: Iterable[tuple[BatchRecord, RequestLine, Outcome]]) -> None:
+        """Store outcomes and count them in their batches, in one synced transaction. A request that has an outcome
+        keeps it.
+
+        Raises:
+            DiskFullError: none was stored, and no record was changed.
+        """
+        before: dict[str, tuple[BatchRecord, dict[str, int]]] = {}
+        names = ("completed", "failed", "input_tokens", "cached_tokens", "output_tokens")
+        num_bytes: collections.Counter[str] = collections.Counter()
+        try:
+            with self._transaction():
+                for batch, line, outcome in outcomes:
+                    data = _line(line, outcome)
+                    before.setdefault(batch.id, (batch, {name: getattr(batch, name) for name in names}))
+                    written = self._db.execute(
+                        "UPDATE requests SET outcome = ?, is_error = ? WHERE batch_id = ? AND number = ? AND outcome IS NULL",
+                        (data, outcome.is_error, batch.id, line.number),
+                    )
+                    if written.rowcount:
+                        num_bytes[batch.tenant] += len(data)
+                        batch.completed += not outcome.is_error
+                        batch.failed += outcome.is_error
+                        batch.input_tokens += outcome.input_tokens
+                        batch.cached_tokens += outcome.cached_tokens
+                        batch.output_tokens += outcome.output_tokens
+                for tenant, more in num_bytes.items():
+                    self.check_room(tenant, more)
+                for batch, _ in before.values():
+                    self._save(batch)
+        except BaseException:
+            for batch, counts in before.values():
+                for name, count in counts.items():
+                    setattr(batch, name, count)
+            raise
+        self._outcome_bytes.update(num_bytes)
+
+    def end_pending(self, batch: BatchRecord, outcome: Outcome) -> None:
+        """Give all requests without an outcome this one."""
+        after = 0
+        while True:
+            rows = self._db.execute(
+                "SELECT number, custom_id, offset, size FROM requests WHERE batch_id = ? AND number > ? AND outcome IS NULL"
+                " ORDER BY number LIMIT 1000",
+                (batch.id, after),
+            ).fetchall()
+            if not rows:
+                return
+            lines = [RequestLine(**dict(row)) for row in rows]
+            self.commit((batch, line, outcome) for line in lines)
+            after = lines[-1].number
+
+    def end(self, batch: BatchRecord, files: Sequence[FileRecord], written: Sequence[Path]) -> None:
+        """End a batch: register its files, store its state and delete its outcomes, in one transaction.
+
+        Args:
+            batch: with its last state.
+            files: its output files.
+            written: their contents, from `write_output`.
+
+        Raises:
+            DiskFullError: nothing has been changed on disk.
+        """
+        freed = self._one("SELECT COALESCE(SUM(LENGTH(outcome)), 0) FROM requests WHERE batch_id = ?", batch.id)
+        try:
+            with _disk_errors():
+                for record, path in zip(files, written, strict=True):
+                    os.replace(path, self.path(record.id))
+                if files:
+                    _sync(self.files_dir)
+            with self._transaction():
+                for record in files:
+                    self._insert("files", to_row(record))
+                self._db.execute("DELETE FROM requests WHERE batch_id = ?", (batch.id,))
+                self._save(batch)
+        except BaseException:
+            for path in (*written, *(self.path(record.id) for record in files)):
+                path.unlink(missing_ok=True)
+            raise
+        self._outcome_bytes[batch.tenant] -= freed
+        with contextlib.suppress(sqlite3.Error):
+            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+
+    def write_output(self, batch: BatchRecord, *, errors: bool) -> tuple[Path, int] | None:
+        """Write the outcomes of a batch to a file, one a line in the order of its input, synced; None: there are none.
+
+        Returns:
+            The path, and the number of bytes.
+
+        Raises:
+            DiskFullError: there is no room.
+        """
+        query = "SELECT outcome FROM requests WHERE batch_id = ? AND is_error = ? ORDER BY number"
+        rows = self._db.execute(query, (batch.id, errors))
+        first = rows.fetchone()
+        if first is None:
+            return None
+        path, num_bytes = self.files_dir / new_id("new-"), 0
+        try:
+            with _disk_errors(), path.open("xb", buffering=_COPY_BYTES) as file:
+                os.fchmod(file.fileno(), 0o600)
+                while first is not None:
+                    num_bytes += file.write(first["outcome"] + b"\n")
+                    first = rows.fetchone()
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return path, num_bytes
+
+    # --- SQL ---------------------------------------------------------------------------------------------------------
+
+    def _one(self, query: str, *values: object) -> Any:
+        return self._db.execute(query, values).fetchone()[0]
+
+    def _insert(self, table: str, row: dict[str, Any]) -> None:
+        names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
+        self._db.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", row)
+
+    def _save(self, batch: BatchRecord) -> None:
+        row = to_row(batch)
+        self._db.execute(f"UPDATE batches SET {', '.join(f'{name} = :{name}' for name in row)} WHERE id = :id", row)
+
+    def _page(
+        self,
+        table: str,
+        tenant: str,
+        where: str,
+        values: tuple[object, ...],
+        after: str | None,
+        limit: int,
+        newest_first: bool,
+    ) -> tuple[list[sqlite3.Row], bool]:
+        if after is not None:
+            row = self._db.execute(
+                f"SELECT number FROM {table} WHERE tenant = ? AND id = ?", (tenant, after)
+            ).fetchone()
+            if row is None:
+                raise NotFoundError
+            where += f" AND number {'<' if newest_first else '>'} ?"
+            values += (row["number"],)
+        order = "DESC" if newest_first else "ASC"
+        query = f"SELECT * FROM {table} WHERE tenant = ? {where} ORDER BY number {order} LIMIT ?"
+        rows = self._db.execute(query, (tenant, *values, limit + 1)).fetchall()
+        return rows[:limit], len(rows) > limit
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _disk_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+def _line(line: RequestLine, outcome: Outcome) -> bytes:
+    """A line of the output file, or of the error file."""
+    return json_bytes({"id": new_id("batch_req_"), "custom_id": line.custom_id, **outcome.value})
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Raise `DiskFullError` for what the system or SQLite says of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskFullError("the disk is full") from None
+        raise
+    except sqlite3.OperationalError as error:
+        # A file that may not grow (a quota, a limit of the process) is an I/O error to SQLite.
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            raise DiskFullError(f"the disk is full, or cannot be written to ({error})") from None
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,341 @@
+"""Files and batches over HTTP, with the official client: what it gets, and what is refused."""
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from serve.batches.config import BatchConfig
+from serve.batches.store import BatchStore
+from serve.security.api_keys import ApiKeys
+from tests.support.http_serving import HttpServed, http_serving, run
+from tests.support.toy_serving import executor_of, toy_parts
+
+KEY, OTHER = "sk-0123456789abcdefghij", "sk-another-key-of-a-tenant"
+COMPLETIONS = "/v1/completions"
+
+
+def line(custom_id: str, *, url: str = COMPLETIONS, method: str = "POST", **body: Any) -> dict[str, Any]:
+    given = {"prompt": f"say {custom_id}", "max_tokens": 6, "temperature": 0.0, "ignore_eos": True, **body}
+    return {"custom_id": custom_id, "method": method, "url": url, "body": given}
+
+
+def jsonl(lines: list[Any]) -> bytes:
+    return b"".join((one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in lines)
+
+
+def store_at(path: Path, **bounds: Any) -> BatchStore:
+    return BatchStore(BatchConfig(directory=path, **bounds))
+
+
+async def upload(client: Any, data: bytes, name: str = "in.jsonl") -> str:
+    return (await client.files.create(file=(name, io.BytesIO(data)), purpose="batch")).id
+
+
+async def create(client: Any, data: bytes, window: Any = "24h", **fields: Any) -> Any:
+    file_id = await upload(client, data)
+    return await client.batches.create(
+        input_file_id=file_id, endpoint="/v1/completions", completion_window=window, **fields
+    )
+
+
+async def ended(client: Any, batch_id: str) -> Any:
+    async with asyncio.timeout(30):
+        while True:
+            batch = await client.batches.retrieve(batch_id)
+            if batch.status not in ("validating", "in_progress", "finalizing", "cancelling"):
+                return batch
+            await asyncio.sleep(0.005)
+
+
+async def lines_of(client: Any, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    content = (await client.files.content(file_id)).text
+    return [json.loads(one) for one in content.splitlines()]
+
+
+def test_a_batch_gives_what_calls_give_and_an_error_for_each_line_that_cannot_run(tmp_path):
+    good = [line(f"r{i}", max_tokens=3 + i % 5, prompt=f"prompt {i}") for i in range(24)]
+    bad = [line("long", max_tokens=10_000), line("stream", stream=True), line("unknown", best_of=3)]
+
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        batch = await create(client, jsonl([*good, *bad]), metadata={"job": "night"})
+        assert batch.status in ("validating", "in_progress")
+        assert batch.expires_at - batch.created_at == 24 * 3600
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed"
+        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (27, 24, 3)
+        assert batch.metadata == {"job": "night"}
+        assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+        out = await lines_of(client, batch.output_file_id)
+        assert [one["custom_id"] for one in out] == [one["custom_id"] for one in good]
+        tokens = 0
+        for asked, one in zip(good, out, strict=True):
+            body = one["response"]["body"]
+            assert (one["error"], one["response"]["status_code"]) == (None, 200)
+            assert one["response"]["request_id"] == body["id"]
+            alone = await served.ask(**asked["body"])
+            assert body["choices"] == alone["choices"]
+            assert body["usage"]["completion_tokens"] == alone["usage"]["completion_tokens"]
+            tokens += alone["usage"]["completion_tokens"]
+        assert batch.usage.output_tokens == tokens
+        errors = await lines_of(client, batch.error_file_id)
+        assert [one["custom_id"] for one in errors] == ["long", "stream", "unknown"]
+        for one, asked in zip(errors, bad, strict=True):
+            assert (one["error"], one["response"]["status_code"]) == (None, 400)
+            if asked["custom_id"] != "stream":  # a call would stream
+                alone = await served.post(COMPLETIONS, asked["body"])
+                assert one["response"]["body"] == alone.json()
+        files = (await client.files.list()).data
+        assert [file.purpose for file in files] == ["batch_output", "batch_output", "batch"]
+
+    run(scenario, app={"batches": store_at(tmp_path)}, max_model_len=128)
+
+
+def test_files_are_kept_listed_by_pages_and_deleted(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        made = [await client.files.create(file=(f"{i}.jsonl", b"%d\n" % i), purpose="batch") for i in range(7)]
+        assert [(f.filename, f.bytes, f.status) for f in made] == [(f"{i}.jsonl", 2, "processed") for i in range(7)]
+        listed = [file.id async for file in client.files.list(limit=3)]
+        assert listed == [file.id for file in reversed(made)]
+        assert [f.id async for f in client.files.list(limit=2, order="asc")] == [file.id for file in made]
+        assert [f.id async for f in client.files.list(purpose="batch_output")] == []
+        assert (await client.files.retrieve(made[2].id)) == made[2]
+        assert (await client.files.content(made[2].id)).content == b"2\n"
+        assert (await client.files.delete(made[2].id)).deleted
+        for call in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError, match="no file"):
+                await call(made[2].id)
+        expiring = await client.files.create(
+            file=b"{}", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+        assert expiring.expires_at == expiring.created_at + 3600
+        assert sorted(path.name for path in (tmp_path / "files").iterdir()) == sorted(
+            [expiring.id, *(file.id for file in made if file is not made[2])]
+        )
+
+    run(scenario, app={"batches": store_at(tmp_path)})
+
+
+BAD_LINES = [
+    ([b"{"], "invalid_json_line", 1, None),
+    ([line("a"), b"[1]"], "invalid_json_line", 2, None),
+    ([line("a"), b"", line("b"), line("a")], "duplicate_custom_id", 4, "custom_id"),
+    ([line("a", url="/v1/chat/completions")], "invalid_url", 1, "url"),
+    ([line("a", method="GET")], "invalid_method", 1, "method"),
+    ([line("a", model="gpt-9")], "model_not_found", 1, "body.model"),
+    ([{**line("a"), "custom_id": 5}], "invalid_custom_id", 1, "custom_id"),
+    ([b'{"custom_id": "\\ud800", "method": "POST", "url": "/v1/completions", "body": {}}'], "invalid_custom_id", 1, "custom_id"),
+    ([{**line("a"), "body": "x"}], "invalid_body", 1, "body"),
+    ([{"custom_id": "a", "method": "POST", "url": COMPLETIONS}], "missing_required_parameter", 1, "body"),
+    ([line(str(i)) for i in range(9)], "too_many_requests", 9, None),
+    ([line("a", prompt="x" * 3000)], "line_too_long", 1, None),
+    ([], "empty_file", None, None),
+    ([b"", b"  "], "empty_file", None, None),
+]  # fmt: skip
+
+
+def test_what_is_wrong_with_the_lines_fails_the_batch_and_runs_nothing(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        for lines, code, number, param in BAD_LINES:
+            batch = await ended(client, (await create(client, jsonl(lines))).id)
+            assert batch.status == "failed"
+            assert batch.failed_at is not None
+            assert batch.output_file_id is batch.error_file_id is None
+            (problem,) = batch.errors.data
+            assert (problem.code, problem.line, problem.param) == (code, number, param), problem
+            assert problem.message
+            assert "\n" not in problem.message
+        many = await ended(client, (await create(client, b"{\n" * 500)).id)
+        assert len(many.errors.data) == 100
+        assert served.parts.engine.stats().generation_tokens == 0
+
+    run(scenario, app={"batches": store_at(tmp_path, max_requests=8, max_line_bytes=2000)})
+
+
+def test_what_cannot_be_asked_for_is_refused_in_one_line(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        http = served.http
+        file_id = await upload(client, jsonl([line("a")]))
+        good = {"input_file_id": file_id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+        for change, param in (
+            ({"input_file_id": "file-none"}, "input_file_id"),
+            ({"input_file_id": "\ud800"}, "input_file_id"),
+            ({"input_file_id": 3}, "input_file_id"),
+            ({"endpoint": "/v1/models"}, "endpoint"),
+            *(({"completion_window": w}, "completion_window") for w in ("0m", "337h", "24", "1d", 24, "-1h", "")),
+            ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+            ({"metadata": {"a": 1}}, "metadata"),
+            ({"metadata": {"a" * 65: "x"}}, "metadata"),
+            ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
+        ):
+            response = await http.post("/v1/batches", content=json.dumps({**good, **change}).encode(), headers={"content-type": "application/json"})  # fmt: skip
+            assert response.status_code == 400, change
+            assert response.json()["error"]["param"] == param
+        for query in ("limit=0", "limit=101", "limit=x", "limit=-1", "limit=%2b1"):
+            assert (await http.get(f"/v1/batches?{query}")).status_code == 400
+        assert (await http.get("/v1/files?order=up")).status_code == 400
+        assert (await http.get("/v1/files?after=file-none")).status_code == 404
+        for call in (client.batches.retrieve, client.batches.cancel):
+            with pytest.raises(openai.NotFoundError, match="no batch"):
+                await call("batch_none")
+        batch = await ended(client, (await client.batches.create(**good)).id)
+        with pytest.raises(openai.BadRequestError, match="cannot be cancelled"):
+            await client.batches.cancel(batch.id)
+        output = dict(good, input_file_id=batch.output_file_id)
+        with pytest.raises(openai.BadRequestError, match="purpose"):
+            await client.batches.create(**output)
+
+    run(scenario, app={"batches": store_at(tmp_path)})
+
+
+def test_another_key_finds_neither_files_nor_batches(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        clients: list[Any] = [served.openai.with_options(api_key=key) for key in (KEY, OTHER)]
+        mine, theirs = clients
+        batch = await ended(mine, (await create(mine, jsonl([line("a")]))).id)
+        assert batch.status == "completed"
+        files = [file.id async for file in mine.files.list()]
+        assert len(files) == 2
+        assert [b.id async for b in mine.batches.list()] == [batch.id]
+        assert [f async for f in theirs.files.list()] == [b async for b in theirs.batches.list()] == []
+        for call in (theirs.files.retrieve, theirs.files.content, theirs.files.delete):
+            for file_id in files:
+                with pytest.raises(openai.NotFoundError):
+                    await call(file_id)
+        for call in (theirs.batches.retrieve, theirs.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await call(batch.id)
+        for kind, after in (("files", files[0]), ("batches", batch.id)):
+            headers = {"authorization": f"Bearer {OTHER}"}
+            assert (await served.http.get(f"/v1/{kind}?after={after}", headers=headers)).status_code == 404
+        with pytest.raises(openai.BadRequestError, match="no file"):
+            await theirs.batches.create(input_file_id=files[-1], endpoint=COMPLETIONS, completion_window="24h")
+
+    run(scenario, app={"batches": store_at(tmp_path), "keys": ApiKeys([KEY, OTHER])})
+
+
+def test_a_batch_is_cancelled_and_keeps_what_it_has(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        executor_of(served.parts).step_s = 0.01
+        batch = await create(client, jsonl([line(f"r{i}", max_tokens=20) for i in range(60)]))
+        await until_some(client, batch.id)
+        with pytest.raises(openai.BadRequestError, match="has not ended reads this file"):
+            await client.files.delete(batch.input_file_id)
+        assert (await client.batches.cancel(batch.id)).status == "cancelling"
+        batch = await ended(client, batch.id)
+        assert batch.status == "cancelled"
+        assert batch.created_at <= batch.cancelling_at <= batch.cancelled_at
+        out, errors = await lines_of(client, batch.output_file_id), await lines_of(client, batch.error_file_id)
+        assert 0 < len(out) < 60
+        assert batch.request_counts.completed == len(out)
+        assert sorted(one["custom_id"] for one in [*out, *errors]) == sorted(f"r{i}" for i in range(60))
+        assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
+        await served.idle()
+        assert (await client.files.delete(batch.input_file_id)).deleted
+
+    run(scenario, app={"batches": store_at(tmp_path)})
+
+
+async def until_some(client: Any, batch_id: str, least: int = 1) -> None:
+    async with asyncio.timeout(20):
+        while (await client.batches.retrieve(batch_id)).request_counts.completed < least:
+            await asyncio.sleep(0.005)
+
+
+def test_at_the_deadline_the_rest_is_reported_as_expired(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        executor_of(served.parts).step_s = 0.01
+        batch = await create(client, jsonl([line(f"r{i}", max_tokens=20) for i in range(60)]), "1m")
+        await until_some(client, batch.id)
+        runner: Any = served.server.app._batches
+        running = runner._running[batch.id]
+        running.record.expires_at -= 60  # a minute later
+        running.done.set()
+        batch = await ended(client, batch.id)
+        assert batch.status == "expired"
+        assert batch.expired_at is not None
+        out, errors = await lines_of(client, batch.output_file_id), await lines_of(client, batch.error_file_id)
+        assert 0 < len(out) < 60
+        assert sorted(one["custom_id"] for one in [*out, *errors]) == sorted(f"r{i}" for i in range(60))
+        assert {one["error"]["code"] for one in errors} == {"batch_expired"}
+        assert all(one["response"] is None for one in errors)
+
+    run(scenario, app={"batches": store_at(tmp_path)})
+
+
+def test_a_stop_loses_nothing_and_the_next_start_runs_only_the_rest(tmp_path):
+    lines = [line(f"r{i}", max_tokens=8, prompt=f"{i}") for i in range(50)]
+
+    async def whole() -> None:
+        async with http_serving(app={"batches": store_at(tmp_path)}, step_s=0.01) as served:
+            batch = await create(served.openai, jsonl(lines))
+            await until_some(served.openai, batch.id, 3)
+        parts = toy_parts(debug=True)
+        async with http_serving(parts, app={"batches": store_at(tmp_path)}) as served:
+            client: Any = served.openai
+            before = (await client.batches.retrieve(batch.id)).request_counts.completed
+            after = await ended(client, batch.id)
+            assert after.status == "completed"
+            assert sum(parts.engine.stats().finished.values()) <= 50 - 3
+            assert 3 <= before <= 50
+            out = await lines_of(client, after.output_file_id)
+            assert [one["custom_id"] for one in out] == [one["custom_id"] for one in lines]
+            for asked, one in zip(lines[::7], out[::7], strict=True):
+                alone = await served.ask(**asked["body"])
+                assert one["response"]["body"]["choices"] == alone["choices"]
+
+    asyncio.run(whole())
+
+
+def test_a_full_disk_stops_the_batch_and_not_the_server(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        batch = await ended(client, (await create(client, jsonl([line(f"r{i}") for i in range(20)]))).id)
+        assert batch.status == "failed"
+        (problem,) = batch.errors.data
+        assert problem.code == "disk_full"
+        assert "--batch-disk" in problem.message
+        with pytest.raises(openai.APIStatusError) as caught:
+            await upload(client, b"x" * 8000)
+        assert caught.value.status_code == 507
+        assert (await served.ask())["choices"]
+        for file in (await client.files.list()).data:
+            await client.files.delete(file.id)
+        await upload(client, b"x" * 5000)
+
+    run(scenario, app={"batches": store_at(tmp_path, max_disk_bytes=6000)})
+
+
+def test_without_the_flag_the_answer_names_it():
+    async def scenario(served: HttpServed) -> None:
+        for path in ("/v1/files", "/v1/batches", "/v1/batches/x/cancel"):
+            response = await served.http.get(path)
+            assert response.status_code == 404
+            assert "--batch-dir" in response.json()["error"]["message"]
+
+    run(scenario)
+
+
+def test_metrics_count_batches_and_requests(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        await ended(client, (await create(client, jsonl([line("a"), line("b", max_tokens=9999)]))).id)
+        text = (await served.http.get("/metrics")).text
+        assert 'aptjax:batch_requests_total{engine="0",model_name="toy",outcome="completed"} 1.0' in text
+        assert 'aptjax:batch_requests_total{engine="0",model_name="toy",outcome="failed"} 1.0' in text
+        assert 'aptjax:batches_ended_total{engine="0",model_name="toy",status="completed"} 1.0' in text
+        assert 'aptjax:batches{engine="0",model_name="toy",status="in_progress"} 0.0' in text
+
+    run(scenario, app={"batches": store_at(tmp_path)})
