@@ -46,7 +46,7 @@ from serve.http_api.calls import (
 )
 from serve.http_api.errors import DROPPED_REASON_KEYS, BadCallError, HttpError, to_http_error
 from serve.http_api.openai_request import Body, Kind, parse_json
-from serve.http_api.openai_response import model_card
+from serve.http_api.openai_response import adapter_cards, model_card
 from serve.http_api.tokenization import detokenize, tokenize, tokenizer_info
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import NO_ID, CallRecord
@@ -132,7 +132,7 @@ class HttpApp:
         self._metrics = metrics
         self._dashboard.use(engine, metrics)
         parts = engine.parts
-        self._describe(parts.limits, (*parts.model_names, parts.config.model))
+        self._describe(parts.limits, (*parts.model_names, parts.config.model, *parts.limits.adapters))
 
     def _describe(self, limits: RequestLimits | None = None, models: Sequence[str] = ()) -> None:
         has_keys, profiles = self._config.keys is not None, self._config.profiler is not None
@@ -222,13 +222,16 @@ class HttpApp:
     async def _models(self, request: Request) -> Response:
         parts = self._service.engine().parts
         cards = [model_card(parts, self._created_s, name) for name in parts.model_names]
+        cards += adapter_cards(parts, self._created_s)
         return _json({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
         parts = self._service.engine().parts
         name = request.path_params["name"]
         require_served_model(parts, name)
-        return _json(model_card(parts, self._created_s, name if name in parts.model_names else parts.model_name))
+        of_adapter = [card for card in adapter_cards(parts, self._created_s) if card["id"] == name]
+        own = name if name in parts.model_names else parts.model_name
+        return _json(of_adapter[0] if of_adapter else model_card(parts, self._created_s, own))
 
     async def _tokenize(self, request: Request) -> Response:
         return await self._with_body(request, tokenize)

@@ -134,7 +134,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
     return {
         "/v1/completions": post("Completion", "Continue prompts.", _generated("Completion", decisions), 429, parameters=_slo_headers()),
         "/v1/chat/completions": post("ChatCompletion", "Answer a conversation.", _generated("ChatCompletion", decisions), 429, parameters=_slo_headers()),
-        "/v1/models": get("Models", "The model that is served, once for each of its names.", {**_good("Models"), "links": {"model": model}}, 503),
+        "/v1/models": get("Models", "The model that is served, once for each of its names, and its LoRA adapters, whose `parent` it is.", {**_good("Models"), "links": {"model": model}}, 503),
         "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may hold slashes.")]),
         "/v1/requests/{request_id}/decisions": get(
             "Decisions", "Timeline of one of the last requests.", _good("Decisions"), 404, 503,
@@ -560,7 +560,7 @@ def _answers() -> Schema:
         "object": {"const": "model"},
         "created": _COUNT,
         "owned_by": {"const": "apt-jax"},
-        "parent": _NULL,
+        "parent": {"type": ["string", "null"]},
         "max_model_len": _COUNT,
     })  # fmt: skip
     event = _object({"event": _STRING, "at_ms": _NUMBER, "until_ms": _NUMBER}, required=("event", "at_ms", "until_ms"))
