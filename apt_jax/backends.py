@@ -53,6 +53,7 @@ def _cpu(chip: str | None) -> KernelBackend:
         decode_kv=ops.decode_kv,
         dense=ops.dense,
         dense_argmax=ops.dense_argmax,
+        add_low_rank=ops.add_low_rank,
         head_products=ops.head_products,
         decode_absorbed=ops.decode_absorbed,
         prefill=ops.prefill,

@@ -7,6 +7,8 @@ in this module reads files, flags or the environment.
 
 import dataclasses
 import math
+import re
+from collections.abc import Mapping
 from typing import Literal
 
 from apt_jax.errors import ConfigError
@@ -50,6 +52,8 @@ class SLO:
         _require_seconds("slo ttft_s", self.ttft_s)
         _require_seconds("slo tbt_s", self.tbt_s)
 
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
 
 Quantization = Literal["int8", "gguf"] | None
 
@@ -182,6 +186,13 @@ class EngineConfig:
     )
     """Weights as integers, on one device: int8 (1 byte a weight; extra int8), or gguf, those of a GGUF file in Q4_0,
     Q4_1 and Q8_0 (0.56 to 1.06 bytes); the cache keeps its dtype (default: weights as they are; docs/models.md)."""
+    lora_modules: Mapping[str, str] | None = None
+    """LoRA adapters that requests may name in place of the model: directories in PEFT's format by name, all loaded
+    at start (docs/lora.md; default: none)."""
+    max_lora_rank: int = option(16, metavar="R", low=1, high=512)
+    """Largest rank of a LoRA adapter; one with a larger rank is refused."""
+    max_loras: int = option(16, metavar="ADAPTERS", low=1, high=256)
+    """Maximum number of LoRA adapters; all of them may be in one step."""
     attention_backend: str | None = option(None, metavar="NAME")
     """Implementation of the attention kernels, see docs/kernels.md (default: the platform's)."""
     tool_call_parser: str = "auto"
@@ -202,4 +213,29 @@ class EngineConfig:
         _require(
             self.quantization is None or self.parallel.tensor_parallel_size == 1,
             f"quantization={self.quantization!r} runs on one device; leave out -tp or --quantization",
+        )
+        self._check_adapters(self.lora_modules or {})
+
+    def _check_adapters(self, modules: Mapping[str, str]) -> None:
+        for name, path in modules.items():
+            is_name = isinstance(name, str) and _ADAPTER_NAME.fullmatch(name) is not None
+            _require(
+                is_name,
+                f"lora_modules has the name {name!r:.80}, which must be 1 to 128 of [A-Za-z0-9._/:-] (--lora-modules)",
+            )
+            _require(
+                isinstance(path, str) and bool(path),
+                f"lora_modules must give the directory of {name!r:.80} (--lora-modules NAME=DIR)",
+            )
+            _require(
+                name not in (self.model, self.served_model_name, *self.served_model_aliases),
+                f"lora_modules has the name of the model, {name!r:.80}; give the adapter another (--lora-modules)",
+            )
+        _require(
+            len(modules) <= self.max_loras,
+            f"lora_modules has {len(modules)} adapters, max_loras={self.max_loras} (--max-loras)",
+        )
+        _require(
+            not modules or self.parallel.tensor_parallel_size == 1,
+            "LoRA adapters run on one device; leave out -tp or --lora-modules",
         )

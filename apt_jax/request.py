@@ -175,6 +175,9 @@ class EngineRequest:
     max_queue_s: float | None = None
     """Time from arrival after which it is rejected unless it was scheduled by then, seconds; None: the server's. It
     shortens that one only."""
+    adapter: str | None = None
+    """LoRA adapter that it runs with, by name; None: the model alone. Requests of different adapters share no cached
+    prefixes: what is cached depends on the adapter."""
     tenant: str | None = None
     """The tenant, by API key; never what the request claims. Tenants share neither queue places, cached prefixes nor
     ids."""

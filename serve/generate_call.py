@@ -204,12 +204,12 @@ async def run_generate(transport: Transport, service: CallService) -> None:
 
 
 def require_served_model(parts: EngineComponents, name: str) -> None:
-    """Check that a call names the model of this server.
+    """Check that a call names the model of this server, or one of its LoRA adapters.
 
     Raises:
         UnknownModelError: it names another one.
     """
-    if name not in (*parts.model_names, parts.config.model):
+    if name not in (*parts.model_names, parts.config.model, *parts.limits.adapters):
         names = " and ".join(repr(known) for known in parts.model_names)
         raise UnknownModelError(f"model {name[:80]!r} is not served here; this server has {names}")
 

@@ -48,6 +48,7 @@ _TARGETS = (
     "apt_decode_absorbed",
     "apt_prefill",
     "apt_decode_layer",
+    "apt_add_low_rank",
 )
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
 _LIMIT_S = 300

@@ -6,6 +6,7 @@
 //   linear_vector.cc    in vector registers
 //   linear_heads.cc     of every head with a matrix of its own
 //   linear_integer.cc   with weights of 4 or 8 bits, as integers
+//   low_rank.cc         what adapters add to products
 //   elementwise.cc      what lies between products
 //   attention.cc        attention of one query a row over keys and values
 //   attention_panels.cc attention of chunks of prompts, in vector registers
@@ -18,6 +19,7 @@
 // Sums and softmax are float32. What a row gives depends on that row alone, not on how many others there are.
 
 #include "layer.cc"
+#include "low_rank.cc"
 
 // What the kernels are compiled for.
 extern "C" const char* apt_instructions() {

@@ -3,6 +3,7 @@
 What they do not do (other dtypes, weights that are not laid out in tiles) XLA does.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,11 +13,13 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax.cpu import build
-from apt_jax.ops import linear, sampling, xla_decode, xla_prefill
+from apt_jax.ops import linear, low_rank, sampling, xla_decode, xla_prefill
+from apt_jax.ops.low_rank import LowRank
 from apt_jax.ops.reference import LogitModifiers
 from apt_jax.ops.weights import IntegerTiles, NormParams, PreNormLayer, QuantizedMatrix, TiledMatrix
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+_MOST_RANK = 512
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "relu": 3}
 
 
@@ -158,6 +161,25 @@ def split_qkv(
         _live(live), sums, _or_empty(bias), *(turns or (no_turns, no_turns)), head_dim=np.int64(head_dim)
     )
     return q, k, v
+
+
+def add_low_rank(
+    y: Float[Array, "T O"],
+    x: Float[Array, "T I"],
+    parts: Sequence[tuple[LowRank | None, int]],
+    index: Int32[Array, " T"],
+) -> Float[Array, "T O"]:
+    """See `low_rank.add_low_rank`. Rows of one adapter are computed together; those without cost nothing."""
+    given = [part for part, _ in parts if part is not None]
+    dtype = given[0].a.dtype
+    if len(parts) > 3 or dtype not in _DTYPES or given[0].a.shape[1] > _MOST_RANK:
+        return low_rank.add_low_rank(y, x, parts, index)
+    nothing = jnp.zeros((0,), dtype)
+    filled = [*parts, *[(None, 0)] * (3 - len(parts))]
+    matrices = [m for part, _ in filled for m in ((nothing, nothing) if part is None else (part.a, part.b))]
+    widths = {f"width{i}": np.int64(width) for i, (_, width) in enumerate(filled)}
+    call = jax.ffi.ffi_call("apt_add_low_rank", jax.ShapeDtypeStruct(y.shape, jnp.float32), input_output_aliases={2: 0})
+    return call(index, x.astype(dtype), y.astype(jnp.float32), *matrices, **widths)
 
 
 def decode_kv(

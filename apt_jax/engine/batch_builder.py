@@ -343,6 +343,7 @@ class BatchBuilder:
             prompt_len=table.prompt_len[rows],
             masked=_masked_rows(requests, samples),
             prompt_targets=_prompt_targets(requests, start, num_tokens),
+            adapters=states.adapter[rows] if states.adapters else None,
         )
 
     def _copies(self, sources: dict[int, NDArray[np.int32]]) -> NDArray[np.int32]:

@@ -107,6 +107,7 @@ class Engine:
         vocab_size: V; a sampled token outside [0, V) ends its request. None: only negative ones do.
         output_processor: the front end's hook for every token.
         fill_masks: fills the masks of a step; needs `vocab_size`.
+        adapters: names of the LoRA adapters that requests may have, in the order of the executor's.
         debug: check everything after every step, and let contract violations and failures of the policy raise.
         check_plans: check each plan against the contract of `Plan` before anything is done, and give the policy a table
             that it cannot write to; None: unless the policy belongs to this package.
@@ -129,6 +130,7 @@ class Engine:
         vocab_size: int | None = None,
         output_processor: OutputProcessor | None = None,
         fill_masks: FillMasks = fill_one_by_one,
+        adapters: Sequence[str] = (),
         debug: bool = False,
         check_plans: bool | None = None,
         lengths_only: bool = False,
@@ -183,6 +185,7 @@ class Engine:
             self._counters,
             self._recorder,
             scheduler_config.max_num_seqs,
+            adapters,
         )
         self._limits = StepLimits(self.max_num_seqs, scheduler_config.max_num_batched_tokens)
         self._policies = PolicyRunner(
@@ -225,6 +228,8 @@ class Engine:
             EngineDeadError: the engine has ended.
         """
         self._recovery.raise_if_dead()
+        if request.adapter is not None and request.adapter not in self.states.adapters:
+            raise InvalidRequestError("adapter", f"{request.adapter[:80]!r} is no adapter of this engine")
         try:
             pinned_kind, expected_ttft_s = self._controller.check(request, self.costs)
         except (InvalidRequestError, QueueFullError):

@@ -47,11 +47,12 @@ class RequestPrefixes:
         """Return the start of a request's digests.
 
         Requests of a tenant find what its others left, and nothing of anybody else's, whose prompts the time to a first
-        token would otherwise reveal (CVE-2025-46570).
+        token would otherwise reveal (CVE-2025-46570). Nor do requests of different adapters: their caches differ.
         """
         if self.hits is None:
             return b""
-        return root_digest(self._salt, (request.tenant or "").encode())
+        root = root_digest(self._salt, (request.tenant or "").encode())
+        return root if request.adapter is None else root_digest(root, request.adapter.encode())
 
     def no_digests(self) -> tuple[list[bytes], ...]:
         """Return empty lists by kind, see `RequestState.digests`."""
@@ -119,10 +120,12 @@ class RequestStates(ColumnTable):
         counters: transitions are counted there.
         recorder: preemptions and changes of kind are recorded there.
         max_num_seqs: running requests at most.
+        adapters: names of the LoRA adapters that requests may have.
 
     Attributes:
         by_id: live requests by their ids.
         by_row: live requests by row; None: the row is free.
+        adapters: numbers of the adapters, by name.
         tenants: numbers of the tenants that there have been; bounded by the keys.
         outputs: outputs that `Engine.step` has not returned yet.
         finish_times_s: times at which the last requests ended that gave back slot and blocks.
@@ -134,6 +137,7 @@ class RequestStates(ColumnTable):
     last_token = column(np.int32)  # the last one that it has seen
     computed_once = column(np.int32)  # positions computed before the cache was last lost
     pinned_kind = column(np.int8, fill=NO_KIND)  # the only kind that can hold the row's request
+    adapter = column(np.int32)  # place among `adapters` plus 1; 0: none
     num_filled = column(np.int32)  # groups found, registered, or full once a step in flight has ended
 
     def __init__(
@@ -145,8 +149,10 @@ class RequestStates(ColumnTable):
         counters: EngineCounters,
         recorder: IterationRecorder,
         max_num_seqs: int,
+        adapters: Sequence[str] = (),
     ) -> None:
         super().__init__(table.capacity)
+        self.adapters = {name: i for i, name in enumerate(adapters, 1)}
         self.table = table
         self.cache = cache
         self.prefixes = prefixes
@@ -293,6 +299,7 @@ class RequestStates(ColumnTable):
         self.status[row] = WAITING
         self.last_token[row] = tokens[prompt_len - 1]
         self.pinned_kind[row] = pinned_kind
+        self.adapter[row] = 0 if request.adapter is None else self.adapters[request.adapter]
         self._by_rank = None
         self.await_hits(state)
 

@@ -11,14 +11,17 @@ from apt_jax.ops.backend import KernelBackend
 logger = logging.getLogger(__name__)
 
 
-def needed_extras(config: ModelConfig, hidden_mode: HiddenMode | None, hidden: bool) -> frozenset[str]:
-    """Return the features of `ops.backend.EXTRAS` that a model needs."""
+def needed_extras(
+    config: ModelConfig, hidden_mode: HiddenMode | None, hidden: bool, adapted_keys: bool = False
+) -> frozenset[str]:
+    """Return the features of `ops.backend.EXTRAS` that a model needs; `adapted_keys`: adapters add to W_k or W_v."""
     needed = {
         "softcap": config.attention_softcap is not None,
         "alibi": bool(config.alibi_slopes),
         "window": any(window is not None for window in config.layer_windows),
         "key norm": hidden and config.qk_norm is not None,
         "grouped absorption": hidden_mode in ("partial", "v-absorb") and config.num_heads > config.num_kv_heads,
+        "adapters": hidden and adapted_keys,
         "input width": hidden and config.hidden_size != config.lane,
     }
     return frozenset(name for name, is_needed in needed.items() if is_needed)

@@ -84,6 +84,9 @@ class StepBatch:
     copies: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """(m, 2) blocks (source, destination): before the step writes anything, all sources are read, then written to their
     destinations. No destination occurs twice; m is at most 2 * max_num_seqs."""
+    adapters: NDArray[np.int32] | None = None
+    """(n,) LoRA adapter of the row's request: its place among `Executor.adapters` plus 1, 0: none; None: no row has
+    one."""
     conversions: Conversions | None = None
     """Done after the copies and before the step; None: there are none."""
     prompt_targets: Mapping[int, PromptTargets] = dataclasses.field(default_factory=dict)
@@ -114,6 +117,7 @@ class StepBatch:
             prompt_targets={
                 place: self.prompt_targets[row] for place, row in enumerate(rows.tolist()) if row in self.prompt_targets
             },
+            adapters=None if self.adapters is None else self.adapters[rows],
         )
 
 

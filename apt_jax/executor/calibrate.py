@@ -61,6 +61,8 @@ def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], 
         params=[_GREEDY] * n,
         history=[np.zeros(0, np.int32)] * n,
         prompt_len=np.zeros(n, np.int32),
+        # Where there are adapters, every row has one: a step is planned with what it takes at most.
+        adapters=np.arange(n, dtype=np.int32) % len(executor.adapters) + 1 if executor.adapters else None,
     )
 
 
@@ -243,6 +245,7 @@ def _key(executor: JaxExecutor) -> str:
         "quantization": executor.quantization,
         "mode": executor.cache_config.mode,
         **({"converts": True} if executor.can_convert else {}),
+        **({"adapters": executor.adapter_shapes} if executor.adapters else {}),
         "absorb": executor.absorbs,
         "attention": executor.attention_name,
         "block_size": [executor.block_size, executor.hidden_block_size]

@@ -14,7 +14,7 @@ everything else is the same on all of them.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,7 @@ from apt_jax.executor.runner import ProgramRunner
 from apt_jax.executor.warm_up import warm_up
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
+from apt_jax.models.lora import LoraAdapter, adapt_keys, with_adapters
 from apt_jax.models.params import ModelParams
 from apt_jax.models.quantize import quantize_params, widen_keys
 from apt_jax.models.weight_layout import by_layers, fuse_products, tile_params
@@ -81,6 +82,7 @@ class JaxExecutor:
         mesh: of the devices that share the model, from `models.sharding.tensor_mesh`; None: one.
         conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`),
             where both kinds are offered. Without it `can_convert` is False.
+        adapters: LoRA adapters that rows may have, all of them at once; on one device.
 
     Raises:
         ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for
@@ -102,12 +104,15 @@ class JaxExecutor:
         quantization: Quantization = None,
         mesh: Mesh | None = None,
         conversion: bool = False,
+        adapters: Sequence[LoraAdapter] = (),
     ) -> None:
         mesh = None if mesh is None or mesh.size == 1 else mesh
         self.num_devices = 1 if mesh is None else mesh.size
         parallel.check_size(config, self.num_devices)
         if quantization is not None and mesh is not None:
             raise ConfigError(f"quantization={quantization!r} runs on one device; leave out -tp or --quantization")
+        if adapters and mesh is not None:
+            raise ConfigError("LoRA adapters run on one device; leave out -tp or --lora-modules")
         if max_model_len > MAX_MODEL_LEN:
             raise ConfigError(
                 f"max_model_len={max_model_len} is more than this version serves; give at most {MAX_MODEL_LEN} (--max-model-len)"
@@ -121,6 +126,7 @@ class JaxExecutor:
                 f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions (--max-model-len)"
             )
         self.config, self.cache_config, self.quantization = config, cache, quantization
+        self.adapters = tuple(adapter.name for adapter in adapters)
         self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
         hidden = parallel.offers_hidden(config, cache, self.num_devices)
@@ -138,13 +144,13 @@ class JaxExecutor:
             if attention == "cpu":
                 raise ConfigError("the kernels for CPUs run on one device; leave out -tp or --attention-backend cpu")
         # Over several devices hidden rows are not the kernels'.
-        extras = needed_extras(config, self.hidden_mode, hidden and mesh is None)
+        extras = needed_extras(config, self.hidden_mode, hidden and mesh is None, adapt_keys(adapters))
         ops = choose_attention(self.platform, attention, chip_of(self.device), extras)
         self.attention_name, self.rows_per_tile = ops.name, ops.rows_per_tile
         self.mixed = not ops.branches if mixed is None else mixed
         if mesh is None:
             self.params, specs = (
-                self._prepared(params, ops),
+                with_adapters(self._prepared(params, ops), config, adapters),
                 None,
             )
         else:
@@ -176,6 +182,7 @@ class JaxExecutor:
             vocab_size=config.vocab_size,
             num_biases=sampling.NUM_BIASES,
             buckets=self.buckets,
+            has_adapters=bool(adapters),
         )
         self.programs = Programs(
             parallel.own_config(config, self.num_devices),
@@ -221,6 +228,11 @@ class JaxExecutor:
     def absorbs(self) -> bool:
         """True: attention over layer inputs absorbs what it can of the projections."""
         return self.hidden_mode is not None
+
+    @property
+    def adapter_shapes(self) -> list[list[tuple[int, ...]]]:
+        """Shapes of what adapters add, layer by layer: the time of a step depends on them."""
+        return [[leaf.shape for leaf in jax.tree.leaves(layer.adapters)] for layer in self.params.layers]
 
     @property
     def block_bytes(self) -> int:

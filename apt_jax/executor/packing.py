@@ -59,6 +59,8 @@ class StepFormat:
     num_biases: int
     """Entries of a row's bias list."""
     buckets: Buckets
+    has_adapters: bool = False
+    """Programs take the adapter of each token."""
 
     @property
     def dropped_slot(self) -> int:
@@ -67,11 +69,12 @@ class StepFormat:
 
     def forward_layout(self, num_decode: int, num_prefill: int) -> PackedInts:
         t, rows = num_decode + num_prefill, min(self.max_num_seqs, num_prefill)
+        more = {"adapters": (t,)} if self.has_adapters else {}
         return PackedInts(
             token_ids=(t,), token_slots=(t,), positions=(t,), first_slots=(t,), second_slots=(t,), token_hidden=(t,),
             decode_tables=(num_decode, 2, self.table_len), decode_lens=(num_decode,),
             prefill_tables=(rows, 2, self.table_len), prefill_offsets=(rows,), prefill_lens=(rows,), prefix_lens=(rows,),
-            prefill_hidden=(rows,), counts=(3,), sample_rows=(self.buckets.decode[-1],),
+            prefill_hidden=(rows,), counts=(3,), sample_rows=(self.buckets.decode[-1],), **more,
         )  # fmt: skip
 
     def sample_layout(self, rows: int) -> PackedInts:
@@ -91,7 +94,8 @@ class StepFormat:
 
     def convert_layout(self, num_blocks: int) -> PackedInts:
         slots = (num_blocks * self.hidden_block_size,)
-        return PackedInts(blocks=(num_blocks,), positions=slots, first_slots=slots, second_slots=slots)
+        more = {"adapters": slots} if self.has_adapters else {}
+        return PackedInts(blocks=(num_blocks,), positions=slots, first_slots=slots, second_slots=slots, **more)
 
     # --- padding alone ---------------------------------------------------------------------------------------------
 
@@ -196,6 +200,8 @@ def pack_forward(
     second = batch.block_tables[owner, 1, block] * step_format.block_size + rest
     views["second_slots"][place] = np.where(hidden, step_format.dropped_slot, second)
     views["token_hidden"][place] = hidden
+    if step_format.has_adapters and batch.adapters is not None:
+        views["adapters"][place] = batch.adapters[owner]
 
     last_place = np.zeros(len(batch.slots), np.int64)
     last_place[decodes] = np.arange(n)
@@ -288,6 +294,8 @@ def pack_conversions(batch: StepBatch, conversions: Conversions, step_format: St
         blocks = batch.block_tables[conversions.rows[i, None], half, column]
         slots.append(np.where(used, blocks * step_format.block_size + rest, step_format.dropped_slot))
     arrays = {"blocks": inputs[i, group], "positions": positions, "first_slots": slots[0], "second_slots": slots[1]}
+    if step_format.has_adapters and batch.adapters is not None:
+        arrays["adapters"] = np.broadcast_to(batch.adapters[conversions.rows[i], None], positions.shape)
     at = 0
     while at < len(i):
         part = slice(at, at + step_format.buckets.conversions[-1])

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from apt_jax.distributed.hosts import Hosts, Leader
     from apt_jax.executor.jax_executor import JaxExecutor
     from apt_jax.models import LoadedModel
+    from apt_jax.models.lora import LoraAdapter
     from apt_jax.sched.costs.fit import CostModel
 
 DEFAULT_CALIBRATION_S = 10.0
@@ -213,7 +214,22 @@ def make_executor(
             quantization=config.quantization,
             mesh=mesh,
             conversion=conversion,
+            adapters=load_adapters(config, loaded),
         )
+
+
+def load_adapters(config: EngineConfig, loaded: "LoadedModel") -> "list[LoraAdapter]":
+    """Read the LoRA adapters that a configuration names, in their order."""
+    if not config.lora_modules:
+        return []
+    from apt_jax.models.families.registry import FAMILIES
+    from apt_jax.models.loading.lora import load_adapter
+
+    family = next(family for family in FAMILIES.values() if family.name == loaded.config.family)
+    return [
+        load_adapter(name, path, family, loaded.config, max_rank=config.max_lora_rank)
+        for name, path in config.lora_modules.items()
+    ]
 
 
 def room_for_steps() -> contextlib.AbstractContextManager[None]:

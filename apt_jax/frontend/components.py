@@ -73,6 +73,10 @@ class EngineComponents:
         """Model name in requests."""
         return self.config.served_model_name or self.config.model
 
+    def adapter_named(self, model: object) -> str | None:
+        """The LoRA adapter that a request asks for by its model's name; None: the model alone."""
+        return model if isinstance(model, str) and model in self.limits.adapters else None
+
     @property
     def model_names(self) -> tuple[str, ...]:
         """Every name that requests may use; `model_name` first."""
@@ -174,6 +178,7 @@ def build_components(
         vocab_size=vocab_size,
         output_processor=assembler,
         fill_masks=MaskFiller(),
+        adapters=tuple(config.lora_modules or ()),
         debug=debug,
     )
     pool_tokens = max(
@@ -191,6 +196,7 @@ def build_components(
         max_stop_strings=config.max_stop_strings,
         default_slo=config.scheduler.default_slo,
         max_prompt_logprobs=config.scheduler.max_prompt_logprobs,
+        adapters=tuple(config.lora_modules or ()),
     )
     grammars = None
     if tokenizer is not None:

@@ -22,6 +22,8 @@ from apt_jax.text.chat import Message, Tool
 from apt_jax.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Adapter = str | Any | None
+"""Name of a LoRA adapter, or an object that has one."""
 
 _SECTIONS = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
 """Fields of `EngineConfig` that are configurations of their own."""
@@ -132,6 +134,7 @@ class LLM:
         | None = None,
         *,
         slo: SLO | Sequence[SLO | None] | None = None,
+        lora_request: Adapter | Sequence[Adapter] = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts as one batch; the outputs are in the order of the prompts.
@@ -140,6 +143,8 @@ class LLM:
             prompts: a text, a list of texts, a list of token ids, or a list of such lists.
             sampling_params: for all prompts, or one entry per prompt; None: the defaults (16 tokens at temperature 1).
             slo: latency objectives, for all prompts or one entry per prompt; None: `default_slo`.
+            lora_request: LoRA adapter, one of the option `lora_modules`, for all prompts or one entry per prompt: its
+                name, or an object with `lora_name` as vLLM's `LoRARequest`; None: the model alone.
             use_tqdm: show progress.
 
         Returns:
@@ -150,7 +155,7 @@ class LLM:
             InvalidRequestError: an invalid prompt or parameter; then nothing has run.
             EngineDeadError: the engine has ended.
         """
-        requests = self._requests(prompts, sampling_params, slo)
+        requests = self._requests(prompts, sampling_params, slo, lora_request)
         states = {request: RequestState(request, self.parts.assembler.token_text) for request in requests}
         waiting = collections.deque(requests)
         engine, assembler = self.parts.engine, self.parts.assembler
@@ -194,6 +199,7 @@ class LLM:
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         slo: SLO | Sequence[SLO | None] | None = None,
+        lora_request: Adapter | Sequence[Adapter] = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer conversations with the model's chat template.
@@ -203,7 +209,7 @@ class LLM:
                 like a special token is encoded as plain text.
             tools: functions that the model may call, for chat templates that support them; calls are returned as text.
             add_generation_prompt: end the prompt with the beginning of the model's turn.
-            sampling_params, slo, use_tqdm: see `generate`.
+            sampling_params, slo, lora_request, use_tqdm: see `generate`.
 
         Returns:
             One output per conversation.
@@ -219,7 +225,7 @@ class LLM:
             self.parts.chat_prompt(one, tools=tools, add_generation_prompt=add_generation_prompt)
             for one in conversations
         ]
-        return self.generate(prompts, sampling_params, slo=slo, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, slo=slo, lora_request=lora_request, use_tqdm=use_tqdm)
 
     def _abort_unfinished(self, requests: Sequence[EngineRequest]) -> None:
         """Abort the unfinished requests of an interrupted call, so that the next one starts clean."""
@@ -229,7 +235,7 @@ class LLM:
             for output in self.engine.step():
                 self.parts.assembler.delta(output)
 
-    def _requests(self, prompts: Any, sampling_params: Any, slo: Any) -> list[EngineRequest]:
+    def _requests(self, prompts: Any, sampling_params: Any, slo: Any, lora_request: Any) -> list[EngineRequest]:
         """Build all requests, so that invalid input is rejected before anything runs."""
         single = isinstance(prompts, str) or (
             isinstance(prompts, Sequence | np.ndarray)
@@ -245,12 +251,16 @@ class LLM:
             return []
         all_params = _one_each("sampling_params", sampling_params, len(items))
         all_slos = _one_each("slo", slo, len(items))
+        adapters = [getattr(a, "lora_name", a) for a in _one_each("lora_request", lora_request, len(items))]
         arrival_s = self.parts.clock.now_s()
         requests = []
-        for number, (prompt, params, objectives) in enumerate(zip(items, all_params, all_slos, strict=True)):
+        of_each = zip(items, all_params, all_slos, adapters, strict=True)
+        for number, (prompt, params, objectives, adapter) in enumerate(of_each):
             name = "prompt" if isinstance(prompt, str) or prompt is None else "prompt_token_ids"
             try:
-                request = self.parts.build_request(**{name: prompt}, params=params, slo=objectives, arrival_s=arrival_s)
+                request = self.parts.build_request(
+                    **{name: prompt}, params=params, slo=objectives, arrival_s=arrival_s, adapter=adapter
+                )
             except InvalidRequestError as error:
                 if len(items) == 1:
                     raise

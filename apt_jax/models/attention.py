@@ -14,6 +14,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from apt_jax.models.config import ModelConfig
+from apt_jax.models.lora import adapted, adapter_of
 from apt_jax.models.params import LayerParams
 from apt_jax.models.sharding import TensorParallel
 from apt_jax.models.step import (
@@ -23,6 +24,7 @@ from apt_jax.models.step import (
     flatten_inputs,
     zero_non_finite,
 )
+from apt_jax.ops.low_rank import KeyValueAdapters, LowRank, absorbed_low_rank
 from apt_jax.ops.reference import KeyNorm, LogitModifiers, apply_rope, rms_norm_heads
 
 _CosSin = tuple[Array, Array]
@@ -95,7 +97,8 @@ def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Ar
 
     def project(start: int, stop: int, *, q_only: bool = False) -> tuple[Array, Array, Array]:
         cos_sin = None if a.cos_sin is None else (a.cos_sin[0][start:stop], a.cos_sin[1][start:stop])
-        return _project(a, x[start:stop], cos_sin, q_only=q_only)
+        index = None if a.batch.adapters is None else a.batch.adapters[start:stop]
+        return _project(a, x[start:stop], cos_sin, index, q_only=q_only)
 
     parts = []
     if b and not (kv_rows and hidden_rows and a.options.ops.branches):
@@ -110,28 +113,31 @@ def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Ar
 
 
 def _project(
-    a: AttentionInputs, x: Array, cos_sin: _CosSin | None, *, q_only: bool = False
+    a: AttentionInputs, x: Array, cos_sin: _CosSin | None, index: Array | None, *, q_only: bool = False
 ) -> tuple[Array, Array, Array]:
     """q (T, N * H), k and v (T, E) of tokens, in the dtype of x; zeros for values of k and v that are not finite. With
-    `q_only` k and v are zeros."""
+    `q_only` k and v are zeros. `index` is the adapter of each token."""
     p, config = a.params, a.config
     lanes, q_width = config.lane, config.num_heads * config.head_dim
     nothing = jnp.zeros((x.shape[0], lanes), x.dtype)
 
-    def project(w: Any, b: Array | None) -> Array:
+    widths = {"wq": q_width, "wk": lanes, "wv": lanes}
+
+    def project(w: Any, b: Array | None, *fields: str) -> Array:
         bias = None if b is None else b.reshape(-1)
-        return apply_dense(x, flatten_inputs(w, len(w.shape) - 1), bias, a.options.ops.dense)
+        out = apply_dense(x, flatten_inputs(w, len(w.shape) - 1), bias, a.options.ops.dense)
+        return adapted(out, x, p, [(field, widths[field]) for field in fields], index, a.options.ops)
 
     if p.wqkv is not None and not (q_only and p.wq is not None):
         split = a.options.ops.split_qkv
         if split is not None and _only_bias_and_rope(a) and x.dtype in (jnp.float32, jnp.bfloat16):
-            return split(project(p.wqkv, None), p.bqkv, cos_sin, config.head_dim, config.num_heads, x.dtype)
-        out = project(p.wqkv, p.bqkv)
+            return split(project(p.wqkv, None, *widths), p.bqkv, cos_sin, config.head_dim, config.num_heads, x.dtype)
+        out = project(p.wqkv, p.bqkv, *widths)
         q, k, v = out[:, :q_width], out[:, q_width : q_width + lanes], out[:, q_width + lanes :]
     elif q_only:
-        q, k, v = project(p.wq, p.bq), nothing, nothing
+        q, k, v = project(p.wq, p.bq, "wq"), nothing, nothing
     else:
-        q, k, v = project(p.wq, p.bq), project(p.wk, p.bk), project(p.wv, p.bv)
+        q, k, v = project(p.wq, p.bq, "wq"), project(p.wk, p.bk, "wk"), project(p.wv, p.bv, "wv")
     if config.clip_qkv is not None:
         q, k, v = (jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (q, k, v))
     q = _norm_and_rotate(a, q, p.q_norm, cos_sin, are_queries=True)
@@ -257,20 +263,21 @@ def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
     if options.tensor is not None and options.hidden_mode == "absorb":
         return _attend_absorbed_shards(a, q, pool, options.tensor)
     tables, lens = batch.decode_tables[:, 0], batch.decode_lens
+    of_decode = None if batch.adapters is None else batch.adapters[: options.num_decode]
     common = {
         "block_size": options.hidden_block_size,
         "rows": (batch.num_kv_rows, batch.num_decode_rows),
     } | _given(rules=a.rules, tensor=options.tensor)
     if options.hidden_mode is None:
-        of_keys = _given(angles=a.all_angles, key_norm=a.key_norm)
+        of_keys = _given(angles=a.all_angles, key_norm=a.key_norm, adapters=_key_adapters(a, of_decode))
         return options.ops.decode_reprojected(q, pool, tables, lens, p.wk, p.bk, p.wv, p.bv, **common, **of_keys)
     scaled = q * jnp.asarray(q.shape[2] ** -0.5, q.dtype)
     if options.hidden_mode == "absorb":
-        z = options.ops.decode_absorbed(_absorb_keys(a, scaled, p.wk), pool, tables, lens, **common)
+        z = options.ops.decode_absorbed(_absorb_keys(a, scaled, p.wk, of_decode), pool, tables, lens, **common)
     else:
         assert a.all_angles is not None
         r = q.shape[2] if options.hidden_mode == "v-absorb" else 2 * a.all_angles.shape[1]
-        absorbed = None if r == q.shape[2] else _absorb_keys(a, scaled[:, :, r:], p.wk[:, r:])
+        absorbed = None if r == q.shape[2] else _absorb_keys(a, scaled[:, :, r:], p.wk[:, r:], of_decode, first_lane=r)
         bias = None if p.bk is None else p.bk[:, :r]
         z = options.ops.decode_v_absorbed(
             scaled[:, :, :r],
@@ -282,9 +289,10 @@ def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
             bias,
             a.all_angles,
             **common,
-            **_given(key_norm=a.key_norm),
+            **_given(key_norm=a.key_norm, adapters=_key_adapters(a, of_decode, lanes=r)),
         )
-    return _add_value_bias(a, _head_products(a, z, p.wv, onto_inputs=False))
+    out = _head_products(a, z, p.wv, onto_inputs=False)
+    return _add_value_bias(a, _with_low_rank(a, out, z, adapter_of(p, "wv"), of_decode, onto_inputs=False))
 
 
 def _attend_absorbed_shards(
@@ -295,7 +303,7 @@ def _attend_absorbed_shards(
     p, batch = a.params, a.batch
     every = tensor.gather(q * jnp.asarray(q.shape[2] ** -0.5, q.dtype), 1)
     z = a.options.ops.decode_absorbed(
-        _absorb_keys(a, every, p.wk_inputs),
+        _absorb_keys(a, every, p.wk_inputs, None),
         pool,
         batch.decode_tables[:, 0],
         batch.decode_lens,
@@ -322,9 +330,13 @@ def _attend_prefill(
     of_inputs: dict[str, Any] = {}
     if has_hidden:
         same_blocks = options.hidden_block_size == options.block_size and width == a.config.lane
+        index = None
+        if batch.adapters is not None:
+            index = batch.adapters[options.num_decode + batch.prefill_offsets]
         of_inputs = _given(
             angles=a.all_angles,
             key_norm=a.key_norm,
+            adapters=_key_adapters(a, index),
             tensor=options.tensor,
             hidden_block_size=None if same_blocks else options.hidden_block_size,
         )
@@ -350,11 +362,49 @@ def _attend_prefill(
 # ---- absorption
 
 
-def _absorb_keys(a: AttentionInputs, q: Float[Array, "B N R"], wk: Float[Array, "K R D"]) -> Float[Array, "B N D"]:
-    """W_k^T q of every head."""
+def _absorb_keys(
+    a: AttentionInputs,
+    q: Float[Array, "B N R"],
+    wk: Float[Array, "K R D"],
+    index: Array | None,
+    *,
+    first_lane: int = 0,
+) -> Float[Array, "B N D"]:
+    """W_k^T q of every head, W_k being that of the row's adapter; `wk` has the lanes of W_k from `first_lane` on."""
     # N times as wide as q: on GPUs its traffic counts, so it is not written in float32 first.
     product = jnp.float32 if a.options.ops.branches else q.dtype
-    return _head_products(a, q, wk, onto_inputs=True, dtype=product).astype(q.dtype)
+    out = _head_products(a, q, wk, onto_inputs=True, dtype=product)
+    more = adapter_of(a.params, "wk")
+    if more is not None and first_lane:
+        more = more.lanes(wk.shape[0], first_lane)
+    return _with_low_rank(a, out, q, more, index, onto_inputs=True).astype(q.dtype)
+
+
+def _with_low_rank(
+    a: AttentionInputs, out: Array, x: Array, more: LowRank | None, index: Array | None, *, onto_inputs: bool
+) -> Array:
+    """`_head_products` with what the adapter of each row adds, where any hidden row has one."""
+    if more is None or index is None:
+        return out
+
+    def added() -> Array:
+        low = absorbed_low_rank(x, more, index, a.config.num_kv_heads, onto_inputs=onto_inputs)
+        return (out.astype(jnp.float32) + low).astype(out.dtype)
+
+    if not a.options.ops.branches:
+        return added()
+    row = jnp.arange(index.shape[0], dtype=jnp.int32)
+    return lax.cond(jnp.any((index > 0) & (row >= a.batch.num_kv_rows)), added, lambda: out)
+
+
+def _key_adapters(a: AttentionInputs, index: Array | None, lanes: int | None = None) -> KeyValueAdapters | None:
+    """Adapters of rows whose keys and values are computed from layer inputs, or of the first `lanes` of each head."""
+    k, v = (adapter_of(a.params, field) for field in ("wk", "wv"))
+    if index is None or (k is None and v is None):
+        return None
+    if k is not None and lanes is not None:
+        k = k.lanes(a.config.num_kv_heads, 0, lanes)
+    return KeyValueAdapters(k=k, v=v, index=index)
 
 
 def _head_products(a: AttentionInputs, x: Array, w: Array, *, onto_inputs: bool, dtype: Any = jnp.float32) -> Array:

@@ -63,6 +63,8 @@ class ModelFamily:
     """A stored tensor name without prefixes that depend on the class it was saved from."""
     ignored_tensors: re.Pattern[str] = NORM_BUFFERS
     """Bare names of stored tensors that nothing needs."""
+    inputs_first: bool = False
+    """Matrices of layers are stored (inputs, outputs)."""
     constant_leaf: Callable[[str, Mapping[str, Any]], float | None] | None = None
     """The value of a leaf that a checkpoint of this configuration does not store, or None where it does."""
 

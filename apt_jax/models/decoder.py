@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Int32
 
 from apt_jax.models.attention import AttentionInputs, attend, logit_modifiers
 from apt_jax.models.config import ModelConfig
+from apt_jax.models.lora import adapted, addition
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.models.sharding import TensorParallel
 from apt_jax.models.step import (
@@ -58,10 +59,16 @@ from apt_jax.ops.xla_common import fetch_blocks
 
 
 def _feed_forward(
-    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, options: StepOptions
+    x: Float[Array, "T D"],
+    p: LayerParams,
+    config: ModelConfig,
+    options: StepOptions,
+    index: Int32[Array, " T"] | None,
 ) -> Float[Array, "T D"]:
-    """In the dtype of x between its two products; the result in float32."""
-    dtype, ops = x.dtype, options.ops
+    """In the dtype of x between its two products; the result in float32. `index` is the adapter of each row."""
+    dtype, ops, f = x.dtype, options.ops, config.ffn_size
+    if p.adapters is not None:
+        return _adapted_feed_forward(x, p, config, options, index)
     if not config.gated:
         up = apply_dense(x, p.w_up, p.b_up, ops.dense, config.activation, dtype)
     elif p.w_gate_up is None:
@@ -71,8 +78,34 @@ def _feed_forward(
         up = ops.gated(x, p.w_gate_up, config.activation)
     else:
         both = apply_dense(x, p.w_gate_up, p.b_gate_up, ops.dense)
-        up = activate(both[:, : config.ffn_size], config.activation) * both[:, config.ffn_size :]
+        up = activate(both[:, :f], config.activation) * both[:, f:]
     return apply_dense_summed(up.astype(dtype), p.w_down, p.b_down, options)
+
+
+def _adapted_feed_forward(
+    x: Float[Array, "T D"],
+    p: LayerParams,
+    config: ModelConfig,
+    options: StepOptions,
+    index: Int32[Array, " T"] | None,
+) -> Float[Array, "T D"]:
+    """`_feed_forward` of rows with adapters, which come between its products and the activation."""
+    ops, f = options.ops, config.ffn_size
+
+    def product(w: Any, b: Array | None, *fields: str) -> Array:
+        return adapted(apply_dense(x, w, b, ops.dense), x, p, [(field, f) for field in fields], index, ops)
+
+    if not config.gated:
+        up = activate(product(p.w_up, p.b_up, "w_up"), config.activation)
+    elif p.w_gate_up is None:
+        gate, up = product(p.w_gate, p.b_gate, "w_gate"), product(p.w_up, p.b_up, "w_up")
+        up = activate(gate, config.activation) * up
+    else:
+        both = product(p.w_gate_up, p.b_gate_up, "w_gate", "w_up")
+        up = activate(both[:, :f], config.activation) * both[:, f:]
+    up = up.astype(x.dtype)
+    down = apply_dense_summed(up, p.w_down, p.b_down, options)
+    return adapted(down, up, p, [("w_down", config.hidden_size)], index, ops)
 
 
 def embed(
@@ -191,12 +224,15 @@ def decoder_step(
             )
             with jax.named_scope(f"layer{i}/attention"):
                 h, x = added(h, delta, None if post else p.attn_norm)
-                out, pool = attend(inputs, x, pools[i])
+                heads, pool = attend(inputs, x, pools[i])
                 new_pools.append(pool)
-                rest = options
+                rest, index = options, batch.adapters
                 if i == len(params.layers) - 1 and has_prompts:
-                    h, out, rest = sampled(h), sampled(out), of_samples
-                out = normed(apply_dense_summed(out, flatten_inputs(p.wo, 1), p.bo, rest), p.attn_out_norm)
+                    h, heads, rest = sampled(h), sampled(heads), of_samples
+                    index = None if index is None else sampled(index)
+                out = apply_dense_summed(heads, flatten_inputs(p.wo, 1), p.bo, rest)
+                out = adapted(out, heads, p, [("wo", config.hidden_size)], index, rest.ops)
+                out = normed(out, p.attn_out_norm)
             with jax.named_scope(f"layer{i}/ffn"):
                 if post:
                     h = normed(h + out, p.attn_norm)
@@ -206,7 +242,7 @@ def decoder_step(
                     h = h + out
                 else:
                     h, x = added(h, out, p.ffn_norm, rest)
-                delta = normed(_feed_forward(x, p, config, rest), p.ffn_out_norm)
+                delta = normed(_feed_forward(x, p, config, rest, index), p.ffn_out_norm)
                 if post:
                     h, delta = normed(h + delta, p.ffn_norm), None
         if not has_prompts:
@@ -273,7 +309,8 @@ def convert_inputs(
                 0
             ].astype(dtype)
             norm = None if p.k_norm is None else KeyNorm(scale=p.k_norm, eps=config.norm_eps)
-            k, v = project_kv(x, p.wk, p.bk, angles, norm), project_kv(x, p.wv, p.bv)
+            more_k, more_v = (addition(x, p, field, config.lane, batch.adapters, options.ops) for field in ("wk", "wv"))
+            k, v = project_kv(x, p.wk, p.bk, angles, norm, more_k), project_kv(x, p.wv, p.bv, more=more_v)
             rows = zero_non_finite(jnp.concatenate([k, v])).astype(pool.dtype)
             by_slot = pool.reshape(-1, config.lane).at[slots].set(rows, mode="drop")
             new_pools.append(by_slot.reshape(pool.shape))

@@ -66,6 +66,8 @@ class LayerParams:
     wk_inputs: Any = None
     """(K, H, D): wk again, cut by input for absorbed attention over several devices; see `apt_jax.models.sharding`."""
     wv_inputs: Any = None
+    adapters: Any = None
+    """`apt_jax.models.lora.LayerAdapters`: what adapters add to the matrices; None: there are none"""
 
 
 @jax.tree_util.register_dataclass

@@ -43,6 +43,8 @@ class DecoderBatch:
     prefix_lens: Int32[Array, " R"]
     prefill_hidden: Bool[Array, " R"]
     num_prefill_rows: Int32[Array, ""]
+    adapters: Int32[Array, " T"] | None = None
+    """Adapter of each token, 0: none; None: the model has none."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +61,8 @@ class ConvertBatch:
     """Pool slot for the slot's k, counted in keys; out of range for slots without a layer input, which are dropped."""
     second_slots: Int32[Array, " T"]
     """The same for its v."""
+    adapters: Int32[Array, " T"] | None = None
+    """Adapter of each slot's request, as in `DecoderBatch`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -173,8 +173,8 @@ def _tiled(w: Array) -> Array:
 
 
 def pre_norm_layer(p: LayerParams, config: ModelConfig) -> PreNormLayer | None:
-    """The layer as ops that compute a whole one take it; None if it has more to compute, or its projections are not
-    fused."""
+    """The layer as ops that compute a whole one take it; None if it has more to compute, as with adapters, or its
+    projections are not fused."""
     is_plain = (
         config.norm_placement == "pre" and not config.parallel and config.clip_qkv is None
         and config.scale * config.head_dim**0.5 == 1.0
@@ -184,7 +184,7 @@ def pre_norm_layer(p: LayerParams, config: ModelConfig) -> PreNormLayer | None:
     up, bias = (p.w_gate_up, p.b_gate_up) if config.gated else (p.w_up, p.b_up)
     if not is_plain or any(n is not None for n in others) or p.wqkv is None or up is None:
         return None
-    if p.attn_norm is None or p.ffn_norm is None:
+    if p.attn_norm is None or p.ffn_norm is None or p.adapters is not None:
         return None
     return PreNormLayer(
         attn_norm=p.attn_norm, wqkv=p.wqkv, bqkv=p.bqkv, wo=p.wo, bo=p.bo,

@@ -7,11 +7,14 @@ from typing import Any
 
 from jax import Array
 
-from apt_jax.ops import linear
+from apt_jax.ops import linear, low_rank
 
-EXTRAS: frozenset[str] = frozenset({"softcap", "alibi", "window", "key norm", "grouped absorption", "input width"})
+EXTRAS: frozenset[str] = frozenset(
+    {"softcap", "alibi", "window", "key norm", "grouped absorption", "input width", "adapters"}
+)
 """Features that some models need beside plain attention: the three of `LogitModifiers`, `KeyNorm`, `decode_v_absorbed`
-with fewer key heads than query heads, and layer inputs narrower or wider than the lane."""
+with fewer key heads than query heads, layer inputs narrower or wider than the lane, and adapters of W_k or W_v where keys
+and values are computed from layer inputs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ class KernelBackend:
     """Products of rows with weights, `linear.dense`."""
     head_products: Callable[..., Array] = linear.head_products
     """Products of heads with matrices of their own, `linear.head_products`."""
+    add_low_rank: Callable[..., Array] = low_rank.add_low_rank
+    """What adapters add to products, `low_rank.add_low_rank`."""
     dense_argmax: Callable[..., tuple[Array, Array]] | None = None
     """`sampling.greedy` of the products of `dense`, from the same arguments; None: not provided."""
     gated: Callable[[Array, Any, str], Array] | None = None

@@ -82,9 +82,13 @@ def project_kv(
     b: Float[Array, "K H"] | None,
     angles: Float[Array, "T HALF"] | None = None,
     norm: KeyNorm | None = None,
+    more: Float[Array, "T E"] | None = None,
 ) -> Float[Array, "T E"]:
-    """Keys or values of layer inputs, in the dtype of `x`, lanes flattened; rounded once, after `reference.rotate`."""
+    """Keys or values of layer inputs, in the dtype of `x`, lanes flattened; rounded once, after `reference.rotate`.
+    `more` is added to the product."""
     out = dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1))
+    if more is not None:
+        out = out + more
     if b is not None:
         out = out + b.astype(jnp.float32).reshape(1, -1)
     if norm is not None:

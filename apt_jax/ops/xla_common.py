@@ -14,9 +14,10 @@ from apt_jax.ops.reference import LogitModifiers, own_slots
 MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
 
-Fetch = Callable[[Array, Array, Array], tuple[Array, Array]]
-"""From G table entries of each of R rows (R, A, G), whether each of their T slots is the row's own (R, T) and its
-position (R, T), to the slots' keys and values (R, T, E). Values of slots that are not the row's own must be finite."""
+Fetch = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+"""From G table entries of each of R rows (R, A, G), whether each of their T slots is the row's own (R, T), its position
+(R, T) and the numbers of the rows (R,), to the slots' keys and values (R, T, E). Values of slots that are not the row's
+own must be finite."""
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int32
 
 from apt_jax.ops.linear import dot, project_kv
+from apt_jax.ops.low_rank import KeyValueAdapters, additions
 from apt_jax.ops.reference import KeyNorm, LogitModifiers
 from apt_jax.ops.xla_common import MASKED, Fetch, Shards, apply_rules, fetch_blocks, own_slots_of
 
@@ -92,7 +93,7 @@ def _decode(
             j, m, l, acc = carry
             own, position = own_slots_of(slot_ranges, len_tile, start, j * g, g, block_size)
             ids = lax.dynamic_slice_in_dim(table_tile, j * g, g, axis=2)
-            keys, values = fetch(ids, own, position)
+            keys, values = fetch(ids, own, position, start + jnp.arange(r, dtype=jnp.int32))
             s = dot(q_tile, keys, (2, 2), ((0,), (0,)))
             if partly is not None:
                 s = partly.sum(s)
@@ -143,8 +144,8 @@ def decode_kv(
     """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
     num_kv_heads = pool.shape[1] // block_size // q.shape[2]
 
-    def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-        del position
+    def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
+        del position, index
         keys = fetch_blocks(pool, ids[:, 0], block_size, None)
         return keys, fetch_blocks(pool, ids[:, 1], block_size, own)
 
@@ -177,8 +178,8 @@ def decode_absorbed(
     """See `reference.decode_absorbed`. With `tensor`, D counts the features that this device has of queries, pool and
     result."""
 
-    def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-        del position
+    def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
+        del position, index
         x = fetch_blocks(pool, ids[:, 0], block_size, own, q_absorbed.shape[2])
         return x, x
 
@@ -214,16 +215,19 @@ def decode_reprojected(
     key_norm: KeyNorm | None = None,
     rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
+    adapters: KeyValueAdapters | None = None,
 ) -> Float[Array, "B N H"]:
-    """See `reference.decode_reprojected`."""
+    """See `reference.decode_reprojected`. `adapters` are added to W_k and W_v, by row."""
 
     num_kv_heads = wk.shape[0]
 
-    def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+    def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
         x = fetch_blocks(pool, ids[:, 0], block_size, own, wk.shape[2], tensor)
         flat = x.reshape(-1, x.shape[2])
         turns = None if angles is None else angles[position.reshape(-1)]
-        keys, values = project_kv(flat, wk, bk, turns, key_norm), project_kv(flat, wv, bv)
+        more_k, more_v = additions(x, adapters, index)
+        keys = project_kv(flat, wk, bk, turns, key_norm, more_k)
+        values = project_kv(flat, wv, bv, more=more_v)
         return keys.reshape(*x.shape[:2], -1), values.reshape(*x.shape[:2], -1)
 
     return _decode(
@@ -256,17 +260,20 @@ def decode_v_absorbed(
     key_norm: KeyNorm | None = None,
     rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
+    adapters: KeyValueAdapters | None = None,
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_v_absorbed`: one product with the keys [k_r | x] gives both parts of the scores."""
+    """See `reference.decode_v_absorbed`: one product with the keys [k_r | x] gives both parts of the scores.
+    `adapters` are added to the rotary lanes of W_k, by row."""
     num_kv_heads, _, width = wk_rotary.shape
     q = _spread_heads(q_rotary, num_kv_heads, scale=1.0).astype(pool.dtype)
     if q_absorbed is not None:
         q = jnp.concatenate([q, q_absorbed.astype(pool.dtype)], axis=2)
 
-    def fetch(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+    def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
         x = fetch_blocks(pool, ids[:, 0], block_size, own, width, tensor)
         turns = angles[position.reshape(-1)]
-        keys = project_kv(x.reshape(-1, width), wk_rotary, bk_rotary, turns, key_norm)
+        more, _ = additions(x, adapters, index)
+        keys = project_kv(x.reshape(-1, width), wk_rotary, bk_rotary, turns, key_norm, more)
         keys = keys.reshape(*x.shape[:2], -1)
         return keys if q_absorbed is None else jnp.concatenate([keys, x], axis=2), x
 

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax.ops.linear import dot, project_kv
+from apt_jax.ops.low_rank import KeyValueAdapters, additions
 from apt_jax.ops.reference import KeyNorm, LogitModifiers
 from apt_jax.ops.xla_common import MASKED, Fetch, Shards, apply_rules, fetch_blocks, own_slots_of
 
@@ -99,9 +100,10 @@ def prefill(
     key_norm: KeyNorm | None = None,
     rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
+    adapters: KeyValueAdapters | None = None,
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than
-    absorbing (crossover at H * N / (N - 1))."""
+    absorbing (crossover at H * N / (N - 1)). `adapters` are added to W_k and W_v, by row."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
@@ -119,17 +121,18 @@ def prefill(
     if slot_ranges is not None:
         slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, padding), (0, 0)))
 
-    def fetch_kv(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
-        del position
+    def fetch_kv(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
+        del position, index
         both = fetch_blocks(pool, ids, block_size, jnp.broadcast_to(own, (2, own.shape[1])))
         return both[0], both[1]
 
-    def fetch_hidden(ids: Array, own: Array, position: Array) -> tuple[Array, Array]:
+    def fetch_hidden(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
         assert wk is not None
         assert wv is not None
-        x = fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2], tensor)[0]
+        x = fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2], tensor)
         turns = None if angles is None else angles[position[0]]
-        return project_kv(x, wk, bk, turns, key_norm), project_kv(x, wv, bv)
+        more_k, more_v = additions(x, adapters, index)
+        return project_kv(x[0], wk, bk, turns, key_norm, more_k), project_kv(x[0], wv, bv, more=more_v)
 
     reader = functools.partial(_PrefixReader, tables=tables, slot_ranges=slot_ranges)
     kv = reader(entries=kv_entries, slots=block_size, fetch=fetch_kv)
@@ -178,7 +181,7 @@ def _attend_prefix(chunks: _Chunks, row: _Row, reader: _PrefixReader, state: _Fl
         )
         keys, values = (
             a.astype(chunks.k.dtype).reshape(-1, num_kv_heads, head_dim).transpose(1, 0, 2)
-            for a in reader.fetch(ids, own, position)
+            for a in reader.fetch(ids, own, position, row.index[None])
         )
 
         def query_tile(i: Array, state: _FlashState) -> _FlashState:

@@ -207,6 +207,8 @@ class RequestLimits:
     """Default SLO, for requests that have none."""
     max_prompt_logprobs: int = SchedulerConfig.max_prompt_logprobs
     """Log probabilities of prompt tokens that a call may ask for."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that requests may name."""
 
 
 _TEXT_ALONE = "the model takes text alone; leave it out"

@@ -55,6 +55,7 @@ def build_request(
     fallback_seed: int = 0,
     grammars: GrammarSource | None = None,
     max_queue_s: float | None = None,
+    adapter: object = None,
     tenant: str | None = None,
 ) -> EngineRequest:
     """Check raw input and return the request for the engine.
@@ -74,6 +75,7 @@ def build_request(
         fallback_seed: seed where the request has none.
         grammars: compiler for structured outputs, up to two seconds each; None: they are rejected.
         max_queue_s: see `EngineRequest`; checked by the caller.
+        adapter: name of a LoRA adapter; None: the model alone.
         tenant: see `EngineRequest`; from authentication, not from the request's input.
 
     Raises:
@@ -83,6 +85,7 @@ def build_request(
     checked_id = _request_id(request_id)
     checked_slo = _slo(limits.default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms)
     checked_class = _slo_class(slo_class)
+    checked_adapter = _adapter(limits, adapter)
     checked_params = checked_sampling_params(limits, tokenizer, params, fallback_seed)
     keep_last = _kept_tokens(limits, checked_params)
     token_ids = checked_prompt(limits, tokenizer, prompt, prompt_token_ids, keep_last)
@@ -109,6 +112,7 @@ def build_request(
         grammar=grammar,
         bad_words_token_ids=bad_words_token_ids(limits, tokenizer, checked_params.bad_words),
         max_queue_s=max_queue_s,
+        adapter=checked_adapter,
         tenant=tenant,
     )
 
@@ -231,6 +235,15 @@ def _request_id(value: object) -> str:
             f"{shown(value)} must be 1 to {MAX_REQUEST_ID_CHARS} characters of [A-Za-z0-9._-]; leave it out to get one",
         )
     return value
+
+
+def _adapter(limits: RequestLimits, value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value in limits.adapters:
+        return value
+    known = ", ".join(repr(name) for name in limits.adapters[:8]) or "none"
+    raise InvalidRequestError("adapter", f"{shown(value)} is no LoRA adapter here; there are: {known} (--lora-modules)")
 
 
 def _slo_class(value: object) -> Literal["rt", "be"]:

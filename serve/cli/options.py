@@ -1,6 +1,7 @@
 """Flags that several commands share, and the configuration that they make."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, several_names: bool
     group = parser.add_argument_group("model")
     names: dict[str, Any] = {"help": "name that requests use; answers have the first (default: MODEL)", "nargs": "+"}
     flags.add_options(group, EngineConfig, served_model_name=names if several_names else {})
+    flags.add_field(
+        group, EngineConfig, "lora_modules", type=_adapter, nargs="+", action="extend", metavar="NAME=DIR"
+    )  # fmt: skip
     flags.add_field(group, ParallelConfig, "tensor_parallel_size")
 
 
@@ -130,8 +134,31 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         cache=CacheConfig(**flags.read_options(CacheConfig, args)),
         scheduler=SchedulerConfig(**flags.read_options(SchedulerConfig, args), default_slo=default_slo),
         parallel=ParallelConfig(**flags.read_options(ParallelConfig, args)),
+        lora_modules=_adapters(args.lora_modules),
         **fields,
     )
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    """Parse ``NAME=DIR``, or vLLM's JSON with a name and a path; an argparse type."""
+    name, equals, path = text.partition("=")
+    if text.startswith("{"):
+        try:
+            given = json.loads(text)
+            name, equals, path = given["name"], "=", given["path"]
+        except (ValueError, KeyError, RecursionError):
+            equals = ""
+    if not (equals and isinstance(name, str) and isinstance(path, str) and name and path):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be NAME=DIR")
+    return name, path
+
+
+def _adapters(given: list[tuple[str, str]] | None) -> dict[str, str] | None:
+    """Directories of LoRA adapters by name. Raises ConfigError: a name comes twice."""
+    adapters = dict(given or ())
+    if len(adapters) < len(given or ()):
+        raise ConfigError("a LoRA adapter's name comes twice (--lora-modules)")
+    return adapters or None
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:

@@ -38,7 +38,8 @@ class AptGenerateCodec:
         if request.model:
             require_served_model(parts, request.model)
         self._token_text = parts.assembler.token_text
-        return messages.request_fields(request, self._metadata)
+        fields = messages.request_fields(request, self._metadata)
+        return fields | {"adapter": parts.adapter_named(request.model)}
 
     def deadline_s(self) -> float | None:
         if self._request is None or not self._request.HasField("deadline_ms"):

@@ -6,7 +6,6 @@ and, by its path as it was sent, its API key.
 """
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -50,7 +49,7 @@ from serve.http_api.endpoints import ENDPOINTS, Endpoint, request_id_of
 from serve.http_api.errors import DROPPED_REASON_KEYS, BadCallError, HttpError, error_body, to_http_error
 from serve.http_api.messages.request import count_tokens
 from serve.http_api.openai_request import Body, parse_json
-from serve.http_api.openai_response import model_card
+from serve.http_api.openai_response import adapter_cards, model_card
 from serve.http_api.tokenization import detokenize, tokenize, tokenizer_info
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import NO_ID, CallRecord
@@ -153,7 +152,7 @@ class HttpApp:
             if metrics is not None:
                 metrics.batches = self._batches.counters
         parts = engine.parts
-        self._describe(parts.limits, (*parts.model_names, parts.config.model))
+        self._describe(parts.limits, (*parts.model_names, parts.config.model, *parts.limits.adapters))
 
     def _describe(self, limits: RequestLimits | None = None, models: Sequence[str] = ()) -> None:
         has_keys, profiles = self._config.keys is not None, self._config.profiler is not None
@@ -249,13 +248,16 @@ class HttpApp:
     async def _models(self, request: Request) -> Response:
         parts = self._service.engine().parts
         cards = [model_card(parts, self._created_s, name) for name in parts.model_names]
+        cards += adapter_cards(parts, self._created_s)
         return _json({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
         parts = self._service.engine().parts
         name = request.path_params["name"]
         require_served_model(parts, name)
-        return _json(model_card(parts, self._created_s, name if name in parts.model_names else parts.model_name))
+        of_adapter = [card for card in adapter_cards(parts, self._created_s) if card["id"] == name]
+        own = name if name in parts.model_names else parts.model_name
+        return _json(of_adapter[0] if of_adapter else model_card(parts, self._created_s, own))
 
     async def _tokenize(self, request: Request) -> Response:
         return await self._with_body(request, tokenize)

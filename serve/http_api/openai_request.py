@@ -175,6 +175,7 @@ def read_call(
     fields = {
         "params": _sampling_fields(kind, body),
         "arrival_s": arrival_s,
+        "adapter": parts.adapter_named(body.get("model")),
         "tenant": tenant,
         "grammars": parts.pending_grammars,
         **_slo_fields(body, headers),
@@ -202,7 +203,7 @@ def read_call(
         kind=kind,
         call_id=f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{base_id}",
         created_s=int(time.time()),
-        model=parts.model_name,
+        model=requests[0].adapter or parts.model_name,
         requests=requests,
         n=n,
         deadline_s=None if deadline_ms is None else arrival_s + check_deadline_ms(deadline_ms),

@@ -344,6 +344,13 @@ def _since(metrics: RequestMetrics, at_s: float | None) -> float | None:
     return None if at_s is None else _ms(at_s - metrics.arrival_s)
 
 
+def adapter_cards(parts: EngineComponents, created_s: int) -> list[dict[str, Any]]:
+    """The entries of ``/v1/models`` for LoRA adapters."""
+    card = model_card(parts, created_s, parts.model_name)
+    adapters = (parts.config.lora_modules or {}).items()
+    return [card | {"id": name, "root": path, "parent": card["id"]} for name, path in adapters]
+
+
 def model_card(parts: EngineComponents, created_s: int, name: str) -> dict[str, Any]:
     """An entry of ``/v1/models``."""
     return {

@@ -165,7 +165,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> 
         "/v1/responses": post("Responses", "Answer a conversation (OpenAI's Responses API); nothing is stored.", _generated("Responses", decisions, responses_schemas.EVENT), 429, parameters=_slo_headers()),
         "/v1/messages": post("Messages", "Answer a conversation (Anthropic's Messages API).", _generated("Messages", decisions, messages_schemas.EVENT), 429, parameters=_slo_headers()),
         "/v1/messages/count_tokens": post("CountTokens", "Length of the prompt that a conversation makes.", _good("CountTokens")),
-        "/v1/models": get("Models", "The model that is served, once for each of its names.", {**_good("Models"), "links": {"model": model}}, 503),
+        "/v1/models": get("Models", "The model that is served, once for each of its names, and its LoRA adapters, whose `parent` it is.", {**_good("Models"), "links": {"model": model}}, 503),
         "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may hold slashes.")]),
         "/v1/requests/{request_id}/decisions": get(
             "Decisions", "Timeline of one of the last requests.", _good("Decisions"), 404, 503,
@@ -610,7 +610,7 @@ def _answers() -> Schema:
         "object": {"const": "model"},
         "created": _COUNT,
         "owned_by": {"const": "apt-jax"},
-        "parent": _NULL,
+        "parent": {"type": ["string", "null"]},
         "max_model_len": _COUNT,
     })  # fmt: skip
     event = _object({"event": _STRING, "at_ms": _NUMBER, "until_ms": _NUMBER}, required=("event", "at_ms", "until_ms"))

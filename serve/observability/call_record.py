@@ -106,6 +106,7 @@ class CallRecord:
             self.model = engine.parts.model_name
         if group is not None:
             self.requests = [stream.request for stream in group.streams]
+            self.model = self.requests[0].adapter or self.model
             self.metrics = [stream.metrics for stream in group.streams]
 
     @property

@@ -31,6 +31,9 @@ _TAG_X = 3
 _STALE_TOKEN = 0x5A5A5A
 """Token in slots that nothing has written since the pool was made."""
 
+_ADAPTER = 1 << 40
+"""Added to what a request with the first adapter caches, twice with the second, and so on."""
+
 
 class BatchContractError(AssertionError):
     """A `StepBatch` that breaks what `apt_jax.executor` promises about it."""
@@ -115,6 +118,7 @@ def reference_tokens(
     vocab_size: int,
     params: SamplingParams | None = None,
     grammar: Grammar | None = None,
+    adapter: int = 0,
 ) -> list[int]:
     """The first `num_tokens` tokens after `prompt`, computed without a cache.
 
@@ -126,7 +130,7 @@ def reference_tokens(
         params = SamplingParams(temperature=0.0)
     else:
         num_tokens, stop = min(num_tokens, params.max_tokens), frozenset(params.stop_token_ids)
-    known = np.asarray(prompt, np.int64)
+    known = np.asarray(prompt, np.int64) + adapter * _ADAPTER
     total = np.add.reduce(_pairs(known, np.arange(known.size)), keepdims=True)
     out: list[int] = []
     constraint = None if grammar is None else grammar.start()
@@ -145,7 +149,7 @@ def reference_tokens(
             constraint.accept(token)
             if constraint.ended:
                 break
-        total = total + _pairs(np.array([token]), np.array([known.size + i]))
+        total = total + _pairs(np.array([token + adapter * _ADAPTER]), np.array([known.size + i]))
     return out
 
 
@@ -345,7 +349,8 @@ class FakeExecutor:
             block = batch.block_tables[row, half, group][where]
             if (block == NULL_BLOCK).any():
                 raise BatchContractError("a write to the reserved block")
-            self._token[block, slot[where]] = tokens[where]
+            marks = 0 if batch.adapters is None else batch.adapters[row].astype(np.int64) * _ADAPTER
+            self._token[block, slot[where]] = (tokens + marks)[where]
             self._position[block, slot[where]] = position[where]
             self._tag[block, slot[where]] = tag[where] if isinstance(tag, np.ndarray) else tag
         return tokens

@@ -47,7 +47,9 @@ class Served:
         debug: bool = True,
         fault=None,
         engine_class: type[Engine] = Engine,
+        adapters: tuple[str, ...] = (),
     ) -> None:
+        self.adapters = adapters
         self.clock = VirtualClock()
         self.executor = FakeExecutor(
             num_blocks=num_blocks,
@@ -80,6 +82,7 @@ class Served:
             CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
             costs=COSTS,
             vocab_size=VOCAB_SIZE,
+            adapters=adapters,
             debug=debug,
         )
         self.requests: dict[str, EngineRequest] = {}
@@ -89,7 +92,13 @@ class Served:
         self.cached: dict[str, int] = {}
 
     def add(
-        self, prompt, max_tokens: int = 4, name: str | None = None, grammar=None, prompt_logprobs: int | None = None
+        self,
+        prompt,
+        max_tokens: int = 4,
+        name: str | None = None,
+        grammar=None,
+        prompt_logprobs: int | None = None,
+        adapter: str | None = None,
     ) -> str:
         name = name or f"r{len(self.requests)}"
         self.requests[name] = EngineRequest(
@@ -100,6 +109,7 @@ class Served:
             slo=SLO(ttft_s=1.0, tbt_s=0.5),
             arrival_s=self.clock.now_s(),
             grammar=grammar,
+            adapter=adapter,
         )
         self.tokens[name] = []
         self.engine.add_request(self.requests[name])
@@ -134,7 +144,10 @@ class Served:
 
     def expected(self, name: str) -> list[int]:
         request = self.requests[name]
-        return reference_tokens(request.prompt_token_ids, request.params.max_tokens, vocab_size=VOCAB_SIZE)
+        number = 0 if request.adapter is None else 1 + self.adapters.index(request.adapter)
+        return reference_tokens(
+            request.prompt_token_ids, request.params.max_tokens, vocab_size=VOCAB_SIZE, adapter=number
+        )
 
     def assert_as_expected(self) -> None:
         for name, tokens in self.tokens.items():

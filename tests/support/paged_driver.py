@@ -52,6 +52,7 @@ def make_executor(
         mixed=mixed,
         attention=ops,
         conversion=kwargs.pop("conversion", False),
+        adapters=kwargs.pop("adapters", ()),
     )
 
 
@@ -79,6 +80,8 @@ class Driver:
         self.cached: dict[int, int] = {}
         self.kind: dict[int, int] = {}
         self.table: dict[int, np.ndarray] = {}
+        self.adapter: dict[int, int] = {}
+        """Number of the LoRA adapter, of slots that have one."""
 
     def add(self, slot: int, prompt: list[int], kind: int) -> None:
         per_row = 2 * (128 // BLOCK)
@@ -120,6 +123,7 @@ class Driver:
             history=[np.array(self.tokens[s], np.int32) for s in slots],
             prompt_len=np.array([len(self.tokens[s]) for s in slots], np.int32),
             masked=np.array([i for i, s in enumerate(slots) if s in masks]) if masks else None,
+            adapters=np.array([self.adapter.get(s, 0) for s in slots], np.int32) if self.adapter else None,
         )
         handle = self.executor.execute(batch)
         if masks:

@@ -70,6 +70,7 @@ def toy_parts(
     eos_token_ids: Sequence[int] = (EOS,),
     chat_template: ChatTemplate | None = None,
     clock: Clock | None = None,
+    adapters: Sequence[str] = (),
     **scheduler: Any,
 ) -> EngineComponents:
     """An engine with both cache kinds, on the machine's clock unless another one is given."""
@@ -83,6 +84,7 @@ def toy_parts(
     executor.step_s = step_s
     config = EngineConfig(
         model="toy",
+        lora_modules={name: f"adapters/{name}" for name in adapters},
         cache=CacheConfig(block_size=block_size),
         scheduler=SchedulerConfig(
             policy=policy,

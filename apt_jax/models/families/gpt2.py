@@ -125,4 +125,5 @@ FAMILY = ModelFamily(
     source=source,
     strip_prefix=strip_prefix,
     ignored_tensors=_IGNORED_TENSORS,
+    inputs_first=True,
 )

@@ -153,11 +153,15 @@ def _parse_json(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _inside(directory: Path, name: str, named_by: str) -> Path:
-    """The path of a file that must lie in `directory` itself; `named_by` says where the name comes from."""
+def file_inside(directory: Path, name: str, named_by: str = "") -> Path:
+    """The path of a file that must lie in `directory` itself; `named_by` says where the name comes from.
+
+    Raises:
+        ModelLoadError: it would lie elsewhere.
+    """
     # A file cannot have half a surrogate pair in its name.
     if not name or name in (".", "..") or any(c in "/\\\0" or "\ud800" <= c <= "\udfff" for c in name):
-        raise ModelLoadError(f"{named_by}: {name!r:.80} must be the name of a file in the same directory")
+        raise ModelLoadError(f"{named_by or directory}: {name!r:.80} must be the name of a file in the same directory")
     path = directory / name
     try:
         home, target = directory.resolve(strict=True), path.resolve()
@@ -179,7 +183,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     Raises:
         ModelLoadError: no such file, unreadable, larger than 64 MiB, not JSON, not an object, a key that occurs twice.
     """
-    path = _inside(directory, name, str(directory))
+    path = file_inside(directory, name, str(directory))
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_JSON_BYTES + 1)
@@ -383,7 +387,7 @@ def _shards(directory: Path, index_name: str) -> list[Path]:
     names = list(weight_map.values())
     if not all(isinstance(name, str) for name in names):
         raise ModelLoadError(f"{where}: weight_map must map tensor names to files")
-    paths = [_inside(directory, name, str(where)) for name in sorted(set(names))]
+    paths = [file_inside(directory, name, str(where)) for name in sorted(set(names))]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise ModelLoadError(f"{where}: {len(missing)} of {len(paths)} shards are missing: {format_names(missing)}")
@@ -414,7 +418,7 @@ def open_checkpoint(directory: Path, *, allow_pickle: bool) -> Iterator[Checkpoi
     except OSError as error:
         raise ModelLoadError(f"{directory}: cannot be read ({error.strerror or error})") from error
     if single in present:
-        paths, index_name = [_inside(directory, single, str(directory))], None
+        paths, index_name = [file_inside(directory, single, str(directory))], None
     elif index in present:
         paths, index_name = _shards(directory, index), index
     else:
@@ -439,6 +443,7 @@ __all__ = [
     "SafetensorsCheckpoint",
     "TensorInfo",
     "TorchCheckpoint",
+    "file_inside",
     "format_names",
     "is_weight_dtype",
     "join_chunks",

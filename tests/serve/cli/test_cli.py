@@ -993,3 +993,27 @@ def test_a_real_server_process_serves_and_stops(tmp_path):
         process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+def test_lora_modules_by_name_and_as_json():
+    from serve.cli import options
+
+    def config(*words: str):
+        parser = options.Parser(prog="serve")
+        options.add_model_argument(parser)
+        options.add_engine_arguments(parser)
+        return options.engine_config(parser.parse_args(["m", "--lora-modules", *words]))
+
+    given = config("sql=adapters/sql", '{"name": "french", "path": "a=b", "base_model_name": "m"}')
+    assert given.lora_modules == {"sql": "adapters/sql", "french": "a=b"}
+    for words, said in (
+        (("a=1", "a=2"), "comes twice"),
+        (("m=dir",), "has the name of the model"),
+        (("a b=dir",), "has the name 'a b'"),
+        (("a=1", "b=2", "--max-loras", "1"), "max_loras=1"),
+        (("a=1", "-tp", "2"), "leave out -tp or --lora-modules"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            config(*words)
+    with pytest.raises(SystemExit):
+        config("sql")

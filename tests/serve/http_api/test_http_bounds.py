@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serve.http_api import calls
 from serve.http_api import openai_request as openai_api
 from tests.support.http_serving import completion, http_serving, post_head
 
@@ -196,7 +197,7 @@ def test_R22_the_largest_body_does_not_hold_up_others(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(openai_api, "parse_json", noted(openai_api.parse_json))
+    monkeypatch.setattr(calls, "parse_json", noted(calls.parse_json))
     monkeypatch.setattr(openai_api, "read_call", noted(openai_api.read_call))
 
     async def scenario(served):

@@ -1,0 +1,254 @@
+"""Reads LoRA adapters as PEFT saves them: ``adapter_config.json`` beside ``adapter_model.safetensors``.
+
+Everything that would change the output and is not computed here is refused by its name: weights beside A and B
+(`bias`, `modules_to_save`, embeddings), other kinds of adapters (DoRA and the like), initialisations that change the
+weights below. Names and shapes are held against the model before a value is read.
+"""
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from apt_jax.errors import ModelLoadError
+from apt_jax.models.checkpoint_map import ModelFamily
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.loading.checkpoint import SafetensorsCheckpoint, file_inside, format_names, read_json
+from apt_jax.models.loading.loader import read_cast
+from apt_jax.models.lora import TARGETS, LoraAdapter, target_shape
+from apt_jax.models.params import abstract_params, param_names
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` under which training changes the weights below the adapter too."""
+_REFUSED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "lora_bias": "biases of B",
+    "modules_to_save": "whole modules",
+    "trainable_token_indices": "new embeddings of tokens",
+    "target_parameters": "parameters outside of linear layers",
+    "layer_replication": "layers that are repeated",
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "routing between adapters",
+}
+"""Fields that may only be unset, and what they would ask for."""
+_MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 4096, 256, 3
+
+
+def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelConfig, *, max_rank: int) -> LoraAdapter:
+    """Read and check one adapter.
+
+    Args:
+        name: what requests call it.
+        directory: with PEFT's two files.
+        family: of the model, whose names of modules the adapter has.
+        config: of the model.
+        max_rank: largest rank of a matrix.
+
+    Raises:
+        ModelLoadError: one line that names the file, and the field, module or tensor that is wrong.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise ModelLoadError(f"{directory}: is not a directory with {CONFIG_FILE} (--lora-modules {name})")
+    fields = read_json(path, CONFIG_FILE)
+    where = str(path / CONFIG_FILE)
+    scale_of = _scales(fields, where)
+    weights = file_inside(path, WEIGHTS_FILE)
+    if not weights.is_file():
+        has_pickle = (path / "adapter_model.bin").is_file()
+        hint = (
+            "; adapter_model.bin is a pickle, which can run code: save it with safe_serialization" if has_pickle else ""
+        )
+        raise ModelLoadError(f"{path}: has no {WEIGHTS_FILE}{hint}")
+    with contextlib.closing(SafetensorsCheckpoint([weights])) as checkpoint:
+        pairs = _pairs(checkpoint, weights)
+        _check_targets(fields, pairs, where)
+        places = _places(family, config)
+        unknown = sorted(module for module in pairs if family.strip_prefix(module) not in places)
+        if unknown:
+            raise ModelLoadError(
+                f"{weights}: {len(unknown)} modules are no linear layers of this model, or not ones that adapters may "
+                f"change here ({format_names(unknown)})"
+            )
+        matrices: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
+        for module, tensors in pairs.items():
+            inputs, outputs, leaves = places[family.strip_prefix(module)]
+            rank = _checked_rank(checkpoint, weights, tensors, inputs, outputs, max_rank)
+            scale = scale_of(module, rank)
+            a, b = (read_cast(checkpoint, tensors[which], np.dtype(np.float32), weights) for which in "AB")
+            for layer, field, rows in leaves:
+                matrices[layer, field] = (a, b[rows] * np.float32(scale))
+    if not matrices:
+        raise ModelLoadError(f"{weights}: holds no tensors")
+    return LoraAdapter(name=name, matrices=matrices)
+
+
+def _scales(fields: Mapping[str, Any], where: str) -> Callable[[str, int], float]:
+    """Check the configuration; gives the scale of a module by its name and rank, and checks the rank."""
+
+    def refuse(text: str) -> ModelLoadError:
+        return ModelLoadError(f"{where}: {text}")
+
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        raise refuse(f"peft_type={kind!r:.40} is not LORA, the one kind of adapter that is served")
+    for field, what in _REFUSED.items():
+        if fields.get(field):
+            raise refuse(f"{field} is set ({what}), and is not supported")
+    bias = fields.get("bias", "none")
+    if bias != "none":
+        raise refuse(f"bias={bias!r:.40} trains biases of the model, and is not supported; only none is")
+    start = fields.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
+        raise refuse(
+            f"init_lora_weights={start!r:.40} changes the weights below the adapter; save it converted to plain LoRA "
+            "(path_initial_model_for_weight_conversion)"
+        )
+    get = ConfigFields(fields, f"{where}: ")
+    rank, alpha, stabilised = get.positive("r", 8), get.number("lora_alpha", 8.0), get.flag("use_rslora", False)
+    ranks = _patterns(fields, "rank_pattern", where)
+    alphas = _patterns(fields, "alpha_pattern", where)
+
+    def scale(module: str, stored_rank: int) -> float:
+        expected = ranks(module, float(rank))
+        if expected != stored_rank:
+            raise refuse(f"rank {expected:g} is asked for {module!r:.120}, and its tensors have {stored_rank}")
+        return alphas(module, alpha) / (math.sqrt(stored_rank) if stabilised else stored_rank)
+
+    return scale
+
+
+def _patterns(fields: Mapping[str, Any], field: str, where: str) -> Callable[[str, float], float]:
+    """The value that a pattern gives a module, or another where none does: PEFT's rule, the first that matches the whole
+    name or its end after a dot."""
+    given = fields.get(field) or {}
+    if not isinstance(given, Mapping) or len(given) > _MAX_PATTERNS:
+        raise ModelLoadError(f"{where}: {field} must map at most {_MAX_PATTERNS} names to numbers")
+    compiled: list[tuple[re.Pattern[str], float]] = []
+    for pattern, value in given.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6
+        if not number:
+            raise ModelLoadError(f"{where}: {field}[{pattern!r:.80}] must be a positive number")
+        # Without repeated groups, and with few repeats, no pattern takes long.
+        repeats = len(re.findall(r"(?<!\\)[*+{?]", pattern))
+        if len(pattern) > _MAX_PATTERN_CHARS or repeats > _MAX_REPEATS or re.search(r"\)[*+{?]", pattern):
+            raise ModelLoadError(
+                f"{where}: {field} has the pattern {pattern!r:.80}; use names of modules, with at most {_MAX_REPEATS} repeats"
+            )
+        try:
+            compiled.append((re.compile(rf"(.*\.)?({pattern})$"), float(value)))
+        except (re.error, RecursionError):
+            raise ModelLoadError(f"{where}: {field} has {pattern!r:.80}, which is no pattern") from None
+
+    def value_of(module: str, default: float) -> float:
+        return next((value for pattern, value in compiled if pattern.match(module)), default)
+
+    return value_of
+
+
+def _pairs(checkpoint: SafetensorsCheckpoint, path: Path) -> dict[str, dict[str, str]]:
+    """Names of the tensors A and B, by module."""
+    pairs: dict[str, dict[str, str]] = {}
+    for name, info in checkpoint.tensors.items():
+        found = _TENSOR.fullmatch(name)
+        if found is None:
+            raise ModelLoadError(
+                f"{path}: tensor {name!r:.120} is neither lora_A nor lora_B of a linear layer; embeddings, biases and whole "
+                "modules are not supported"
+            )
+        module, which = found.groups()
+        if which in pairs.setdefault(module, {}):
+            raise ModelLoadError(f"{path}: {name!r:.120} and {pairs[module][which]!r:.120} are the same tensor")
+        if info.dtype not in ("F32", "F16", "BF16"):
+            raise ModelLoadError(f"{path}: tensor {name!r:.120} is {info.dtype}, not F32, F16 or BF16")
+        pairs[module][which] = name
+    single = sorted(module for module, tensors in pairs.items() if len(tensors) < 2)
+    if single:
+        raise ModelLoadError(f"{path}: lora_A or lora_B is missing of {len(single)} modules ({format_names(single)})")
+    return pairs
+
+
+def _check_targets(fields: Mapping[str, Any], pairs: Mapping[str, Any], where: str) -> None:
+    """Hold `target_modules`, where it lists names, against the modules that there are tensors for."""
+    targets = fields.get("target_modules")
+    if not isinstance(targets, list):
+        return  # a pattern, or none: the tensors say what is meant
+    if not all(isinstance(target, str) for target in targets):
+        raise ModelLoadError(f"{where}: target_modules must list names of modules")
+    ends = {module: [module[i:] for i in _starts(module)] for module in pairs}
+    covered = {end for all_ends in ends.values() for end in all_ends}
+    missing = sorted(target for target in targets if target not in covered)
+    if missing:
+        raise ModelLoadError(f"{where}: target_modules has {format_names(missing)}, of which there are no tensors")
+    wanted = set(targets)
+    extra = sorted(module for module, all_ends in ends.items() if not wanted.intersection(all_ends))
+    if extra:
+        raise ModelLoadError(f"{where}: target_modules does not have {format_names(extra)}, of which there are tensors")
+
+
+def _starts(module: str) -> list[int]:
+    """Where the name begins, and where it goes on after each dot."""
+    return [0] + [i + 1 for i, c in enumerate(module) if c == "."]
+
+
+_Leaves = list[tuple[int, str, np.ndarray]]
+
+
+def _places(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, int, _Leaves]]:
+    """By bare name of a module: its inputs and outputs, and the matrices that it holds: layer, field, and which of its
+    outputs they are."""
+    names = jax.tree.leaves(param_names(config))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
+    places: dict[str, tuple[int, int, _Leaves]] = {}
+    for leaf, shape in zip(names, shapes, strict=True):
+        field = leaf.rpartition(".")[2]
+        if field not in TARGETS:
+            continue
+        flat = target_shape(field, config)
+        assert flat is not None
+        source = family.source(leaf, shape, config)
+        inputs = flat[1]
+        stored = source.shape[::-1] if family.inputs_first else source.shape
+        outputs = math.prod(stored) // inputs
+        rows = np.arange(outputs)
+        if source.take is not None:  # which outputs: what it takes of their numbers
+            numbers = np.broadcast_to(rows[:, None], (outputs, inputs))
+            taken = source.take(numbers.T if family.inputs_first else numbers)
+            rows = np.ascontiguousarray(taken[..., 0].reshape(-1))
+        module = source.name.removesuffix(".weight")
+        _, _, leaves = places.setdefault(module, (inputs, outputs, []))
+        leaves.append((int(leaf.split(".")[1]), field, rows))
+    return places
+
+
+def _checked_rank(
+    checkpoint: SafetensorsCheckpoint,
+    path: Path,
+    tensors: Mapping[str, str],
+    inputs: int,
+    outputs: int,
+    max_rank: int,
+) -> int:
+    """The rank of a pair of tensors whose shapes fit the model."""
+    a, b = (checkpoint.tensors[tensors[which]].shape for which in "AB")
+    rank = a[0] if a else 0
+    if a != (rank, inputs) or b != (outputs, rank) or rank < 1:
+        raise ModelLoadError(
+            f"{path}: {tensors['A']!r:.120} and B have {list(a)} and {list(b)}, not [r, {inputs}] and [{outputs}, r]; is it of "
+            "another model?"
+        )
+    if rank > max_rank:
+        raise ModelLoadError(
+            f"{path}: {tensors['A']!r:.120} has rank {rank}, and max_lora_rank={max_rank} (--max-lora-rank)"
+        )
+    return rank

@@ -1,0 +1,146 @@
+"""LoRA adapters in the decoder (Hu et al., 2021): `W + scale B A` for the adapter of each row, for several at once.
+
+The adapters of a server are stacked layer by layer (`LayerAdapters`) and travel with the parameters; a step says for
+every token which adapter it has. Weights stay as they are, quantized or not: what an adapter adds is computed beside
+the product, in the dtype of activations.
+
+* Products of a step (`adapted`): `x W^T + (x A^T) B` for each row's own A and B.
+* Layer inputs that are cached are those of the request's adapter, so that its keys and values are computed from them
+  with its own W_k and W_v. Where attention absorbs the projections, so it does the additions: the query of a head
+  becomes `W_k^T q + A^T (B_h q)`, and its output `W_v z + B_h (A z)` (`ops.low_rank.absorbed_low_rank`).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int32
+
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.params import LayerParams, ModelParams
+from apt_jax.ops.backend import KernelBackend
+from apt_jax.ops.low_rank import LowRank
+
+TARGETS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+"""Matrices of a layer that adapters may add to, as fields of `LayerParams`."""
+
+NO_ADAPTER = 0
+"""Adapter of a row without one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoraAdapter:
+    """One adapter, on the host."""
+
+    name: str
+    matrices: Mapping[tuple[int, str], tuple[np.ndarray, np.ndarray]]
+    """By layer and field of `TARGETS`: A (r, I) and B (O, r), float32, the scale in B."""
+
+    @property
+    def rank(self) -> int:
+        """The largest of its matrices."""
+        return max(a.shape[0] for a, _ in self.matrices.values())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerAdapters:
+    """What the adapters add to the matrices of one layer; None: none of them adds anything."""
+
+    wq: LowRank | None = None
+    wk: LowRank | None = None
+    wv: LowRank | None = None
+    wo: LowRank | None = None
+    w_gate: LowRank | None = None
+    w_up: LowRank | None = None
+    w_down: LowRank | None = None
+
+
+def target_shape(field: str, config: ModelConfig) -> tuple[int, int] | None:
+    """(outputs, inputs) of a matrix of `TARGETS`; None: the model has none."""
+    heads, lanes = config.num_heads * config.head_dim, config.lane
+    d, f = config.hidden_size, config.ffn_size
+    return {
+        "wq": (heads, d),
+        "wk": (lanes, d),
+        "wv": (lanes, d),
+        "wo": (d, heads),
+        "w_gate": (f, d) if config.gated else None,
+        "w_up": (f, d),
+        "w_down": (d, f),
+    }[field]
+
+
+def with_adapters(params: ModelParams, config: ModelConfig, adapters: Sequence[LoraAdapter]) -> ModelParams:
+    """The parameters with all adapters stacked beside each layer's matrices, in the dtype of activations."""
+    if not adapters:
+        return params
+    dtype = np.dtype(params.dtype)
+
+    def stacked(layer: int, field: str) -> LowRank | None:
+        pairs = [adapter.matrices.get((layer, field)) for adapter in adapters]
+        rank = max((pair[0].shape[0] for pair in pairs if pair is not None), default=0)
+        shape = target_shape(field, config)
+        if not rank or shape is None:
+            return None
+        a, b = (np.zeros((len(adapters), rank, width), dtype) for width in reversed(shape))
+        for i, pair in enumerate(pairs):
+            if pair is not None:
+                r = pair[0].shape[0]
+                a[i, :r], b[i, :r] = pair[0].astype(dtype), pair[1].T.astype(dtype)
+        return LowRank(a=jnp.asarray(a), b=jnp.asarray(b))
+
+    def layer(i: int, p: LayerParams) -> LayerParams:
+        return dataclasses.replace(p, adapters=LayerAdapters(**{field: stacked(i, field) for field in TARGETS}))
+
+    return dataclasses.replace(params, layers=tuple(layer(i, p) for i, p in enumerate(params.layers)))
+
+
+def adapt_keys(adapters: Sequence[LoraAdapter]) -> bool:
+    """True if any adapter adds to W_k or W_v."""
+    return any(field in ("wk", "wv") for adapter in adapters for _, field in adapter.matrices)
+
+
+def adapted(
+    y: Float[Array, "T O"],
+    x: Float[Array, "T I"],
+    p: LayerParams,
+    parts: Sequence[tuple[str, int]],
+    index: Int32[Array, " T"] | None,
+    ops: KernelBackend,
+) -> Array:
+    """A product of rows with what their adapters add to it; as it is where no adapter adds anything.
+
+    Args:
+        y: the product with the layer's own matrices, without activation.
+        parts: fields of `TARGETS` that its outputs belong to, from the first on, and how many do.
+        index: adapter of each row.
+    """
+    if p.adapters is None or index is None:
+        return y
+    found = [(getattr(p.adapters, field), width) for field, width in parts]
+    return y if all(part is None for part, _ in found) else ops.add_low_rank(y, x, found, index)
+
+
+def addition(
+    x: Float[Array, "T I"],
+    p: LayerParams,
+    field: str,
+    width: int,
+    index: Int32[Array, " T"] | None,
+    ops: KernelBackend,
+) -> Float[Array, "T O"] | None:
+    """What adapters add to the product with one matrix, float32; None: nothing."""
+    part = adapter_of(p, field)
+    if part is None or index is None:
+        return None
+    return ops.add_low_rank(jnp.zeros((x.shape[0], width), jnp.float32), x, [(part, width)], index)
+
+
+def adapter_of(params: LayerParams, field: str) -> Any:
+    """What adapters add to a matrix of a layer, a `LowRank`; None: nothing."""
+    return None if params.adapters is None else getattr(params.adapters, field)
