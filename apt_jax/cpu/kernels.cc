@@ -1,4 +1,5 @@
-// Kernels for CPUs, called by XLA through its foreign function interface; `ops.py` wraps them. One translation unit:
+// Kernels for CPUs, called by XLA through its foreign function interface; `ops.py` wraps them. One translation unit, or parts of it
+// (`APT_HAS_PART`):
 //
 //   layer.cc            a whole layer of decode rows
 //   linear.cc           rows times a matrix
@@ -18,6 +19,8 @@
 // Sums and softmax are float32. What a row gives depends on that row alone, not on how many others there are.
 
 #include "layer.cc"
+
+#if APT_HAS_PART(1)
 
 // What the kernels are compiled for.
 extern "C" const char* apt_instructions() {
@@ -65,3 +68,5 @@ extern "C" const char* apt_take_times() {
 }
 
 #endif
+
+#endif  // APT_HAS_PART(1)

@@ -5,6 +5,7 @@
     python -m benchmarks.server stop        SIGTERM, kill -9 and the death of the engine thread, under load
     python -m benchmarks.server chaos       200 faults of links, replicas and the gateway, with a ledger of every request
     python -m benchmarks.server overhead    overhead of each API over the bare engine, 64 streams
+    python -m benchmarks.server start       time to the first answer, from clean and from warm caches
 
 Each starts the server itself, prints a summary, and writes JSON (`--json FILE`). Exit code 1: a guarantee was violated.
 Clients and server share the cores of one machine, which limits the figures.
@@ -14,10 +15,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.server import chaos, overhead, overload, soak
+from benchmarks.server import chaos, overhead, overload, soak, starts
 from benchmarks.server import shutdown as stop
 
-_RUNS = {"soak": soak, "overload": overload, "stop": stop, "chaos": chaos, "overhead": overhead}
+_RUNS = {"soak": soak, "overload": overload, "stop": stop, "chaos": chaos, "overhead": overhead, "start": starts}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,6 +15,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from apt_jax.config import EngineConfig, ParallelConfig
+from apt_jax.cpu import build
 from apt_jax.errors import AptJaxError, ConfigError, one_line
 from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S
 from apt_jax.frontend.headless import run_headless
@@ -221,6 +222,8 @@ def _run(args: argparse.Namespace) -> int:
     config, keys, tls = check(args)
     if args.model is None:
         logger.warning("%s", options.no_model_given("serve"))
+    if config.attention_backend in (None, "cpu") and config.parallel.tensor_parallel_size == 1:
+        build.begin()
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
