@@ -43,7 +43,7 @@ _MOST_KEPT = 12
 """Libraries in the cache directory: of several versions, compilers and flags."""
 
 _begun: "dict[str, concurrent.futures.Future[bytes]]" = {}
-"""What `begin` compiles, by the name of the library."""
+"""Libraries that `begin` compiles, by the name of the library."""
 
 
 def begin() -> None:

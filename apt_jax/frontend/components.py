@@ -69,7 +69,7 @@ class EngineComponents:
     warm_up_s: float = 0.0
     calibration_s: float = 0.0
     unprepared: "Unprepared | None" = None
-    """What is still to be prepared beside serving; None: nothing."""
+    """Work left to be done beside serving; None: nothing."""
 
     @property
     def model_name(self) -> str:

@@ -44,7 +44,7 @@ _REPORT_EVERY_S = 10.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unprepared:
-    """What an engine that serves early has not prepared."""
+    """Programs and step costs that an engine lacks that serves early."""
 
     programs: "Sequence[Program]"
     """Not compiled yet, those first that help most."""

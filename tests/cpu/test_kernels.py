@@ -340,7 +340,7 @@ def test_D6_a_compiler_that_fails_is_named_with_its_error(fresh: Path, monkeypat
 
 
 CALLS = 3
-"""Of the compiler for a library: two parts, and what joins them."""
+"""Calls of the compiler for a library: two parts, and what joins them."""
 
 
 def _counting(fresh: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> Path:
