@@ -38,7 +38,7 @@ class FakeProgram:
 class FakeEngine:
     """The part of `AsyncEngine` that is used here; its thread is the caller's."""
 
-    def __init__(self, programs: list[FakeProgram]) -> None:
+    def __init__(self, programs: Any) -> None:
         self.added: list[tuple[ProgramName, bool]] = []
         executor = SimpleNamespace(add_program=lambda p, last: self.added.append((p.name, last)))
         self.parts: Any = SimpleNamespace(
