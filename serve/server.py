@@ -18,6 +18,7 @@ from apt_jax.config import EngineConfig
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine, freeze_gc_heap
 from apt_jax.frontend.components import EngineComponents
+from apt_jax.frontend.early_start import BackgroundPreparation
 from apt_jax.frontend.progress import ProgressBars
 from serve.errors import CommandError, PortInUseError
 from serve.grpc_api.server import GrpcServer, ServerConfig
@@ -56,6 +57,7 @@ async def serve(
     log_format: call_log.Format = "text",
     hosts: "WorkerRanks | None" = None,
     preprocessing: PreprocessingLimits | None = None,
+    on_busy: Callable[[], object] = lambda: None,
 ) -> int | None:
     """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
 
@@ -71,6 +73,7 @@ async def serve(
         log_format: of the status lines on standard output.
         hosts: the other ranks of the replica.
         preprocessing: bounds of the work before the engine; None: the defaults.
+        on_busy: called at the end if a thread is still compiling: the process must be ended by `os._exit`.
 
     Raises:
         CommandError: a port is in use.
@@ -94,6 +97,7 @@ async def serve(
         hosts.on_drain = lambda: loop.call_soon_threadsafe(signals.first.set)
     building = _in_thread(find_and_build)
     stopped = asyncio.create_task(signals.first.wait())
+    preparation: BackgroundPreparation | None = None
     try:
         await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not building.done():
@@ -112,6 +116,8 @@ async def serve(
             f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, programs prepared in {parts.warm_up_s:.1f} s, "
             f"calibrated in {parts.calibration_s:.1f} s; {parts.executor.num_blocks} blocks of {parts.executor.block_size} tokens)"
         )
+        preparation = BackgroundPreparation(engine, metrics.calibrated)
+        preparation.start()
         ended = asyncio.create_task(engine.wait_ended())
         await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
@@ -136,6 +142,8 @@ async def serve(
         stopped.cancel()
         signals.close()
         await server.stop(0)
+        if preparation is not None and not await asyncio.to_thread(preparation.stop):
+            on_busy()
         if server_config.profiler is not None:
             await server_config.profiler.close()
         if server_config.tracer is not None:
@@ -222,13 +230,16 @@ class WorkerRanks:
             self._leader.end()
 
 
-def build_parts(config: EngineConfig, calibration_s: float, hosts: WorkerRanks) -> EngineComponents:
+def build_parts(
+    config: EngineConfig, calibration_s: float, hosts: WorkerRanks, *, early: bool = False
+) -> EngineComponents:
     others, bars = thread_ids(), ProgressBars().keep_reporting()
     try:
         parts = build_engine(
             config,
             calibrate=calibration_s > 0,
             calibration_s=calibration_s,
+            early=early,
             progress=bars,
             on_joined=hosts.joined,
         )

@@ -582,4 +582,8 @@ auto decode_arguments() {
 
 }  // namespace
 
+#if APT_HAS_PART(1)
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_kv, decode_kv, decode_arguments());
+
+#endif

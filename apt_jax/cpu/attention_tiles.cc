@@ -373,6 +373,8 @@ ffi::Error prefill(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, 
 
 }  // namespace
 
+#if APT_HAS_PART(1)
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_absorbed, decode_absorbed, decode_arguments());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_prefill, prefill,
@@ -391,3 +393,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_prefill, prefill,
                                   .Attr<int64_t>("block_size")
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window"));
+
+#endif

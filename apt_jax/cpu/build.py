@@ -1,29 +1,21 @@
-"""Compile `kernels.cc` for this machine and register its functions with XLA.
+"""Load the kernels of `kernels.cc`, compiled for this machine, and register them with XLA.
 
-Any C++17 compiler will do: $CXX, `c++`, `g++`, `clang++`, or the one in the Python package `ziglang`. The library is
-kept in the cache directory under a hash of everything that it depends on.
+The library is kept in the cache directory under a hash of everything that it depends on. `begin` has it compiled in a
+thread, before JAX is imported.
 """
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import logging
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
 import tempfile
-import time
-from importlib import metadata
+import threading
 from pathlib import Path
 
-import jax
-
-from apt_jax.utils.activity import activity
+from apt_jax.cpu.compiler import KernelBuildError, compile_library, find_compiler, library_name
 from apt_jax.utils.cache_dir import (
     log_not_kept,
     open_private,
@@ -35,8 +27,6 @@ from apt_jax.utils.cache_dir import (
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("kernels.cc")
-"""Includes the other files: one translation unit."""
 _TARGETS = (
     "apt_dense",
     "apt_dense_argmax",
@@ -50,65 +40,42 @@ _TARGETS = (
     "apt_decode_layer",
     "apt_add_low_rank",
 )
-_FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
-_LIMIT_S = 300
 _MOST_KEPT = 12
 """Libraries in the cache directory: of several versions, compilers and flags."""
 
-
-def _flags() -> list[str]:
-    """Flags of the compiler; those of $APT_JAX_KERNEL_FLAGS come last, such as `-march=x86-64-v3` or a sanitizer."""
-    return [*_FLAGS, *shlex.split(os.environ.get("APT_JAX_KERNEL_FLAGS", ""))]
+_begun: "dict[str, concurrent.futures.Future[bytes]]" = {}
+"""Libraries that `begin` compiles, by the name of the library."""
 
 
-class KernelBuildError(Exception):
-    """The kernels cannot be compiled or loaded on this machine; the message says why."""
+def begin() -> None:
+    """Have the kernels compiled in a thread, if this machine will need them and has none: they take as long as all else
+    that a first start does."""
+    # Devices of other kinds come with a package of their own; which one JAX will choose is not known before it starts.
+    plugins = ("jax_plugins", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "libtpu")
+    if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu" or any(map(importlib.util.find_spec, plugins)):
+        return
+    compiler, directory = find_compiler(), private_dir("kernels")
+    if compiler is None or directory is None:
+        return
+    name = library_name(compiler)
+    if name in _begun or (directory / name).exists():
+        return
+    made: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            made.set_result(compile_library(compiler))
+        except BaseException as error:
+            made.set_exception(error)
+
+    _begun[name] = made
+    threading.Thread(target=work, name="apt-jax-kernels", daemon=True).start()
 
 
-def find_compiler() -> list[str] | None:
-    """Command of a C++ compiler, or None."""
-    if os.environ.get("CXX"):
-        return shlex.split(os.environ["CXX"])
-    for name in ("c++", "g++", "clang++"):
-        if found := shutil.which(name):
-            return [found]
-    if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "c++"]
-    return None
-
-
-def _cpu() -> str:
-    """Description of the CPU, on which `-march=native` depends."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-def _compile(compiler: list[str]) -> bytes:
-    """The library that the compiler makes of the kernels."""
-    start = time.perf_counter()
-    # A warning, as the start says nothing else for that long.
-    logger.warning("compiling the CPU kernels, once; about half a minute")
-    try:
-        with activity("compiling the CPU kernels"), tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
-            target = Path(own) / "kernels.so"
-            command = [*compiler, *_flags(), "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(target)]
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False
-            )
-            if done.returncode != 0:
-                lines = [line for line in done.stderr.splitlines() if "error" in line]
-                raise KernelBuildError(f"{compiler[0]} failed: {(lines or [f'exit status {done.returncode}'])[0]}")
-            library = target.read_bytes()
-    except OSError as error:
-        raise KernelBuildError(f"{compiler[0]}: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise KernelBuildError(f"{compiler[0]} took more than {_LIMIT_S} s") from None
-    logger.info("CPU kernels compiled in %.1f s", time.perf_counter() - start)
-    return library
+def _made(compiler: list[str], name: str) -> bytes:
+    """The library of this name: what `begin` has begun, or compiled now."""
+    begun = _begun.pop(name, None)
+    return compile_library(compiler) if begun is None else begun.result()
 
 
 def _kept(path: Path) -> ctypes.CDLL | None:
@@ -134,13 +101,11 @@ def _library() -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         raise KernelBuildError("no C++ compiler found (install one, or the Python package ziglang)")
-    sources = [path.read_text() for path in sorted(_SOURCE.parent.iterdir()) if path.suffix in (".cc", ".h")]
-    parts = (*sources, metadata.version("jaxlib"), _cpu(), *compiler, *_flags())
-    name = f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
+    name = library_name(compiler)
     directory = private_dir("kernels")
     if directory is not None and (library := _kept(directory / name)) is not None:
         return library
-    made = _compile(compiler)
+    made = _made(compiler, name)
     if directory is not None:
         try:
             write_verified(directory / name, made)
@@ -216,5 +181,7 @@ def load() -> None:
         library = _library()
     except OSError as error:  # no temporary directory either
         raise KernelBuildError(f"no directory for the CPU kernels: {error.strerror}") from None
+    import jax
+
     for name in _TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")

@@ -30,6 +30,14 @@
 #include <unistd.h>
 #endif
 
+// The whole is compiled at once or, where APT_PART is given, in parts side by side: each has the functions that XLA calls of its
+// number, and of the others what those need.
+#ifdef APT_PART
+#define APT_HAS_PART(number) (APT_PART == number)
+#else
+#define APT_HAS_PART(number) 1
+#endif
+
 namespace ffi = xla::ffi;
 
 // Whether products of bfloat16 use matrix tiles here.

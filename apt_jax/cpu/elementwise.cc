@@ -125,6 +125,8 @@ ffi::Error split_qkv(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buff
 
 }  // namespace
 
+#if APT_HAS_PART(1)
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_add_norm, add_norm,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -151,3 +153,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_split_qkv, split_qkv,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("head_dim"));
+
+#endif

@@ -1,4 +1,5 @@
-// Kernels for CPUs, called by XLA through its foreign function interface; `ops.py` wraps them. One translation unit:
+// Kernels for CPUs, called by XLA through its foreign function interface; `ops.py` wraps them. One translation unit, or parts of it
+// (`APT_HAS_PART`):
 //
 //   layer.cc            a whole layer of decode rows
 //   linear.cc           rows times a matrix
@@ -20,6 +21,8 @@
 
 #include "layer.cc"
 #include "low_rank.cc"
+
+#if APT_HAS_PART(1)
 
 // What the kernels are compiled for.
 extern "C" const char* apt_instructions() {
@@ -67,3 +70,5 @@ extern "C" const char* apt_take_times() {
 }
 
 #endif
+
+#endif  // APT_HAS_PART(1)

@@ -296,6 +296,8 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
 
 }  // namespace
 
+#if APT_HAS_PART(1)
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_layer, decode_layer,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -339,3 +341,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_layer, decode_layer,
                                   .Attr<int64_t>("layer_norm")
                                   .Attr<int64_t>("gated")
                                   .Attr<int64_t>("activation"));
+
+#endif

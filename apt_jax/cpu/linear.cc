@@ -218,6 +218,8 @@ ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffe
 
 }  // namespace
 
+#if APT_HAS_PART(2)
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_dense, dense,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -249,3 +251,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_gated, gated,
                                   .Arg<ffi::Buffer<ffi::F32>>()  // scales (2 F,), or (0,)
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("activation"));
+
+#endif

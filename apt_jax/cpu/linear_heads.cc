@@ -226,6 +226,8 @@ ffi::Error head_products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
 
 }  // namespace
 
+#if APT_HAS_PART(2)
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_head_products, head_products,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -234,3 +236,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_head_products, head_products,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // first row and one after the last (2,)
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("onto"));
+
+#endif

@@ -22,7 +22,7 @@ def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1) -> list
     return [b for b in buckets if b < last] + [last]
 
 
-def bucket_for(buckets: list[int], size: int) -> int:
+def bucket_for(buckets: Sequence[int], size: int) -> int:
     """The smallest bucket that holds `size`."""
     return next(b for b in buckets if b >= size)
 
@@ -100,6 +100,12 @@ class SamplerVariant:
             return GREEDY
         return cls(filtered=branches or not all(p.top_k <= 0 and p.top_p >= 1.0 for p in params))
 
+    def broader(self) -> "list[SamplerVariant]":
+        """Others that serve the same rows with the same tokens, where programs branch; the cheapest first."""
+        others = [FILTERED, SamplerVariant(masked=True), SamplerVariant(penalised=True), EVERYTHING]
+        needed = {name for name in ("penalised", "masked") if getattr(self, name)}
+        return [v for v in others if v != self and all(getattr(v, name) for name in needed)]
+
     @classmethod
     def variants(cls, *, branches: bool) -> "list[SamplerVariant]":
         """All variants without masks; `branches`: programs skip on the device what no row needs."""
@@ -113,3 +119,6 @@ class SamplerVariant:
 
 
 GREEDY = SamplerVariant(greedy=True, filtered=False)
+FILTERED = SamplerVariant()
+EVERYTHING = SamplerVariant(penalised=True, masked=True)
+"""Serves all rows, where programs branch."""

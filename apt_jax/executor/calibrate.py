@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import jax
@@ -171,10 +171,10 @@ _CONVERSIONS = 12
 """Conversions that are measured, each beside the same step without."""
 
 
-def _conversion_s(executor: JaxExecutor, rng: np.random.Generator) -> float:
+def _conversion_s(executor: JaxExecutor, rng: np.random.Generator) -> Generator[float, None, float]:
     """Extra seconds per cached token of a decode step that converts a row's layer inputs to keys and values.
 
-    By least squares through the origin over contexts of every scale; 0 where the fit is negative.
+    By least squares through the origin over contexts of every scale; 0 where the fit is negative. Yields after each.
     """
     per_block = executor.hidden_block_size
     room = executor.num_blocks // 4 * executor.block_size
@@ -188,7 +188,50 @@ def _conversion_s(executor: JaxExecutor, rng: np.random.Generator) -> float:
         converting = dataclasses.replace(plain, conversions=Conversions(rows=np.zeros(1, np.int64), inputs=inputs))
         times = [[step_time_s(executor, batch) for batch in (plain, converting)] for _ in range(_REPEATS + 1)]
         tokens[i], extra_s[i] = length, np.median(np.diff(times[1:], axis=1))
+        yield 0.99
     return max(0.0, float(tokens @ extra_s / (tokens @ tokens)))
+
+
+def calibration(executor: JaxExecutor, budget_s: float) -> Generator[float, None, CostModel]:
+    """Time prefill and decode steps of a warmed-up executor, about `budget_s` seconds, and fit a `CostModel`.
+
+    Steps are timed in the order in which serving runs them, a step with chunks between decode steps, and runs of decode
+    steps: on a CPU a decode step within 20 ms of a large prefill was measured up to a third slower than one later in
+    its run, and most steps of a server are the latter. The pool's contents are overwritten.
+
+    Yields:
+        Which share is done, in [0, 1), after each step. Other steps may run meanwhile: the time until it goes on counts
+        for nothing.
+    """
+    rng = np.random.default_rng(0)
+    shapes = program_shapes(executor)
+    points: list[StepPoint] = []
+    spent_s, rounds = 0.0, 0
+    episodes = _episodes(executor, rng)
+    min_rounds = max(_MIN_ROUNDS, -(-_MIN_POINTS // len(episodes)))
+    while rounds < min_rounds or spent_s < budget_s:
+        for episode in episodes:
+            batches = [synthetic_batch(executor, *step) for step in (episode.prefill, episode.decode)]
+            order = [*[1, 0] * _REPEATS, *[1] * 2 * _DECODE_RUN]
+            if not rounds:  # the first run of a program is not counted
+                order.insert(0, 0)
+            times: tuple[list[float], list[float]] = ([], [])
+            for which in order:
+                times[which].append(step_time_s(executor, batches[which]))
+                spent_s += times[which][-1]
+                least = len(points) / (2 * min_rounds * len(episodes))
+                yield min(0.99, spent_s / max(budget_s, 1e-9), least)
+            measured = times[0][-_REPEATS:], times[1][-_DECODE_RUN:]
+            for (kinds, starts, lens), of_step in zip((episode.prefill, episode.decode), measured, strict=True):
+                points.append(StepPoint(num_tokens=lens, start=starts, kind=kinds, time_s=float(np.median(of_step))))
+        rounds += 1
+        episodes = _episodes(executor, rng)
+    model = fit_cost_model(points, shapes)
+    if executor.can_convert:
+        conversion_s = yield from _conversion_s(executor, rng)
+        costs = dataclasses.replace(model.costs, convert_per_hidden_token_s=conversion_s)
+        model = dataclasses.replace(model, costs=costs)
+    return model
 
 
 def calibrate(
@@ -196,45 +239,17 @@ def calibrate(
     budget_s: float = DEFAULT_BUDGET_S,
     progress: Callable[[int, int], None] | None = None,
 ) -> CostModel:
-    """Time prefill and decode steps of a warmed-up executor, about `budget_s` seconds, and fit a `CostModel`.
-
-    Steps are timed in the order in which serving runs them, a step with chunks between decode steps, and runs of decode
-    steps: on a CPU a decode step within 20 ms of a large prefill was measured up to a third slower than one later in
-    its run, and most steps of a server are the latter. The pool's contents are overwritten; call it before serving.
-    """
-    rng = np.random.default_rng(0)
-    shapes = program_shapes(executor)
-    points: list[StepPoint] = []
-    started, rounds = time.monotonic(), 0
-    episodes = _episodes(executor, rng)
-    min_rounds = max(_MIN_ROUNDS, -(-_MIN_POINTS // len(episodes)))
-    while rounds < min_rounds or time.monotonic() - started < budget_s:
-        for episode in episodes:
-            prefill, decode = (synthetic_batch(executor, *step) for step in (episode.prefill, episode.decode))
-            if not rounds:  # the first run of a program is not counted
-                step_time_s(executor, prefill)
-            times: tuple[list[float], list[float]] = ([], [])
-            for _ in range(_REPEATS):
-                step_time_s(executor, decode)
-                times[0].append(step_time_s(executor, prefill))
-            times[1].extend(step_time_s(executor, decode) for _ in range(2 * _DECODE_RUN))
-            del times[1][:_DECODE_RUN]
-            for (kinds, starts, lens), measured in zip((episode.prefill, episode.decode), times, strict=True):
-                points.append(StepPoint(num_tokens=lens, start=starts, kind=kinds, time_s=float(np.median(measured))))
+    """Run a `calibration` to its end; call it before serving."""
+    measuring = calibration(executor, budget_s)
+    while True:
+        try:
+            share = next(measuring)
+        except StopIteration as end:
             if progress:
-                spent = (time.monotonic() - started) / max(budget_s, 1e-9)
-                least = len(points) / (2 * min_rounds * len(episodes))
-                progress(int(99 * min(1.0, spent, least)), 100)
-        rounds += 1
-        episodes = _episodes(executor, rng)
-    if progress:
-        progress(100, 100)
-    model = fit_cost_model(points, shapes)
-    if executor.can_convert:
-        costs = dataclasses.replace(model.costs, convert_per_hidden_token_s=_conversion_s(executor, rng))
-        model = dataclasses.replace(model, costs=costs)
-    executor.clear()
-    return model
+                progress(100, 100)
+            return end.value
+        if progress:
+            progress(int(100 * share), 100)
 
 
 def _key(executor: JaxExecutor) -> str:
@@ -300,6 +315,14 @@ def store_calibration(model: CostModel, path: Path) -> None:
     write_verified(path, json.dumps(dataclasses.asdict(model), indent=1).encode())
 
 
+def keep_calibration(model: CostModel, path: Path) -> None:
+    """`store_calibration`, if the disk is writeable."""
+    try:
+        store_calibration(model, path)
+    except OSError as error:  # a read-only or full disk is no reason not to serve
+        log_not_kept(error)
+
+
 def load_or_calibrate(
     executor: JaxExecutor,
     budget_s: float = DEFAULT_BUDGET_S,
@@ -312,10 +335,7 @@ def load_or_calibrate(
     model = load_calibration(path)
     if model is None:
         model = calibrate(executor, budget_s, progress)
-        try:
-            store_calibration(model, path)
-        except OSError as error:  # a read-only or full disk is no reason not to serve
-            log_not_kept(error)
+        keep_calibration(model, path)
     return model
 
 

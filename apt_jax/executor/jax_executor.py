@@ -1,7 +1,8 @@
 """The executor that runs a real model with JAX.
 
 A step is packed on the host (`packing`), and runs as one or two jitted programs (`programs`), which are called by the
-`ProgramRunner` (`runner`). All programs are compiled for every bucket by `warm_up`; serving never compiles. The pools
+`ProgramRunner` (`runner`). All programs are compiled for every bucket by `warm_up`, or the
+fewest that serve every step by `warm_up_first` and the others meanwhile (`ready_programs`); a step never compiles. The pools
 and the last-token memory are donated, and rebound when the program returns. The host crosses to the device once per
 program: all integers of a step travel as one vector, split by static offsets on the device. Sampled tokens are fed into
 the next step on the device, so the next step can be dispatched before the host has seen them. Masks come late: forward
@@ -49,8 +50,9 @@ from apt_jax.executor.packing import (
 from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.programs import Programs
 from apt_jax.executor.prompt_logprobs import PromptPrograms
+from apt_jax.executor.ready_programs import ReadyPrograms
 from apt_jax.executor.runner import ProgramRunner
-from apt_jax.executor.warm_up import warm_up
+from apt_jax.executor.warm_up import Program, all_programs, first_and_others, warm_up
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.lora import LoraAdapter, adapt_keys, with_adapters
@@ -60,7 +62,7 @@ from apt_jax.models.weight_layout import by_layers, fuse_products, tile_params
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.xla_decode import ROWS_PER_TILE
-from apt_jax.utils.allocator import keep_freed_memory, use_huge_pages
+from apt_jax.utils.allocator import huge_pages_for, keep_freed_memory, use_huge_pages
 
 MAX_MODEL_LEN = 1 << 22
 """Longest context: block tables and histories are as long for every slot."""
@@ -196,6 +198,7 @@ class JaxExecutor:
         )
         self.runner = ProgramRunner(self.params, self.programs, self._memory)
         self._prompts = PromptPrograms(self.runner, self.buckets.prefill)
+        self.ready = ReadyPrograms(self.buckets)
         self._compiled_at_warm_up = 0
         free = self._memory.free_bytes()
         if self.platform == "cpu":
@@ -255,13 +258,50 @@ class JaxExecutor:
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and run every program once, on padding that touches no block."""
-        copies = self.cache_config.enable_prefix_caching
-        warm_up(self.runner, mixed=self.mixed, copies=copies, conversions=self.can_convert, progress=progress)
+        warm_up(self._all_programs(), progress)
         self._compiled_at_warm_up = self.programs.num_compiled()
 
     def prepare_prompt_logprobs(self) -> None:
         """See `Executor.prepare_prompt_logprobs`."""
         self._prompts.prepare()
+
+    def _all_programs(self) -> list[Program]:
+        copies = self.cache_config.enable_prefix_caching
+        return all_programs(self.runner, mixed=self.mixed, copies=copies, conversions=self.can_convert)
+
+    @property
+    def can_start_early(self) -> bool:
+        """True if `warm_up_first` may take the place of `warm_up`: each step has one program that serves it whatever is
+        in it, and no other hosts make the same calls."""
+        return self.programs.branches and not self.mixed and self.leader is None and self.num_devices == 1
+
+    def warm_up_first(self, progress: Callable[[int, int], None] | None = None) -> list[Program]:
+        """Compile and run the fewest programs that serve every step, if more slowly.
+
+        Returns:
+            The others, in the order in which they help most. Each is to be compiled, in any thread, and then given to
+            `add_program`.
+        """
+        first, others = first_and_others(self._all_programs(), self.ready)
+        warm_up(first, progress)
+        self._compiled_at_warm_up = self.programs.num_compiled()
+        self.ready.forget()
+        for program in first:
+            self.ready.add(program.name)
+        return others
+
+    def add_program(self, program: Program, *, last: bool = False) -> None:
+        """Have steps run a program that has been compiled. Between two steps, in the thread that executes them.
+
+        Args:
+            last: it was the last of `warm_up_first`.
+        """
+        before = self.programs.num_compiled()
+        program.run()
+        self._compiled_at_warm_up += self.programs.num_compiled() - before
+        self.ready.add(program.name)
+        if last:
+            self.ready.finish()
 
     def compiled_decode_step(self) -> str:
         """The program of a step of as many decode rows as there can be, as the compiler left it."""
@@ -281,10 +321,13 @@ class JaxExecutor:
 
     def clear(self) -> None:
         """Allocate the pool and the last-token memory again, on all hosts; all cache is lost."""
-        self.runner.clear()
-        if self.platform == "cpu":
-            arrays = [*jax.tree.leaves(self.params), *self.runner.pools]
-            use_huge_pages((a.unsafe_buffer_pointer(), a.nbytes) for a in arrays if len(a.devices()) == 1)
+        if self.platform != "cpu":
+            self.runner.clear()
+            return
+        with huge_pages_for((self.num_blocks + 1) * self.block_bytes):
+            self.runner.clear()
+        arrays = [*jax.tree.leaves(self.params), *self.runner.pools]
+        use_huge_pages((a.unsafe_buffer_pointer(), a.nbytes) for a in arrays if len(a.devices()) == 1)
 
     def run_plan(self, plan: Plan) -> Any:
         """Make a call that rank 0 announced; its results can be waited for."""
@@ -293,7 +336,7 @@ class JaxExecutor:
     def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
         if len(batch.copies):
-            self.runner.copy_call(batch.copies, bucket_for(self.buckets.copies, len(batch.copies))).run()
+            self.runner.copy_call(batch.copies, bucket_for(self.ready.sizes.copies, len(batch.copies))).run()
         if batch.conversions is not None:
             self._run_conversions(batch, batch.conversions)
         single = batch.num_tokens == 1
@@ -307,7 +350,7 @@ class JaxExecutor:
         )
 
     def _run_conversions(self, batch: StepBatch, conversions: Conversions) -> None:
-        for ints, num_blocks in pack_conversions(batch, conversions, self.step_format):
+        for ints, num_blocks in pack_conversions(batch, conversions, self.step_format, self.ready.sizes.conversions):
             self.runner.convert_call(ints, num_blocks).run()
 
     def _dispatch(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
@@ -315,7 +358,11 @@ class JaxExecutor:
         runner, step_format, branches = self.runner, self.step_format, self.programs.branches
         targets = batch.prompt_targets
         step = pack_forward(
-            batch, step_format, mixed=self.mixed, only_chunks=self._prompts.buckets if targets else None
+            batch,
+            step_format,
+            mixed=self.mixed,
+            sizes=self.ready.sizes,
+            only_chunks=self._prompts.buckets if targets else None,
         )
         kinds = self.programs.kind_set_of(batch.kind)
         rows = np.flatnonzero(batch.samples)
@@ -337,7 +384,7 @@ class JaxExecutor:
         if not len(rows):
             # Its end is waited for: else the steps behind it pile up on the device, and gaps between tokens with them.
             return done(tokens=None, logprobs=None, states=states)
-        bucket = bucket_for(self.buckets.decode if masked is None else self.buckets.masked, len(rows))
+        bucket, variant = self.ready.sampler(len(rows), variant)
         ints = pack_sampling(batch, rows, params, bucket, variant, step_format)
         eos = self.config.eos_token_id
         penalties = pack_penalties(batch, rows, bucket, eos, step_format) if variant.penalised else None
@@ -347,6 +394,6 @@ class JaxExecutor:
             return done(tokens=tokens, logprobs=logprobs)
 
         if masked is None:
-            return sample(None)
+            return sample(step_format.empty_masks(bucket) if variant.masked else None)
         places = np.searchsorted(rows, masked)
         return PendingMaskHandle(dispatch=lambda masks: sample(pack_masks(masks, places, bucket, step_format)))

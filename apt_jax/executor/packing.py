@@ -140,7 +140,12 @@ def _split_rows(batch: StepBatch, *, mixed: bool, chunks_only: bool) -> tuple[ND
 
 
 def pack_forward(
-    batch: StepBatch, step_format: StepFormat, *, mixed: bool, only_chunks: list[int] | None = None
+    batch: StepBatch,
+    step_format: StepFormat,
+    *,
+    mixed: bool,
+    sizes: Buckets | None = None,
+    only_chunks: list[int] | None = None,
 ) -> PackedForward:
     """Lay out a step's tokens: n decode rows of one token each, then the chunks of m prefill rows, each padded.
 
@@ -161,18 +166,20 @@ def pack_forward(
 
     Args:
         mixed: decode rows and chunks may be in one program.
+        sizes: of the programs that may run; None: all of them.
         only_chunks: padded numbers of tokens of a program in which all rows are chunks, in the order of the batch; None:
             any program.
     """
+    sizes = sizes or step_format.buckets
     decodes, prefills = _split_rows(batch, mixed=mixed, chunks_only=only_chunks is not None)
     lens = batch.num_tokens[prefills]
     chunk_ends = np.cumsum(lens)
     num_prefill_tokens = int(lens.sum())
     if not len(prefills):
-        num_decode, num_prefill = bucket_for(step_format.buckets.decode, len(decodes)), 0
+        num_decode, num_prefill = bucket_for(sizes.decode, len(decodes)), 0
     else:
-        num_decode = step_format.buckets.decode[-1] if len(decodes) else 0
-        num_prefill = bucket_for(only_chunks or step_format.buckets.prefill, num_prefill_tokens)
+        num_decode = sizes.decode[-1] if len(decodes) else 0
+        num_prefill = bucket_for(only_chunks or sizes.prefill, num_prefill_tokens)
     views, ints = step_format.empty_forward(num_decode, num_prefill)
     n, m, table_len = len(decodes), len(prefills), batch.block_tables.shape[2]
     views["decode_tables"][:n, :, :table_len] = batch.block_tables[decodes]
@@ -280,8 +287,15 @@ def pack_copies(copies: Ints, size: int, step_format: StepFormat) -> Ints:
     return pairs
 
 
-def pack_conversions(batch: StepBatch, conversions: Conversions, step_format: StepFormat) -> Iterator[tuple[Ints, int]]:
-    """Vectors and numbers of X blocks of the conversion programs: the blocks of all rows, one after another."""
+def pack_conversions(
+    batch: StepBatch, conversions: Conversions, step_format: StepFormat, sizes: Sequence[int] = ()
+) -> Iterator[tuple[Ints, int]]:
+    """Vectors and numbers of X blocks of the conversion programs: the blocks of all rows, one after another.
+
+    Args:
+        sizes: numbers of X blocks of the programs that may run, ascending; none: of all of them.
+    """
+    sizes = sizes or step_format.buckets.conversions
     start, inputs = batch.start[conversions.rows], conversions.inputs
     per_block = step_format.hidden_block_size
     i, group = np.nonzero(np.arange(inputs.shape[1]) < -(-start // per_block)[:, None])
@@ -298,8 +312,8 @@ def pack_conversions(batch: StepBatch, conversions: Conversions, step_format: St
         arrays["adapters"] = np.broadcast_to(batch.adapters[conversions.rows[i], None], positions.shape)
     at = 0
     while at < len(i):
-        part = slice(at, at + step_format.buckets.conversions[-1])
-        num_blocks = bucket_for(step_format.buckets.conversions, len(i[part]))
+        part = slice(at, at + sizes[-1])
+        num_blocks = bucket_for(sizes, len(i[part]))
         views, ints = step_format.empty_conversion(num_blocks)
         for name, values in arrays.items():
             flat = values[part].reshape(-1)

@@ -1,14 +1,17 @@
-"""Compile and run every program that serving can need."""
+"""Compile and run every program that serving can need: before anything is served, or the fewest that serve every step
+before and the others beside it."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
 
 from apt_jax.executor.buckets import SamplerVariant
+from apt_jax.executor.ready_programs import ProgramName, ReadyPrograms
 from apt_jax.executor.runner import ProgramCall, ProgramRunner
 
 _MAX_COMPILERS = 8
@@ -16,66 +19,82 @@ _MAX_COMPILERS = 8
 _NO_COPIES = np.zeros((0, 2), np.int32)
 
 
-def warm_up(
-    runner: ProgramRunner,
-    *,
-    mixed: bool,
-    copies: bool,
-    conversions: bool,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Compile and run every program once, on padding that touches no block.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program and its call on padding, which touches no block."""
 
-    Where programs are many, as nothing branches on the device, they are first compiled side by side.
+    name: ProgramName
+    call: Callable[[], ProgramCall]
+
+    def compile(self) -> None:
+        """Compile it, or load it from the cache directory; in any thread."""
+        self.call().lower().compile()
+
+    def run(self) -> None:
+        """Run it once, so that the next call finds it; where nothing else runs programs."""
+        jax.block_until_ready(self.call().run())
+
+
+def warm_up(programs: Sequence[Program], progress: Callable[[int, int], None] | None = None) -> None:
+    """Compile programs side by side, and run each once."""
+    if progress:
+        progress(0, len(programs))
+    with concurrent.futures.ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as threads:
+        compiled = [threads.submit(program.compile) for program in programs]
+        try:
+            for done, (program, future) in enumerate(zip(programs, compiled, strict=True), 1):
+                future.result()
+                program.run()
+                if progress:
+                    progress(done, len(programs))
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def first_and_others(programs: Iterable[Program], ready: ReadyPrograms) -> tuple[list[Program], list[Program]]:
+    """The fewest programs that serve every step, and the others, in the order in which they make most steps faster:
+    what one client needs, then what two need, and so on, the rarer samplers last."""
+    first, programs = ready.first(), list(programs)
+
+    def place(program: Program) -> tuple[bool, int, int]:
+        name = program.name
+        rare = name.variant is not None and (name.variant.penalised or name.variant.masked)
+        kinds = ("sample", "decode", "prefill", "copy", "convert")
+        return rare, name.size, kinds.index(name.kind)
+
+    return [p for p in programs if p.name in first], sorted((p for p in programs if p.name not in first), key=place)
+
+
+def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversions: bool) -> list[Program]:
+    """Every program that serving can need.
 
     Args:
         mixed: steps may have decode rows and prompt chunks in one program.
         copies: blocks may be copied.
         conversions: layer inputs may be converted.
     """
-    calls = _calls(runner, mixed=mixed, copies=copies, conversions=conversions)
-    ahead = 0 if runner.programs.branches else len(calls)
-    total = ahead + len(calls)
-    if progress:
-        progress(0, total)
-    if ahead:
-        with concurrent.futures.ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as threads:
-            compiled = [threads.submit(lambda call=call: call().lower().compile()) for call in calls]
-            for done, future in enumerate(concurrent.futures.as_completed(compiled), 1):
-                future.result()
-                if progress:
-                    progress(done, total)
-    for done, call in enumerate(calls, ahead + 1):
-        jax.block_until_ready(call().run())
-        if progress:
-            progress(done, total)
-
-
-def _calls(runner: ProgramRunner, *, mixed: bool, copies: bool, conversions: bool) -> list[Callable[[], ProgramCall]]:
     programs, step_format, buckets = runner.programs, runner.step_format, runner.step_format.buckets
     variants = SamplerVariant.variants(branches=programs.branches)
-    part = functools.partial
-    calls: list[Callable[[], ProgramCall]] = [
-        part(runner.empty_forward_call, *shape, kinds)
-        for shape in buckets.forward_shapes(mixed=mixed)
-        for kinds in programs.kind_sets()
-    ]
-    calls += [part(runner.empty_sample_call, rows, variant) for rows in buckets.decode for variant in variants]
-    calls += [
-        part(runner.empty_sample_call, rows, variant)
-        for rows in buckets.masked
-        for variant in SamplerVariant.masked_variants()
-    ]
-    calls += [
-        part(runner.empty_decode_call, rows, kinds, variant)
-        for rows in (() if programs.branches else buckets.decode)
-        for kinds in programs.kind_sets()
-        for variant in variants
-        if not variant.penalised
-    ]
-    calls += [part(runner.copy_call, _NO_COPIES, size) for size in (buckets.copies if copies else ())]
-    calls += [
-        part(runner.convert_call, step_format.empty_conversion(n)[1], n)
-        for n in (buckets.conversions if conversions else ())
-    ]
-    return calls
+    part, name = functools.partial, ProgramName
+    found: list[Program] = []
+    for rows, tokens in buckets.forward_shapes(mixed=mixed):
+        kind = "decode" if not tokens else "mixed" if rows else "prefill"
+        for kinds in programs.kind_sets():
+            found.append(Program(name(kind, tokens or rows), part(runner.empty_forward_call, rows, tokens, kinds)))
+    samplers = [(rows, variant) for rows in buckets.decode for variant in variants]
+    samplers += [(rows, variant) for rows in buckets.masked for variant in SamplerVariant.masked_variants()]
+    for rows, variant in samplers:
+        found.append(Program(name("sample", rows, variant), part(runner.empty_sample_call, rows, variant)))
+    for rows in () if programs.branches else buckets.decode:
+        for kinds in programs.kind_sets():
+            for variant in variants:
+                if not variant.penalised:
+                    call = part(runner.empty_decode_call, rows, kinds, variant)
+                    found.append(Program(name("fused", rows, variant), call))
+    for size in buckets.copies if copies else ():
+        found.append(Program(name("copy", size), part(runner.copy_call, _NO_COPIES, size)))
+    for n in buckets.conversions if conversions else ():
+        padding = step_format.empty_conversion(n)[1]
+        found.append(Program(name("convert", n), part(runner.convert_call, padding, n)))
+    return found

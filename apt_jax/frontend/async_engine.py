@@ -255,6 +255,11 @@ class AsyncEngine:
         return not self._closing and self._end_error is None
 
     @property
+    def has_arrivals(self) -> bool:
+        """True while the engine thread has something to do before its next step; for functions that `call` runs."""
+        return bool(self._inbox) or self._closing
+
+    @property
     def num_open(self) -> int:
         """Number of requests whose streams have not ended."""
         return len(self._streams.by_request)

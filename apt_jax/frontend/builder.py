@@ -13,12 +13,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor import is_out_of_memory
 from apt_jax.frontend.components import EngineComponents, build_components
+from apt_jax.frontend.early_start import Unprepared
 from apt_jax.frontend.progress import Progress, of_stage
 from apt_jax.sched import CacheKindSpec, make_policy
 from apt_jax.sched.view import converts
@@ -52,6 +53,7 @@ def build_engine(
     warm_up: bool = True,
     calibrate: bool = True,
     calibration_s: float = DEFAULT_CALIBRATION_S,
+    early: bool = False,
     progress: Progress | None = None,
     on_joined: "Callable[[Leader], None]" = lambda leader: None,
 ) -> EngineComponents:
@@ -63,6 +65,9 @@ def build_engine(
         calibrate: measure step costs if none are stored for this model, machine and configuration; stored ones are used
             in any case.
         calibration_s: approximate duration of the measurement, seconds.
+        early: prepare the fewest programs that serve every request, and leave the rest, and the measurement, to
+            `BackgroundPreparation` (`EngineComponents.unprepared`); where the executor can
+            (`JaxExecutor.can_start_early`).
         progress: called while programs are prepared and step costs measured.
         on_joined: called with the other hosts of the replica, if any, once they have joined.
 
@@ -87,8 +92,14 @@ def build_engine(
         template = None if tokenizer is None else _find_template(config, tokenizer)
         executor = make_executor(config, loaded, mesh, conversion=converts(policy))
         loaded_s = time.monotonic()
+        unprepared = None
         with room_for_steps():
-            if warm_up:
+            if early and warm_up and hosts is None and executor.can_start_early:
+                others = executor.warm_up_first(of_stage(progress, "preparing"))
+                is_known = not calibrate or load_calibration(calibration_path(executor)) is not None
+                unprepared = Unprepared(programs=others, calibration_s=None if is_known else calibration_s)
+                calibrate = False
+            elif warm_up:
                 executor.warm_up(of_stage(progress, "preparing"))
             warm_s = time.monotonic()
             executor.leader = leader
@@ -114,7 +125,11 @@ def build_engine(
         )
         warn_of_small_pool(parts)
         return dataclasses.replace(
-            parts, load_s=loaded_s - started, warm_up_s=warm_s - loaded_s, calibration_s=time.monotonic() - warm_s
+            parts,
+            load_s=loaded_s - started,
+            warm_up_s=warm_s - loaded_s,
+            calibration_s=time.monotonic() - warm_s,
+            unprepared=unprepared,
         )
 
 
@@ -141,8 +156,13 @@ def recalibrate(
     from apt_jax.executor.jax_executor import JaxExecutor
 
     assert isinstance(parts.executor, JaxExecutor)
-    model = calibrate(parts.executor, budget_s, progress)
-    parts.engine.kinds = tuple(_kinds(parts.executor, model))
+    return with_costs(parts, calibrate(parts.executor, budget_s, progress))
+
+
+def with_costs(parts: EngineComponents, model: "CostModel") -> EngineComponents:
+    """Use measured step costs in a running engine, between two steps."""
+    executor: Any = parts.executor
+    parts.engine.kinds = tuple(_kinds(executor, model))
     parts.engine.costs = model.step_costs()
     return dataclasses.replace(parts, cost_model=model)
 

@@ -21,6 +21,7 @@ from apt_jax.utils.clock import Clock, WallClock
 from apt_jax.validation import GrammarSource, RequestLimits, build_requests, check_text_length
 
 if TYPE_CHECKING:
+    from apt_jax.frontend.early_start import Unprepared
     from apt_jax.sched.costs.fit import CostModel
 
 
@@ -67,6 +68,8 @@ class EngineComponents:
     load_s: float = 0.0
     warm_up_s: float = 0.0
     calibration_s: float = 0.0
+    unprepared: "Unprepared | None" = None
+    """Work left to be done beside serving; None: nothing."""
 
     @property
     def model_name(self) -> str:

@@ -6,6 +6,7 @@
     python -m benchmarks.server chaos       200 faults of links, replicas and the gateway, with a ledger of every request
     python -m benchmarks.server batch       1,000 requests of a batch beside interactive traffic: latency of the one, throughput of both
     python -m benchmarks.server overhead    overhead of each API over the bare engine, 64 streams
+    python -m benchmarks.server start       time to the first answer, from clean and from warm caches
 
 Each starts the server itself, prints a summary, and writes JSON (`--json FILE`). Exit code 1: a guarantee was violated.
 Clients and server share the cores of one machine, which limits the figures.
@@ -15,10 +16,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.server import batch, chaos, overhead, overload, soak
+from benchmarks.server import batch, chaos, overhead, overload, soak, starts
 from benchmarks.server import shutdown as stop
 
-_RUNS = {"soak": soak, "overload": overload, "stop": stop, "chaos": chaos, "batch": batch, "overhead": overhead}
+_RUNS = {
+    "soak": soak,
+    "overload": overload,
+    "stop": stop,
+    "chaos": chaos,
+    "batch": batch,
+    "overhead": overhead,
+    "start": starts,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -30,6 +30,8 @@ class Server:
         flags: further flags.
         crash_on_signal: SIGUSR1 ends the thread of its engine (`benchmarks.server.crash_on_signal`).
         cores: the cores that it may run on; None: all of them.
+        early: it serves before it has prepared everything, and logs when it has.
+        cache_dir: its cache directory; None: the usual one.
 
     Raises:
         RuntimeError: it did not start; the message has the end of its log.
@@ -42,6 +44,8 @@ class Server:
         *,
         crash_on_signal: bool = False,
         cores: Sequence[int] | None = None,
+        early: bool = False,
+        cache_dir: str | None = None,
     ) -> None:
         module = "benchmarks.server.crash_on_signal" if crash_on_signal else "serve.cli"
         self.flags = tuple(flags)
@@ -56,7 +60,8 @@ class Server:
             "--grpc-port",
             "0",
             "--log-level",
-            "warning",
+            "info" if early else "warning",
+            *([] if early else ["--no-early-start"]),
             *flags,
         ]
         if cores is not None:
@@ -65,7 +70,7 @@ class Server:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._log, cwd=ROOT, text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, **({} if cache_dir is None else {"APT_JAX_CACHE_DIR": cache_dir})},
         )  # fmt: skip
         try:
             self.http, self.grpc = self._addresses()
@@ -93,6 +98,18 @@ class Server:
         """Return the end of its standard error."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-_TAIL_CHARS:]
+
+    def until_said(self, text: str, timeout_s: float) -> None:
+        """Wait until its log has a text; at most `timeout_s`.
+
+        Raises:
+            TimeoutError: it has not.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self.log():
+            if time.monotonic() > deadline_s or self._process.poll() is not None:
+                raise TimeoutError(f"the server has not said {text!r}: {self.log()}")
+            time.sleep(0.2)
 
     def rss_mib(self) -> float:
         """Return the resident memory in MiB."""

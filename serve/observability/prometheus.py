@@ -111,6 +111,10 @@ class ServerMetrics:
             missed=collections.Counter(),
         )
 
+    def calibrated(self, parts: EngineComponents) -> None:
+        """The engine has got its step costs."""
+        self._parts = parts
+
     # Called in the engine's thread, which alone writes the sums.
 
     def ended(self, delta: OutputDelta) -> None:

@@ -339,6 +339,10 @@ def test_D6_a_compiler_that_fails_is_named_with_its_error(fresh: Path, monkeypat
     assert not list((fresh / "cache" / "kernels").iterdir())
 
 
+CALLS = 3
+"""Calls of the compiler for a library: two parts, and what joins them."""
+
+
 def _counting(fresh: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> Path:
     """Use a compiler that adds a line to the file returned and, unless `whole`, compiles an empty source instead."""
     count, real = fresh / "count", build.find_compiler()
@@ -364,7 +368,7 @@ def test_what_the_compiler_made_is_kept(
     assert made.suffix == ".so"
     build._library.cache_clear()
     build._library()
-    assert count.read_text().split() == ["x"]
+    assert len(count.read_text().split()) == CALLS
 
 
 @pytest.mark.parametrize("size", [0, 1000, "half", "all but the digest"])
@@ -381,7 +385,7 @@ def test_H8_F10_a_library_that_was_cut_is_compiled_again(
     build._library.cache_clear()
     build._library()
     assert made.read_bytes() == whole
-    assert count.read_text().split() == ["x", "x"]
+    assert len(count.read_text().split()) == 2 * CALLS
     assert [record.message.partition(": ")[2] for record in caplog.records if "damaged" in record.message] == [
         "damaged; removed, and made again"
     ]
@@ -396,7 +400,7 @@ def test_a_library_that_cannot_be_loaded_is_compiled_again(fresh: Path, monkeypa
     build._library.cache_clear()
     build._library()
     assert made.read_bytes() == whole
-    assert count.read_text().split() == ["x", "x"]
+    assert len(count.read_text().split()) == 2 * CALLS
 
 
 def test_H8_without_room_for_it_the_library_is_loaded_and_a_later_start_keeps_it(
@@ -415,7 +419,7 @@ def test_H8_without_room_for_it_the_library_is_loaded_and_a_later_start_keeps_it
     for _ in range(2):
         build._library.cache_clear()
         build._library()
-    assert count.read_text().split() == ["x", "x"]
+    assert len(count.read_text().split()) == 2 * CALLS
 
 
 def test_O7_what_is_loaded_is_the_file_that_was_verified(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,6 +453,6 @@ def test_kernels_of_a_directory_that_others_write_are_not_loaded(
     with caplog.at_level(logging.WARNING):
         build._library()
     assert "must belong to this user" in caplog.text
-    assert count.read_text().split() == ["x"]
+    assert len(count.read_text().split()) == CALLS
     assert [path.name for path in directory.iterdir()] == ["kernels-planted.so"]
     assert stat.S_IMODE(directory.stat().st_mode) == 0o777

@@ -6,5 +6,6 @@ from apt_jax.executor.jax_executor import JaxExecutor
 from serve.cli import main
 
 if __name__ == "__main__":
+    JaxExecutor.can_start_early = False  # type: ignore[assignment, method-assign]
     JaxExecutor.warm_up = lambda self, progress=None: None  # type: ignore[method-assign]
     sys.exit(main())

@@ -11,11 +11,13 @@ import dataclasses
 import logging
 import os
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apt_jax.config import EngineConfig, ParallelConfig
+from apt_jax.cpu import build
 from apt_jax.errors import AptJaxError, ConfigError, one_line
 from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S
 from apt_jax.frontend.headless import run_headless
@@ -181,6 +183,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run as a worker rank without a server (ranks > 0); apt-jax launch adds it",
     )
     options.add_calibration_argument(parser, DEFAULT_CALIBRATION_S)
+    parser.add_argument(
+        "--no-early-start", action="store_true",
+        help="serve only when all programs are compiled and step costs measured, rather than as soon as every request can be answered",
+    )  # fmt: skip
     options.add_engine_arguments(parser, several_names=True)
 
 
@@ -254,6 +260,8 @@ def _run(args: argparse.Namespace) -> int:
     config, keys, tls = check(args)
     if args.model is None:
         logger.warning("%s", options.no_model_given("serve"))
+    if config.attention_backend in (None, "cpu") and config.parallel.tensor_parallel_size == 1:
+        build.begin()
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
@@ -274,7 +282,7 @@ def _run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     num_http = 0 if args.no_http else http.connections.max_connections
     max_grpc_connections = grpc_connections(most_open, num_http, raise_file_limit())
-    hosts = WorkerRanks()
+    hosts, busy = WorkerRanks(), threading.Event()
     code = asyncio.run(
         serve(
             config,
@@ -295,7 +303,7 @@ def _run(args: argparse.Namespace) -> int:
             ),
             None if args.no_http else http,
             shutdown_timeout_s=args.shutdown_timeout,
-            build=lambda: build_parts(config, args.calibration_time, hosts),
+            build=lambda: build_parts(config, args.calibration_time, hosts, early=not args.no_early_start),
             reload=lambda: _reload(args, keys, tls),
             step_timeout_s=args.step_timeout,
             decision_log=args.decision_log,
@@ -303,6 +311,7 @@ def _run(args: argparse.Namespace) -> int:
             log_format=args.log_format,
             hosts=hosts,
             preprocessing=PreprocessingLimits(body_memory_bytes=args.body_memory << 20),
+            on_busy=busy.set,
         )
     )
     if code in (None, 0):
@@ -310,7 +319,7 @@ def _run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     if code is None:  # stopped while the model was loading: that thread cannot be ended otherwise
         os._exit(0)
-    if code == ENGINE_LOST:  # nor can the thread of a step that does not end
+    if code == ENGINE_LOST or busy.is_set():  # nor can the thread of a step that does not end, or of a compiler
         sys.stderr.flush()
         os._exit(code)
     return code

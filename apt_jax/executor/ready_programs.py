@@ -1,0 +1,75 @@
+"""Which programs a step may run: all of them or, while a server that has started early compiles the rest, those that
+are ready. Needs no JAX.
+
+A step takes the smallest program that is ready and holds it. The largest of each kind are ready first, and so is the
+sampler that serves all rows, so that there is always one: a step never waits for the compiler.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from apt_jax.executor.buckets import EVERYTHING, Buckets, SamplerVariant, bucket_for
+
+Kind = Literal["decode", "prefill", "mixed", "sample", "fused", "copy", "convert"]
+_SIZES: dict[Kind, str] = {"decode": "decode", "prefill": "prefill", "copy": "copies", "convert": "conversions"}
+"""The field of `Buckets` that has the sizes of programs of a kind."""
+
+
+class ProgramName(NamedTuple):
+    """A program: what it does, its padded size and, of one that samples, what it offers."""
+
+    kind: Kind
+    size: int
+    variant: SamplerVariant | None = None
+
+
+class ReadyPrograms:
+    """The programs that steps may run.
+
+    Attributes:
+        sizes: of the programs that do not sample, as `Buckets`.
+    """
+
+    def __init__(self, buckets: Buckets) -> None:
+        self._all = self.sizes = buckets
+        self._samplers: dict[SamplerVariant, list[int]] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """True: there is nothing that a step may not run."""
+        return self._samplers is None
+
+    def first(self) -> set[ProgramName]:
+        """The fewest programs that serve every step."""
+        names = {ProgramName(kind, getattr(self._all, field)[-1]) for kind, field in _SIZES.items()}
+        return {*names, ProgramName("sample", self._all.masked[-1], EVERYTHING)}
+
+    def forget(self) -> None:
+        """From now on steps run nothing but what `add` names."""
+        self.sizes = Buckets(decode=[], masked=[], prefill=[], copies=[], conversions=[])
+        self._samplers = {}
+
+    def add(self, name: ProgramName) -> None:
+        """A program is ready."""
+        if self._samplers is None:
+            return
+        if name.variant is not None:
+            self._samplers[name.variant] = sorted({*self._samplers.get(name.variant, ()), name.size})
+            return
+        field = _SIZES[name.kind]
+        sizes = sorted({*getattr(self.sizes, field), name.size})
+        self.sizes = dataclasses.replace(self.sizes, **{field: sizes})
+
+    def finish(self) -> None:
+        """All programs are ready."""
+        self.sizes, self._samplers = self._all, None
+
+    def sampler(self, num_rows: int, variant: SamplerVariant) -> tuple[int, SamplerVariant]:
+        """Size and variant of the sampler for so many rows that need at least `variant`."""
+        if self._samplers is None:
+            return bucket_for(self._all.masked if variant.masked else self._all.decode, num_rows), variant
+        for candidate in (variant, *variant.broader()):
+            for size in self._samplers.get(candidate, ()):
+                if size >= num_rows:
+                    return size, candidate
+        raise LookupError(f"no sampler for {num_rows} rows")

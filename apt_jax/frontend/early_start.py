@@ -1,0 +1,177 @@
+"""The rest of a start that serves early: programs are compiled and step costs measured beside serving.
+
+`build_engine(..., early=True)` prepares the fewest programs that serve every request and leaves the rest as
+`Unprepared`. `BackgroundPreparation` does it once the engine runs:
+
+1. A thread compiles one program after another; between two steps the engine's thread runs each once, on padding, and
+   from then on steps take it where it fits them best. No step compiles, and none waits for the compiler.
+2. Where no step costs are stored for this machine, they are measured while the engine has nothing to do, for half a
+   second at a time. Until then policies have no costs (`StepCosts`: zero where nothing is known), as with
+   ``calibrate=False``. Measuring overwrites cached prefixes, which are forgotten.
+
+What fails here would have failed before serving: it ends the engine, with the same line.
+"""
+
+import concurrent.futures
+import dataclasses
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from apt_jax.errors import one_line
+
+if TYPE_CHECKING:
+    from apt_jax.executor.jax_executor import JaxExecutor
+    from apt_jax.executor.warm_up import Program
+    from apt_jax.frontend.async_engine import AsyncEngine
+    from apt_jax.frontend.components import EngineComponents
+    from apt_jax.sched.costs.fit import CostModel
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_IDLE_S = 1.0
+"""Time without requests after which step costs are measured."""
+_SLICE_S = 0.5
+"""A request that arrives while they are measured waits for so long at most, and for the step that is being timed."""
+_POLL_S = 0.1
+_REPORT_EVERY_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unprepared:
+    """Programs and step costs that an engine lacks that serves early."""
+
+    programs: "Sequence[Program]"
+    """Not compiled yet, those first that help most."""
+    calibration_s: float | None
+    """Approximate duration of a calibration, seconds; None: step costs are known, or not wanted."""
+
+
+class _StoppedError(Exception):
+    """The server stops, or its engine has ended."""
+
+
+class BackgroundPreparation:
+    """Does what `EngineComponents.unprepared` says, in a thread beside a running engine.
+
+    Args:
+        on_calibrated: called in the engine's thread when step costs have been measured and are in use.
+    """
+
+    def __init__(
+        self, engine: "AsyncEngine", on_calibrated: "Callable[[EngineComponents], object]" = lambda parts: None
+    ) -> None:
+        self._engine, self._on_calibrated = engine, on_calibrated
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="apt-jax-prepare", daemon=True)
+
+    def start(self) -> None:
+        if self._engine.parts.unprepared is not None:
+            self._thread.start()
+
+    def stop(self, timeout_s: float = 1.0) -> bool:
+        """Do no more, and wait a moment for what is being done. From any thread, any number of times.
+
+        Returns:
+            False where a program is still being compiled: the process must be ended by `os._exit`.
+        """
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        unprepared = self._engine.parts.unprepared
+        assert unprepared is not None
+        try:
+            self._compile(unprepared.programs)
+            if unprepared.calibration_s is not None:
+                self._calibrate(unprepared.calibration_s)
+            self._call(gc.freeze)  # what tracing has left: a full collection need not visit it (`freeze_gc_heap`)
+        except _StoppedError:
+            return
+        except BaseException as error:
+            if self._stopped.is_set():
+                return
+            reason = f"preparation beside serving failed: {type(error).__name__}: {one_line(str(error)):.300}"
+            logger.critical("%s", reason, exc_info=error)
+            self._engine.fail(reason)
+
+    def _compile(self, programs: "Sequence[Program]") -> None:
+        if not programs:
+            return
+        executor = _executor_of(self._engine)
+        started = reported = time.monotonic()
+        logger.info("serving; preparing %d more programs meanwhile", len(programs))
+        for done, program in enumerate(programs, 1):
+            self._raise_if_stopped()
+            program.compile()
+            self._call(lambda program=program, done=done: executor.add_program(program, last=done == len(programs)))
+            if time.monotonic() - reported >= _REPORT_EVERY_S and done < len(programs):
+                reported = time.monotonic()
+                logger.info("serving; preparing meanwhile: %d of %d programs", done, len(programs))
+        logger.info("prepared %d more programs in %.1f s, beside serving", len(programs), time.monotonic() - started)
+
+    def _calibrate(self, budget_s: float) -> None:
+        from apt_jax.executor.calibrate import calibration, calibration_path, keep_calibration
+        from apt_jax.frontend.builder import with_costs
+
+        executor = _executor_of(self._engine)
+        measuring, model = calibration(executor, budget_s), None
+        started = reported = idle_since = time.monotonic()
+        logger.info("serving; measuring step costs whenever there is nothing to do, for about %g s", budget_s)
+        while model is None:
+            if self._stopped.wait(_POLL_S):
+                raise _StoppedError
+            now = time.monotonic()
+            if self._engine.num_open:
+                idle_since = now
+            if now - idle_since >= _IDLE_S:
+                model = self._call(lambda: self._measure(measuring))
+            if now - reported >= 6 * _REPORT_EVERY_S and model is None:
+                reported = now
+                logger.info("serving; step costs are not measured yet: waiting for a second without requests")
+        keep_calibration(model, calibration_path(executor))
+
+        def use(model: "CostModel" = model) -> None:
+            self._engine.parts = with_costs(self._engine.parts, model)
+            self._on_calibrated(self._engine.parts)
+
+        self._call(use)
+        logger.info("calibrated in %.1f s, beside serving", time.monotonic() - started)
+
+    def _measure(self, measuring: "Generator[float, None, CostModel]") -> "CostModel | None":
+        """Go on measuring until a request arrives, for `_SLICE_S` at most; the model at the end. In the engine's
+        thread."""
+        engine, until = self._engine.parts.engine, time.monotonic() + _SLICE_S
+        while time.monotonic() < until and not self._engine.has_arrivals and not engine.has_work:
+            engine.cache.clear_prefixes()
+            try:
+                next(measuring)
+            except StopIteration as end:
+                return end.value
+        return None
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine's thread, and wait for it."""
+        self._raise_if_stopped()
+        future = self._engine.call(function)
+        while not concurrent.futures.wait([future], _POLL_S).done:
+            if self._stopped.is_set() or self._engine.dead_reason is not None:
+                future.cancel()
+                raise _StoppedError
+        return future.result()
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped.is_set() or not self._engine.is_serving:
+            raise _StoppedError
+
+
+def _executor_of(engine: "AsyncEngine") -> "JaxExecutor":
+    executor: Any = engine.parts.executor
+    return executor

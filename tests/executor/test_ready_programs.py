@@ -1,0 +1,66 @@
+"""Which programs steps run while others are still compiled."""
+
+import numpy as np
+import pytest
+
+from apt_jax.executor.buckets import EVERYTHING, FILTERED, GREEDY, Buckets, SamplerVariant
+from apt_jax.executor.ready_programs import ProgramName, ReadyPrograms
+
+BUCKETS = Buckets.for_limits(
+    max_num_seqs=8, max_num_batched_tokens=64, max_model_len=96, hidden_block_size=4, rows_multiple=4
+)
+PENALISED = SamplerVariant(penalised=True)
+MASKED = SamplerVariant(masked=True)
+
+
+@pytest.fixture
+def ready() -> ReadyPrograms:
+    """The fewest programs that serve every step."""
+    ready = ReadyPrograms(BUCKETS)
+    names = ready.first()
+    ready.forget()
+    for name in names:
+        ready.add(name)
+    return ready
+
+
+def test_at_first_and_at_last_all_programs_may_run(ready: ReadyPrograms) -> None:
+    assert not ready.is_complete
+    ready.finish()
+    for programs in (ready, ReadyPrograms(BUCKETS)):
+        assert programs.is_complete
+        assert programs.sizes == BUCKETS
+        assert programs.sampler(3, GREEDY) == (4, GREEDY)
+        assert programs.sampler(3, MASKED) == (BUCKETS.masked[-1], MASKED)
+
+
+def test_the_first_programs_serve_every_step(ready: ReadyPrograms) -> None:
+    for field in ("decode", "prefill", "copies", "conversions"):
+        assert getattr(ready.sizes, field) == getattr(BUCKETS, field)[-1:]
+    for variant in (GREEDY, FILTERED, PENALISED, MASKED, EVERYTHING):
+        for rows in range(1, 9):
+            assert ready.sampler(rows, variant) == (8, EVERYTHING)
+
+
+def test_what_is_ready_is_used_and_the_smallest_that_fits(ready: ReadyPrograms) -> None:
+    ready.add(ProgramName("sample", 8, FILTERED))
+    assert ready.sampler(1, GREEDY) == (8, FILTERED)  # cheaper than everything
+    assert ready.sampler(1, PENALISED) == (8, EVERYTHING)
+    ready.add(ProgramName("sample", 1, GREEDY))
+    assert ready.sampler(1, GREEDY) == (1, GREEDY)
+    assert ready.sampler(2, GREEDY) == (8, FILTERED)
+    ready.add(ProgramName("decode", 1))
+    ready.add(ProgramName("decode", 4))
+    assert ready.sizes.decode == [1, 4, 8]
+
+
+def test_a_broader_sampler_has_all_that_the_rows_need() -> None:
+    for variant in (GREEDY, FILTERED, PENALISED, MASKED, EVERYTHING):
+        for other in variant.broader():
+            assert other.filtered
+            assert not other.greedy
+            assert (other.penalised, other.masked) >= (variant.penalised, variant.masked)
+            assert other.penalised >= variant.penalised
+            assert other.masked >= variant.masked
+    assert EVERYTHING.broader() == []
+    assert np.all([v.broader()[-1] == EVERYTHING for v in (GREEDY, FILTERED, PENALISED, MASKED)])

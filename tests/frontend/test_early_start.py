@@ -1,0 +1,136 @@
+"""Preparation beside serving: with a fake engine, and with a real executor that compiles no step."""
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from apt_jax.executor.buckets import FILTERED
+from apt_jax.executor.ready_programs import ProgramName
+from apt_jax.frontend.early_start import BackgroundPreparation, Unprepared
+from apt_jax.request import SamplingParams
+from apt_jax.sched.request_table import KV
+from tests.executor.test_jax_executor import PROMPTS, Driver, few_programs, make_executor, reference_greedy
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclasses.dataclass
+class FakeProgram:
+    name: ProgramName
+    compiled: threading.Event = dataclasses.field(default_factory=threading.Event)
+    error: Exception | None = None
+    waits: threading.Event | None = None
+
+    def compile(self) -> None:
+        self.compiled.set()
+        if self.waits is not None:
+            self.waits.wait(10.0)
+        if self.error is not None:
+            raise self.error
+
+
+class FakeEngine:
+    """The part of `AsyncEngine` that is used here; its thread is the caller's."""
+
+    def __init__(self, programs: Any) -> None:
+        self.added: list[tuple[ProgramName, bool]] = []
+        executor = SimpleNamespace(add_program=lambda p, last: self.added.append((p.name, last)))
+        self.parts: Any = SimpleNamespace(
+            unprepared=Unprepared(programs=programs, calibration_s=None), executor=executor
+        )
+        self.failed: list[str] = []
+        self.is_serving, self.dead_reason, self.num_open = True, None, 0
+
+    def call(self, function: Any) -> "concurrent.futures.Future[Any]":
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_result(function())
+        return future
+
+    def fail(self, reason: str) -> None:
+        self.failed.append(reason)
+
+
+def _programs(count: int) -> list[FakeProgram]:
+    return [FakeProgram(ProgramName("sample", 1 + n, FILTERED)) for n in range(count)]
+
+
+def _until(condition: Any) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_programs_are_added_one_by_one_in_their_order() -> None:
+    programs = _programs(3)
+    engine: Any = FakeEngine(programs)
+    preparation = BackgroundPreparation(engine)
+    preparation.start()
+    _until(lambda: len(engine.added) == 3)
+    assert engine.added == [(p.name, p is programs[-1]) for p in programs]
+    assert preparation.stop()
+    assert engine.failed == []
+
+
+def test_a_program_that_cannot_be_compiled_ends_the_engine_with_its_reason() -> None:
+    programs = _programs(3)
+    programs[1].error = RuntimeError("no such instruction\nand more")
+    engine: Any = FakeEngine(programs)
+    preparation = BackgroundPreparation(engine)
+    preparation.start()
+    _until(lambda: engine.failed)
+    assert engine.failed == ["preparation beside serving failed: RuntimeError: no such instruction and more"]
+    assert not programs[2].compiled.is_set()
+
+
+def test_a_stop_does_not_wait_for_the_compiler() -> None:
+    programs = _programs(2)
+    programs[0].waits = threading.Event()
+    engine: Any = FakeEngine(programs)
+    preparation = BackgroundPreparation(engine)
+    preparation.start()
+    assert programs[0].compiled.wait(10.0)
+    started = time.monotonic()
+    assert not preparation.stop(0.05)
+    assert time.monotonic() - started < 5.0
+    programs[0].waits.set()
+    _until(lambda: preparation.stop(0.05))
+    assert engine.added == []
+    assert engine.failed == []
+    assert not programs[1].compiled.is_set()
+
+
+def test_nothing_to_prepare_is_no_thread() -> None:
+    engine: Any = FakeEngine([])
+    engine.parts.unprepared = None
+    preparation = BackgroundPreparation(engine)
+    preparation.start()
+    assert preparation.stop()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.0, logprobs=2)])
+def test_steps_have_the_same_tokens_and_compile_nothing_whatever_is_ready(params: SamplingParams) -> None:
+    executor = few_programs(make_executor("kv", mixed=False, max_num_seqs=4))
+    assert executor.can_start_early
+    others = executor.warm_up_first()
+    assert executor.compilations == 0
+    driver = Driver(executor)
+    for slot, prompt in PROMPTS.items():
+        driver.add(slot, prompt, KV)
+    driver.step({slot: len(prompt) for slot, prompt in PROMPTS.items()}, params)
+    for number in range(5):
+        if number < len(others):
+            others[number].compile()
+            executor.add_program(others[number], last=False)
+        driver.step(dict.fromkeys(PROMPTS, 1), params)
+    assert executor.compilations == 0
+    for slot, prompt in PROMPTS.items():
+        assert driver.tokens[slot] == reference_greedy(prompt, 6)
+    assert not executor.ready.is_complete
+    assert np.isin(executor.ready.sizes.decode, executor.buckets.decode).all()
