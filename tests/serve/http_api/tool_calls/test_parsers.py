@@ -109,7 +109,9 @@ def test_events_do_not_depend_on_pieces(name):
         random_ = random.Random(seed)
         text = "".join(random_.choice(PIECES) for _ in range(random_.randrange(1, 14)))
 
-        def make(inside=random_.random() < 0.5):
+        inside = random_.random() < 0.5
+
+        def make(inside=inside):
             form = form_of("hermes", "")
             assert form is not None
             if name == "constrained":
